@@ -1,0 +1,55 @@
+"""The command line: gathers the commands, runs one, and turns every error into one short block and an exit code.
+
+Commands parse, call and print; what they need from heavy rooms they import inside. `tunedeck --help` must stay
+under 0.4 s of CPU, so nothing here or in `engine.commands` imports torch, transformers, pydantic or the spec on the way.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import typer
+
+from engine.commands import control, data, doctor, evaluate, library, plan, runs, train
+from engine.errors import TunedeckError
+
+app = typer.Typer(
+    name="tunedeck",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Fine-tune language models without dying of memory. Without arguments: opens the console.",
+)
+
+for room in (plan, train, control, runs, evaluate, data, library, doctor):
+    room.register(app)
+
+
+def run() -> None:
+    """Run the command in `sys.argv`; exits the process with its code. `--debug` anywhere shows tracebacks."""
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        app(arguments)
+    except TunedeckError as error:
+        if debug:
+            traceback.print_exc()
+        _complain(error.render())
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our stdout went away (`| head`); the null device keeps the interpreter's last flush quiet.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        sys.exit(0)
+    except Exception as error:  # noqa: BLE001  (the last line of defence: a defect is reported, not dumped)
+        if debug:
+            raise
+        _complain(f"unexpected {type(error).__name__}: {error}\nfix: run again with --debug and report the traceback")
+        sys.exit(1)
+
+
+def _complain(text: str) -> None:
+    """Write one block to stderr, each line as it is: never parsed as markup."""
+    first, *rest = text.splitlines() or [""]
+    sys.stderr.write("\n".join([f"tunedeck: {first}", *(f"  {line}" for line in rest)]) + "\n")

@@ -1,0 +1,36 @@
+"""The `tunedeck` command: fixes the import path, then opens the console (no arguments) or runs the command line.
+
+The path comes first because the import packages are called `engine`, `tui` and `profiles`, names that a user's own
+repository may well hold too: with `PYTHONPATH=.` or `python -m`, Python would import theirs. This file's folder goes to
+the front of `sys.path` before anything else of Tunedeck is imported. Child processes are started through this file's
+absolute path with `-P` (see `engine.start`), so the same holds there.
+
+Try: `tunedeck --help`, or `python -m tunedeck --help`.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _own_packages_first() -> None:
+    """Move this file's folder to the front of `sys.path`, and drop a stranger's `engine` that was imported before it."""
+    sys.path[:] = [HERE, *(entry for entry in sys.path if os.path.abspath(entry or ".") != HERE)]
+
+
+def main() -> None:
+    """Entry point of the `tunedeck` command. Exits with the codes of the command line (see `tunedeck --help`)."""
+    _own_packages_first()
+    if len(sys.argv) > 1:
+        from engine.cli import run
+
+        run()
+    else:
+        from tui.app import run as open_console
+
+        open_console()
+
+
+if __name__ == "__main__":
+    main()
