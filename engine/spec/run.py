@@ -36,6 +36,8 @@ class Limits(Table):
 
     max_hours: float | None = None
     """Checkpoint and stop after this many hours."""
+    wait_seconds: float | None = None
+    """Wait up to this many seconds for a busy device before giving up."""
     on_finish: str | None = None
     """Shell command run when the run ends, with TUNEDECK_RUN and TUNEDECK_STATUS set."""
     devices: list[int] = []

@@ -1,0 +1,143 @@
+"""The run directory: what lies where, and how a new one comes to be.
+
+The console, the command line and the engine share nothing but this folder. Nothing here reads or writes events.
+
+Try: `ls runs/*/`
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EnvironmentProblem
+from engine.journal.files import write_atomically
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run. Making one touches nothing on disk."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The directory's name, which is how a run is addressed."""
+        return self.path.name
+
+    @property
+    def run_toml(self) -> Path:
+        """The resolved run spec."""
+        return self.path / "run.toml"
+
+    @property
+    def plan_json(self) -> Path:
+        """The budget as it was predicted before the start."""
+        return self.path / "plan.json"
+
+    @property
+    def events(self) -> Path:
+        """The record of the run, one JSON object per line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """Everything the engine process printed, tracebacks included."""
+        return self.path / "engine.log"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the engine as long as it works on the run."""
+        return self.path / "engine.lock"
+
+    @property
+    def engine(self) -> Path:
+        """Who the engine process is, or was: pid, start time, host."""
+        return self.path / "engine.json"
+
+    @property
+    def control(self) -> Path:
+        """Requests to the engine, one file each."""
+        return self.path / "control"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folders `step-00000100`, and nothing half-written."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of one checkpoint, there or not."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    @property
+    def oom(self) -> Path:
+        """Reports about memory that ran out."""
+        return self.path / "oom"
+
+    @property
+    def adapter(self) -> Path:
+        """The result of a LoRA run."""
+        return self.path / "adapter"
+
+    @property
+    def model(self) -> Path:
+        """The result of a full fine-tuning."""
+        return self.path / "model"
+
+    def exists(self) -> bool:
+        """Whether this is a run directory: its spec is there."""
+        return self.run_toml.is_file()
+
+
+def create_run(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
+    """A new run directory `TIMESTAMP-NAME` (`-2` and so on where that is taken), complete the moment it can be seen.
+
+    Raises EnvironmentProblem where `runs_dir` cannot be written.
+    """
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        draft = RunDirectory(runs_dir / f".new-{secrets.token_hex(6)}")
+        _fill(draft, run_toml_text, plan)
+        return _settle(draft, runs_dir / f"{stamp}-{name}")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"no run directory can be made in {runs_dir}: {error.strerror or error}",
+            expected="a folder that can be written, on a disk with room",
+            fix="choose another with --runs DIR or $TUNEDECK_RUNS",
+        ) from error
+
+
+def _fill(draft: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None:
+    draft.path.mkdir()
+    try:
+        write_atomically(draft.run_toml, run_toml_text)
+        write_atomically(draft.plan_json, json.dumps(plan, indent=2) + "\n")
+        draft.control.mkdir()
+        draft.checkpoints.mkdir()
+    except OSError:
+        shutil.rmtree(draft.path, ignore_errors=True)
+        raise
+
+
+def _settle(draft: RunDirectory, wanted: Path) -> RunDirectory:
+    """Rename the draft to the first free name: a rename never replaces a folder that holds something."""
+    for number in count(1):
+        final = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            os.rename(draft.path, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                shutil.rmtree(draft.path, ignore_errors=True)
+                raise
+        else:
+            return RunDirectory(final.absolute())
+    raise AssertionError("count() never ends")

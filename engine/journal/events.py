@@ -1,0 +1,216 @@
+"""The event file: one writer, any number of readers, one JSON object per line.
+
+What may not live here: meaning. Which fields a kind has is in `kinds`, what a sequence of events amounts to in
+`summary`. Rules of the file, on which every reader may rely:
+
+- a line is complete when its newline is there; what follows the last newline is torn and does not count yet;
+- every complete line is strict JSON in ASCII: text from a model cannot break a line, and a loss that is not finite is
+  `null` (JSON has no NaN, and a string would make every consumer check the type of every number);
+- a writer that opens the file cuts a torn tail off before it appends. Closing it with a newline instead would leave
+  a line that `jq`, pandas and every other reader choke on for ever; nobody has read the torn bytes or misses them.
+
+Try: `tail -f runs/*/events.jsonl | jq .kind`
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from engine.journal.directory import RunDirectory
+from engine.journal.kinds import check
+
+Event = dict[str, Any]
+
+READ_BYTES = 1 << 20
+"""Size of one read: large enough that the number of calls does not matter, small enough not to be seen in memory."""
+
+
+class EventWriter:
+    """Appends events to a run's `events.jsonl`. Thread-safe; only rank 0 of the engine that holds the claim has one."""
+
+    def __init__(self, directory: RunDirectory, *, stage: str = "", rank: int = 0) -> None:
+        """Open the file, cut off a torn tail and go on counting. Raises OSError where the file cannot be written."""
+        self.stage = stage
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._file = os.open(directory.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._seq = _mend(self._file)
+        self._last_write = time.monotonic()
+
+    def write(self, kind: str, **fields: Any) -> Event:
+        """Append one event and return it. Raises ValueError for fields that `kinds` lacks, OSError on a full disk.
+
+        After an OSError the file ends where it ended before, so the same event can be written again later.
+        """
+        check(kind, frozenset(fields))
+        with self._lock:
+            return self._append(kind, fields)
+
+    def write_if_quiet(self, quiet_seconds: float, kind: str, **fields: Any) -> Event | None:
+        """Like `write`, but only when nothing was written for `quiet_seconds`; else None."""
+        check(kind, frozenset(fields))
+        with self._lock:
+            if time.monotonic() - self._last_write < quiet_seconds:
+                return None
+            return self._append(kind, fields)
+
+    def close(self) -> None:
+        """Close the file; writing afterwards raises OSError."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def _append(self, kind: str, fields: Event) -> Event:
+        event = {"seq": self._seq + 1, "time": now(), "kind": kind, "stage": self.stage, "rank": self._rank, **fields}
+        line = encode(event)
+        end = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            # A part of the line may have reached the disk; the next line must not be glued to it.
+            if self._file >= 0:
+                os.ftruncate(self._file, end)
+            raise
+        self._seq += 1
+        self._last_write = time.monotonic()
+        return event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def now() -> str:
+    """The present, UTC, ISO 8601 with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def encode(event: Event) -> bytes:
+    """One line of the file, newline included. Raises TypeError for a value JSON does not know."""
+    try:
+        text = json.dumps(event, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(event), separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> Event | None:
+    """The event of one complete line; None for a damaged one (a disk that lost power can leave zeros)."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "kind" in event else None
+
+
+def _finite(value: Any) -> Any:
+    """The value with every NaN and infinity replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value
+
+
+def _mend(file: int) -> int:
+    """Cut what follows the last newline; return the `seq` of the last readable line, 0 when there is none."""
+    size = os.fstat(file).st_size
+    kept = b""
+    start = size
+    while start > 0:
+        step = min(READ_BYTES, start)
+        start -= step
+        kept = os.pread(file, step, start) + kept
+        if size == start + len(kept) and b"\n" in kept:
+            size = start + kept.rindex(b"\n") + 1
+            kept = kept[: size - start]
+        for line in reversed(kept.split(b"\n")[0 if start == 0 else 1 :]):
+            event = decode(line)
+            if event is not None and isinstance(event.get("seq"), int):
+                os.ftruncate(file, size)
+                return int(event["seq"])
+    os.ftruncate(file, size if kept.endswith(b"\n") else 0)
+    return 0
+
+
+class EventTail:
+    """Reads what was added to an event file since the last look. Holds a byte offset and nothing else."""
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+        """Where the next complete line begins, in bytes."""
+        self.damaged = 0
+        """Complete lines that were no events, so far."""
+
+    def poll(self) -> list[Event]:
+        """The events completed since the last call; a torn last line waits for its newline."""
+        events = []
+        for line in self.lines():
+            event = decode(line)
+            if event is None:
+                self.damaged += 1
+            else:
+                events.append(event)
+        return events
+
+    def lines(self) -> Iterator[bytes]:
+        """The raw complete lines since the last call, newline included; the offset moves with them."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            if os.fstat(file.fileno()).st_size < self.offset:
+                self.offset = 0  # the file was replaced, as `tail -F` would notice
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                yield line
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every event of the file, in order; a torn last line and damaged lines are left out."""
+    for line in EventTail(path).lines():
+        event = decode(line)
+        if event is not None:
+            yield event
+
+
+def end_of_events(path: Path) -> int:
+    """The byte offset just after the last complete line: where a tail that only wants news begins."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return 0
+    with file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - READ_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0

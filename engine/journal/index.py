@@ -1,0 +1,167 @@
+"""From what a user types to a run directory, and the list of runs.
+
+Every start is noted in the user's state folder, so a run can be named from any directory. The notes are a convenience:
+the run directories are the truth, and a state folder that cannot be written costs a warning, not a run.
+
+Try: `tunedeck show last`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.errors import UsageError
+from engine.journal.directory import RunDirectory
+
+STAMPED = re.compile(r"^(\d{8}T\d{6}Z)-(.+)$")
+"""TIMESTAMP-NAME, as `create_run` makes it."""
+
+
+def state_folder() -> Path:
+    """Where notes about runs are kept: $TUNEDECK_STATE, else the platform's folder for user state."""
+    given = os.environ.get("TUNEDECK_STATE")
+    if given:
+        return Path(given).expanduser().absolute()
+    from platformdirs import user_state_dir
+
+    return Path(user_state_dir("tunedeck", appauthor=False))
+
+
+def note_run(directory: RunDirectory) -> str | None:
+    """Note a start. Returns a warning for the user where the state folder cannot be written, else None."""
+    line = json.dumps({"path": str(directory.path.absolute())}) + "\n"
+    folder = state_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # One write of one short line in append mode: two starts at once do not mix.
+        with (folder / "runs.jsonl").open("ab", buffering=0) as file:
+            file.write(line.encode())
+    except OSError as error:
+        return (
+            f"the start could not be noted in {folder} ({error.strerror or error}): "
+            f"name this run by its path, {directory.path}, from other directories"
+        )
+    return None
+
+
+def noted_runs() -> list[RunDirectory]:
+    """Runs started by this user that still exist, newest first. Empty where nothing can be read."""
+    try:
+        lines = (state_folder() / "runs.jsonl").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    paths = dict.fromkeys(path for path in map(_noted_path, lines) if path is not None)
+    return _newest_first(RunDirectory(path) for path in paths)
+
+
+def list_runs(runs_dir: Path) -> list[RunDirectory]:
+    """The runs in a folder, newest first. Empty when there is no such folder."""
+    try:
+        entries = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return _newest_first(RunDirectory(path.absolute()) for path in entries)
+
+
+def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
+    """The run a user means: a path, a directory name, the newest with that --name, a unique prefix, or `last`.
+
+    `runs_dir` is asked first, the user's noted runs next, so a project's own runs win over those of another.
+    Raises UsageError when nothing matches, or several do.
+    """
+    if os.sep in text or text in (".", ".."):
+        return _at_path(Path(text).expanduser())
+    places: list[Callable[[], list[RunDirectory]]] = [noted_runs]
+    if runs_dir is not None:
+        places.insert(0, lambda: list_runs(runs_dir))
+    for runs in places:
+        found = _among(text, runs())
+        if found is not None:
+            return found
+    if RunDirectory(Path(text)).exists():
+        return _at_path(Path(text))
+    raise UsageError(
+        f"no run matches {text!r}" + (f" in {runs_dir} or among your earlier runs" if runs_dir else ""),
+        expected="a path, a run's directory name, its --name, a unique prefix, or 'last'",
+        fix="list them: tunedeck runs",
+    )
+
+
+def run_name(directory: RunDirectory) -> str:
+    """The run's --name, from its spec; its directory's name where the spec cannot be read."""
+    try:
+        with directory.run_toml.open("rb") as file:
+            return str(tomllib.load(file)["name"])
+    except (OSError, tomllib.TOMLDecodeError, KeyError):
+        return directory.name
+
+
+def started_at(directory: RunDirectory) -> tuple[str, int]:
+    """Sorts runs by when they were made: the stamp in the name, then the age of `plan.json`, never rewritten."""
+    try:
+        written_ns = (directory.plan_json if directory.plan_json.exists() else directory.run_toml).stat().st_mtime_ns
+    except OSError:
+        written_ns = 0
+    stamped = STAMPED.match(directory.name)
+    if stamped:
+        return stamped[1], written_ns
+    return datetime.fromtimestamp(written_ns / 1e9, UTC).strftime("%Y%m%dT%H%M%SZ"), written_ns
+
+
+def _among(text: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
+    """The run that `text` means among these, newest first; None for none. Raises UsageError when several match."""
+    if text == "last":
+        return runs[0] if runs else None
+    exact = [run for run in runs if run.name == text]
+    if exact:
+        return _the_only(text, exact)
+    # The name's part of a directory begins with --name; only the spec tells `exp-2` from the second `exp`.
+    for run in runs:
+        if _label(run).startswith(text) and run_name(run) == text:
+            return run
+    starting = [run for run in runs if run.name.startswith(text)]
+    return _the_only(text, starting) if starting else None
+
+
+def _the_only(text: str, runs: Sequence[RunDirectory]) -> RunDirectory:
+    if len(runs) == 1:
+        return runs[0]
+    raise UsageError(
+        f"{text!r} could be any of {len(runs)} runs:\n" + "\n".join(f"  {run.path}" for run in runs[:10]),
+        expected="one run",
+        fix="give more of the name, or its path",
+    )
+
+
+def _label(run: RunDirectory) -> str:
+    stamped = STAMPED.match(run.name)
+    return stamped[2] if stamped else run.name
+
+
+def _at_path(path: Path) -> RunDirectory:
+    directory = RunDirectory(path.resolve())
+    if directory.exists():
+        return directory
+    raise UsageError(
+        f"{path} is not a run" + (": it has no run.toml" if path.is_dir() else ": no such folder"),
+        expected="a run directory, such as runs/20261120T205800Z-demo",
+        fix="list them: tunedeck runs",
+    )
+
+
+def _newest_first(runs: Iterable[RunDirectory]) -> list[RunDirectory]:
+    return sorted((run for run in runs if run.exists()), key=started_at, reverse=True)
+
+
+def _noted_path(line: str) -> Path | None:
+    """The path in one note; None for a line that is damaged."""
+    try:
+        return Path(json.loads(line)["path"])
+    except (ValueError, KeyError, TypeError):
+        return None

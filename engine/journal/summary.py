@@ -1,0 +1,357 @@
+"""What a run amounts to, folded from its events: status, progress, scores, memory.
+
+`SummaryReader` keeps its place, so a console refreshes at the cost of the new lines. Opening a long run is cheap
+because nearly all of its lines are steps, and of those only the first and the last of a stretch are parsed.
+
+Try: `tunedeck show last --json`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.journal.control import pending
+from engine.journal.directory import RunDirectory
+from engine.journal.events import Event, EventTail, decode
+from engine.journal.index import run_name
+from engine.journal.kinds import FINAL_STATUSES
+from engine.journal.liveness import (
+    FOREIGN_SILENT_SECONDS,
+    SILENT_SECONDS,
+    engine_process,
+    look,
+    silence_seconds,
+)
+
+STEP_MARK = b'"kind":"step"'
+"""How the writer spells it. A step line written otherwise is parsed in full: slower, and just as right."""
+
+PEAK = re.compile(rb'"peak_bytes":(\d+)')
+"""The one field of a step whose largest value counts, so it is read without parsing the line."""
+
+MARK_WITHIN_BYTES = 120
+"""`seq`, `time` and `kind` come first on a line, so the mark ends well before this."""
+
+
+@dataclass
+class RunSummary:
+    """One run at one moment. `None` means not known, or not yet."""
+
+    run: str
+    path: str
+    name: str
+    status: str
+    step: int
+    max_steps: int | None
+    metrics: dict[str, Any]
+    backoffs: int
+    samples_lost: int
+    predicted: dict[str, Any]
+    measured: dict[str, Any]
+    result: Any
+    started: str | None
+    updated: str | None
+    last_error: str | None
+    exit_code: int | None
+    model: str
+    profile: str
+    recipe: str
+    simulated: bool
+    phase: str
+    checkpoints: list[int]
+    oom_reports: list[str]
+    warnings: list[dict[str, Any]]
+    damaged_lines: int
+    stopping: bool
+    """A stop or pause was asked for and the engine has not ended yet."""
+
+
+@dataclass
+class RunState:
+    """Events folded so far. Plain values only; `fold` is the one place that gives events their meaning."""
+
+    step: int = 0
+    max_steps: int | None = None
+    first_step: Event | None = None
+    last_step: Event | None = None
+    evals: list[Event] = field(default_factory=list)
+    backoffs: list[Event] = field(default_factory=list)
+    checkpoints: list[Event] = field(default_factory=list)
+    warnings: list[Event] = field(default_factory=list)
+    oom_reports: list[str] = field(default_factory=list)
+    predicted: dict[str, Any] = field(default_factory=dict)
+    started: str | None = None
+    updated: str | None = None
+    running: Event | None = None
+    finished: Event | None = None
+    paused: bool = False
+    stopping: bool = False
+    phase: str = ""
+    peak_bytes: int = 0
+
+    def fold(self, event: Event) -> None:
+        """Take one event into account."""
+        self.updated = event.get("time", self.updated)
+        handler = _FOLDS.get(event["kind"])
+        if handler is not None:
+            handler(self, event)
+
+    def fold_steps(self, first: Event | None, last: Event) -> None:
+        """Take a stretch of steps into account by its ends."""
+        if self.first_step is None:
+            self.first_step = first or last
+        self.fold(last)
+
+
+def _run_started(state: RunState, event: Event) -> None:
+    state.started = state.started or event.get("time")
+    state.running, state.finished = event, None
+    state.paused = state.stopping = False
+
+
+def _stage_started(state: RunState, event: Event) -> None:
+    state.max_steps = event.get("max_steps", state.max_steps)
+
+
+def _plan(state: RunState, event: Event) -> None:
+    state.predicted = plan_digest(event)
+
+
+def _phase(state: RunState, event: Event) -> None:
+    state.phase = str(event.get("name", ""))
+
+
+def _step(state: RunState, event: Event) -> None:
+    state.first_step = state.first_step or event
+    state.last_step = event
+    state.step = int(event["step"])
+    state.phase = "training"
+    state.peak_bytes = max(state.peak_bytes, int(event.get("peak_bytes") or 0))
+
+
+def _eval(state: RunState, event: Event) -> None:
+    state.evals.append(event)
+
+
+def _backoff(state: RunState, event: Event) -> None:
+    state.backoffs.append(event)
+
+
+def _checkpoint_saved(state: RunState, event: Event) -> None:
+    state.checkpoints.append(event)
+
+
+def _oom_report(state: RunState, event: Event) -> None:
+    state.oom_reports.append(str(event["path"]))
+
+
+def _warning(state: RunState, event: Event) -> None:
+    state.warnings.append(event)
+
+
+def _control(state: RunState, event: Event) -> None:
+    state.stopping = state.stopping or (bool(event["accepted"]) and event["request"] in ("stop", "pause"))
+
+
+def _paused(state: RunState, _event: Event) -> None:
+    state.paused = True
+
+
+def _resumed(state: RunState, event: Event) -> None:
+    """Everything after the step it goes on from did not happen."""
+    step = int(event["step"])
+    for kept in (state.evals, state.backoffs, state.checkpoints):
+        kept[:] = [earlier for earlier in kept if int(earlier["step"]) <= step]
+    state.step = step
+    for name in ("first_step", "last_step"):
+        earlier = getattr(state, name)
+        if earlier is not None and int(earlier["step"]) > step:
+            setattr(state, name, None)
+    state.finished = None
+    state.paused = state.stopping = False
+
+
+def _run_finished(state: RunState, event: Event) -> None:
+    state.finished = event
+    state.phase = ""
+
+
+_FOLDS = {
+    "run_started": _run_started,
+    "stage_started": _stage_started,
+    "plan": _plan,
+    "phase": _phase,
+    "step": _step,
+    "eval": _eval,
+    "backoff": _backoff,
+    "checkpoint_saved": _checkpoint_saved,
+    "oom_report": _oom_report,
+    "warning": _warning,
+    "control": _control,
+    "paused": _paused,
+    "resumed": _resumed,
+    "run_finished": _run_finished,
+}
+
+
+class SummaryReader:
+    """Follows one run; each `refresh` reads only what was added."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.state = RunState()
+        self._tail = EventTail(directory.events)
+        self._damaged = 0
+
+    def refresh(self) -> RunSummary:
+        """The run as it is now. Never writes."""
+        self._read()
+        return _compose(self.directory, self.state, self._damaged)
+
+    def _read(self) -> None:
+        """Fold the new lines; within a stretch of steps only the first and the last are parsed."""
+        first: bytes | None = None
+        last: bytes | None = None
+        for line in self._tail.lines():
+            if line.find(STEP_MARK, 0, MARK_WITHIN_BYTES) >= 0:
+                first, last = first or line, line
+                peak = PEAK.search(line, MARK_WITHIN_BYTES)
+                if peak is not None and (found := int(peak[1])) > self.state.peak_bytes:
+                    self.state.peak_bytes = found
+                continue
+            event = decode(line)
+            if event is None:
+                self._damaged += 1
+            elif event["kind"] in _STEP_BOUND:
+                self._fold_steps(first, last)
+                first = last = None
+                self.state.fold(event)
+            else:
+                self.state.fold(event)
+        self._fold_steps(first, last)
+
+    def _fold_steps(self, first: bytes | None, last: bytes | None) -> None:
+        if last is None:
+            return
+        event = decode(last)
+        if event is None:
+            self._damaged += 1
+            return
+        opening = decode(first) if first is not None and self.state.first_step is None else None
+        self.state.fold_steps(opening, event)
+
+
+_STEP_BOUND = ("resumed", "run_started", "run_finished", "stage_started", "phase")
+"""Kinds whose meaning depends on the steps before them."""
+
+
+def summarise(directory: RunDirectory) -> RunSummary:
+    """One look at a run."""
+    return SummaryReader(directory).refresh()
+
+
+def status_of(directory: RunDirectory, state: RunState) -> str:
+    """The run's status, from its events and from whether its engine lives."""
+    if state.finished is not None:
+        said = str(state.finished.get("status"))
+        return said if said in FINAL_STATUSES else "failed"
+    engine = engine_process(directory)
+    if engine is None:
+        return "queued" if state.running is None else _by_silence(directory, FOREIGN_SILENT_SECONDS)
+    sight = look(engine)
+    if sight == "alive":
+        return "running"
+    if state.paused:
+        return "paused"
+    return _by_silence(directory, SILENT_SECONDS if sight == "gone" else FOREIGN_SILENT_SECONDS)
+
+
+def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
+    newest = min(silence_seconds(directory.events), silence_seconds(directory.engine))
+    return "running" if newest <= limit_seconds else "stale"
+
+
+def _compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSummary:
+    finished = state.finished or {}
+    spec = read_spec(directory)
+    return RunSummary(
+        run=directory.name,
+        path=str(directory.path),
+        name=run_name(directory),
+        status=status_of(directory, state),
+        step=state.step,
+        max_steps=state.max_steps,
+        metrics=_metrics(state),
+        backoffs=len(state.backoffs),
+        samples_lost=_samples_lost(state),
+        predicted=state.predicted or _predicted_on_disk(directory),
+        measured=finished.get("measured") or ({"peak_bytes": state.peak_bytes} if state.peak_bytes else {}),
+        result=finished.get("result"),
+        started=state.started,
+        updated=state.updated,
+        last_error=finished.get("error"),
+        exit_code=finished.get("exit_code"),
+        model=str(_dig(spec, "recipe", "model", "id")),
+        profile=str(_dig(spec, "profile", "name")),
+        recipe=str(_dig(spec, "recipe", "name")),
+        simulated=_dig(spec, "profile", "device", "kind") == "metered",
+        phase=state.phase,
+        checkpoints=[int(event["step"]) for event in state.checkpoints],
+        oom_reports=list(state.oom_reports),
+        warnings=[{key: event.get(key) for key in ("code", "text", "fix")} for event in state.warnings],
+        damaged_lines=damaged,
+        stopping=state.finished is None and (state.stopping or bool({"stop", "pause"} & set(pending(directory)))),
+    )
+
+
+def _metrics(state: RunState) -> dict[str, Any]:
+    """The latest evaluation's scores by name, the training loss, and both as they were at first."""
+    metrics: dict[str, Any] = dict(state.evals[-1]["metrics"]) if state.evals else {}
+    first: dict[str, Any] = dict(state.evals[0]["metrics"]) if state.evals else {}
+    if state.first_step is not None:
+        first["train_loss"] = state.first_step.get("loss")
+    if state.last_step is not None:
+        metrics["train_loss"] = state.last_step.get("loss")
+        metrics["tokens_per_second"] = state.last_step.get("tokens_per_second")
+    return {**metrics, "first": first} if metrics or first else {}
+
+
+def _samples_lost(state: RunState) -> int:
+    """The engine's own count at the end; until then what its backoffs report."""
+    total = (state.finished or {}).get("samples_lost")
+    return int(total) if total is not None else sum(int(event.get("samples_lost") or 0) for event in state.backoffs)
+
+
+def plan_digest(plan: dict[str, Any]) -> dict[str, Any]:
+    """The part of a plan (event or `plan.json`) that is compared with what was measured."""
+    predicted = plan.get("predicted")
+    inner = predicted if isinstance(predicted, dict) else {"peak_bytes": predicted} if predicted is not None else {}
+    keys = ("peak_bytes", "capacity_bytes", "verdict", "deciding_phase", "components")
+    return {**inner, **{key: plan[key] for key in keys if plan.get(key) is not None}}
+
+
+def _predicted_on_disk(directory: RunDirectory) -> dict[str, Any]:
+    try:
+        plan = json.loads(directory.plan_json.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return plan_digest(plan) if isinstance(plan, dict) else {}
+
+
+def read_spec(directory: RunDirectory) -> dict[str, Any]:
+    """`run.toml` as it is, unchecked; empty when it cannot be read. Shows what a newer version has written, too."""
+    try:
+        with directory.run_toml.open("rb") as file:
+            return tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def _dig(table: Any, *keys: str) -> Any:
+    for key in keys:
+        table = table.get(key, "") if isinstance(table, dict) else ""
+    return table
