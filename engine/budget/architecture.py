@@ -1,0 +1,250 @@
+"""The facts of a decoder that decide its memory, read from a `config.json` without torch and without its weights.
+
+Looked for, in this order: the built-in models, a local folder, the hub cache on this machine, the shipped
+`profiles/models/*.toml`. Parameter names and shapes follow from these facts in `engine.budget.parameters`.
+
+Try: `python -c "from engine.budget.architecture import *; print(from_config(builtin_config('builtin:tiny')))"`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from engine.budget.families import FAMILIES, Family, Layout
+from engine.errors import EnvironmentProblem, UsageError
+from engine.spec.run import RunSpec
+
+BUILTIN_PREFIX = "builtin:"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The feed-forward half of a mixture-of-experts layer."""
+
+    count: int
+    per_token: int
+    intermediate: int
+    """Width of one expert."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A causal decoder. Sizes are numbers of elements; head_dim is per head."""
+
+    model_type: str
+    layout: Layout
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    activation: str
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    unit_offset_norm: bool = False
+    sliding_window: int | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    positions: int | None = None
+    """Rows of a learned position table (GPT-2)."""
+    experts: Experts | None = None
+    default_attention: str = "sdpa"
+    max_length: int | None = None
+    """Longest sequence the model was made for."""
+
+    @property
+    def query_width(self) -> int:
+        """Output width of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Output width of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+
+def from_config(config: Mapping[str, Any]) -> Architecture:
+    """Read the facts out of a Hugging Face config; raises UsageError for a model family that is not known here."""
+    model_type = str(config.get("model_type", ""))
+    if model_type == "gpt2":
+        return _from_gpt2(config)
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UsageError(
+            f"no memory model for model_type {model_type!r}",
+            expected=f"one of {', '.join(sorted(FAMILIES))}",
+            fix="train with --force and a fixed train.micro_batch; memory that runs out is then handled during the run",
+        )
+    return _from_llama_like(model_type, family, {**family.defaults, **{k: v for k, v in config.items() if v is not None}})
+
+
+def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) -> Architecture:
+    """Families whose configs share Llama's key names."""
+    try:
+        heads, hidden = int(facts["num_attention_heads"]), int(facts["hidden_size"])
+        biased = bool(facts.get(family.bias_key, False)) if family.bias_key else False
+        return Architecture(
+            model_type=model_type,
+            layout=family.layout,
+            vocab=int(facts["vocab_size"]),
+            hidden=hidden,
+            intermediate=int(facts.get("intermediate_size", 0)),
+            layers=int(facts["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(facts.get("num_key_value_heads", heads)),
+            head_dim=int(facts.get("head_dim", hidden // heads)),
+            tied=bool(facts.get("tie_word_embeddings", False)),
+            activation=str(facts.get("hidden_activation") or facts.get("hidden_act", "silu")),
+            qkv_bias=family.qkv_bias or biased,
+            output_bias=biased,
+            mlp_bias=bool(facts.get(family.mlp_bias_key, False)) if family.mlp_bias_key else False,
+            qk_norm=family.qk_norm,
+            norms_per_layer=family.norms_per_layer,
+            unit_offset_norm=family.unit_offset_norm,
+            sliding_window=_window(facts),
+            attention_softcap=facts.get("attn_logit_softcapping"),
+            logit_softcap=facts.get("final_logit_softcapping"),
+            experts=_experts(facts) if family.layout in ("mixtral", "qwen3_moe", "gpt_oss") else None,
+            default_attention=family.default_attention,
+            max_length=facts.get("max_position_embeddings"),
+        )
+    except KeyError as missing:
+        raise UsageError(
+            f"the {model_type} config has no {missing}", expected="a complete config.json", fix="check the model's folder"
+        ) from None
+
+
+def _window(facts: Mapping[str, Any]) -> int | None:
+    """Sliding window in tokens; Qwen2 configs carry one that `use_sliding_window = false` switches off."""
+    return facts.get("sliding_window") if facts.get("use_sliding_window", True) else None
+
+
+def _experts(facts: Mapping[str, Any]) -> Experts:
+    """Mixtral and gpt-oss say num_local_experts, Qwen3-MoE num_experts."""
+    return Experts(
+        count=int(facts["num_experts"] if "num_experts" in facts else facts["num_local_experts"]),
+        per_token=int(facts["num_experts_per_tok"]),
+        intermediate=int(facts.get("moe_intermediate_size", facts.get("intermediate_size", 0))),
+    )
+
+
+def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
+    """GPT-2's own key names: n_embd, n_layer, n_head, n_positions; every linear layer and norm has a bias."""
+    hidden, heads = int(config["n_embd"]), int(config["n_head"])
+    return Architecture(
+        model_type="gpt2",
+        layout="gpt2",
+        vocab=int(config["vocab_size"]),
+        hidden=hidden,
+        intermediate=int(config.get("n_inner") or 4 * hidden),
+        layers=int(config["n_layer"]),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        activation=str(config.get("activation_function", "gelu_new")),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        positions=int(config.get("n_positions", 1024)),
+        max_length=int(config.get("n_positions", 1024)),
+    )
+
+
+def find_architecture(spec: RunSpec) -> Architecture:
+    """The facts of the model a run starts from.
+
+    Raises EnvironmentProblem when no config can be found on this machine, UsageError for an unknown family.
+    """
+    return from_config(find_config(spec.recipe.model.id, spec.recipe.model.revision))
+
+
+def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The config of a built-in model, local folder, cached hub model or shipped entry, as its JSON would have it."""
+    if model.startswith(BUILTIN_PREFIX):
+        return builtin_config(model)
+    local = Path(model).expanduser()
+    if local.is_dir():
+        return _read_json(local / "config.json")
+    cached = _cached_config(model, revision)
+    if cached is not None:
+        return _read_json(cached)
+    shipped = shipped_configs().get(model.lower())
+    if shipped is not None:
+        return dict(shipped)
+    raise EnvironmentProblem(
+        f"no config.json of {model!r} on this machine",
+        expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
+        fix=f"download it once with: hf download {model} config.json",
+    )
+
+
+def builtin_config(name: str) -> dict[str, Any]:
+    """The config of "builtin:NAME": the one place its numbers are kept is profiles/models/builtin-NAME.toml."""
+    config = shipped_configs().get(name)
+    if config is None or not name.startswith(BUILTIN_PREFIX):
+        known = ", ".join(sorted(key for key in shipped_configs() if key.startswith(BUILTIN_PREFIX)))
+        raise UsageError(f"no built-in model {name!r}", expected=known, fix="set model.id to one of them")
+    return dict(config)
+
+
+@lru_cache(maxsize=1)
+def shipped_configs() -> dict[str, dict[str, Any]]:
+    """Lower-case model id = config, over every `profiles/models/*.toml` (one file may describe several ids)."""
+    configs: dict[str, dict[str, Any]] = {}
+    for entry in shipped_entries():
+        for model in entry["ids"]:
+            configs[str(model).lower()] = dict(entry["config"])
+    return configs
+
+
+def shipped_entries() -> Iterator[dict[str, Any]]:
+    """The parsed files of profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
+    for path in sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name):
+        if path.name.endswith(".toml"):
+            yield tomli.loads(path.read_text(encoding="utf-8"))
+
+
+def _cached_config(model: str, revision: str | None) -> Path | None:
+    """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
+    repository = _hub_cache() / ("models--" + model.replace("/", "--"))
+    reference = repository / "refs" / (revision or "main")
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
+    config = repository / "snapshots" / commit / "config.json"
+    return config if commit and config.is_file() else None
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps repositories: $HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    if "HF_HUB_CACHE" in os.environ:
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A config file as a dict; raises EnvironmentProblem when it is absent or not JSON."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(
+            f"cannot read {path}: {error}", expected="the model's config.json", fix="check the folder named by model.id"
+        ) from error
+    if not isinstance(loaded, dict):
+        raise EnvironmentProblem(f"{path} does not hold a JSON object", fix="check the folder named by model.id")
+    return loaded

@@ -1,0 +1,93 @@
+"""What each model family of transformers is made of, where its `config.json` does not say so itself.
+
+One row per `model_type`: adding a family that is built from known parts is adding a row. Only facts live here; reading a
+config is `engine.budget.architecture`, naming its parameters `engine.budget.parameters`. Source of every row: the
+configuration and modelling files of transformers 5.23 (`src/transformers/models/<model_type>/`), held to account by
+`tests/budget/test_parameters.py`, which compares each parameter's name and shape with a model built on the meta device.
+
+Try: `python -c "from engine.budget.families import FAMILIES; print(sorted(FAMILIES))"`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Layout = Literal["llama", "phi3", "gpt2", "mixtral", "qwen3_moe", "gpt_oss"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Structure shared by all models of one `model_type`; `defaults` fill keys that a published config leaves out."""
+
+    layout: Layout = "llama"
+    qkv_bias: bool = False
+    """Bias on the query, key and value projections; None-like "as the config says" is spelled by `bias_key`."""
+    bias_key: str | None = None
+    """Config key that switches the biases of all four attention projections."""
+    mlp_bias_key: str | None = None
+    """Config key that switches the biases of the feed-forward layers."""
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    unit_offset_norm: bool = False
+    """Gemma's RMSNorm: multiplies by (1 + weight) in fp32 before the cast."""
+    default_attention: Literal["sdpa", "eager"] = "sdpa"
+    """What transformers picks when nothing is asked for: gpt-oss has no sdpa path."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(qkv_bias=True, defaults={"tie_word_embeddings": False}),
+    "qwen3": Family(qk_norm=True, bias_key="attention_bias", defaults={"tie_word_embeddings": False, "head_dim": 128}),
+    "llama": Family(bias_key="attention_bias", mlp_bias_key="mlp_bias", defaults={"tie_word_embeddings": False}),
+    "mistral": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 8}),
+    "phi3": Family(layout="phi3", defaults={"tie_word_embeddings": False}),
+    "gemma2": Family(
+        bias_key="attention_bias",
+        norms_per_layer=4,
+        unit_offset_norm=True,
+        defaults={
+            "tie_word_embeddings": True,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+            "sliding_window": 4096,
+        },
+    ),
+    "gemma3_text": Family(
+        bias_key="attention_bias",
+        qk_norm=True,
+        norms_per_layer=4,
+        unit_offset_norm=True,
+        defaults={
+            "tie_word_embeddings": True,
+            "vocab_size": 262208,
+            "head_dim": 256,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+        },
+    ),
+    "gpt2": Family(layout="gpt2", qkv_bias=True, defaults={"tie_word_embeddings": True}),
+    "mixtral": Family(
+        layout="mixtral",
+        defaults={
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_moe": Family(
+        layout="qwen3_moe", qk_norm=True, bias_key="attention_bias", defaults={"tie_word_embeddings": False}
+    ),
+    "gpt_oss": Family(
+        layout="gpt_oss",
+        bias_key="attention_bias",
+        default_attention="eager",
+        defaults={"tie_word_embeddings": False, "attention_bias": True, "head_dim": 64},
+    ),
+}
