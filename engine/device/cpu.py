@@ -1,0 +1,106 @@
+"""The plain CPU: no cap, no count of tensors; what is measured is the process.
+
+`allocated_bytes` is what the process gained in resident memory since the device was opened, so that interpreter and
+libraries are not charged to the run. It is the operating system's figure: freed tensors may linger in it, and the peak
+is the largest reading taken, not a high-water mark. For exact counts use a metered profile.
+
+Try: `tunedeck doctor`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from engine.device.base import GpuReading, LiveTensor, MemoryReading
+from engine.spec.run import RunSpec
+
+
+class CpuDevice:
+    """Host memory as the device. See `engine.device.base.Device`."""
+
+    kind = "cpu"
+    simulated = False
+    supports_bfloat16 = True
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.name = "CPU"
+        self.torch_device = torch.device("cpu")
+        self.capacity_bytes = capacity_bytes
+        self.notices: list[str] = []
+        self._process = psutil.Process()
+        self._baseline_bytes = self._process.memory_info().rss
+        self._peak_bytes = 0
+        total_bytes = psutil.virtual_memory().total
+        if capacity_bytes > total_bytes:
+            self.notices.append(
+                f"the profile allows {capacity_bytes / 2**30:.1f} GiB, "
+                f"but this machine has {total_bytes / 2**30:.1f} GiB of memory"
+            )
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Nothing to prepare."""
+        yield
+
+    def synchronize(self) -> None:
+        """Nothing is queued here."""
+
+    def memory(self) -> MemoryReading:
+        """Resident memory gained since the device was opened; the peak is the largest such reading."""
+        gained_bytes = max(0, self._process.memory_info().rss - self._baseline_bytes)
+        self._peak_bytes = max(self._peak_bytes, gained_bytes)
+        return MemoryReading(gained_bytes, gained_bytes, self._peak_bytes, 0)
+
+    def reset_peak(self) -> None:
+        """Forget earlier readings."""
+        self._peak_bytes = 0
+
+    def release_cached(self) -> None:
+        """Collect garbage."""
+        gc.collect()
+
+    @contextmanager
+    def host_region(self) -> Iterator[None]:
+        """Host and device are one here."""
+        yield
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, so that the caller may change either."""
+        return tensor.detach().clone()
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, so that the caller may change either."""
+        return tensor.detach().clone()
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing is counted one by one here."""
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """The CPU generator's state."""
+        return {"cpu": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what `rng_state` returned."""
+        torch.set_rng_state(state["cpu"])
+
+    def readings(self) -> list[GpuReading]:
+        """Empty: no GPU is involved."""
+        return []
+
+    def largest(self, count: int) -> list[LiveTensor]:
+        """Empty: tensors are not counted one by one here."""
+        return []
+
+
+def open_cpu(spec: RunSpec) -> CpuDevice:
+    """The CPU, with the profile's capacity as a figure for planning only."""
+    return CpuDevice(spec.profile.device.capacity_bytes)

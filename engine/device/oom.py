@@ -1,0 +1,139 @@
+"""Recognising memory that ran out, in every form torch and its libraries report it, and errors that poison the process.
+
+One table of patterns; no policy. The texts are those of the sources named beside them; `tests/device/test_oom.py` holds
+whole messages from the field. What to do about an OOM is `engine.train`'s business.
+
+Try: `python -c "from engine.device.oom import classify; print(classify(MemoryError()))"`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+Kind = Literal["device", "host", "pinned"]
+
+_PINNED = (
+    r"cudaHostAlloc",
+    r"cudaHostRegister",
+    r"CachingHostAllocator",
+    r"pin_memory.*(out of memory|OutOfMemory|memory allocation)",
+    r"(could not|cannot|can't|unable to|failed to) (pin|allocate pinned|allocate page-locked)",
+)
+_DEVICE = (
+    r"CUDA out of memory",  # c10/cuda/CUDACachingAllocator.cpp; torch < 2.5 raised it as a RuntimeError in places
+    r"CUDA (driver )?error:? ?:?(\(\d+\))?\s*out of memory",  # cudaErrorMemoryAllocation, with or without the code
+    r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",  # driver API: Triton, bitsandbytes, NVRTC
+    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED|CUSPARSE_STATUS_ALLOC_FAILED",
+    r"CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",  # cuDNN 9's finer codes
+    r"(ncclUnhandledCudaError|NCCL).*\n?.*(Cuda failure.*out of memory|failed to .*allocate)",
+    r"Cuda failure (\d+ )?'?out of memory",  # NCCL's own log line, quoted by ProcessGroupNCCL
+    r"Triton Error \[CUDA\]: out of memory",
+    r"HIP out of memory",
+)
+_HOST = (
+    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)",  # c10/core/impl/alloc_cpu.cpp
+    r"could not create a (primitive|memory object|memory)\b",  # oneDNN, which reports a failed workspace this way
+    r"Cannot allocate memory|\[Errno 12\]",
+    r"unable to mmap \d+ bytes from file",
+    r"unable to allocate shared memory|No space left on device.*(shm|torch_)",  # DataLoader workers and /dev/shm
+    r"std::bad_alloc",
+)
+# cuBLAS and cuDNN report a handle they had no memory for as not initialized. It is that only without other evidence.
+_MAYBE_DEVICE = (r"CUBLAS_STATUS_NOT_INITIALIZED", r"CUDNN_STATUS_NOT_INITIALIZED")
+_STICKY = (
+    r"illegal memory access|CUDA_ERROR_ILLEGAL_ADDRESS|cudaErrorIllegalAddress",
+    r"device-side assert",
+    r"unspecified launch failure",
+    r"misaligned address|illegal instruction|invalid program counter|hardware stack error",
+    r"uncorrectable (ECC|NVLink) error|CUDA_ERROR_ECC_UNCORRECTABLE",
+    r"the launch timed out",
+    r"(GPU|device) (has fallen off the bus|is lost)|cudaErrorDevicesUnavailable|GPU is lost",
+    r"NCCL communicator was aborted|watchdog .*caught collective operation timeout|ncclRemoteError",
+    r"CUDA context (is|was) (destroyed|invalid)|cudaErrorContextIsDestroyed",
+)
+
+
+def _any(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)
+
+
+_PINNED_RE, _DEVICE_RE, _HOST_RE = _any(_PINNED), _any(_DEVICE), _any(_HOST)
+_MAYBE_DEVICE_RE, _STICKY_RE = _any(_MAYBE_DEVICE), _any(_STICKY)
+_REQUEST_RE = re.compile(
+    r"(?:tried|trying|try|unable) to allocate\s+([\d.]+)\s*(bytes|[KMGT]i?B)?"
+    r"|you tried to allocate (\d+) bytes"
+    r"|failed to \w+ allocate (\d+) bytes",
+    re.IGNORECASE,
+)
+_UNIT_BYTES = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """What ran out, and how much was asked for where the message says so."""
+
+    kind: Kind
+    requested_bytes: int | None
+    text: str
+
+
+def classify(error: BaseException) -> OutOfMemory | None:
+    """What `error` says about memory, or None when it is about something else. Looks at the error, not at its causes.
+
+    A kernel that wants more shared memory than an SM has (Triton's OutOfResources) is not out of memory: no smaller
+    batch helps it. A sticky error never is, even when its text mentions memory.
+    """
+    text = str(error)
+    if is_sticky(error):
+        return None
+    kind = _kind(error, text)
+    return OutOfMemory(kind, _requested_bytes(error, text), text) if kind else None
+
+
+def _kind(error: BaseException, text: str) -> Kind | None:
+    # A MemoryError is Python's own; RuntimeError covers torch.OutOfMemoryError, AcceleratorError and DistBackendError.
+    if isinstance(error, MemoryError):
+        return "host"
+    if not isinstance(error, (RuntimeError, OSError)):
+        return None
+    if _PINNED_RE.search(text):
+        return "pinned"
+    if isinstance(error, torch.OutOfMemoryError) or _DEVICE_RE.search(text):
+        return "device"
+    if _HOST_RE.search(text):
+        return "host"
+    return "device" if _MAYBE_DEVICE_RE.search(text) else None
+
+
+def _requested_bytes(error: BaseException, text: str) -> int | None:
+    exact = getattr(error, "requested_bytes", None)  # the metered device knows to the byte
+    if isinstance(exact, int):
+        return exact
+    found = _REQUEST_RE.search(text)
+    if not found:
+        return None
+    number, unit, *whole = found.groups()
+    if number is None:
+        return int(next(value for value in whole if value))
+    return int(float(number.rstrip(".")) * _UNIT_BYTES[(unit or "b")[0].lower()])
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether `error` leaves the CUDA context or a communicator unusable: nothing may be retried in this process."""
+    return isinstance(error, RuntimeError) and _STICKY_RE.search(str(error)) is not None
+
+
+def flush_autograd() -> None:
+    """Run a one-element backward, which makes the autograd engine drop what a failed backward left behind.
+
+    After an exception inside backward the engine's queue still holds the failed graph with all its saved activations;
+    the next backward of the thread empties it. Call it outside the `except` block. It takes a few host bytes, outside
+    every dispatch mode, so that a full metered device cannot refuse it.
+    """
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).add(0).backward()
