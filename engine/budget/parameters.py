@@ -1,0 +1,168 @@
+"""Every parameter of a decoder by dotted name and shape, and which of them a recipe trains.
+
+The names are those of transformers 5.23, so that the patterns of a recipe (`train_only`, `freeze`, `also_train`,
+`targets`) select here exactly what they select in the engine. `tests/budget/test_parameters.py` compares names and
+shapes with a model built on the meta device.
+
+Try: `python -m pytest tests/budget/test_parameters.py`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from engine.budget.architecture import Architecture
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor. `linear` marks the weight of a linear layer, which an adapter can be put beside."""
+
+    name: str
+    shape: tuple[int, ...]
+    linear: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of values."""
+        return prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module that owns it."""
+        return self.name.rpartition(".")[0]
+
+
+@lru_cache(maxsize=64)
+def layer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
+    """Parameters of one decoder layer, named relative to it, such as "self_attn.q_proj.weight"."""
+    if arch.layout == "gpt2":
+        return tuple(_gpt2_layer(arch))
+    return tuple([*_attention(arch), *_feed_forward(arch), *_norms(arch)])
+
+
+@lru_cache(maxsize=64)
+def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
+    """Parameters outside the layers: embeddings, last norm, and the head where it is not tied."""
+    if arch.layout == "gpt2":
+        vectors = [Parameter("transformer.ln_f.weight", (arch.hidden,)), Parameter("transformer.ln_f.bias", (arch.hidden,))]
+        tables = [
+            Parameter("transformer.wte.weight", (arch.vocab, arch.hidden)),
+            Parameter("transformer.wpe.weight", (arch.positions or 0, arch.hidden)),
+        ]
+    else:
+        vectors = [Parameter("model.norm.weight", (arch.hidden,))]
+        tables = [Parameter(EMBEDDING, (arch.vocab, arch.hidden))]
+    head = [] if arch.tied else [Parameter(HEAD, (arch.vocab, arch.hidden), linear=True)]
+    return tuple([*tables, *vectors, *head])
+
+
+def layer_prefix(arch: Architecture, layer: int) -> str:
+    """What stands before a layer's relative names."""
+    return f"transformer.h.{layer}." if arch.layout == "gpt2" else f"model.layers.{layer}."
+
+
+def parameter_count(arch: Architecture) -> int:
+    """Parameters of the whole model, a tied head counted once."""
+    return arch.layers * sum(p.elements for p in layer_parameters(arch)) + sum(p.elements for p in outer_parameters(arch))
+
+
+def _linear(name: str, inputs: int, outputs: int, bias: bool) -> list[Parameter]:
+    """A torch Linear: weight [outputs, inputs] and, where there is one, its bias."""
+    weight = Parameter(f"{name}.weight", (outputs, inputs), linear=True)
+    return [weight, Parameter(f"{name}.bias", (outputs,))] if bias else [weight]
+
+
+def _attention(arch: Architecture) -> list[Parameter]:
+    """Projections, and what some families add to them: norms on queries and keys, sinks."""
+    hidden, query, kv = arch.hidden, arch.query_width, arch.kv_width
+    if arch.layout == "phi3":
+        projections = _linear("self_attn.qkv_proj", hidden, query + 2 * kv, False)
+    else:
+        projections = [
+            *_linear("self_attn.q_proj", hidden, query, arch.qkv_bias),
+            *_linear("self_attn.k_proj", hidden, kv, arch.qkv_bias),
+            *_linear("self_attn.v_proj", hidden, kv, arch.qkv_bias),
+        ]
+    extra = [Parameter(f"self_attn.{name}.weight", (arch.head_dim,)) for name in ("q_norm", "k_norm") if arch.qk_norm]
+    if arch.layout == "gpt_oss":
+        extra.append(Parameter("self_attn.sinks", (arch.heads,)))
+    return [*projections, *_linear("self_attn.o_proj", query, hidden, arch.output_bias), *extra]
+
+
+def _feed_forward(arch: Architecture) -> list[Parameter]:
+    """A gated feed-forward block, or a router and its experts (kept fused by transformers 5)."""
+    hidden, width = arch.hidden, arch.intermediate
+    if arch.layout == "phi3":
+        return [
+            *_linear("mlp.gate_up_proj", hidden, 2 * width, False),
+            *_linear("mlp.down_proj", width, hidden, False),
+        ]
+    if arch.experts is not None:
+        return _expert_parameters(arch)
+    return [
+        *_linear("mlp.gate_proj", hidden, width, arch.mlp_bias),
+        *_linear("mlp.up_proj", hidden, width, arch.mlp_bias),
+        *_linear("mlp.down_proj", width, hidden, arch.mlp_bias),
+    ]
+
+
+def _expert_parameters(arch: Architecture) -> list[Parameter]:
+    """Fused experts: one tensor for all gate and up projections, one for all down projections."""
+    assert arch.experts is not None
+    count, width, hidden = arch.experts.count, arch.experts.intermediate, arch.hidden
+    if arch.layout == "gpt_oss":  # stored transposed, with biases, and a router that is a layer of its own
+        return [
+            Parameter("mlp.router.weight", (count, hidden)),
+            Parameter("mlp.router.bias", (count,)),
+            Parameter("mlp.experts.gate_up_proj", (count, hidden, 2 * width)),
+            Parameter("mlp.experts.gate_up_proj_bias", (count, 2 * width)),
+            Parameter("mlp.experts.down_proj", (count, width, hidden)),
+            Parameter("mlp.experts.down_proj_bias", (count, hidden)),
+        ]
+    return [
+        Parameter("mlp.gate.weight", (count, hidden)),
+        Parameter("mlp.experts.gate_up_proj", (count, 2 * width, hidden)),
+        Parameter("mlp.experts.down_proj", (count, hidden, width)),
+    ]
+
+
+def _norms(arch: Architecture) -> list[Parameter]:
+    """Two norms a layer, or the four that Gemma 2 and 3 put around both halves."""
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if arch.norms_per_layer == 4:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    return [Parameter(f"{name}.weight", (arch.hidden,)) for name in names]
+
+
+def _gpt2_layer(arch: Architecture) -> list[Parameter]:
+    """GPT-2 keeps its weights as Conv1D, [inputs, outputs]; norms have biases."""
+    hidden, width = arch.hidden, arch.intermediate
+    shapes = {
+        "attn.c_attn": (hidden, 3 * hidden),
+        "attn.c_proj": (hidden, hidden),
+        "mlp.c_fc": (hidden, width),
+        "mlp.c_proj": (width, hidden),
+    }
+    norms = [Parameter(f"{norm}.{kind}", (hidden,)) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")]
+    weights = [Parameter(f"{name}.weight", shape, linear=True) for name, shape in shapes.items()]
+    return [*norms, *weights, *(Parameter(f"{name}.bias", (shape[1],)) for name, shape in shapes.items())]
+
+
+def compile_globs(patterns: Sequence[str]) -> re.Pattern[str] | None:
+    """Shell globs on dotted names as one regular expression: "*" and "?" stop at a dot, "**" does not."""
+    return re.compile("|".join(f"(?:{_glob(pattern)})" for pattern in patterns)) if patterns else None
+
+
+def _glob(pattern: str) -> str:
+    """One glob as the source of a regular expression for `fullmatch`."""
+    pieces = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
+    known = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
+    return "".join(known.get(piece) or (piece.replace("[!", "[^") if piece.startswith("[") else re.escape(piece)) for piece in pieces)

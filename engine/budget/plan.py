@@ -1,0 +1,126 @@
+"""The plan of a run: the micro-batch to start from, the verdict, and the table behind them.
+
+Verdicts (DESIGN section 3): fits, tight (only a smaller micro-batch or a remedy that leaves learning unchanged fits),
+does_not_fit (one sequence with every such remedy exceeds capacity).
+
+Try: `tunedeck plan -p 24gb -r lora`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.budget.architecture import Architecture, find_architecture
+from engine.budget.predict import Prediction, predict
+from engine.spec.run import RunSpec
+
+Verdict = Literal["fits", "tight", "does_not_fit"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will hold, and how its batch is cut."""
+
+    verdict: Verdict
+    capacity_bytes: int
+    prediction: Prediction
+    micro_batch: int
+    accumulation: int
+    length: int
+    remedies: dict[str, Any]
+    """Recipe keys that would make a tight plan fit, without changing what is learned."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """What torch allocates at the peak."""
+        return self.prediction.peak_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        """Capacity left at the peak; negative where it does not fit."""
+        return self.capacity_bytes - self.prediction.device_bytes
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Padded tokens of one micro-batch at the longest length."""
+        return self.micro_batch * self.length
+
+    def as_json(self) -> dict[str, Any]:
+        """The document of `tunedeck plan --json` and of plan.json."""
+        return {
+            "verdict": self.verdict,
+            "capacity_bytes": self.capacity_bytes,
+            "peak_bytes": self.peak_bytes,
+            "device_bytes": self.prediction.device_bytes,
+            "margin_bytes": self.margin_bytes,
+            "deciding_phase": self.prediction.deciding_phase,
+            "components": self.prediction.components,
+            "phases": self.prediction.phases,
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "tokens_per_micro_batch": self.tokens_per_micro_batch,
+            "remedies": self.remedies,
+        }
+
+
+def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
+    """Plan a run for sequences of up to `longest` tokens (data.max_length when the data is not yet known).
+
+    Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known.
+    """
+    arch = find_architecture(spec)
+    length = longest or spec.recipe.data.max_length
+    capacity = spec.profile.device.capacity_bytes
+    batch = spec.recipe.train.batch_size
+    asked = spec.recipe.train.micro_batch
+    rows = _largest_that_fits(arch, spec, length, capacity, batch) if asked == "auto" else min(asked, batch)
+    prediction = predict(arch, spec, rows=max(rows, 1), length=length)
+    verdict, remedies = _judge(arch, spec, prediction, length, capacity)
+    rows = max(rows, 1)
+    return Plan(verdict, capacity, prediction, rows, -(-batch // rows), length, remedies)
+
+
+def _largest_that_fits(arch: Architecture, spec: RunSpec, length: int, capacity: int, batch: int) -> int:
+    """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
+    low, high = 0, batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        if predict(arch, spec, rows=middle, length=length).device_bytes <= capacity:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _judge(
+    arch: Architecture, spec: RunSpec, planned: Prediction, length: int, capacity: int
+) -> tuple[Verdict, dict[str, Any]]:
+    """The verdict, and the least set of remedies behind "tight"."""
+    if planned.device_bytes <= capacity:
+        return "fits", {}
+    for changes in _remedies(spec):
+        remedied = _with_train(spec, changes)
+        if predict(arch, remedied, rows=1, length=length).device_bytes <= capacity:
+            rows = _largest_that_fits(arch, remedied, length, capacity, spec.recipe.train.batch_size)
+            return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": rows}
+    return "does_not_fit", {}
+
+
+def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
+    """What the ladder may do without changing what is learned, cheapest first, each on top of the ones before."""
+    changes: dict[str, Any] = {}
+    yield {}
+    if not spec.recipe.train.gradient_checkpointing:
+        changes["gradient_checkpointing"] = True
+        yield dict(changes)
+    if spec.recipe.train.loss == "plain":
+        changes["loss"] = "chunked"
+        yield dict(changes)
+
+
+def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
+    """The run spec with other values in its train table."""
+    train = spec.recipe.train.model_copy(update=changes)
+    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})})

@@ -1,0 +1,116 @@
+"""What a run spec decides about memory, resolved: the "auto"s answered, dtypes as bytes, patterns as trained parameters.
+
+A `Setting` is hashable, so that predictions are worked out once per (architecture, setting) and then only evaluated.
+
+Try: `python -m pytest tests/budget/test_setting.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.budget.architecture import Architecture
+from engine.spec.run import RunSpec
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BFLOAT16_CAPABILITY = 8.0
+"""First compute capability with bf16 tensor cores (Ampere)."""
+
+CHUNK_LOGIT_BYTES = 64 * 2**20
+"""Budget of one chunk's fp32 logits when the recipe does not say; see `chunk_tokens`."""
+
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The choices that decide memory, beside the architecture and the shape of a micro-batch."""
+
+    dtype: str
+    adapter_dtype: str | None
+    """None without LoRA."""
+    rank: int
+    targets: tuple[str, ...] | str
+    exclude: tuple[str, ...]
+    dora: bool
+    also_train: tuple[str, ...]
+    train_only: tuple[str, ...]
+    freeze: tuple[str, ...]
+    checkpointing: bool
+    loss: Literal["plain", "chunked", "fused"]
+    chunk_tokens: int
+    optimizer: Optimizer
+    momentum: bool
+    attention: Literal["flash", "sdpa", "eager"]
+    packed: bool
+    quantized: bool
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes per base weight and per hidden value."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def lora(self) -> bool:
+        """Whether adapters are trained beside a frozen base."""
+        return self.adapter_dtype is not None
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes per adapter weight; 0 without LoRA."""
+        return DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
+
+
+def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
+    """Resolve a run spec for this architecture."""
+    recipe = spec.recipe
+    method, lora = recipe.method, recipe.method.kind == "lora"
+    return Setting(
+        dtype=resolved_dtype(spec),
+        adapter_dtype=method.adapter_dtype if lora else None,
+        rank=method.rank if lora else 0,
+        targets=method.targets if isinstance(method.targets, str) else tuple(method.targets),
+        exclude=tuple(method.exclude),
+        dora=lora and method.dora,
+        also_train=tuple(method.also_train),
+        train_only=tuple(method.train_only),
+        freeze=tuple(method.freeze),
+        checkpointing=recipe.train.gradient_checkpointing,
+        loss=resolved_loss(spec),
+        chunk_tokens=chunk_tokens(arch.vocab),
+        optimizer=recipe.train.optimizer,
+        momentum=recipe.train.momentum > 0,
+        attention=resolved_attention(arch, spec),
+        packed=recipe.data.packing,
+        quantized=recipe.model.quantize == "nf4",
+    )
+
+
+def resolved_dtype(spec: RunSpec) -> str:
+    """dtype = "auto": bfloat16 where the device has it, else float16 on CUDA, float32 in host memory."""
+    asked, device = spec.recipe.model.dtype, spec.profile.device
+    if asked != "auto":
+        return asked
+    if device.kind != "cuda":
+        return "float32"
+    return "float16" if (device.compute_capability or BFLOAT16_CAPABILITY) < BFLOAT16_CAPABILITY else "bfloat16"
+
+
+def resolved_loss(spec: RunSpec) -> Literal["plain", "chunked", "fused"]:
+    """loss = "auto" is planned as our own chunk loop, the one that every device has."""
+    asked = spec.recipe.train.loss
+    return "chunked" if asked == "auto" else asked
+
+
+def chunk_tokens(vocab: int) -> int:
+    """Tokens per chunk of the loss: as many as keep one fp32 copy of their logits under CHUNK_LOGIT_BYTES."""
+    return max(1, CHUNK_LOGIT_BYTES // (4 * vocab))
+
+
+def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
+    """attention = "auto" is planned as sdpa, except for families that transformers only has as eager."""
+    asked = spec.recipe.model.attention
+    if asked == "auto":
+        return "eager" if arch.default_attention == "eager" else "sdpa"
+    return asked

@@ -1,0 +1,213 @@
+"""Bytes that stay for a whole run: weights, adapters, optimizer state; and gradients, which come with each step.
+
+Each tensor is rounded up to 512 bytes, the block size of CUDA's caching allocator, which the metered device uses too.
+
+Try: `python -m pytest tests/budget/test_static.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from engine.budget.architecture import Architecture
+from engine.budget.parameters import (
+    Parameter,
+    compile_globs,
+    layer_parameters,
+    layer_prefix,
+    outer_parameters,
+)
+from engine.budget.setting import Setting
+
+BLOCK_BYTES = 512
+
+ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn", "attn.c_proj")
+"""Last parts of the names that targets = "attention" means."""
+
+
+def rounded(size_bytes: int) -> int:
+    """Up to whole blocks of 512 bytes."""
+    return (size_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Bytes of a group of layers or of what stands outside them."""
+
+    weights: int = 0
+    adapters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    def plus(self, other: Tensors, times: int = 1) -> Tensors:
+        """This group and `times` of another."""
+        return Tensors(
+            self.weights + times * other.weights,
+            self.adapters + times * other.adapters,
+            self.gradients + times * other.gradients,
+            self.optimizer + times * other.optimizer,
+        )
+
+    @property
+    def static(self) -> int:
+        """What is there at every moment of the run."""
+        return self.weights + self.adapters + self.optimizer
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """The whole model's tensors, split by where they sit."""
+
+    first_layer: Tensors
+    layers: Tensors
+    """All layers together."""
+    outer: Tensors
+    embedding_gradient: int
+    head_gradient: int
+    """Of an untied head; a tied one shares the embedding's."""
+
+    @property
+    def total(self) -> Tensors:
+        """Layers and the rest."""
+        return self.layers.plus(self.outer)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which relative parameter names of one layer are trained, and which linear layers get an adapter."""
+
+    trained: frozenset[str]
+    adapted: frozenset[str]
+
+
+@lru_cache(maxsize=256)
+def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
+    """Count every tensor of the run once."""
+    layers: dict[Selection, int] = {}
+    for layer in range(arch.layers):
+        chosen = select_layer(arch, setting, layer)
+        layers[chosen] = layers.get(chosen, 0) + 1
+    per_kind = {chosen: _layer_tensors(arch, setting, chosen) for chosen in layers}
+    total = Tensors()
+    for chosen, count in layers.items():
+        total = total.plus(per_kind[chosen], count)
+    trained = selected_outer(arch, setting)
+    outer = _tensors(((p, p.name in trained, False) for p in outer_parameters(arch)), setting)
+    gradients = {p.name: rounded(p.elements * setting.base_bytes) for p in outer_parameters(arch) if p.name in trained}
+    return StaticBytes(
+        first_layer=per_kind[select_layer(arch, setting, 0)],
+        layers=total,
+        outer=outer,
+        embedding_gradient=gradients.get(outer_parameters(arch)[0].name, 0),
+        head_gradient=gradients.get("lm_head.weight", 0),
+    )
+
+
+def select_layer(arch: Architecture, setting: Setting, layer: int) -> Selection:
+    """Apply the recipe's patterns to one layer's names."""
+    prefix, parameters = layer_prefix(arch, layer), layer_parameters(arch)
+    trained = frozenset(p.name for p in parameters if is_trained(prefix + p.name, setting))
+    adapted = frozenset(p.name for p in parameters if p.linear and is_adapted(prefix + p.module, setting))
+    return Selection(trained, adapted - trained)
+
+
+def selected_outer(arch: Architecture, setting: Setting) -> frozenset[str]:
+    """Names outside the layers that are trained."""
+    return frozenset(p.name for p in outer_parameters(arch) if is_trained(p.name, setting))
+
+
+@lru_cache(maxsize=65536)
+def is_trained(name: str, setting: Setting) -> bool:
+    """Whether a base parameter learns: with LoRA only what also_train names, else all, or train_only, less freeze."""
+    wanted = setting.also_train if setting.lora else (setting.train_only or ("**",))
+    chosen, frozen = compile_globs(wanted), compile_globs(setting.freeze)
+    return bool(chosen and chosen.fullmatch(name)) and not (frozen and frozen.fullmatch(name))
+
+
+@lru_cache(maxsize=65536)
+def is_adapted(module: str, setting: Setting) -> bool:
+    """Whether a linear layer inside a decoder layer gets an adapter."""
+    excluded = compile_globs(setting.exclude)
+    if not setting.lora or (excluded and excluded.fullmatch(module)):
+        return False
+    if setting.targets == "all-linear":
+        return True
+    if setting.targets == "attention":
+        return module.endswith(ATTENTION_LAYERS)
+    return any(_names(target, module) for target in setting.targets)
+
+
+def _names(target: str, module: str) -> bool:
+    """A target is a glob on the whole dotted name, or on its last part as peft has it ("q_proj")."""
+    pattern = compile_globs([target, f"**.{target}"])
+    return bool(pattern and pattern.fullmatch(module))
+
+
+def _layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
+    """Bytes of one layer."""
+    return _tensors(((p, p.name in chosen.trained, p.name in chosen.adapted) for p in layer_parameters(arch)), setting)
+
+
+def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Setting) -> Tensors:
+    """Add up parameters given as (parameter, trained in full, adapted)."""
+    total = Tensors()
+    for parameter, trained, adapted in parameters:
+        weight = weight_bytes(parameter, setting)
+        gradient = rounded(parameter.elements * setting.base_bytes) if trained else 0
+        state = state_bytes(parameter.shape, setting.base_bytes, setting) if trained else 0
+        total = total.plus(Tensors(weight, 0, gradient, state))
+        if adapted:
+            total = total.plus(_adapter(parameter, setting))
+    return total
+
+
+def weight_bytes(parameter: Parameter, setting: Setting) -> int:
+    """A base weight; nf4 packs linear layers into 4 bits, with one fp32 scale per 64 values quantised again to 8 bits.
+
+    Source: bitsandbytes Params4bit, blocksize 64, nested blocks of 256 (QLoRA, arXiv 2305.14314, section 3).
+    """
+    if not (setting.quantized and parameter.linear and parameter.name != "lm_head.weight"):
+        return rounded(parameter.elements * setting.base_bytes)
+    blocks = -(-parameter.elements // 64)
+    return rounded((parameter.elements + 1) // 2) + rounded(blocks) + rounded(4 * -(-blocks // 256)) + 4 * BLOCK_BYTES
+
+
+def _adapter(parameter: Parameter, setting: Setting) -> Tensors:
+    """A [rank, inputs] and B [outputs, rank] of one linear layer, and DoRA's magnitude vector [outputs]."""
+    outputs, inputs = parameter.shape
+    shapes = [(setting.rank, inputs), (outputs, setting.rank), *([(outputs,)] if setting.dora else [])]
+    held = sum(rounded(_count(shape) * setting.adapter_bytes) for shape in shapes)
+    state = sum(state_bytes(shape, setting.adapter_bytes, setting) for shape in shapes)
+    return Tensors(0, held, held, state)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    """Elements of a shape."""
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def state_bytes(shape: tuple[int, ...], dtype_bytes: int, setting: Setting) -> int:
+    """Optimizer state of one tensor, each piece rounded to a block.
+
+    adamw: two moments in the parameter's dtype and an fp32 step counter. adamw_8bit: two moments of one byte with an
+    fp32 scale per 256 values (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column
+    factors in fp32 for matrices, a full variance for vectors. sgd: the momentum buffer, if any.
+    """
+    elements = _count(shape)
+    if setting.optimizer == "sgd":
+        return rounded(elements * dtype_bytes) if setting.momentum else 0
+    if setting.optimizer == "adamw_8bit":
+        if elements < 4096:
+            return 2 * rounded(4 * elements)
+        return 2 * (rounded(elements) + rounded(4 * -(-elements // 256)))
+    if setting.optimizer == "adafactor":
+        if len(shape) < 2:
+            return rounded(elements * dtype_bytes) + BLOCK_BYTES
+        leading = elements // (shape[-1] * shape[-2])
+        return rounded(leading * shape[-2] * dtype_bytes) + rounded(leading * shape[-1] * dtype_bytes) + BLOCK_BYTES
+    return 2 * rounded(elements * dtype_bytes) + BLOCK_BYTES
