@@ -1,0 +1,207 @@
+"""`tunedeck doctor`: what this machine offers a run, what is missing, and what to do about it.
+
+Every check answers with a finding and never raises: a machine in a bad state is what doctor is for. Torch is imported
+inside, and only to ask what it was built with.
+
+Try: `tunedeck doctor --json`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlparse
+from urllib.request import Request, urlopen
+
+import typer
+
+from engine.commands.options import JsonOption, RunsOption, runs_folder
+
+HUB_TIMEOUT_SECONDS = 2.5
+LOW_DISK_BYTES = 20 * 2**30
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "textual", "pydantic")
+OPTIONAL = {
+    "liger-kernel": "fused loss on CUDA",
+    "bitsandbytes": "adamw_8bit and nf4",
+    "torchao": "quantised training",
+}
+State = Literal["ok", "missing", "problem", "note"]
+_GLYPHS: dict[State, str] = {"ok": "+", "missing": "-", "problem": "!", "note": "."}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    state: State
+    text: str
+    fix: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    as_json: JsonOption = False,
+    runs: RunsOption = None,
+    hub: Annotated[bool, typer.Option(help="Ask the Hugging Face hub whether it answers.")] = True,
+) -> None:
+    """GPUs, driver, who holds memory, versions, hub access and token, tmux, disk: what is there and what is missing."""
+    findings = examine(runs_folder(runs), ask_hub=hub)
+    if as_json:
+        typer.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+        return
+    width = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        typer.echo(f"{_GLYPHS[finding.state]} {finding.topic:<{width}}  {finding.state:<7}  {finding.text}")
+        if finding.fix:
+            typer.echo(f"  {'':<{width}}  {'':<7}  fix: {finding.fix}")
+
+
+def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
+    """All findings. `runs` is the folder whose disk is looked at."""
+    findings = [_python(), *_versions(), *_torch(), *_gpus()]
+    findings += [_hub_token(), *([_hub_access()] if ask_hub else []), _tmux(), _disk(runs)]
+    return findings
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    return Finding("python", "ok" if good else "problem", version, "" if good else "Tunedeck needs Python 3.11 or newer")
+
+
+def _versions() -> list[Finding]:
+    findings = []
+    for package in PACKAGES:
+        version = _version(package)
+        if version:
+            findings.append(Finding(package, "ok", version))
+        else:
+            findings.append(Finding(package, "missing", "not installed", f"pip install {package}"))
+    for package, purpose in OPTIONAL.items():
+        version = _version(package)
+        text = version or f"not installed; needed for: {purpose}"
+        findings.append(Finding(package, "ok" if version else "note", text))
+    return findings
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> list[Finding]:
+    """What torch was built for and whether it finds a card."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a CUDA library that is missing or does not match
+        return [Finding("torch", "problem", f"does not import: {error}", "reinstall torch for this machine")]
+    if torch.version.cuda is None:
+        text = "built without CUDA: profiles of kind cpu and metered (-p demo) run here"
+        return [Finding("cuda", "note", text, "for NVIDIA GPUs: https://pytorch.org/get-started")]
+    if not torch.cuda.is_available():
+        fix = "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+        return [Finding("cuda", "problem", f"torch was built for CUDA {torch.version.cuda} but finds no device", fix)]
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return [Finding("cuda", "ok", f"CUDA {torch.version.cuda}, torch sees {torch.cuda.device_count()}: {names}")]
+
+
+def _gpus() -> list[Finding]:
+    """Driver, and each GPU with who holds its memory."""
+    try:
+        from engine.device.nvml import driver_version, read_gpus
+    except ImportError as error:
+        return [Finding("gpu", "missing", f"cannot ask the driver: {error}", "pip install nvidia-ml-py")]
+    driver = driver_version()
+    if driver is None:
+        return [Finding("driver", "note", "no NVIDIA driver found; -p demo needs none")]
+    return [Finding("driver", "ok", driver), *(_gpu(reading) for reading in read_gpus())]
+
+
+def _gpu(reading: Any) -> Finding:
+    used, total = reading.used_bytes / 2**30, reading.total_bytes / 2**30
+    text = f"{reading.name}, {total:.1f} GiB, {used:.1f} GiB in use"
+    if not reading.processes:
+        return Finding(f"gpu {reading.index}", "ok", text)
+    holders = ", ".join(f"pid {process.pid} ({process.name})" for process in reading.processes)
+    return Finding(f"gpu {reading.index}", "note", f"{text}, held by {holders}")
+
+
+def _hub_token() -> Finding:
+    if any(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")):
+        return Finding("hub token", "ok", "set in the environment")
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    token = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+    if token.is_file():
+        return Finding("hub token", "ok", f"found in {token}")
+    return Finding("hub token", "note", "none; gated and private models need one", "huggingface-cli login")
+
+
+def _hub_access() -> Finding:
+    """One small request, bounded in time: a firewall that swallows packets must not hold up the report."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return Finding("hub", "note", "HF_HUB_OFFLINE is set: only what is cached is used")
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    problem = within(HUB_TIMEOUT_SECONDS, lambda: _ask(endpoint))
+    if problem is None:
+        return Finding("hub", "ok", f"{endpoint} answers")
+    fix = "use local folders for models and data, or check the network and HTTPS_PROXY; cached models work offline"
+    return Finding("hub", "problem", f"{endpoint} is not reachable: {problem}", fix)
+
+
+def _ask(endpoint: str) -> str | None:
+    """None when the endpoint answers at all, else why not."""
+    if urlparse(endpoint).scheme not in ("http", "https"):
+        return "HF_ENDPOINT is not an http address"
+    try:
+        with urlopen(Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_SECONDS):
+            return None
+    except HTTPError:
+        return None  # an error page is an answer
+    except (URLError, OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+
+
+def within(seconds: float, question: Callable[[], str | None]) -> str | None:
+    """The answer, or "no answer" after `seconds`. Resolving a name has no time limit of its own, hence the thread."""
+    import threading
+
+    answers: list[str | None] = []
+    thread = threading.Thread(target=lambda: answers.append(question()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else f"no answer within {seconds:g} s"
+
+
+def _tmux() -> Finding:
+    if os.environ.get("TMUX"):
+        return Finding("tmux", "ok", "this terminal is inside tmux")
+    if shutil.which("tmux"):
+        return Finding("tmux", "ok", "installed")
+    return Finding("tmux", "note", "not installed; runs survive a closed terminal without it, the console does not")
+
+
+def _disk(runs: Path) -> Finding:
+    """Free space where runs are written."""
+    place = next(folder for folder in (runs, *runs.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(place).free
+    text = f"{free_bytes / 2**30:.1f} GiB free for {runs}"
+    if not os.access(place, os.W_OK):
+        return Finding("disk", "problem", f"{place} is not writable", "choose another folder with --runs")
+    if free_bytes < LOW_DISK_BYTES:
+        return Finding("disk", "note", text, "checkpoints of large models need more; see checkpoint.keep")
+    return Finding("disk", "ok", text)

@@ -1,0 +1,209 @@
+"""A CUDA card: choosing it, capping it, and reading its allocator.
+
+The cap is `set_per_process_memory_fraction`, so that a large card can rehearse a smaller profile. It limits what torch's
+allocator takes from the driver; the CUDA context, cuBLAS workspaces outside the allocator and NCCL come on top, which is
+what a profile's `reserve_gib` is for. MIG slices are used as they are found, never changed.
+
+Try: `tunedeck doctor`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.device.base import GpuReading, LiveTensor, MemoryReading
+from engine.device.nvml import read_gpus
+from engine.errors import EnvironmentProblem
+from engine.spec.profile import Device as DeviceTable
+from engine.spec.run import RunSpec
+
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+class CudaDevice:
+    """One CUDA card. See `engine.device.base.Device`."""
+
+    kind = "cuda"
+    simulated = False
+
+    def __init__(self, index: int, capacity_bytes: int, uuid: str, notices: list[str]) -> None:
+        """Cap card `index` at `capacity_bytes`, at most what it has."""
+        self.torch_device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(index)
+        self.name: str = properties.name
+        self.capacity_bytes = min(capacity_bytes, properties.total_memory)
+        self.notices = notices
+        self._uuid = uuid
+        torch.cuda.set_per_process_memory_fraction(self.capacity_bytes / properties.total_memory, index)
+
+    @property
+    def supports_bfloat16(self) -> bool:
+        """True from Ampere on; emulation does not count, it is slower than fp16."""
+        return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Make this the current CUDA device of the thread."""
+        with torch.cuda.device(self.torch_device):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for the card; errors of earlier kernels surface here."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def memory(self) -> MemoryReading:
+        """The caching allocator's figures."""
+        statistics = torch.cuda.memory_stats(self.torch_device)
+        return MemoryReading(
+            allocated_bytes=statistics.get("allocated_bytes.all.current", 0),
+            reserved_bytes=statistics.get("reserved_bytes.all.current", 0),
+            peak_bytes=statistics.get("allocated_bytes.all.peak", 0),
+            alloc_retries=statistics.get("num_alloc_retries", 0),
+        )
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def release_cached(self) -> None:
+        """Collect garbage, then give unused blocks back to the driver."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def host_region(self) -> Iterator[None]:
+        """Host tensors are told apart by their own device here."""
+        yield
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A page-locked copy of a host tensor."""
+        return tensor.pin_memory()
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the card; asynchronous where the source is pinned."""
+        return tensor.detach().to(self.torch_device, non_blocking=tensor.is_pinned(), copy=True)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, complete on return."""
+        return tensor.detach().to("cpu", copy=True)
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The caching allocator counts everything by itself."""
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of the CPU's and this card's generator."""
+        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.torch_device)}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what `rng_state` returned; a state taken without a card restores the CPU's generator only."""
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.torch_device)
+
+    def readings(self) -> list[GpuReading]:
+        """What NVML says about this card; empty where the driver does not know it by its UUID."""
+        return read_gpus([self._uuid])
+
+    def largest(self, count: int) -> list[LiveTensor]:
+        """Empty: the allocator knows blocks, not tensors."""
+        return []
+
+
+def open_cuda(spec: RunSpec) -> CudaDevice:
+    """Check that the profile's cards exist and are free, and open the first of them.
+
+    Raises EnvironmentProblem: no CUDA, fewer cards than asked for, or one whose memory others hold.
+    """
+    table = spec.profile.device
+    notices = choose_allocator(table.allocator)
+    _require_cuda()
+    indices = choose_indices(spec.limits.devices, table.count, torch.cuda.device_count())
+    index = indices[0]
+    properties = torch.cuda.get_device_properties(index)
+    uuid = _nvml_uuid(str(properties.uuid))
+    for reading in read_gpus([uuid]):
+        notices += check_free(reading, min(table.capacity_bytes, properties.total_memory))
+    notices += compare_size(table, properties.name, properties.total_memory)
+    return CudaDevice(index, table.capacity_bytes, uuid, notices)
+
+
+def choose_allocator(setting: str | None) -> list[str]:
+    """Put the profile's allocator setting into the environment, unless the user's own is there. Before CUDA starts."""
+    if not setting:
+        return []
+    present = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_ALLOC_CONF")
+    if present and present != setting:
+        return [f"{ALLOCATOR_VARIABLE}={present} is set and is used; the profile asks for {setting}"]
+    os.environ[ALLOCATOR_VARIABLE] = setting
+    return []
+
+
+def _require_cuda() -> None:
+    if torch.cuda.is_available():
+        return
+    if torch.version.cuda is None:
+        raise EnvironmentProblem(
+            f"the profile asks for a CUDA device, but torch {torch.__version__} was built without CUDA",
+            expected="a CUDA build of torch",
+            fix="install one (https://pytorch.org/get-started), or run here with -p demo or a profile of kind cpu",
+        )
+    raise EnvironmentProblem(
+        "the profile asks for a CUDA device, but torch finds none",
+        expected="a visible NVIDIA GPU with a driver that supports CUDA " + torch.version.cuda,
+        fix="see `tunedeck doctor` and CUDA_VISIBLE_DEVICES, or run here with -p demo or a profile of kind cpu",
+    )
+
+
+def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
+    """The indices of the `count` cards to use out of `present`: those asked for, else the first ones.
+
+    Raises EnvironmentProblem: fewer cards than `count`, or an index that does not exist.
+    """
+    indices = asked or list(range(count))
+    missing = [index for index in indices if not 0 <= index < present]
+    if missing or len(indices) < count:
+        raise EnvironmentProblem(
+            f"devices {', '.join(map(str, indices))} were asked for; this machine has {present}",
+            expected=f"{count} of the devices 0 to {present - 1}",
+            fix="choose with --devices, or a profile with fewer devices",
+        )
+    return indices[:count]
+
+
+def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
+    """Notices about other processes on a card; raises EnvironmentProblem when they leave less than the capacity."""
+    others = [process for process in reading.processes if process.pid != os.getpid()]
+    holders = ", ".join(f"pid {process.pid} ({process.name}, {_gib(process.used_bytes)})" for process in others)
+    free_bytes = reading.total_bytes - reading.used_bytes
+    # Without a visible process the driver's own few hundred MiB are no reason to refuse.
+    held = bool(others) or reading.used_bytes > 2**30
+    if held and free_bytes < capacity_bytes:
+        raise EnvironmentProblem(
+            f"GPU {reading.index} ({reading.name}) is busy: {_gib(free_bytes)} of {_gib(reading.total_bytes)} is free; "
+            f"held by {holders or 'processes that are not visible from here'}",
+            expected=f"{_gib(capacity_bytes)} free, the profile's memory minus its reserve",
+            fix="end those processes, wait with --wait SECONDS, choose another card with --devices, "
+            "or lower device.memory_gib in the profile",
+        )
+    return [f"GPU {reading.index} is shared with {holders}"] if holders else []
+
+
+def compare_size(table: DeviceTable, name: str, total_bytes: int) -> list[str]:
+    """A notice when the card is smaller than the profile says."""
+    # A tenth of a GiB of slack: drivers report slightly different totals for the same card.
+    if table.memory_gib <= total_bytes / 2**30 + 0.1:
+        return []
+    return [f"the profile says {table.memory_gib:g} GiB, but {name} has {_gib(total_bytes)}; the plan may be too large"]
+
+
+def _nvml_uuid(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _gib(size_bytes: int | None) -> str:
+    return "an unknown amount" if size_bytes is None else f"{size_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,92 @@
+"""What NVML, the driver's own library, says about GPUs. Never raises for a machine without one; needs no torch.
+
+NVML counts what torch cannot: contexts, other processes, memory the driver keeps. Readings that a driver, a container
+or a MIG slice withholds come back as None.
+
+Try: `python -c "from engine.device.nvml import read_gpus; print(read_gpus())"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import psutil
+import pynvml
+
+from engine.device.base import GpuProcess, GpuReading
+
+Value = TypeVar("Value")
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, or None where there is no driver."""
+    return _text(pynvml.nvmlSystemGetDriverVersion()) if _started() else None
+
+
+def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
+    """One reading per GPU, in NVML's order, or for `uuids` in theirs; empty where there is no driver."""
+    if not _started():
+        return []
+    if uuids is None:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    else:
+        handles = [handle for uuid in uuids if (handle := _by_uuid(uuid)) is not None]
+    return [reading for handle in handles if (reading := _read(handle)) is not None]
+
+
+def _started() -> bool:
+    """Start NVML; it counts its starts, and one that is never ended costs nothing."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+def _by_uuid(uuid: str) -> Any:
+    return _answer(lambda: pynvml.nvmlDeviceGetHandleByUUID(uuid))
+
+
+def _answer(question: Callable[[], Value]) -> Value | None:
+    """The answer, or None where this driver, card or container does not give it."""
+    try:
+        return question()
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _read(handle: Any) -> GpuReading | None:
+    memory = _answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
+    index = _answer(lambda: pynvml.nvmlDeviceGetIndex(handle))
+    if memory is None or index is None:
+        return None  # fallen off the bus, or not ours to ask about
+    milliwatts = _answer(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
+    utilisation = _answer(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
+    return GpuReading(
+        index=index,
+        name=_text(_answer(lambda: pynvml.nvmlDeviceGetName(handle)) or "unnamed GPU"),
+        uuid=_text(_answer(lambda: pynvml.nvmlDeviceGetUUID(handle)) or ""),
+        total_bytes=int(memory.total),
+        used_bytes=int(memory.used),
+        utilisation_percent=None if utilisation is None else int(utilisation.gpu),
+        temperature_celsius=_answer(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+        power_watts=None if milliwatts is None else milliwatts / 1000,
+        processes=tuple(_processes(handle)),
+    )
+
+
+def _processes(handle: Any) -> list[GpuProcess]:
+    running = _answer(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    return [GpuProcess(process.pid, process.usedGpuMemory, _process_name(process.pid)) for process in running]
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "not visible from here"
