@@ -1,0 +1,79 @@
+"""From samples to the tensors of one micro-batch. The only file of this room that imports torch.
+
+Shapes: B rows, S tokens in the longest of them. Everything is int64 and on the host; `Batch.moved` takes it elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.data.tokens import IGNORED, Example, TokenData
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. Labels are not shifted; masked positions hold -100."""
+
+    input_ids_BS: Tensor
+    labels_BS: Tensor
+    attention_mask_BS: Tensor | None
+    """None when nothing is padded, and for packed rows, whose position ids keep documents and padding apart."""
+    position_ids_BS: Tensor | None
+    """Only for packed rows: restarts at 0 with every document."""
+    sample_ids: tuple[int, ...]
+    """Index in the data of each row; dropout masks are keyed by it."""
+    target_tokens: int
+    """Labels that count after the causal shift."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        """The same micro-batch with every tensor passed through `move`."""
+        fields = ("input_ids_BS", "labels_BS", "attention_mask_BS", "position_ids_BS")
+        tensors = {field: getattr(self, field) for field in fields}
+        return replace(self, **{field: None if tensor is None else move(tensor) for field, tensor in tensors.items()})
+
+
+def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_id: int) -> Batch:
+    """The micro-batch of the samples `indices`, padded on the right to the longest of them.
+
+    Packed rows come without an attention mask: transformers looks for restarting positions only where there is none
+    (`masking_utils._preprocess_mask_arguments`), and would otherwise let documents see each other. Their padding
+    restarts the positions too, and so becomes one more document that nobody attends to.
+    """
+    rows = [int(index) for index in indices]
+    examples = [data[row] for row in rows]
+    shape = (len(rows), max(len(example.input_ids) for example in examples))
+    ids_BS = np.full(shape, pad_id, np.int64)
+    labels_BS = np.full(shape, IGNORED, np.int64)
+    mask_BS = np.zeros(shape, np.int64)
+    positions_BS = np.zeros(shape, np.int64)
+    for row, example in enumerate(examples):
+        length = len(example.input_ids)
+        ids_BS[row, :length], labels_BS[row, :length], mask_BS[row, :length] = example.input_ids, example.labels, 1
+        positions_BS[row] = _positions(example, shape[1])
+    ragged = bool((mask_BS == 0).any())
+    return Batch(
+        torch.from_numpy(ids_BS),
+        torch.from_numpy(labels_BS),
+        torch.from_numpy(mask_BS) if ragged and not data.packed else None,
+        torch.from_numpy(positions_BS) if data.packed else None,
+        tuple(rows),
+        int((labels_BS[:, 1:] != IGNORED).sum()),
+    )
+
+
+def _positions(example: Example, width: int) -> NDArray[np.int64]:
+    """Positions of one row, int64[width]: from 0 in every document, and from 0 again in the padding."""
+    length = len(example.input_ids)
+    starts = np.zeros(width, np.int64)
+    if length < width:
+        starts[length] = length
+    if example.segments is not None:
+        first = np.flatnonzero(np.diff(example.segments)) + 1
+        starts[first] = first
+    return np.arange(width) - np.maximum.accumulate(starts)

@@ -1,0 +1,127 @@
+"""Which samples make up which optimizer step: a pure function of (seed, epoch, step) and nothing else.
+
+Epoch after epoch of permutations forms one endless stream, cut into steps of `batch_size`. World size and micro-batch
+play no part, so a run's position is its step number. No files, no tokens, no torch here.
+
+Try: `python -c "from engine.data.order import SampleOrder as S; print(S(10, seed=0, shuffle=True, batch_size=4).step(1))"`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import DataError
+
+KEPT_EPOCHS = 2
+"""Epochs whose order stays in memory: a step that straddles a boundary needs two."""
+
+MAX_DENOMINATOR = 1_000_000
+"""Weights are read as fractions with at most this denominator, so 0.1 means a tenth."""
+
+WHICH, ORDER = 0, 1
+"""Streams of random numbers: which samples a fractional weight draws, and the order within an epoch."""
+
+
+class SampleOrder:
+    """The order of samples over a run.
+
+    `weights_or_count` is a number of samples, or one weight per sample: how often it comes in an epoch. The whole part
+    is exact; the fraction is drawn by seed, each epoch the same number of samples, so that every epoch has
+    `epoch_size` entries and over 1/fraction epochs no sample is favoured. With `epochs` the stream ends after that
+    many, and the last step may then be short.
+
+    Raises DataError when an epoch would hold no sample at all.
+    """
+
+    def __init__(
+        self,
+        weights_or_count: int | Sequence[float] | NDArray[np.float64],
+        *,
+        seed: int,
+        shuffle: bool,
+        batch_size: int,
+        epochs: float | None = None,
+    ) -> None:
+        self.seed, self.shuffle, self.batch_size = seed, shuffle, batch_size
+        weights = np.ones(weights_or_count) if isinstance(weights_or_count, int) else np.asarray(weights_or_count, float)
+        self._whole = np.floor(weights).astype(np.int64)
+        self._drawn = _fractional_groups(weights - self._whole, seed)
+        self.epoch_size = int(self._whole.sum()) + sum(count for _, count in self._drawn)
+        if self.epoch_size == 0:
+            raise DataError(
+                f"an epoch holds no sample ({len(weights)} samples, weights sum to {weights.sum():g})",
+                fix="add samples or raise the weight of a source",
+            )
+        self._end = None if epochs is None else self._samples_in(epochs)
+        self._kept: dict[int, NDArray[np.int64]] = {}
+
+    def steps(self, epochs: float | None, max_steps: int | None) -> int:
+        """Optimizer steps of a run by `epochs` or `max_steps`, whichever ends first; one epoch when neither is given."""
+        if epochs is None and max_steps is not None:
+            return max_steps
+        by_epochs = math.ceil(self._samples_in(1.0 if epochs is None else epochs) / self.batch_size)
+        return by_epochs if max_steps is None else min(by_epochs, max_steps)
+
+    def step(self, step: int) -> NDArray[np.int64]:
+        """Indices of the samples of optimizer step `step`, counted from 1; empty behind the end of the stream."""
+        start, stop = (step - 1) * self.batch_size, step * self.batch_size
+        if self._end is not None:
+            start, stop = min(start, self._end), min(stop, self._end)
+        pieces = [np.empty(0, np.int64)]
+        while start < stop:
+            epoch, offset = divmod(start, self.epoch_size)
+            pieces.append(self.epoch(epoch)[offset : offset + stop - start])
+            start += len(pieces[-1])
+        return np.concatenate(pieces)
+
+    def epoch_at(self, step: int) -> float:
+        """Passes over the data once optimizer step `step` is done."""
+        position = step * self.batch_size
+        return (position if self._end is None else min(position, self._end)) / self.epoch_size
+
+    def epoch(self, epoch: int) -> NDArray[np.int64]:
+        """All indices of one epoch, counted from 0, in order: int64[epoch_size]."""
+        if epoch not in self._kept:
+            while len(self._kept) >= KEPT_EPOCHS:
+                self._kept.pop(min(self._kept))
+            self._kept[epoch] = self._make_epoch(epoch)
+        return self._kept[epoch]
+
+    def _samples_in(self, epochs: float) -> int:
+        return max(1, round(epochs * self.epoch_size))
+
+    def _make_epoch(self, epoch: int) -> NDArray[np.int64]:
+        counts = self._whole.copy()
+        for members, count in self._drawn:
+            # A window that slides over one shuffled list: every member comes once before any comes twice.
+            window = (epoch * count + np.arange(count)) % len(members)
+            counts[members[window]] += 1
+        passes = [np.flatnonzero(counts > already) for already in range(int(counts.max()))]
+        entries = np.concatenate(passes)
+        return entries[_permutation(len(entries), self.seed, ORDER, epoch)] if self.shuffle else entries
+
+
+def _fractional_groups(fractions: NDArray[np.float64], seed: int) -> list[tuple[NDArray[np.int64], int]]:
+    """Samples that share a fractional weight, in an order drawn by seed, each group with its count per epoch."""
+    groups = []
+    for number, value in enumerate(np.unique(fractions[fractions > 0])):
+        members = np.flatnonzero(fractions == value)
+        exact = Fraction(float(value)).limit_denominator(MAX_DENOMINATOR) * len(members)
+        members = members[_permutation(len(members), seed, WHICH, number)]
+        groups.append((members, math.floor(exact + Fraction(1, 2))))
+    return groups
+
+
+def _permutation(count: int, *key: int) -> NDArray[np.int64]:
+    """A permutation keyed by whole numbers.
+
+    Sorting raw Philox output, because numpy freezes the bits of its bit generators across versions but not what
+    `Generator.permutation` makes of them (NEP 19).
+    """
+    bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
+    return np.argsort(bits, kind="stable").astype(np.int64)

@@ -1,0 +1,112 @@
+"""What training reads: token sequences with their targets, served from memory-mapped columns.
+
+`TokenData` is a view: documents of a `Store` gathered into rows. Unpacked, a row is one document; packed, several. The
+validation split and packing are such views, so neither copies a token. Building and caching stores is `engine.data.store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED = -100
+"""The label that counts for nothing (torch's `ignore_index`)."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Tokens of many documents, one behind the other, with what is known of each document (D documents, T tokens)."""
+
+    ids: NDArray[np.int32]
+    """T token ids."""
+    targets: NDArray[np.bool_]
+    """T flags: is this token to be predicted. Never set on a document's first token, which nothing predicts."""
+    offsets: NDArray[np.int64]
+    """D + 1 positions in `ids`: document d is ids[offsets[d]:offsets[d + 1]]."""
+    target_counts: NDArray[np.int32]
+    """Targets per document."""
+    sources: NDArray[np.int16]
+    """Number of the source each document came from."""
+    origins: NDArray[np.int64]
+    """Number of the row in that source, counted from 0."""
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens per document."""
+        return np.diff(self.offsets).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of S tokens."""
+
+    input_ids: NDArray[np.int32]
+    """int32[S]."""
+    labels: NDArray[np.int32]
+    """int32[S], not shifted; -100 where the token is not learned."""
+    segments: NDArray[np.int32] | None
+    """int32[S]: number of the document within a packed row; None in data that is not packed."""
+
+
+class TokenData:
+    """Rows of tokens: `data[i]` is an `Example`; lengths, target counts, sources and weights are numpy columns.
+
+    `documents` are document numbers of `columns`; `row_offsets`, int64[rows + 1], cuts them into packed rows. `weights`
+    has one number per source: how often its rows come in an epoch.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        documents: NDArray[np.int64],
+        *,
+        row_offsets: NDArray[np.int64] | None = None,
+        source_names: Sequence[str] = (),
+        source_weights: Sequence[float] = (),
+    ) -> None:
+        self.columns, self.documents = columns, documents
+        self.packed = row_offsets is not None
+        self.row_offsets = np.arange(len(documents) + 1) if row_offsets is None else row_offsets
+        self.source_names = list(source_names)
+        self.lengths = self._per_row(columns.lengths)
+        self.target_counts = self._per_row(columns.target_counts)
+        self.source_of = columns.sources[documents[self.row_offsets[:-1]]]
+        """Source of each row; of a packed row, the source of its first document."""
+        weights = np.asarray(source_weights, float)
+        self.weights = weights[self.source_of] if len(weights) else np.ones(len(self))
+        """How often each row comes in an epoch: float64[rows]."""
+
+    def __len__(self) -> int:
+        return len(self.row_offsets) - 1
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, row: int) -> Example:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        pieces = [self._document(document) for document in self.documents_of(row)]
+        ids = np.concatenate([ids for ids, _ in pieces])
+        targets = np.concatenate([targets for _, targets in pieces])
+        segments = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(ids) for ids, _ in pieces])
+        labels = np.where(targets, ids, np.int32(IGNORED)).astype(np.int32)
+        return Example(ids, labels, segments if self.packed else None)
+
+    def documents_of(self, row: int) -> NDArray[np.int64]:
+        """Document numbers that make up one row, in order."""
+        return self.documents[self.row_offsets[row] : self.row_offsets[row + 1]]
+
+    def _document(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        span = slice(int(self.columns.offsets[document]), int(self.columns.offsets[document + 1]))
+        return self.columns.ids[span], self.columns.targets[span]
+
+    def _per_row(self, per_document: NDArray[np.int32]) -> NDArray[np.int32]:
+        sums = np.concatenate([[0], np.cumsum(per_document[self.documents], dtype=np.int64)])
+        return np.diff(sums[self.row_offsets]).astype(np.int32)
