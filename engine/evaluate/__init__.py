@@ -1,0 +1,1 @@
+"""Scores of a model: loss and generated answers, inside training and after it."""

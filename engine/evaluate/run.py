@@ -1,0 +1,121 @@
+"""Scoring a finished or running run's weights, or a model that was never trained here, on a recipe's data.
+
+Try: `tunedeck eval last --checkpoint best`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.data.prepare import prepare_data
+from engine.data.tokens import TokenData
+from engine.device import open_device
+from engine.device.base import Device
+from engine.errors import DataError, UsageError
+from engine.evaluate.scores import Judge, Scores, evaluate
+from engine.journal.directory import RunDirectory
+from engine.model.load import LoadedModel, load_model
+from engine.model.loss import make_loss
+from engine.model.tokenizer import load_tokenizer
+from engine.spec.load import load_run_spec, resolve
+from engine.spec.run import RunSpec
+from engine.train.checkpoint import Checkpoint, best_step, damage, find_checkpoints
+from engine.train.failure import Failure
+from engine.train.setup import starting_costs
+
+
+def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkpoint]:
+    """The checkpoints that `--checkpoint` names: a step, "best", "all", or None for the newest.
+
+    Raises:
+        UsageError: no such checkpoint, or one that is damaged.
+    """
+    found = find_checkpoints(place.checkpoints)
+    if wanted == "all":
+        chosen = found[::-1]
+    elif wanted == "best":
+        chosen = [checkpoint for checkpoint in found if checkpoint.step == best_step(place.checkpoints)]
+    elif wanted is None:
+        chosen = found[:1]
+    else:
+        chosen = [checkpoint for checkpoint in found if str(checkpoint.step) == wanted.removeprefix("step-").lstrip("0")]
+    if not chosen:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+        raise UsageError(
+            f"{place.name} has no checkpoint {wanted or ''}".rstrip(), expected=f"one of: {steps}, best, all"
+        )
+    for checkpoint in chosen:
+        problem = damage(checkpoint)
+        if problem:
+            raise UsageError(f"checkpoint {checkpoint.path.name} is damaged: {problem}", fix="use another checkpoint")
+    return chosen
+
+
+def score_run(place: RunDirectory, wanted: str | None, say: Callable[[str], None]) -> list[tuple[int, Scores]]:
+    """(step, scores) of the chosen checkpoints of a run, on its validation data. The model is loaded once.
+
+    Raises:
+        TunedeckError: from the rooms that do the work.
+    """
+    chosen = checkpoints_to_score(place, wanted)
+    spec = load_run_spec(place.run_toml)
+    device = open_device(spec)
+    with device.activate():
+        judge, data = _prepare(spec, device, say)
+        results = []
+        for checkpoint in chosen:
+            say(f"scoring step {checkpoint.step}")
+            judge.loaded.load_weights(checkpoint.weights)
+            results.append((checkpoint.step, _score(judge, data, spec)))
+    return results
+
+
+def score_model(spec: RunSpec, say: Callable[[str], None]) -> Scores:
+    """Scores of the model that `spec` starts from, untrained, on the recipe's validation data."""
+    device = open_device(spec)
+    with device.activate():
+        judge, data = _prepare(spec, device, say)
+        return _score(judge, data, spec)
+
+
+def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple[Judge, TokenData]:
+    tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
+    with device.host_region():
+        prepared = prepare_data(spec, tokenizer, say=say)
+    if prepared.validation is None:
+        raise DataError(
+            "there is no validation data to score on",
+            fix="add [[data.validation]] to the recipe, or set data.valid_fraction",
+        )
+    say("loading model")
+    loaded = load_model(spec, device, tokenizer)
+    return _judge(spec, device, loaded, prepared.validation, say), prepared.validation
+
+
+def _judge(
+    spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, say: Callable[[str], None]
+) -> Judge:
+    cost, rows = starting_costs(spec, int(data.lengths.max()))
+    loss = make_loss(
+        loaded, implementation=spec.recipe.train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
+    )
+
+    def report(failure: Failure, remedy: str, before: Any, after: Any) -> None:
+        say(f"out of memory in {failure.phase}: {remedy} {before} -> {after}")
+
+    budget = cost(rows, int(data.lengths.max()))
+    return Judge(device, loaded, loss, cost, budget, spec.recipe.generate, report)
+
+
+def _score(judge: Judge, data: TokenData, spec: RunSpec) -> Scores:
+    asked = spec.recipe.evaluate
+    metrics = sorted({*asked.metrics, *spec.recipe.eval.metrics})
+    return evaluate(judge, data, metrics, limit=asked.limit, samples=asked.log_samples)
+
+
+def spec_for_model(model: str, recipe: str, profile: str, sets: list[str]) -> RunSpec:
+    """The spec that scores `model` (hub id or folder) on a recipe's data."""
+    chosen = str(Path(model).absolute()) if Path(model).is_dir() else model
+    return resolve(profile, recipe, [*sets, f'model.id="{chosen}"']).spec

@@ -1,0 +1,69 @@
+"""What a run has been asked to do: by control files, signals and the clock. Looked at between steps.
+
+SIGTERM and SIGINT ask to stop; a second one ends the process at once. SIGHUP is ignored: a terminal that goes away is
+no reason to stop training.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from engine.journal.control import ControlInbox
+from engine.journal.events import EventWriter
+
+FORCED = 137
+"""Exit code of a run stopped by force, as for SIGKILL."""
+
+
+class Wishes:
+    """Collects requests; `ending` says how the run should end, if it should."""
+
+    def __init__(self, inbox: ControlInbox, writer: EventWriter, max_hours: float | None) -> None:
+        self._inbox, self._writer = inbox, writer
+        self._deadline = time.monotonic() + max_hours * 3600 if max_hours else None
+        self._signals = 0
+        self.ending: str | None = None
+        """None, "stop" or "pause"."""
+        self.reason = ""
+        self.checkpoint = False
+        """A checkpoint was asked for; the loop clears it."""
+
+    def look(self) -> bool:
+        """Take in what has come since; True when the run should end. One folder listing: cheap enough for each step."""
+        for request in self._inbox.poll():
+            accepted = self.ending is None
+            if accepted and request.name == "checkpoint":
+                self.checkpoint = True
+            elif accepted:
+                self._end(request.name, "asked for")
+            reason = "after this step" if accepted else f"already ending ({self.ending})"
+            self._writer.write("control", request=request.name, accepted=accepted, reason=reason)
+        if self._signals and self.ending is None:
+            self._end("stop", "signal")
+        if self._deadline is not None and time.monotonic() > self._deadline and self.ending is None:
+            self._end("stop", "max_hours reached")
+        return self.ending is not None
+
+    def _end(self, how: str, reason: str) -> None:
+        self.ending, self.reason = how, reason
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While the block runs, signals are wishes. Main thread only."""
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(FORCED)

@@ -1,0 +1,54 @@
+"""The engine's way of writing events: one that outlasts a full disk.
+
+A disk that fills up pauses the run instead of killing it: the write waits until there is room. Steps already done are
+not lost, because nothing goes on before their line is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from engine.journal.events import EventWriter
+
+WAIT_SECONDS = 2.0
+FULL = {errno.ENOSPC, errno.EDQUOT}
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def until_there_is_room(action: Callable[[], T], interrupted: Callable[[], bool] = lambda: False) -> T:
+    """Run `action`; while it fails for want of disk space, wait and run it again. Other errors, and being
+    `interrupted` while waiting, let the OSError through."""
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in FULL or interrupted():
+                raise
+            log.warning("the disk is full (%s); waiting for room", error.filename or "events.jsonl")
+        time.sleep(WAIT_SECONDS)
+
+
+class Journal:
+    """Writes events of one run."""
+
+    def __init__(self, writer: EventWriter) -> None:
+        self.writer = writer
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event, waiting while the disk is full. Raises ValueError for fields the kind does not have."""
+        until_there_is_room(lambda: self.writer.write(kind, **fields))
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Say what the engine is busy with."""
+        self.write("phase", name=name, detail=detail)
+
+    def warn(self, code: str, text: str, fix: str = "") -> None:
+        """Say something the user should know, and what to do about it."""
+        log.warning("%s: %s", code, text)
+        self.write("warning", code=code, text=text, fix=fix)

@@ -1,0 +1,117 @@
+"""The backoff ladder: what is done about an allocation failure, as a table of small rungs tried in order.
+
+A rung looks at the failure and the state of the run and either acts, returning what changed in words, or declines with
+None. None of them changes what is learned. The order comes from the recipe (`backoff.ladder`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.device.base import Device
+from engine.model.load import LoadedModel
+from engine.model.loss import LossFunction
+from engine.train.costbudget import CostBudget
+from engine.train.failure import Failure
+from engine.train.microbatch import MicroBatch
+
+SMALLEST_CHUNK_TOKENS = 16
+
+
+@dataclass
+class Situation:
+    """What a rung may look at and change."""
+
+    device: Device
+    loaded: LoadedModel
+    loss: LossFunction
+    budget: CostBudget
+    failure: Failure
+    micro_batch: MicroBatch | None
+    """The micro-batch that was in flight; None in clipping, the optimizer step and elsewhere."""
+    static_bytes: int
+    tried: list[str]
+    """Rungs already used on this step."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What a rung did: its name, and the setting before and after."""
+
+    name: str
+    before: Any = None
+    after: Any = None
+
+
+@dataclass
+class InForce:
+    """Remedies that stay on, for checkpoints and resume."""
+
+    checkpointing: bool = False
+    chunk_tokens: int | None = None
+    history: list[str] = field(default_factory=list)
+
+
+def retry(now: Situation) -> Remedy | None:
+    """Once a step, redo unchanged what has succeeded before: the cause was passing."""
+    cost = now.micro_batch.cost_bytes if now.micro_batch else 0
+    if "retry" in now.tried or cost > now.budget.proven_bytes:
+        return None
+    return Remedy("retry")
+
+
+def defragment(now: Situation) -> Remedy | None:
+    """Once a step, redo unchanged when the request would have fitted into memory that was reserved but free.
+
+    Recovery has already returned cached blocks to the driver, so there is nothing left to do here but try again.
+    """
+    unused = now.failure.reserved_bytes - now.failure.allocated_bytes
+    if "defragment" in now.tried or now.failure.requested_bytes is None or unused < now.failure.requested_bytes:
+        return None
+    return Remedy("defragment")
+
+
+def cut(now: Situation) -> Remedy | None:
+    """Fewer or shorter sequences at a time: down to one sequence."""
+    if now.micro_batch is None or now.micro_batch.rows == 1:
+        return None
+    before = now.budget.budget_bytes
+    now.budget.cut(now.micro_batch.cost_bytes, now.device.capacity_bytes - now.static_bytes)
+    return Remedy("cut", before, now.budget.budget_bytes)
+
+
+def checkpointing(now: Situation) -> Remedy | None:
+    """Recompute activations in backward instead of keeping them."""
+    if now.micro_batch is None or now.loaded.checkpointing:
+        return None
+    now.loaded.set_checkpointing(True)
+    return Remedy("checkpointing", False, True)
+
+
+def chunk_loss(now: Situation) -> Remedy | None:
+    """Compute the loss over fewer tokens at a time."""
+    before = now.loss.chunk_tokens
+    if now.micro_batch is None or before is None or before <= SMALLEST_CHUNK_TOKENS:
+        return None
+    now.loss.chunk_tokens = max(SMALLEST_CHUNK_TOKENS, before // 2)
+    return Remedy("chunk_loss", before, now.loss.chunk_tokens)
+
+
+RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
+    "retry": retry,
+    "defragment": defragment,
+    "cut": cut,
+    "checkpointing": checkpointing,
+    "chunk_loss": chunk_loss,
+}
+
+
+def choose(ladder: Sequence[str], now: Situation) -> Remedy | None:
+    """The first rung of the recipe's ladder that has something to offer; None when all are used up."""
+    for name in ladder:
+        remedy = RUNGS[name](now) if name in RUNGS else None
+        if remedy is not None:
+            return remedy
+    return None

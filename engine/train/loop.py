@@ -1,0 +1,362 @@
+"""The training loop: steps, and what happens between them (evaluation, checkpoints, requests, growth).
+
+The loop owns the order of things and the journal's lines; how a step survives is `engine.train.transaction`'s affair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import MemoryExhaustedError
+from engine.evaluate.scores import Interrupted, Judge, Scores, evaluate
+from engine.journal.directory import RunDirectory
+from engine.train.checkpoint import (
+    Checkpoint,
+    forget_after,
+    mark_best,
+    newest_sound,
+    place_result,
+    prune,
+    size_bytes,
+    write_checkpoint,
+)
+from engine.train.control import Wishes
+from engine.train.failure import Failure
+from engine.train.journal import Journal, until_there_is_room
+from engine.train.optimizer import set_learning_rates
+from engine.train.run_state import RunState, fill_checkpoint, restore
+from engine.train.setup import Bench
+from engine.train.transaction import Backoff, RolledBackTooFar, StepOutcome, StepTransaction
+
+LOWER_IS_BETTER = {"loss", "perplexity"}
+GPU_SECONDS = 10.0
+"""Between readings of the GPU's sensors."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the loop ended: a status of the journal's vocabulary, and why."""
+
+    status: str
+    reason: str
+
+
+class Training:
+    """One run from its first (or next) step to its end."""
+
+    def __init__(self, bench: Bench, directory: RunDirectory, journal: Journal, wishes: Wishes) -> None:
+        self.bench, self.directory, self.journal, self.wishes = bench, directory, journal, wishes
+        self.parts = bench.parts
+        self.state = RunState()
+        self.transaction = StepTransaction(self.parts)
+        self.last_saved: int | None = None
+        self.last_evaluated: int | None = None
+        self._saved_at = time.monotonic()
+        self._gpu_read_at = 0.0
+        self._judge = self._make_judge()
+        self._stop_early = False
+
+    def resume(self, from_step: int | None) -> None:
+        """Go on from the newest sound checkpoint (at or before `from_step`); from the beginning where there is none."""
+        folder = self.directory.checkpoints
+        checkpoint, complaints = newest_sound(folder, not_after=from_step)
+        for complaint in complaints:
+            self.journal.warn("damaged_checkpoint", complaint, "the one before it is used")
+        if checkpoint is None:
+            self.journal.write("resumed", step=0, **{"from": "the beginning"})
+            return
+        self._go_back_to(checkpoint)
+
+    def run(self) -> Ending:
+        """Train to the end, or until asked to stop. The caller turns exceptions into exit codes."""
+        self._probe()
+        if self.bench.spec.recipe.eval.at_start and self.state.step == 0 and self._has_validation:
+            self._evaluate()
+        self.journal.phase("training")
+        while self.state.step < self.bench.total_steps and not self._stop_early:
+            if self.wishes.look():
+                return self._end_early()
+            self._one_step()
+            self._between_steps()
+        if self.wishes.look() and self.state.step < self.bench.total_steps:
+            return self._end_early()
+        return self._finish()
+
+    def save(self, reason: str) -> None:
+        """Write a checkpoint of the state as it is, once per step; waits while the disk is full."""
+        if self.last_saved == self.state.step:
+            return
+        self.journal.phase("saving")
+        began = time.perf_counter()
+        checkpoint = until_there_is_room(self._write_checkpoint, lambda: self.wishes.look())
+        self.last_saved, self._saved_at = self.state.step, time.monotonic()
+        prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
+        self.journal.write(
+            "checkpoint_saved",
+            step=self.state.step,
+            path=str(checkpoint.path.relative_to(self.directory.path)),
+            save_seconds=round(time.perf_counter() - began, 3),
+            size_bytes=size_bytes(checkpoint.path),
+            reason=reason,
+        )
+        self.journal.phase("training")
+
+    @property
+    def _has_validation(self) -> bool:
+        return self.bench.prepared.validation is not None
+
+    def _probe(self) -> None:
+        """The dearest shapes the data can produce, before the first step."""
+        self.journal.phase("probing")
+        lengths = self.parts.data.lengths
+        most = min(len(lengths), self.bench.spec.recipe.train.batch_size)
+        longest = lengths.argsort(kind="stable")[::-1][:most].copy()
+        self.transaction.probe(self.state.step + 1, longest)
+
+    def _one_step(self) -> None:
+        began = time.perf_counter()
+        step = self.state.step + 1
+        rate = set_learning_rates(self.parts.optimizer, self.bench.schedule.factor(step))
+        samples = self.bench.order.step(step)
+        self.transaction.peak_bytes = 0
+        try:
+            outcome = self.transaction.run(step, samples)
+        except RolledBackTooFar:
+            self._reload_last()
+            return
+        self.state.step = step
+        self.state.tokens += outcome.tokens
+        self.state.samples += len(samples)
+        self.state.skipped_steps += not outcome.applied
+        self.state.overflows += outcome.overflowed
+        if step % self.bench.spec.recipe.train.log_every_steps == 0 or step == self.bench.total_steps:
+            self._write_step(outcome, rate, time.perf_counter() - began)
+
+    def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:
+        memory = self.parts.device.memory()
+        per_second = outcome.tokens / seconds
+        peak_tflops = self.bench.spec.profile.device.peak_tflops
+        mfu = self.bench.flops_per_token * per_second / (peak_tflops * 1e12) if peak_tflops else None
+        self.journal.write(
+            "step",
+            step=self.state.step,
+            epoch=round(self.bench.order.epoch_at(self.state.step), 4),
+            loss=outcome.loss,
+            learning_rate=rate,
+            grad_norm=outcome.grad_norm,
+            tokens=outcome.tokens,
+            target_tokens=outcome.target_tokens,
+            tokens_per_second=round(per_second, 1),
+            step_seconds=round(seconds, 4),
+            data_wait_seconds=round(outcome.data_wait_seconds, 4),
+            mfu=mfu,
+            micro_batches=outcome.micro_batches,
+            largest_micro_batch=outcome.micro_batch_rows,
+            allocated_bytes=memory.allocated_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            peak_bytes=self.transaction.peak_bytes,
+            skipped=not outcome.applied,
+            **({"loss_scale": self.parts.scaler.scale} if self.parts.scaler.enabled else {}),
+        )
+
+    def _between_steps(self) -> None:
+        spec, step = self.bench.spec.recipe, self.state.step
+        if self._has_validation and spec.eval.every_steps and step % spec.eval.every_steps == 0:
+            self._evaluate()
+        if self.wishes.checkpoint:
+            self.wishes.checkpoint = False
+            self.save("asked for")
+        if spec.checkpoint.every_steps and step % spec.checkpoint.every_steps == 0:
+            self.save("every_steps")
+        minutes = spec.checkpoint.every_minutes
+        if minutes and time.monotonic() - self._saved_at >= minutes * 60:
+            self.save("every_minutes")
+        self._read_gpus()
+
+    def _read_gpus(self) -> None:
+        now = time.monotonic()
+        if now - self._gpu_read_at < GPU_SECONDS:
+            return
+        self._gpu_read_at = now
+        for reading in self.parts.device.readings():
+            self.journal.write(
+                "gpu",
+                index=reading.index,
+                used_bytes=reading.used_bytes,
+                utilisation_percent=reading.utilisation_percent,
+                temperature_celsius=reading.temperature_celsius,
+                power_watts=reading.power_watts,
+            )
+
+    def _end_early(self) -> Ending:
+        self.save(self.wishes.reason)
+        if self.wishes.ending == "pause":
+            self.journal.write("paused", step=self.state.step)
+            return Ending("paused", self.wishes.reason)
+        return Ending("stopped", self.wishes.reason)
+
+    def _finish(self) -> Ending:
+        if self._has_validation and self.last_evaluated != self.state.step:
+            self._evaluate()
+        self.save("end")
+        self.journal.phase("saving", "result")
+        place_result(self._result_checkpoint(), self.result)
+        return Ending("done", "early stopping" if self._stop_early else "")
+
+    @property
+    def result(self) -> Any:
+        """The folder the result goes to: adapter/ or model/."""
+        return self.directory.adapter if self.parts.loaded.kind == "adapter" else self.directory.model
+
+    def _result_checkpoint(self) -> Checkpoint:
+        step = self.state.step
+        if self.bench.spec.recipe.checkpoint.result == "best" and self.state.best.step is not None:
+            step = self.state.best.step
+        return Checkpoint(step, self.directory.checkpoint(step))
+
+    def _evaluate(self) -> None:
+        """Score the validation set; note the best, save it, and count towards early stopping."""
+        validation = self.bench.prepared.validation
+        if validation is None:
+            return
+        asked = self.bench.spec.recipe.eval
+        self.journal.phase("evaluating")
+        began = time.perf_counter()
+        try:
+            scores = evaluate(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
+        except Interrupted:
+            return
+        self.last_evaluated = self.state.step
+        self.journal.write(
+            "eval",
+            step=self.state.step,
+            metrics=scores.metrics,
+            samples=scores.samples,
+            count=scores.count,
+            seconds=round(time.perf_counter() - began, 3),
+        )
+        if self.state.step:
+            self._compare_with_best(scores)
+        self.journal.phase("training")
+
+    def _compare_with_best(self, scores: Scores) -> None:
+        spec, best = self.bench.spec.recipe, self.state.best
+        name = spec.checkpoint.best_metric
+        value = scores.metrics.get(name)
+        if value is None:
+            return
+        sign = -1.0 if name in LOWER_IS_BETTER else 1.0
+        better = best.value is None or sign * (value - best.value) > spec.eval.early_stopping_threshold
+        if better:
+            best.step, best.value, best.since = self.state.step, value, 0
+            self.save(f"best {name}")
+            mark_best(self.directory.checkpoints, self.state.step, name, value)
+        else:
+            best.since += 1
+        patience = spec.eval.early_stopping_patience
+        self._stop_early = patience is not None and best.since >= patience
+
+    def _write_checkpoint(self) -> Checkpoint:
+        return write_checkpoint(
+            self.directory.checkpoints,
+            self.state.step,
+            lambda path: fill_checkpoint(path, self.parts, self.state, self.bench.identity, self._settings()),
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides whether the learned budget still means anything, and whether the schedule moved."""
+        spec = self.bench.spec
+        memory = {
+            "device": spec.profile.device.model_dump(),
+            "micro_batch": spec.recipe.train.micro_batch,
+            "gradient_checkpointing": spec.recipe.train.gradient_checkpointing,
+            "loss": spec.recipe.train.loss,
+        }
+        return {"memory": memory, "total_steps": self.bench.total_steps}
+
+    def _go_back_to(self, checkpoint: Checkpoint) -> None:
+        saved = checkpoint.state()["settings"]
+        here = self._settings()
+        self.state = restore(
+            checkpoint, self.parts, self.bench.identity, same_memory=saved["memory"] == here["memory"]
+        )
+        forget_after(self.directory.checkpoints, checkpoint.step)
+        self.last_saved = checkpoint.step
+        same = saved["total_steps"] == here["total_steps"]
+        self.journal.write(
+            "resumed",
+            step=self.state.step,
+            schedule="unchanged" if same else f"recomputed for {here['total_steps']} steps",
+            **{"from": str(checkpoint.path.relative_to(self.directory.path))},
+        )
+
+    def _reload_last(self) -> None:
+        """An optimizer step failed half-way with nothing to undo it: go back to the last checkpoint."""
+        checkpoint, _ = newest_sound(self.directory.checkpoints)
+        if checkpoint is None:
+            raise MemoryExhaustedError(
+                "out of memory inside the optimizer step, and there is no checkpoint to go back to",
+                fix='start again with checkpoint.every_steps set, or train.optimizer = "adamw"',
+            )
+        self._go_back_to(checkpoint)
+
+    def _make_judge(self) -> Judge:
+        parts = self.parts
+        return Judge(
+            device=parts.device,
+            loaded=parts.loaded,
+            loss=parts.loss,
+            cost=parts.cost,
+            budget_bytes=parts.budget.budget_bytes,
+            generate=self.bench.spec.recipe.generate,
+            report=self._evaluation_failed,
+            interrupted=self.wishes.look,
+        )
+
+    def _evaluation_failed(self, failure: Failure, remedy: str, before: Any, after: Any) -> None:
+        self.state.backoffs += 1
+        write_backoff(self.journal, self.state.step, failure, remedy, before, after, attempt=1)
+
+
+def write_backoff(
+    journal: Journal, step: int, failure: Failure, remedy: str, before: Any, after: Any, *, attempt: int, **more: Any
+) -> None:
+    """One line for one failure."""
+    journal.write(
+        "backoff",
+        step=step,
+        phase=failure.phase,
+        failed_rank=0,
+        cause=failure.kind,
+        requested_bytes=failure.requested_bytes,
+        allocated_bytes=failure.allocated_bytes,
+        reserved_bytes=failure.reserved_bytes,
+        remedy=remedy,
+        before=before,
+        after=after,
+        attempt=attempt,
+        samples_lost=0,
+        **more,
+    )
+
+
+def reporter(journal: Journal, capacity_bytes: int) -> Callable[[Backoff], None]:
+    """What the step transaction calls with each failure."""
+
+    def report(backoff: Backoff) -> None:
+        write_backoff(
+            journal,
+            backoff.step,
+            backoff.failure,
+            backoff.remedy.name,
+            backoff.remedy.before,
+            backoff.remedy.after,
+            attempt=backoff.attempt,
+            capacity_bytes=capacity_bytes,
+            sequences_before=backoff.rows,
+        )
+
+    return report

@@ -1,0 +1,151 @@
+"""The engine process: from a run directory to an exit code. Everything it tells goes into the journal and its log.
+
+It knows nothing of who started it. Try: `tunedeck train -p demo -r demo --detach`, then `tunedeck log last`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from engine.device import open_device
+from engine.device.base import Device
+from engine.device.oom import classify
+from engine.errors import DivergedError, MemoryExhaustedError, TunedeckError
+from engine.journal.control import ControlInbox
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.journal.heartbeat import beating
+from engine.journal.liveness import claim
+from engine.spec.load import load_run_spec
+from engine.spec.run import RunSpec
+from engine.train.control import Wishes
+from engine.train.journal import Journal
+from engine.train.loop import Ending, Training, reporter
+from engine.train.setup import set_up
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
+EXIT_CODES = {"done": 0, "stopped": 130, "paused": 130}
+
+log = logging.getLogger("tunedeck")
+
+
+def run(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
+    """Train the run in `directory`, or go on with it; returns the exit code."""
+    _log_to_stderr()
+    place = RunDirectory(directory)
+    spec = load_run_spec(place.run_toml)
+    with claim(place), EventWriter(place) as writer, beating(writer):
+        journal = Journal(writer)
+        wishes = Wishes(ControlInbox(place), writer, spec.limits.max_hours)
+        with wishes.listening():
+            status, code = _recorded(spec, place, journal, wishes, resume or from_step is not None, from_step)
+    _on_finish(spec, place, status)
+    return code
+
+
+def _recorded(
+    spec: RunSpec, place: RunDirectory, journal: Journal, wishes: Wishes, resume: bool, from_step: int | None
+) -> tuple[str, int]:
+    """Train, and write `run_finished` however it ends; returns (status, exit code)."""
+    result: str | None = None
+    error: str | None = None
+    reason = ""
+    try:
+        ending, training = _train(spec, place, journal, wishes, resume, from_step)
+        status, code, reason = ending.status, EXIT_CODES[ending.status], ending.reason
+        result = training.result.name if status == "done" else None
+    except TunedeckError as failure:
+        traceback.print_exc()
+        status = "oom" if isinstance(failure, MemoryExhaustedError) else "failed"
+        code, error = failure.exit_code, failure.render()
+    except Exception as failure:  # noqa: BLE001  (the process boundary: a defect ends the run with a record of it)
+        traceback.print_exc()
+        found = classify(failure)
+        status, code = ("oom", MemoryExhaustedError.exit_code) if found else ("failed", 1)
+        error = f"{type(failure).__name__}: {failure}"
+    journal.write("run_finished", status=status, exit_code=code, result=result, error=error, reason=reason)
+    return status, code
+
+
+def _train(
+    spec: RunSpec, place: RunDirectory, journal: Journal, wishes: Wishes, resume: bool, from_step: int | None
+) -> tuple[Ending, Training]:
+    device = open_device(spec)
+    _tell_start(spec, place, journal, device, resume)
+    with device.activate():
+        bench = set_up(spec, device, journal, reporter(journal, device.capacity_bytes))
+        training = Training(bench, place, journal, wishes)
+        _tell_stage(training, journal)
+        if resume:
+            training.resume(from_step)
+        with _checkpoint_on_failure(training):
+            return training.run(), training
+
+
+@contextmanager
+def _checkpoint_on_failure(training: Training) -> Iterator[None]:
+    """Keep the last finished step when a run ends for want of memory or because it diverged."""
+    try:
+        yield
+    except (MemoryExhaustedError, DivergedError):
+        if training.state.step:
+            training.save("before giving up")
+        raise
+
+
+def _tell_start(spec: RunSpec, place: RunDirectory, journal: Journal, device: Device, resume: bool) -> None:
+    journal.write(
+        "run_started",
+        run=place.name,
+        pid=os.getpid(),
+        world_size=1,
+        versions={package: version(package) for package in PACKAGES},
+        device=device.kind,
+        device_name=device.name,
+        simulated=device.simulated,
+        capacity_bytes=device.capacity_bytes,
+        resumed=resume,
+        seed=spec.recipe.train.seed,
+    )
+    for notice in device.notices:
+        journal.warn("device", notice)
+
+
+def _tell_stage(training: Training, journal: Journal) -> None:
+    bench = training.bench
+    data, validation = bench.prepared.train, bench.prepared.validation
+    journal.write(
+        "stage_started",
+        max_steps=bench.total_steps,
+        batch_size=bench.spec.recipe.train.batch_size,
+        samples=len(data),
+        validation_samples=len(validation) if validation is not None else 0,
+        tokens=int(data.lengths.sum()),
+        target_tokens=int(data.target_counts.sum()),
+        loss=bench.parts.loss.implementation,
+    )
+
+
+def _on_finish(spec: RunSpec, place: RunDirectory, status: str) -> None:
+    """Run the user's own --on-finish command; its failure is logged and changes nothing."""
+    if not spec.limits.on_finish:
+        return
+    environment = {**os.environ, "TUNEDECK_RUN": str(place.path), "TUNEDECK_STATUS": status}
+    done = subprocess.run(spec.limits.on_finish, shell=True, env=environment, check=False)
+    log.info("--on-finish ended with %d", done.returncode)
+
+
+def _log_to_stderr() -> None:
+    """stderr is engine.log. Warnings of libraries go there once each."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")

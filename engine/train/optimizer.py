@@ -1,0 +1,140 @@
+"""Optimizers: built from the recipe, their state allocated before the first step, their step made all-or-nothing.
+
+State is allocated up front so that what a run holds is known in the first minute, and without advancing the step
+counters, so that training is bit-equal to lazy allocation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from engine.device.base import Device
+from engine.errors import EnvironmentProblem
+from engine.model.groups import parameter_groups
+from engine.spec.recipe import Train
+
+SNAPSHOT_LIMIT_BYTES = 512 * 2**20
+"""Trainables plus state up to this size are copied to the host before a step that may allocate: 0.5 GiB takes about
+10 ms over PCIe 5 (64 GB/s, datasheet). Above it the last checkpoint is what a failed step goes back to."""
+
+
+def build_optimizer(train: Train, named: Sequence[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+    """The recipe's optimizer over `named` trainables, each group remembering its own peak rate as `peak_lr`.
+
+    Raises:
+        EnvironmentProblem: adamw_8bit without bitsandbytes.
+    """
+    groups = [dict(group, peak_lr=group.get("lr", train.learning_rate)) for group in parameter_groups(named, train)]
+    if train.optimizer == "adamw_8bit":
+        return _adamw_8bit(groups, train)
+    if train.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=train.learning_rate, foreach=False)
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, fused=True)
+    betas = (train.betas[0], train.betas[1])
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.eps, fused=True)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as missing:
+        raise EnvironmentProblem(
+            'train.optimizer = "adamw_8bit" needs bitsandbytes, which is not installed',
+            fix='pip install "tunedeck[cuda]", or set train.optimizer = "adamw"',
+        ) from missing
+    betas = (train.betas[0], train.betas[1])
+    return AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.eps)
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate all optimizer state, one parameter at a time, leaving every step counter at 0.
+
+    Goes through the optimizer's own `_init_group` with a zero gradient, so shapes, dtypes and devices are its own.
+    SGD makes its momentum on the first step only: zeros there give that first step the same value.
+    """
+    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(optimizer, torch.optim.SGD):
+                if group["momentum"]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                continue
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))  # type: ignore[attr-defined]
+            parameter.grad = None
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Set every group to `factor` times its peak; returns the first group's rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group["peak_lr"]
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(`parameter name::state name`, tensor) of all tensor state, in a fixed order."""
+    for name, parameter in named:
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                yield f"{name}::{key}", value
+
+
+class StepGuard:
+    """Makes `optimizer.step()` all or nothing.
+
+    torch's fused AdamW and SGD allocate nothing once their state exists (a test counts), so for them no copy is taken.
+    Others are copied to the host first when small enough. What is left, a large model under an optimizer that
+    allocates, has no copy: `restore` returns False after a failure and the caller goes back to the last checkpoint.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]], device: Device
+    ) -> None:
+        self.optimizer, self.device = optimizer, device
+        self.tensors = [parameter.data for _, parameter in named] + [t for _, t in state_tensors(optimizer, named)]
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        self.takes_copy = not _allocation_free(optimizer) and size_bytes <= SNAPSHOT_LIMIT_BYTES
+        self.counters = [tensor for name, tensor in state_tensors(optimizer, named) if name.endswith("::step")]
+        self._applied = 0.0
+        self._copies: list[torch.Tensor] = []
+        self.read_counters()
+
+    def read_counters(self) -> None:
+        """Take the counters as they stand; call after state was put back from a checkpoint."""
+        self._applied = float(self.counters[0]) if self.counters else 0.0
+
+    def begin(self) -> None:
+        """Call right before `optimizer.step()`."""
+        if self.takes_copy:
+            self._copies = [self.device.download(tensor) for tensor in self.tensors]
+
+    def restore(self) -> bool:
+        """Undo a step that raised. True when weights and state are exactly as before it.
+
+        Without a copy the step counters are the witness: fused optimizers advance them before they touch a weight, so
+        counters that stand where they stood mean that nothing was applied.
+        """
+        if self._copies:
+            with torch.no_grad():
+                for tensor, copy in zip(self.tensors, self._copies, strict=True):
+                    tensor.copy_(copy)
+            self._copies = []
+            return True
+        return bool(self.counters) and all(float(counter) == self._applied for counter in self.counters)
+
+    def end(self) -> None:
+        """Call after a step that succeeded."""
+        self._copies = []
+        self._applied += 1.0
+
+
+def _allocation_free(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)) and bool(optimizer.defaults.get("fused"))

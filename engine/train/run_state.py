@@ -1,0 +1,129 @@
+"""What a run carries from step to step, and how it goes into a checkpoint and comes back.
+
+Numbers live in `RunState`; weights and optimizer state are tensors and go through safetensors. Random state is not here:
+it is a function of the step (see `engine.train.rollback`), as is the order of the samples.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import UsageError
+from engine.train.checkpoint import Checkpoint
+from engine.train.costbudget import CostBudget
+from engine.train.optimizer import state_tensors
+from engine.train.scaler import LossScaler
+from engine.train.transaction import Parts
+
+
+@dataclass
+class Best:
+    """The best evaluation so far, and how many came since."""
+
+    step: int | None = None
+    value: float | None = None
+    since: int = 0
+
+
+@dataclass
+class RunState:
+    """Counters of a run. `step` is the last finished optimizer step; 0 before the first."""
+
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+    skipped_steps: int = 0
+    overflows: int = 0
+    backoffs: int = 0
+    best: Best = field(default_factory=Best)
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> RunState:
+        """What `asdict` gave."""
+        return cls(**{**saved, "best": Best(**saved["best"])})
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same when a run goes on: otherwise it would train something else without a word."""
+
+    data_fingerprint: str
+    tokenizer_hash: str
+    seed: int
+
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raise UsageError when a checkpoint was made from other data, another tokenizer or another seed."""
+        names = {"data_fingerprint": "data", "tokenizer_hash": "tokenizer", "seed": "train.seed"}
+        changed = [names[key] for key, value in asdict(self).items() if saved.get(key) != value]
+        if changed:
+            raise UsageError(
+                f"the checkpoint was made with another {' and another '.join(changed)}",
+                expected="the same data, tokenizer and seed as when the run started",
+                fix="put the files back as they were, or start a new run with model.id = \"run:...\"",
+            )
+
+
+def fill_checkpoint(
+    path: Path, parts: Parts, state: RunState, identity: Identity, settings: dict[str, Any]
+) -> None:
+    """Write everything a resume needs into `path`, with `settings` beside it. Raises OSError where the disk is full."""
+    parts.loaded.save(path / "weights")
+    with parts.device.host_region():
+        tensors = {
+            name: parts.device.download(tensor)
+            for name, tensor in state_tensors(parts.optimizer, parts.loaded.trainable())
+        }
+        save_file(tensors, path / "optimizer.safetensors")
+    numbers = {
+        "state": asdict(state),
+        "identity": asdict(identity),
+        "budget": parts.budget.as_json(),
+        "scaler": parts.scaler.as_json(),
+        "remedies": {"checkpointing": parts.loaded.checkpointing, "chunk_tokens": parts.loss.chunk_tokens},
+        "settings": settings,
+        "torch": torch.__version__,
+    }
+    (path / "state.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+
+
+def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_memory: bool) -> RunState:
+    """Put a checkpoint back into `parts`; returns the counters.
+
+    With `same_memory` false (another profile, other memory settings) the learned budget and the remedies in force are
+    left out: they belong to the other memory.
+
+    Raises:
+        UsageError: the checkpoint belongs to other data, another tokenizer or seed, or another set of trainables.
+    """
+    saved = checkpoint.state()
+    identity.check(saved["identity"])
+    parts.loaded.load_weights(checkpoint.weights)
+    _restore_optimizer(checkpoint, parts)
+    parts.scaler = LossScaler(**saved["scaler"])
+    if same_memory:
+        parts.budget = CostBudget.from_json(saved["budget"])
+        parts.loaded.set_checkpointing(saved["remedies"]["checkpointing"])
+        parts.loss.chunk_tokens = saved["remedies"]["chunk_tokens"]
+    return RunState.from_json(saved["state"])
+
+
+def _restore_optimizer(checkpoint: Checkpoint, parts: Parts) -> None:
+    with parts.device.host_region():
+        saved = load_file(checkpoint.optimizer)
+    present = dict(state_tensors(parts.optimizer, parts.loaded.trainable()))
+    if saved.keys() != present.keys():
+        raise UsageError(
+            f"checkpoint {checkpoint.path.name} holds optimizer state for other parameters",
+            expected="the same model, method and optimizer as when the run started",
+            fix="resume without changing them, or start a new run",
+        )
+    with torch.no_grad():
+        for name, tensor in present.items():
+            tensor.copy_(saved[name])
+    parts.guard.read_counters()

@@ -1,0 +1,40 @@
+"""Loss scaling for fp16, as two numbers that roll back and are saved like any other.
+
+Same rule as torch.amp.GradScaler (start 2^16, halve on overflow, double after 2000 clean steps), without its tensors on
+the device: the gradient norm, computed for clipping anyway, says whether a gradient overflowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+GROWTH_INTERVAL = 2000
+
+
+@dataclass
+class LossScaler:
+    """`scale` multiplies the loss before backward; 1.0 and never moved when `enabled` is false."""
+
+    enabled: bool
+    scale: float = 1.0
+    clean_steps: int = 0
+
+    @classmethod
+    def start(cls, enabled: bool) -> LossScaler:
+        """A fresh scaler."""
+        return cls(enabled, 2.0**16 if enabled else 1.0)
+
+    def overflowed(self) -> None:
+        """A gradient was not finite: the step is skipped and the scale halves."""
+        self.scale, self.clean_steps = self.scale / 2, 0
+
+    def succeeded(self) -> None:
+        """A step was applied."""
+        self.clean_steps += 1
+        if self.enabled and self.clean_steps >= GROWTH_INTERVAL:
+            self.scale, self.clean_steps = self.scale * 2, 0
+
+    def as_json(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return asdict(self)

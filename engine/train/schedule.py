@@ -1,0 +1,49 @@
+"""Learning rate as a pure function of the step: nothing to save, nothing to restore.
+
+Step s (from 1) uses the factor of s - 1 finished steps, as transformers' schedulers do: with warm-up the first step has
+rate 0, and a run compared with one of theirs agrees step for step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.spec.recipe import Train
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Shape of the learning rate over `total_steps`, for any peak."""
+
+    kind: str
+    total_steps: int
+    warmup_steps: int
+    floor_ratio: float
+    cycles: int
+
+    @classmethod
+    def of(cls, train: Train, total_steps: int) -> Schedule:
+        """The schedule of a recipe. A warm-up ratio is rounded up to whole steps."""
+        warmup = train.warmup_steps or 0
+        if train.warmup_ratio is not None:
+            warmup = math.ceil(total_steps * train.warmup_ratio)
+        return cls(train.scheduler, total_steps, warmup, train.min_learning_rate / train.learning_rate, train.restarts)
+
+    def factor(self, step: int) -> float:
+        """Share of the peak rate at optimizer step `step` (from 1), in [0, 1]."""
+        done = step - 1
+        if done < self.warmup_steps:
+            return done / max(1, self.warmup_steps)
+        if self.kind == "constant":
+            return 1.0
+        progress = min(1.0, (done - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return self.floor_ratio + (1.0 - self.floor_ratio) * self._decay(progress)
+
+    def _decay(self, progress: float) -> float:
+        """Decay without floor at `progress` in [0, 1] of the steps after warm-up."""
+        if self.kind == "linear":
+            return 1.0 - progress
+        if self.kind == "cosine_with_restarts":
+            return 0.0 if progress >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((self.cycles * progress) % 1.0)))
+        return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,281 @@
+"""One optimizer step as a transaction: it consumes its sequences and happens exactly once, or not at all.
+
+`StepTransaction.run` plans micro-batches, accumulates their gradients, clips and steps. When an allocation fails, all
+gradients of the step are dropped, random state and buffers go back, a remedy is chosen, and the same sequences are
+redone. Nothing of the step is visible outside until it is over.
+
+The loss is the sum over target tokens divided by their number in the whole step, counted before the first forward; so
+any split into micro-batches gives the same gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.data.batch import Batch, collate
+from engine.data.tokens import TokenData
+from engine.device.base import Device
+from engine.device.oom import flush_autograd
+from engine.errors import DivergedError, MemoryExhaustedError
+from engine.model.dropout import keyed
+from engine.model.load import LoadedModel
+from engine.model.loss import LossFunction
+from engine.train.costbudget import CostBudget
+from engine.train.failure import Failure, attempt
+from engine.train.ladder import Remedy, Situation, choose
+from engine.train.microbatch import Cost, MicroBatch, plan_micro_batches
+from engine.train.optimizer import StepGuard
+from engine.train.rollback import StateBefore
+from engine.train.scaler import LossScaler
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One finished step. `loss` is the mean over its target tokens; `applied` is false when nothing was learned."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    target_tokens: int
+    micro_batches: int
+    micro_batch_rows: int
+    data_wait_seconds: float
+    applied: bool
+    overflowed: bool = False
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """One allocation failure and what was done about it."""
+
+    step: int
+    failure: Failure
+    remedy: Remedy
+    rows: int
+    attempt: int
+
+
+class RolledBackTooFar(Exception):
+    """An optimizer step failed half-way and there is no copy: the caller must reload the last checkpoint."""
+
+
+@dataclass
+class Parts:
+    """What a step works on; made once per run."""
+
+    device: Device
+    loaded: LoadedModel
+    loss: LossFunction
+    optimizer: torch.optim.Optimizer
+    guard: StepGuard
+    scaler: LossScaler
+    data: TokenData
+    cost: Cost
+    budget: CostBudget
+    ladder: list[str]
+    pad_id: int
+    seed: int
+    max_grad_norm: float
+    may_grow: bool
+    measures: bool
+    """The device's readings are exact (CUDA, metered), so the budget may learn from them."""
+    report: Callable[[Backoff], None]
+    static_bytes: int = 0
+
+
+class StepTransaction:
+    """Runs optimizer steps over `Parts`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.parameters = [parameter for _, parameter in parts.loaded.trainable()]
+        self._phase = "forward"
+        self._current: MicroBatch | None = None
+        self._data_wait_seconds = 0.0
+        self._loss_total = torch.zeros((), dtype=torch.float32, device=parts.device.torch_device)
+        self._grad_norm = 0.0
+        self._mean_loss = 0.0
+        self.peak_bytes = 0
+        """Most bytes allocated at once since the caller last set this to 0."""
+
+    def run(self, step: int, samples: NDArray[np.int64]) -> StepOutcome:
+        """Consume `samples` (indices into the data) in optimizer step `step`.
+
+        Raises:
+            DivergedError: the loss or the gradients are not finite; the step was not applied.
+            MemoryExhaustedError: no remedy is left; the step was not applied.
+            RolledBackTooFar: the optimizer step failed half-way without a copy to go back to.
+        """
+        lengths = self.parts.data.lengths[samples]
+        target_tokens = int(self.parts.data.target_counts[samples].sum())
+        if target_tokens == 0:
+            return StepOutcome(0.0, 0.0, int(lengths.sum()), 0, 0, 0, 0.0, applied=False)
+        self._data_wait_seconds = 0.0
+        plan = self._until_it_succeeds(
+            step, lengths, lambda plan: self._accumulate_and_apply(step, samples, plan, target_tokens)
+        )
+        overflowed = self._conclude(step)
+        return StepOutcome(
+            loss=self._mean_loss,
+            grad_norm=self._grad_norm,
+            tokens=int(lengths.sum()),
+            target_tokens=target_tokens,
+            micro_batches=len(plan),
+            micro_batch_rows=max(group.rows for group in plan),
+            data_wait_seconds=self._data_wait_seconds,
+            applied=not overflowed,
+            overflowed=overflowed,
+        )
+
+    def probe(self, step: int, samples: NDArray[np.int64]) -> None:
+        """Run the dearest micro-batch that `samples` allow, forward and backward, and drop its gradients.
+
+        What would run out of memory hours later does so now, and the budget is learned before the first step.
+        """
+        lengths = self.parts.data.lengths[samples]
+        targets = max(1, int(self.parts.data.target_counts[samples].sum()))
+        self._until_it_succeeds(
+            step, lengths, lambda plan: self._micro_batch(step, samples, plan[0], targets), "probe_"
+        )
+        self._drop_gradients()
+
+    def _until_it_succeeds(
+        self,
+        step: int,
+        lengths: NDArray[np.int32],
+        action: Callable[[list[MicroBatch]], None],
+        phase_prefix: str = "",
+    ) -> list[MicroBatch]:
+        """Plan and run `action` until memory suffices; each failure costs its attempt and nothing else."""
+        parts = self.parts
+        before = StateBefore.take(parts.loaded.model, parts.device, parts.seed, step)
+        tried: list[str] = []
+        while True:
+            plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
+            self._phase, self._current = "forward", None
+            failure = attempt(lambda plan=plan: action(plan), parts.device, lambda: self._phase)  # type: ignore[misc]
+            if failure is None:
+                return plan
+            self._recover(before)
+            remedy = self._choose(replace(failure, phase=phase_prefix + failure.phase), tried, step)
+            tried.append(remedy.name)
+
+    def _accumulate_and_apply(
+        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
+    ) -> None:
+        self._loss_total.zero_()
+        for group in plan:
+            self._micro_batch(step, samples, group, target_tokens)
+        self._current = None
+        self._phase = "clip"
+        self.parts.device.reset_peak()
+        self._grad_norm = self._clip()
+        self._mean_loss = float(self._loss_total)
+        if np.isfinite(self._mean_loss) and np.isfinite(self._grad_norm):
+            self._phase = "optimizer"
+            self.parts.guard.begin()
+            self.parts.optimizer.step()
+            self.parts.guard.end()
+        self.peak_bytes = max(self.peak_bytes, self.parts.device.memory().peak_bytes)
+
+    def _micro_batch(self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int) -> None:
+        """Forward and backward of one micro-batch, adding to the gradients and to the step's loss."""
+        parts = self.parts
+        self._phase, self._current = "forward", group
+        parts.device.reset_peak()
+        batch = self._load(samples[list(group.members)])
+        with keyed(parts.loaded.model, seed=parts.seed, step=step, sample_ids=batch.sample_ids):
+            loss = parts.loss(batch) / target_tokens
+            self._phase = "backward"
+            (loss * parts.scaler.scale).backward()
+        self._loss_total += loss.detach()
+        peak_bytes = parts.device.memory().peak_bytes
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        parts.budget.record_success(group.cost_bytes, max(0, peak_bytes - parts.static_bytes) if parts.measures else 0)
+
+    def _load(self, indices: NDArray[np.int64]) -> Batch:
+        began = time.perf_counter()
+        with self.parts.device.host_region():
+            batch = collate(self.parts.data, indices, pad_id=self.parts.pad_id)
+        batch = batch.moved(self.parts.device.upload)
+        self._data_wait_seconds += time.perf_counter() - began
+        return batch
+
+    def _clip(self) -> float:
+        """Undo the loss scale, clip, and return the norm before clipping. Waits for the device once."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.parts.scaler.scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / self.parts.scaler.scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.parts.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.parts.max_grad_norm, norm)
+        return float(norm)
+
+    def _conclude(self, step: int) -> bool:
+        """Close the step: gradients dropped, budget and scaler told. True when an fp16 overflow skipped it."""
+        parts = self.parts
+        self._drop_gradients()
+        if not np.isfinite(self._mean_loss):
+            raise DivergedError(
+                f"the loss of step {step} is {self._mean_loss}; the step was not applied",
+                fix="lower train.learning_rate, or look at the samples of this step for broken values",
+            )
+        if not np.isfinite(self._grad_norm):
+            if parts.scaler.enabled:
+                parts.scaler.overflowed()
+                return True
+            raise DivergedError(
+                f"the gradients of step {step} are not finite ({self._grad_norm}); the step was not applied",
+                fix="lower train.learning_rate or train.max_grad_norm",
+            )
+        parts.scaler.succeeded()
+        parts.budget.record_clean_step(parts.device.capacity_bytes - parts.static_bytes, parts.may_grow)
+        return False
+
+    def _recover(self, before: StateBefore) -> None:
+        """After a failure, outside its handler: nothing of the attempt stays alive and all state is as before it."""
+        self._drop_gradients()
+        flush_autograd()
+        self.parts.device.release_cached()
+        if self._phase == "optimizer" and not self.parts.guard.restore():
+            raise RolledBackTooFar
+        before.restore()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _choose(self, failure: Failure, tried: list[str], step: int) -> Remedy:
+        parts, current = self.parts, self._current
+        rows = current.rows if current else 0
+        remedy = choose(
+            parts.ladder,
+            Situation(
+                parts.device, parts.loaded, parts.loss, parts.budget, failure, current, parts.static_bytes, tried
+            ),
+        )
+        if remedy is None:
+            parts.report(Backoff(step, failure, Remedy("give_up"), rows, len(tried) + 1))
+            raise _exhausted(failure, current, parts)
+        parts.report(Backoff(step, failure, remedy, rows, len(tried) + 1))
+        return remedy
+
+
+def _exhausted(failure: Failure, current: MicroBatch | None, parts: Parts) -> MemoryExhaustedError:
+    if failure.kind != "device":
+        return MemoryExhaustedError(
+            f"host memory ran out in {failure.phase}: {failure.text}",
+            fix="close other programs, or set data.workers = 0; a smaller micro-batch would not help",
+        )
+    length = f" of {current.length} tokens" if current else ""
+    return MemoryExhaustedError(
+        f"out of memory in {failure.phase} with one sequence{length} and every remedy used "
+        f"({failure.allocated_bytes / 2**20:.1f} of {parts.device.capacity_bytes / 2**20:.1f} MiB held)",
+        fix="a shorter data.max_length, a lower method.rank, method.kind = \"lora\", or a profile with more memory",
+    )
