@@ -78,8 +78,7 @@ def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info >= (3, 11)
-    return Finding("python", "ok" if good else "problem", version, "" if good else "Tunedeck needs Python 3.11 or newer")
+    return Finding("python", "ok", version)
 
 
 def _versions() -> list[Finding]:
@@ -148,7 +147,7 @@ def _hub_token() -> Finding:
     token = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
     if token.is_file():
         return Finding("hub token", "ok", f"found in {token}")
-    return Finding("hub token", "note", "none; gated and private models need one", "huggingface-cli login")
+    return Finding("hub token", "note", "none; gated and private models need one", "hf auth login")
 
 
 def _hub_access() -> Finding:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:  # NVML readings must work where torch does not import
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A CUDA card: choosing it, capping it, and reading its allocator.
 
-The cap is `set_per_process_memory_fraction`, so that a large card can rehearse a smaller profile. It limits what torch's
-allocator takes from the driver; the CUDA context, cuBLAS workspaces outside the allocator and NCCL come on top, which is
+The cap is `set_per_process_memory_fraction`, so that a large card can rehearse a smaller profile. It limits what the
+allocator of torch takes from the driver; the CUDA context, cuBLAS workspaces outside it and NCCL come on top, which is
 what a profile's `reserve_gib` is for. MIG slices are used as they are found, never changed.
 
 Try: `tunedeck doctor`.

@@ -54,6 +54,11 @@ class _Entry(weakref.ref[Any]):
     shape: tuple[int, ...]
     dtype: Any
 
+    def described(self) -> LiveTensor:
+        """For reports."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return LiveTensor(str(self.operation), tuple(self.shape), dtype, self.size_bytes)
+
 
 class Ledger:
     """Live storages by address, their total, its peak, and the limit."""
@@ -164,7 +169,4 @@ class Ledger:
         """The `count` largest live storages, largest first."""
         with self._lock:
             entries = sorted(self.live.values(), key=lambda entry: entry.size_bytes, reverse=True)[:count]
-        return [
-            LiveTensor(str(entry.operation), tuple(entry.shape), str(entry.dtype).removeprefix("torch."), entry.size_bytes)
-            for entry in entries
-        ]
+        return [entry.described() for entry in entries]

@@ -2,7 +2,7 @@
 
 Pure facts about operators; counting is `engine.device.meter`.
 
-Try: `python -c "import torch; from engine.device import operations as o; print(o.behaviour(torch.ops.aten.mm.default))"`
+Try: `python -c "import torch; from engine.device.operations import behaviour as b; print(b(torch.ops.aten.mm.out))"`
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ MANY = "returns several values"
 RESIZES = "may resize or swap the storage of a tensor it writes to"
 DECOMPOSE = "is made of other operations"
 
-behaviours: dict[Any, str] = {}
-"""Filled by `behaviour`, one entry per operator overload met."""
+behaviours: dict[int, str] = {}
+"""Filled by `behaviour`, by `id` of each operator overload met: hashing an overload runs Python, and this is looked up
+for every operation. `_known` keeps the overloads alive, so that an id stays theirs."""
+_known: list[Any] = []
 
 _SWAPPERS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set", "aten::_resize_output_", "aten::swap_"}
 # A copy that looks like a view to its schema: torch.tensor() and from_numpy() announce their new storage through it.
@@ -28,13 +30,15 @@ _FRESH_DESPITE_SCHEMA = {"aten::lift_fresh", "aten::lift"}
 
 def behaviour(func: Any) -> str:
     """One of the constants above for an operator overload."""
-    does = behaviours[func] = _read(func)
+    does = behaviours[id(func)] = _read(func)
+    _known.append(func)
     return does
 
 
 def _read(func: Any) -> str:
     schema = func._schema
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU"):
         return DECOMPOSE
     native = func.namespace == "aten"
     writes = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
