@@ -27,6 +27,7 @@ from engine.journal.events import Event, EventTail, EventWriter
 from engine.journal.liveness import (
     ProcessIdentity,
     engine_process,
+    forget_engine,
     hold_after_engine,
     identify,
     is_alive,
@@ -88,17 +89,19 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def wait_until_running(directory: RunDirectory, process: subprocess.Popen[bytes], *, offset: int = 0) -> None:
+def wait_until_running(
+    directory: RunDirectory, process: subprocess.Popen[bytes], *, offset: int = 0, log_offset: int = 0
+) -> None:
     """Return when the engine has written its first event after `offset`. Raises TunedeckError when it dies before."""
     tail = EventTail(directory.events, offset=offset)
-    log_start = _size(directory.log)
     while not tail.poll():
         try:
             code = process.wait(timeout=POLL_SECONDS)
         except subprocess.TimeoutExpired:
             continue
-        if not tail.poll():
-            raise died(directory, code, log_start=log_start)
+        if tail.poll():
+            return
+        raise died(directory, code, log_start=log_offset)
 
 
 def follow(
@@ -234,6 +237,7 @@ def record_forced_stop(directory: RunDirectory) -> None:
     """Write the last event on behalf of an engine that was killed; the lock keeps every living engine from writing."""
     control.clear(directory)
     with hold_after_engine(directory), EventWriter(directory) as writer:
+        forget_engine(directory)
         writer.write("run_finished", status="stopped", exit_code=KILLED_CODE, result=None, reason="stopped by force")
 
 
@@ -267,10 +271,6 @@ def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES)
     except FileNotFoundError:
         return []
     return text.splitlines()[-lines:]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 @contextmanager

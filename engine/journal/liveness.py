@@ -65,7 +65,7 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
-    """The last process that worked on the run, alive or not; None when none ever did."""
+    """The process that works on the run, or that died on it; None when none does and the last one left in order."""
     try:
         found = json.loads(directory.engine.read_text("utf-8"))
         return ProcessIdentity(int(found["pid"]), str(found["started"]), str(found["host"]))
@@ -82,15 +82,26 @@ def note_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
     write_atomically(directory.engine, json.dumps(asdict(identity)) + "\n")
 
 
+def forget_engine(directory: RunDirectory) -> None:
+    """Nobody works on the run any more, and that is no accident."""
+    directory.engine.unlink(missing_ok=True)
+
+
 @contextmanager
 def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
-    """Hold the run for this process. Raises EnvironmentProblem when another process holds it."""
+    """Hold the run for this process. Raises EnvironmentProblem when another process holds it.
+
+    Who holds it is on record until the block ends, and stays there when the process is killed in it.
+    """
     with _locked(directory):
         identity = identify(os.getpid())
         if identity is None:
             raise EnvironmentProblem("this process does not see itself in the process table", fix="mount /proc")
         note_engine(directory, identity)
-        yield identity
+        try:
+            yield identity
+        finally:
+            forget_engine(directory)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import json
 import re
 import tomllib
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from engine.journal.control import pending
@@ -55,6 +56,8 @@ class RunSummary:
     result: Any
     started: str | None
     updated: str | None
+    seconds: float | None
+    """How long the engine has worked since it was last started."""
     last_error: str | None
     exit_code: int | None
     model: str
@@ -256,15 +259,16 @@ def summarise(directory: RunDirectory) -> RunSummary:
 
 def status_of(directory: RunDirectory, state: RunState) -> str:
     """The run's status, from its events and from whether its engine lives."""
+    engine = engine_process(directory)
+    sight = "gone" if engine is None else look(engine)
+    if sight == "alive":
+        # Also after `run_finished`: it holds the device until it has ended, and may be a resumed one that still loads.
+        return "running"
     if state.finished is not None:
         said = str(state.finished.get("status"))
         return said if said in FINAL_STATUSES else "failed"
-    engine = engine_process(directory)
-    if engine is None:
-        return "queued" if state.running is None else _by_silence(directory, FOREIGN_SILENT_SECONDS)
-    sight = look(engine)
-    if sight == "alive":
-        return "running"
+    if engine is None and state.running is None:
+        return "queued"
     if state.paused:
         return "paused"
     return _by_silence(directory, SILENT_SECONDS if sight == "gone" else FOREIGN_SILENT_SECONDS)
@@ -293,6 +297,7 @@ def _compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSumma
         result=finished.get("result"),
         started=state.started,
         updated=state.updated,
+        seconds=_seconds(state),
         last_error=finished.get("error"),
         exit_code=finished.get("exit_code"),
         model=str(_dig(spec, "recipe", "model", "id")),
@@ -309,15 +314,24 @@ def _compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSumma
 
 
 def _metrics(state: RunState) -> dict[str, Any]:
-    """The latest evaluation's scores by name, the training loss, and both as they were at first."""
+    """The latest evaluation's scores by name and the training loss; under `first` what they were before."""
     metrics: dict[str, Any] = dict(state.evals[-1]["metrics"]) if state.evals else {}
-    first: dict[str, Any] = dict(state.evals[0]["metrics"]) if state.evals else {}
+    first: dict[str, Any] = dict(state.evals[0]["metrics"]) if len(state.evals) > 1 else {}
     if state.first_step is not None:
         first["train_loss"] = state.first_step.get("loss")
     if state.last_step is not None:
         metrics["train_loss"] = state.last_step.get("loss")
         metrics["tokens_per_second"] = state.last_step.get("tokens_per_second")
     return {**metrics, "first": first} if metrics or first else {}
+
+
+def _seconds(state: RunState) -> float | None:
+    said = (state.finished or {}).get("seconds")
+    if said is not None:
+        return float(said)
+    if state.running is None or state.updated is None:
+        return None
+    return (datetime.fromisoformat(state.updated) - datetime.fromisoformat(state.running["time"])).total_seconds()
 
 
 def _samples_lost(state: RunState) -> int:

@@ -1,0 +1,199 @@
+"""`runs`, `show`, `log`, `watch`: looking at runs. Read-only: nothing here touches an engine.
+
+Try: `tunedeck show last`
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.commands.options import JsonOption, RunArgument, RunsOption, runs_folder
+from engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from engine.journal.directory import RunDirectory
+    from engine.journal.summary import RunSummary
+
+SHOWN = (
+    "run", "status", "step", "max_steps", "metrics", "backoffs", "samples_lost", "predicted", "measured", "result",
+    "path", "name", "started", "updated", "seconds", "last_error", "exit_code", "model", "profile", "recipe",
+    "simulated", "phase", "checkpoints", "oom_reports", "warnings", "damaged_lines",
+)  # fmt: skip
+"""Keys of `show --json`, in order."""
+
+LISTED = ("run", "path", "name", "status", "step", "max_steps", "metrics", "backoffs", "model", "profile", "recipe",
+          "simulated", "started", "updated")  # fmt: skip
+"""Keys of each entry of `runs --json`."""
+
+WATCH_POLL_SECONDS = 0.25
+"""How often `watch` and `log -f` look."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command(name="runs")(list_all)
+    app.command()(show)
+    app.command()(log)
+    app.command()(watch)
+
+
+def list_all(json: JsonOption = False, runs: RunsOption = None) -> None:
+    """List the runs of the runs folder, newest first."""
+    from engine.journal.index import list_runs
+    from engine.journal.summary import summarise
+
+    folder = runs_folder(runs)
+    summaries = [summarise(directory) for directory in list_runs(folder)]
+    if json:
+        _print_json([{key: getattr(summary, key) for key in LISTED} for summary in summaries])
+    elif not summaries:
+        sys.stderr.write(f"no runs in {folder}\n")
+    else:
+        _print_table(summaries)
+
+
+def _print_table(summaries: list[RunSummary]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from engine.commands.progress import make_console, status_words
+    from engine.commands.sentences import clean, number
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("run", "status", "step", "loss", "backoffs", "model"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("step", "loss", "backoffs") else "left")
+    for summary in summaries:
+        step = f"{summary.step:,}" + (f"/{summary.max_steps:,}" if summary.max_steps else "")
+        loss = number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else "-"
+        cells = (summary.run, status_words(summary), step, loss, str(summary.backoffs), summary.model)
+        table.add_row(*(Text(clean(cell)) for cell in cells))
+    make_console().print(table)
+
+
+def show(
+    run: RunArgument,
+    json: JsonOption = False,
+    oom: Annotated[bool, typer.Option("--oom", help="Show every time memory ran out, and the reports.")] = False,
+    runs: RunsOption = None,
+) -> None:
+    """Show one run: progress, scores, memory predicted and measured, the result."""
+    from engine.journal.index import resolve_run
+    from engine.journal.summary import SummaryReader
+
+    reader = SummaryReader(resolve_run(run, runs_folder(runs)))
+    summary = reader.refresh()
+    if json:
+        extra = {"oom": {"events": reader.state.backoffs, "reports": summary.oom_reports}} if oom else {}
+        _print_json({**{key: getattr(summary, key) for key in SHOWN}, **extra})
+    elif oom:
+        _print_oom(reader.state.backoffs, summary.oom_reports)
+    else:
+        _print_summary(summary)
+
+
+def _print_summary(summary: RunSummary) -> None:
+    from engine.commands.follow import next_steps
+    from engine.commands.progress import print_rows, result_rows
+    from engine.commands.sentences import clean, size
+
+    rows = result_rows(summary)
+    rows += [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
+    if summary.checkpoints:
+        rows.append(("checkpoints", ", ".join(map(str, summary.checkpoints[-5:]))))
+    measured = summary.measured.get("components", {})
+    for name, predicted in (summary.predicted.get("components") or {}).items():
+        seen = f", measured {size(measured[name])}" if name in measured else ""
+        rows.append((f"  {clean(name)}", f"predicted {size(predicted)}{seen}"))
+    rows += [("warning", clean(warning["text"])) for warning in summary.warnings]
+    if summary.damaged_lines:
+        rows.append(("warning", f"{summary.damaged_lines} damaged lines of events.jsonl were left out"))
+    if summary.last_error:
+        rows.append(("error", clean(summary.last_error)))
+    rows.append(("folder", clean(summary.path)))
+    print_rows(rows + next_steps(summary))
+
+
+def _print_oom(backoffs: list[dict[str, Any]], reports: list[str]) -> None:
+    from engine.commands.sentences import clean, sentence
+
+    lines = [sentence(event) or "" for event in backoffs] or ["memory never ran out"]
+    sys.stdout.write("\n".join(lines + [f"report: {clean(path)}" for path in reports]) + "\n")
+
+
+def log(
+    run: RunArgument,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing until the run ends.")] = False,
+    runs: RunsOption = None,
+) -> None:
+    """Print what the engine process wrote: its engine.log."""
+    from engine.journal.index import resolve_run
+    from engine.journal.summary import SummaryReader
+
+    directory = resolve_run(run, runs_folder(runs))
+    if not directory.log.exists() and not follow:
+        raise UsageError(f"run {directory.name} has no engine.log yet", expected="a run that was started")
+    reader = SummaryReader(directory)
+    offset = 0
+    try:
+        while True:
+            running = follow and reader.refresh().status in ("running", "queued")
+            offset = _print_log(directory, offset)
+            if not running:
+                return
+            time.sleep(WATCH_POLL_SECONDS)
+    except KeyboardInterrupt:
+        return
+
+
+def _print_log(directory: RunDirectory, offset: int) -> int:
+    """Print the log from `offset` on with its control characters taken out; returns where it ends now."""
+    from engine.commands.sentences import clean
+
+    try:
+        with directory.log.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                # Indentation is what makes a traceback readable, so only the text after it is cleaned.
+                text = line.decode("utf-8", errors="replace").expandtabs().rstrip()
+                sys.stdout.write(text[: len(text) - len(text.lstrip(" "))] + clean(text) + "\n")
+            sys.stdout.flush()
+            return file.tell()
+    except FileNotFoundError:
+        return 0
+
+
+def watch(run: RunArgument, runs: RunsOption = None) -> None:
+    """Follow a run on the screen without touching it; Ctrl-C leaves, and the run goes on."""
+    from engine.commands.follow import finish
+    from engine.commands.progress import reporter
+    from engine.journal.events import EventTail, end_of_events
+    from engine.journal.index import resolve_run
+    from engine.journal.summary import SummaryReader
+
+    directory = resolve_run(run, runs_folder(runs))
+    tail = EventTail(directory.events, offset=end_of_events(directory.events))
+    reader = SummaryReader(directory)
+    summary = reader.refresh()
+    if summary.status in ("running", "queued"):
+        show_run = reporter(summary)
+        try:
+            while summary.status in ("running", "queued"):
+                for event in tail.poll():
+                    show_run.event(event)
+                show_run.tick()
+                time.sleep(WATCH_POLL_SECONDS)
+                summary = reader.refresh()
+        except KeyboardInterrupt:
+            return
+        finally:
+            show_run.close()
+    finish(directory, as_json=False)
+
+
+def _print_json(document: object) -> None:
+    sys.stdout.write(json_format.dumps(document, indent=2) + "\n")

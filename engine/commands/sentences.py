@@ -1,0 +1,149 @@
+"""Events as sentences a person understands. Pure functions of an event; no printing, no colour, no state.
+
+Everything that comes from a file (paths, model output, messages) passes `clean`: a run directory may come from someone
+else, and nothing in it may move the cursor or pass for markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Event = dict[str, Any]
+
+REMEDIES = {
+    "retry": "{what} is redone as it was",
+    "defragment": "cached memory is given back and {what} redone",
+    "cut": "{what} is redone {size}",
+    "checkpointing": "activations are recomputed from now on, and {what} is redone",
+    "chunk_loss": "the loss is computed in smaller chunks from now on, and {what} is redone",
+    "activation_offload": "activations wait in host memory from now on, and {what} is redone",
+    "optimizer_offload": "optimizer state moves to host memory, and {what} is redone",
+    "stop": "every remedy is used; the run stops after a checkpoint",
+}
+"""What each rung of the ladder means for the user."""
+
+
+def clean(text: object) -> str:
+    """The text on one line without control, format or bidirectional characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text)).strip()
+
+
+def size(count: float | None) -> str:
+    """Bytes in the unit a reader can compare: MiB below 10 GiB, else GiB."""
+    if count is None:
+        return "an unknown amount"
+    return f"{count / 2**20:,.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:,.1f} GiB"
+
+
+def number(value: object, digits: int = 4) -> str:
+    """A number as text; a loss that was not finite is recorded as null and shown as such."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "not finite" if value is None else clean(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sentence(event: Event) -> str | None:
+    """The line an event leaves on the screen; None for events that only move the status block."""
+    speak = SENTENCES.get(event["kind"])
+    return None if speak is None else clean(speak(event))
+
+
+def _scores(metrics: Event) -> str:
+    return ", ".join(f"{clean(name).replace('_', ' ')} {score(name, value)}" for name, value in metrics.items())
+
+
+def score(name: str, value: object) -> str:
+    """A metric's value; shares of right answers in percent."""
+    if name == "exact_match" and isinstance(value, int | float):
+        return f"{100 * value:.1f} %"
+    return number(value)
+
+
+def _eval(event: Event) -> str:
+    return f"step {event['step']}: evaluation: {_scores(event['metrics'])}"
+
+
+def backoff(event: Event) -> str:
+    """What ran out, where, what is done about it, and what it costs."""
+    where = str(event["phase"])
+    what = {"evaluation": "the evaluation", "probe": "the probe", "loading": "loading"}.get(where, "the step")
+    held = size(event.get("allocated_bytes"))
+    capacity = event.get("capacity_bytes")
+    held = f"{held.removesuffix(' MiB')} of {size(capacity)}" if capacity and held.endswith("MiB") else held
+    wanted = event.get("requested_bytes")
+    wanted_text = f"wanted {size(wanted)}, {held} held" if wanted is not None else f"{held} held"
+    remedy = REMEDIES.get(str(event["remedy"]), f"remedy: {event['remedy']}; {{what}} is redone")
+    lost = int(event.get("samples_lost") or 0)
+    rank = f" on rank {event['failed_rank']}" if event.get("failed_rank") else ""
+    return (
+        f"step {event['step']}: out of memory in {where}{rank} ({wanted_text}); "
+        f"{remedy.format(what=what, size=_at_most(event.get('sequences_after')))}; "
+        f"{'no sample' if not lost else f'{lost} samples'} lost"
+    )
+
+
+def _at_most(sequences: object) -> str:
+    if not isinstance(sequences, int):
+        return "in smaller micro-batches"
+    return f"with at most {sequences} sequence{'s' if sequences != 1 else ''} at a time"
+
+
+def _checkpoint(event: Event) -> str:
+    best = ", the best so far" if event.get("best") else ""
+    return f"step {event['step']}: checkpoint saved ({size(event['size_bytes'])}, {event['save_seconds']:.1f} s{best})"
+
+
+def _warning(event: Event) -> str:
+    return f"warning: {event['text']}" + (f" (fix: {event['fix']})" if event.get("fix") else "")
+
+
+def _control(event: Event) -> str:
+    return f"{event['request']} {'accepted' if event['accepted'] else 'refused'}: {event['reason']}".rstrip(": ")
+
+
+def _resumed(event: Event) -> str:
+    schedule = f"; {event['schedule']}" if event.get("schedule") else ""
+    return f"resumed after step {event['step']} from {event['from']}{schedule}"
+
+
+def _plan(event: Event) -> str:
+    predicted = event["predicted"]
+    peak = predicted.get("peak_bytes") if isinstance(predicted, dict) else predicted
+    capacity = event.get("capacity_bytes")
+    return f"plan: {str(event['verdict']).replace('_', ' ')}, predicted peak {size(peak)}" + (
+        f" of {size(capacity)}" if capacity else ""
+    )
+
+
+def _phase(event: Event) -> str:
+    total = event.get("total")
+    progress = f" {event.get('done', 0):,} of {total:,}" if isinstance(total, int) else ""
+    return f"{event['name']}{progress}" + (f": {event['detail']}" if event.get("detail") else "")
+
+
+SENTENCES: dict[str, Callable[[Event], str]] = {
+    "plan": _plan,
+    "eval": _eval,
+    "backoff": backoff,
+    "remedy_lifted": lambda event: f"step {event['step']}: memory is roomy again: {event['remedy']} lifted",
+    "checkpoint_saved": _checkpoint,
+    "oom_report": lambda event: f"report of the memory that ran out: {event['path']}",
+    "warning": _warning,
+    "control": _control,
+    "resumed": _resumed,
+    "paused": lambda event: "paused; the device is free",
+}
+"""Kinds that leave a line. `phase` and `step` move the status block instead."""
+
+
+def phase_line(event: Event) -> str:
+    """A phase as the status block shows it."""
+    return clean(_phase(event))
