@@ -12,12 +12,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
-from engine.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from engine.spec.run import RunSpec
 
 
 class CpuDevice:

@@ -13,14 +13,17 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.nvml import read_gpus
 from engine.errors import EnvironmentProblem
-from engine.spec.profile import Device as DeviceTable
-from engine.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from engine.spec.profile import Device as DeviceTable
+    from engine.spec.run import RunSpec
 
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
