@@ -16,12 +16,16 @@ RecipeOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="K=V", help="Override one recipe key, such as train.learning_rate=1e-4.", show_default=False),
+    typer.Option(
+        "--set", metavar="K=V", help="Override one recipe key, such as train.learning_rate=1e-4.", show_default=False
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 RunsOption = Annotated[
     Path | None,
-    typer.Option("--runs", metavar="DIR", help="Folder of runs (else $TUNEDECK_RUNS, else ./runs).", show_default=False),
+    typer.Option(
+        "--runs", metavar="DIR", help="Folder of runs (else $TUNEDECK_RUNS, else ./runs).", show_default=False
+    ),
 ]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A path, a run's name, a unique prefix, or 'last'.", show_default=False)

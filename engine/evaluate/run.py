@@ -40,7 +40,8 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
     elif wanted is None:
         chosen = found[:1]
     else:
-        chosen = [checkpoint for checkpoint in found if str(checkpoint.step) == wanted.removeprefix("step-").lstrip("0")]
+        number = wanted.removeprefix("step-").lstrip("0")
+        chosen = [checkpoint for checkpoint in found if str(checkpoint.step) == number]
     if not chosen:
         steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
         raise UsageError(

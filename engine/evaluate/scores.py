@@ -1,4 +1,4 @@
-"""Evaluation with a memory budget of its own: loss and perplexity, exact match of greedy answers, a few samples to read.
+"""Evaluation with a memory budget of its own: loss and perplexity, exact match of greedy answers, samples to read.
 
 A sample is counted when its result is in, and only then: when memory runs out the micro-batch is redone smaller and
 nothing is counted twice. Logits are never kept. Used by the training loop and by `tunedeck eval`.

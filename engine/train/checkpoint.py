@@ -160,7 +160,7 @@ def place_result(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def _share(source: str, target: str) -> None:
-    """Hard-link a weight file (nothing edits those in place); copy anything else, and everything where links do not work."""
+    """Hard-link a weight file, which nothing edits in place; copy anything else, and where links do not work."""
     if source.endswith(".safetensors"):
         try:
             os.link(source, target)

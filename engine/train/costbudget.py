@@ -18,7 +18,7 @@ GROWTH = 1.05
 BELOW_CEILING = 0.95
 CLEAN_STEPS_TO_GROW = 10
 CLEAN_STEPS_TO_FORGET = 100
-"""A failure at a cost that had succeeded before was a neighbour's doing; its ceiling is forgotten after this many steps."""
+"""A failure at a cost that had succeeded before was a neighbour's doing; its ceiling is forgotten after so many steps."""
 
 
 @dataclass
@@ -39,13 +39,13 @@ class CostBudget:
     clean_steps: int = 0
 
     def record_success(self, cost_bytes: int, measured_bytes: int) -> None:
-        """A micro-batch of `cost_bytes` went through, taking `measured_bytes` above the static level (0: not measured)."""
+        """A micro-batch of `cost_bytes` succeeded, taking `measured_bytes` above the static level (0: not measured)."""
         self.proven_bytes = max(self.proven_bytes, cost_bytes)
         if cost_bytes and measured_bytes:
             self.slope = max(self.slope, measured_bytes / cost_bytes)
 
     def cut(self, failed_bytes: int, room_bytes: int) -> None:
-        """Lower the budget after a micro-batch of `failed_bytes` failed with `room_bytes` measured above static free."""
+        """Lower the budget after a micro-batch of `failed_bytes` failed; `room_bytes` is capacity minus static level."""
         self.ceiling_is_passing = failed_bytes <= self.proven_bytes
         self.ceiling_bytes = failed_bytes if self.ceiling_bytes is None else min(self.ceiling_bytes, failed_bytes)
         self.proven_bytes = min(self.proven_bytes, failed_bytes - 1)

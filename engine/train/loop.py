@@ -91,7 +91,7 @@ class Training:
             return
         self.journal.phase("saving")
         began = time.perf_counter()
-        checkpoint = until_there_is_room(self._write_checkpoint, lambda: self.wishes.look())
+        checkpoint = until_there_is_room(self._write_checkpoint, self.wishes.look)
         self.last_saved, self._saved_at = self.state.step, time.monotonic()
         prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
         self.journal.write(

@@ -1,7 +1,7 @@
 """What a run carries from step to step, and how it goes into a checkpoint and comes back.
 
-Numbers live in `RunState`; weights and optimizer state are tensors and go through safetensors. Random state is not here:
-it is a function of the step (see `engine.train.rollback`), as is the order of the samples.
+Numbers live in `RunState`; weights and optimizer state are tensors and go through safetensors. Random state is not
+here: it is a function of the step (see `engine.train.rollback`), as is the order of the samples.
 """
 
 from __future__ import annotations

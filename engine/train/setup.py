@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from engine.budget.architecture import Architecture, from_config
 from engine.budget.plan import Plan, make_plan
 from engine.budget.predict import cost_model
@@ -59,7 +57,7 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     tokenizer = load_tokenizer(recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     with device.host_region():
         prepared = prepare_data(spec, tokenizer, say=lambda text: journal.phase("tokenising", text))
-    order = make_order(prepared.train, spec)
+    order, total_steps = make_order(prepared.train, spec)
     journal.phase("loading model", recipe.model.id)
     loaded = load_model(spec, device, tokenizer)
     for notice in loaded.notices:
@@ -94,8 +92,6 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     )
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
-    epochs = recipe.train.epochs if recipe.train.epochs or recipe.train.max_steps else 1.0
-    total_steps = order.steps(epochs, recipe.train.max_steps)
     return Bench(
         spec=spec,
         parts=parts,
@@ -108,12 +104,18 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     )
 
 
-def make_order(data: TokenData, spec: RunSpec) -> SampleOrder:
-    """The order of the kept samples, with each source's weight."""
-    sources = [source for source in spec.recipe.data.sources if source.enabled]
-    weights = np.array([sources[int(index)].weight for index in data.source_of])
+def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
+    """The order of the kept samples, and the number of optimizer steps. One epoch when the recipe names no end."""
     train = spec.recipe.train
-    return SampleOrder(weights, seed=train.seed, shuffle=spec.recipe.data.shuffle, batch_size=train.batch_size)
+    epochs = train.epochs if train.epochs or train.max_steps else 1.0
+    order = SampleOrder(
+        data.weights,
+        seed=train.seed,
+        shuffle=spec.recipe.data.shuffle,
+        batch_size=train.batch_size,
+        epochs=epochs,
+    )
+    return order, order.steps(epochs, train.max_steps)
 
 
 def starting_budget(spec: RunSpec, data: TokenData, journal: Journal) -> tuple[Cost, CostBudget]:
@@ -140,7 +142,7 @@ def starting_budget(spec: RunSpec, data: TokenData, journal: Journal) -> tuple[C
 
 
 def starting_costs(spec: RunSpec, longest: int) -> tuple[Cost, int]:
-    """The price of a micro-batch, and how many sequences of `longest` tokens to start with (1 where nothing is known)."""
+    """The price of a micro-batch, and how many sequences of `longest` tokens to start with (1 when in the dark)."""
     architecture = known_architecture(spec)
     if architecture is None:
         return generic_cost(model_config_dict(spec)), 1

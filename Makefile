@@ -1,0 +1,31 @@
+# make demo    watch a small model learn, on a simulated device, without a GPU or a network
+# make test    lint, types, import contracts, tests
+# Both make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/tunedeck train -p demo -r demo
+
+test: $(READY) lint
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# torch first and alone: asked for together with the rest, an index may offer a larger build of it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tunedeck needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,102 @@
+"""Small real runs for the tests of the training room: a tiny model, ragged random text, the engine in this process.
+
+Not a test module. Nothing here stands in for the engine; it only writes specs and folders.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from engine.device import open_device
+from engine.journal.directory import RunDirectory, create_run
+from engine.journal.events import EventWriter, read_events
+from engine.spec.load import dump_run_spec
+from engine.spec.run import RunSpec
+from engine.train import main
+from engine.train.journal import Journal
+from engine.train.loop import reporter
+from engine.train.setup import Bench, set_up
+
+ROOMY_GIB = 8.0
+
+
+def write_samples(path: Path, *, count: int = 48, seed: int = 0, longest: int = 60) -> Path:
+    """A jsonl file of prompts and completions of ragged length, in bytes."""
+    drawn = random.Random(seed)
+    letters = "abcdefghij klmnop"
+    with path.open("w") as file:
+        for _ in range(count):
+            prompt = "".join(drawn.choices(letters, k=drawn.randint(2, longest // 2)))
+            answer = "".join(drawn.choices(letters, k=drawn.randint(1, longest // 2 - 2)))
+            file.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
+    return path
+
+
+def make_spec(data: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: dict[str, Any]) -> RunSpec:
+    """A run spec of the tiny model on `data`; keyword arguments are recipe tables laid over it."""
+    recipe: dict[str, Any] = {
+        "name": "small",
+        "model": {"id": "builtin:tiny", "tokenizer": "builtin:bytes", "init": "random", "dtype": "float32"},
+        "method": {"kind": "full"},
+        "data": {"sources": [{"name": "main", "path": str(data)}], "max_length": 64},
+        "train": {"max_steps": 6, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},
+        "checkpoint": {"every_minutes": None},
+    }
+    for name, table in tables.items():
+        recipe[name] = {**recipe.get(name, {}), **table}
+    return RunSpec.model_validate(
+        {
+            "name": "small",
+            "profile": {"name": "here", "device": {"kind": device, "memory_gib": memory_gib}},
+            "recipe": recipe,
+        }
+    )
+
+
+def new_run(runs: Path, spec: RunSpec) -> RunDirectory:
+    """A run directory, ready for an engine."""
+    return create_run(runs, spec.name, dump_run_spec(spec), {})
+
+
+def train(place: RunDirectory, *, resume: bool = False) -> tuple[int, list[dict[str, Any]]]:
+    """Run the engine on `place` in this process; returns its exit code and all events so far."""
+    code = main.run(place.path, resume=resume)
+    return code, list(read_events(place.events))
+
+
+def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The events of one kind."""
+    return [event for event in events if event["kind"] == kind]
+
+
+def losses(events: list[dict[str, Any]]) -> dict[int, float]:
+    """Step = loss; a later line of the same step counts."""
+    return {event["step"]: event["loss"] for event in of_kind(events, "step")}
+
+
+class Workshop:
+    """A bench outside the loop, for tests of single steps: use as a context manager."""
+
+    def __init__(self, spec: RunSpec, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.place = RunDirectory(folder)
+        self.spec = spec
+
+    def __enter__(self) -> Bench:
+        self.device = open_device(self.spec)
+        self._active = self.device.activate()
+        self._active.__enter__()
+        self._writer = EventWriter(self.place)
+        journal = Journal(self._writer)
+        return set_up(self.spec, self.device, journal, reporter(journal, self.device.capacity_bytes))
+
+    def __exit__(self, *raised: Any) -> None:
+        self._writer.close()
+        self._active.__exit__(*raised)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What was written."""
+        return list(read_events(self.place.events))

@@ -1,0 +1,100 @@
+"""Checkpoint folders: whole or not there, believed only when their hashes agree, the best kept apart."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+
+from engine.train.checkpoint import (
+    best_step,
+    damage,
+    find_checkpoints,
+    forget_after,
+    mark_best,
+    newest_sound,
+    place_result,
+    prune,
+    write_checkpoint,
+)
+
+
+def fill(path):
+    (path / "weights").mkdir()
+    (path / "weights" / "model.safetensors").write_bytes(b"w" * 100)
+    (path / "state.json").write_text(json.dumps({"step": 1}))
+
+
+def write(folder, *steps):
+    return [write_checkpoint(folder, step, fill) for step in steps]
+
+
+def test_what_was_written_is_found_newest_first(tmp_path):
+    write(tmp_path, 3, 20, 100)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [100, 20, 3]
+    assert all(damage(checkpoint) is None for checkpoint in find_checkpoints(tmp_path))
+
+
+def test_a_full_disk_leaves_nothing_that_looks_like_a_checkpoint(tmp_path):
+    write(tmp_path, 1)
+
+    def full(path):
+        fill(path)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_checkpoint(tmp_path, 2, full)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("harm", ["flip", "shorten", "remove", "manifest", "no manifest"])
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, harm):
+    _, newest = write(tmp_path, 1, 2)
+    weights = newest.weights / "model.safetensors"
+    if harm == "flip":
+        weights.write_bytes(b"x" + b"w" * 99)
+    elif harm == "shorten":
+        weights.write_bytes(b"w" * 50)
+    elif harm == "remove":
+        weights.unlink()
+    elif harm == "manifest":
+        (newest.path / "manifest.json").write_text('{"files": ')
+    else:
+        (newest.path / "manifest.json").unlink()
+    found, complaints = newest_sound(tmp_path)
+    assert found is not None and found.step == 1
+    assert len(complaints) == 1 and "step-00000002" in complaints[0]
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+    write(tmp_path, 1, 2, 3, 4)
+    mark_best(tmp_path, 1, "loss", 0.5)
+    (tmp_path / ".step-00000009.1").mkdir()
+    prune(tmp_path, keep=2)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [4, 3, 1]
+    assert best_step(tmp_path) == 1
+    assert not list(tmp_path.glob(".step-*"))
+
+
+def test_going_back_forgets_what_came_later(tmp_path):
+    write(tmp_path, 1, 2, 3)
+    forget_after(tmp_path, 1)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
+
+
+def test_a_step_can_be_written_again(tmp_path):
+    write(tmp_path, 5)
+    (again,) = write(tmp_path, 5)
+    assert damage(again) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_the_result_is_the_checkpoints_weights_and_replaces_an_older_one(tmp_path):
+    (checkpoint,) = write(tmp_path / "checkpoints", 5)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").write_text("old")
+    place_result(checkpoint, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model"]

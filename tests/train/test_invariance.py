@@ -1,0 +1,67 @@
+"""The step's gradient does not depend on how the step is cut into micro-batches, nor on how often memory ran out.
+
+Made from the table of promises: with SGD at rate 1 and no clipping, the change of the weights is the gradient.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.train.costbudget import CostBudget
+from engine.train.transaction import StepTransaction
+from tests.train.harness import Workshop, make_spec, write_samples
+
+SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "batch_size": 12, "gradient_checkpointing": False}
+
+
+def weights_after_one_step(tmp_path, name, *, rows=12, faults=(), gib=8.0, dropout=0.0, method="full", **train):
+    """(all trainables after one step as one vector, events) with at most `rows` of the longest sequences at a time."""
+    data = write_samples(tmp_path / "samples.jsonl", count=36)
+    method = {"kind": method, "dropout": dropout} if method == "lora" else {"kind": method}
+    workshop = Workshop(make_spec(data, memory_gib=gib, method=method, train={**SGD, **train}), tmp_path / name)
+    with workshop as bench:
+        parts = bench.parts
+        longest = int(parts.data.lengths.max())
+        budget = parts.cost(rows, longest)
+        parts.budget = CostBudget(budget, top_bytes=budget)
+        transaction = StepTransaction(parts)
+        for fault in faults:
+            parts.device.fail_at(fault)
+            transaction.probe(1, bench.order.step(1))
+        outcome = transaction.run(1, bench.order.step(1))
+        vector = torch.cat([parameter.detach().flatten() for _, parameter in parts.loaded.trainable()]).clone()
+        return vector, outcome, [event for event in workshop.events() if event["kind"] == "backoff"]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_any_split_gives_the_unsplit_gradient(tmp_path, rows, method):
+    whole, one, _ = weights_after_one_step(tmp_path, "whole", method=method)
+    split, many, _ = weights_after_one_step(tmp_path, "split", rows=rows, method=method)
+    assert many.micro_batches > one.micro_batches
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_keyed_dropout_draws_the_same_masks_in_any_split(tmp_path, rows):
+    whole, _, _ = weights_after_one_step(tmp_path, "whole", method="lora", dropout=0.3)
+    split, _, _ = weights_after_one_step(tmp_path, "split", rows=rows, method="lora", dropout=0.3)
+    without, _, _ = weights_after_one_step(tmp_path, "without", method="lora")
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(whole, without, rtol=1e-3, atol=1e-3)
+
+
+def test_running_out_of_memory_changes_nothing_but_the_split(tmp_path):
+    roomy, one, _ = weights_after_one_step(tmp_path, "roomy")
+    tight, many, backoffs = weights_after_one_step(tmp_path, "tight", gib=0.025)
+    assert len(backoffs) >= 1
+    assert many.micro_batches > one.micro_batches
+    torch.testing.assert_close(tight, roomy, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpointing_is_bit_equal(tmp_path):
+    plain, _, _ = weights_after_one_step(tmp_path, "plain")
+    recomputed, _, _ = weights_after_one_step(tmp_path, "recomputed", gradient_checkpointing=True)
+    assert torch.equal(plain, recomputed)

@@ -1,0 +1,86 @@
+"""Planning micro-batches: every sequence once, never above the budget, dearest first, little waste."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.train.microbatch import LAUNCH_TOKENS, plan_micro_batches, rows_within
+
+
+def tokens(rows: int, length: int) -> int:
+    """A price that is linear in padded tokens."""
+    return rows * length
+
+
+def quadratic(rows: int, length: int) -> int:
+    """A price like eager attention's."""
+    return rows * length * (64 + length)
+
+
+def ragged(seed: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randint(1, 400) for _ in range(drawn.randint(1, 80))]
+
+
+@pytest.mark.parametrize("cost", [tokens, quadratic])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_sequence_comes_exactly_once_and_costs_stay_below_the_budget(cost, seed):
+    lengths = ragged(seed)
+    budget = random.Random(seed + 100).randint(cost(1, 1), cost(len(lengths), max(lengths)))
+    plan = plan_micro_batches(lengths, cost, budget)
+    assert sorted(member for group in plan for member in group.members) == list(range(len(lengths)))
+    for group in plan:
+        assert group.length == max(lengths[member] for member in group.members)
+        assert group.cost_bytes == cost(group.rows, group.length)
+        assert group.cost_bytes <= budget or group.rows == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_dearest_micro_batch_comes_first(seed):
+    plan = plan_micro_batches(ragged(seed), quadratic, 50_000)
+    costs = [group.cost_bytes for group in plan]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_equal_lengths_fill_the_budget():
+    plan = plan_micro_batches([100] * 16, tokens, 600)
+    assert sorted(group.rows for group in plan) == [4, 6, 6]
+
+
+def test_one_long_sequence_does_not_make_the_short_ones_pay():
+    lengths = [4000] + [10] * 30
+    plan = plan_micro_batches(lengths, tokens, 10**9)
+    assert [group.rows for group in plan] == [1, 30]
+
+
+def test_short_sequences_are_not_split_to_save_a_few_tokens():
+    assert len(plan_micro_batches([60, 50, 40, 30], tokens, 10**9)) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_cut_is_the_best_of_all_cuts(seed):
+    drawn = random.Random(seed)
+    lengths = sorted((drawn.randint(1, 900) for _ in range(9)), reverse=True)
+    budget = 2000
+
+    def work(cuts: list[int]) -> int | None:
+        total = 0
+        for start, end in zip([0, *cuts], [*cuts, len(lengths)], strict=True):
+            if (end - start) * lengths[start] > budget and end - start > 1:
+                return None
+            total += LAUNCH_TOKENS + (end - start) * lengths[start]
+        return total
+
+    places = range(1, len(lengths))
+    every = ([p for p in places if mask >> (p - 1) & 1] for mask in range(2 ** len(places)))
+    best = min(total for total in map(work, every) if total is not None)
+    plan = plan_micro_batches(lengths, tokens, budget)
+    assert sum(LAUNCH_TOKENS + group.rows * group.length for group in plan) == best
+
+
+def test_rows_within_finds_the_boundary():
+    assert rows_within(tokens, 100, 1000, 64) == 10
+    assert rows_within(tokens, 100, 50, 64) == 1
+    assert rows_within(tokens, 1, 10**9, 64) == 64

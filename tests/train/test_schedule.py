@@ -1,0 +1,52 @@
+"""Schedules agree with transformers' own, step for step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from engine.spec.recipe import Train
+from engine.train.schedule import Schedule
+
+TOTAL = 40
+
+
+def theirs(name: str, warmup: int, extra: dict[str, float] | None = None) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(name, optimizer, warmup, TOTAL, scheduler_specific_kwargs=extra)
+    rates = []
+    for _ in range(TOTAL):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def ours(train: Train) -> list[float]:
+    schedule = Schedule.of(train, TOTAL)
+    return [schedule.factor(step) for step in range(1, TOTAL + 1)]
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(
+    ("scheduler", "name", "extra"),
+    [
+        ("cosine", "cosine", None),
+        ("linear", "linear", None),
+        ("constant", "constant_with_warmup", None),
+        ("cosine_with_restarts", "cosine_with_restarts", {"num_cycles": 3}),
+    ],
+)
+def test_factors_equal_transformers(scheduler, name, extra, warmup):
+    train = Train(scheduler=scheduler, warmup_steps=warmup, restarts=3)
+    assert ours(train) == pytest.approx(theirs(name, warmup, extra), abs=1e-12)
+
+
+def test_a_minimum_equals_transformers_cosine_with_min_lr():
+    train = Train(scheduler="cosine", warmup_steps=5, learning_rate=1e-3, min_learning_rate=1e-4)
+    assert ours(train) == pytest.approx(theirs("cosine_with_min_lr", 5, {"min_lr_rate": 0.1}), abs=1e-12)
+
+
+def test_a_warm_up_ratio_is_rounded_up_as_transformers_does():
+    assert Schedule.of(Train(warmup_ratio=0.03), TOTAL).warmup_steps == 2
