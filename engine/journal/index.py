@@ -84,7 +84,7 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
         found = _among(text, runs())
         if found is not None:
             return found
-    if RunDirectory(Path(text)).exists():
+    if text and RunDirectory(Path(text)).exists():
         return _at_path(Path(text))
     raise UsageError(
         f"no run matches {text!r}" + (f" in {runs_dir} or among your earlier runs" if runs_dir else ""),

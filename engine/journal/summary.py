@@ -34,6 +34,9 @@ STEP_MARK = b'"kind":"step"'
 PEAK = re.compile(rb'"peak_bytes":(\d+)')
 """The one field of a step whose largest value counts, so it is read without parsing the line."""
 
+QUIET = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
+"""Lines that only say when they were written, so only one at the very end is parsed."""
+
 MARK_WITHIN_BYTES = 120
 """`seq`, `time` and `kind` come first on a line, so the mark ends well before this."""
 
@@ -70,7 +73,7 @@ class RunSummary:
     warnings: list[dict[str, Any]]
     damaged_lines: int
     stopping: bool
-    """A stop or pause was asked for and the engine has not ended yet."""
+    """A stop was asked for and the engine has not ended yet."""
 
 
 @dataclass
@@ -157,7 +160,7 @@ def _warning(state: RunState, event: Event) -> None:
 
 
 def _control(state: RunState, event: Event) -> None:
-    state.stopping = state.stopping or (bool(event["accepted"]) and event["request"] in ("stop", "pause"))
+    state.stopping = state.stopping or (bool(event["accepted"]) and event["request"] == "stop")
 
 
 def _paused(state: RunState, _event: Event) -> None:
@@ -219,23 +222,26 @@ class SummaryReader:
         """Fold the new lines; within a stretch of steps only the first and the last are parsed."""
         first: bytes | None = None
         last: bytes | None = None
+        quiet: bytes | None = None
         for line in self._tail.lines():
             if line.find(STEP_MARK, 0, MARK_WITHIN_BYTES) >= 0:
-                first, last = first or line, line
+                first, last, quiet = first or line, line, None
                 peak = PEAK.search(line, MARK_WITHIN_BYTES)
                 if peak is not None and (found := int(peak[1])) > self.state.peak_bytes:
                     self.state.peak_bytes = found
                 continue
-            event = decode(line)
-            if event is None:
-                self._damaged += 1
-            elif event["kind"] in _STEP_BOUND:
+            quiet = line if QUIET.search(line, 0, MARK_WITHIN_BYTES) else None
+            event = None if quiet else decode(line)
+            if event is not None and event["kind"] in _STEP_BOUND:
                 self._fold_steps(first, last)
                 first = last = None
+            if event is not None:
                 self.state.fold(event)
-            else:
-                self.state.fold(event)
+            elif quiet is None:
+                self._damaged += 1
         self._fold_steps(first, last)
+        if quiet is not None and (event := decode(quiet)) is not None:
+            self.state.fold(event)
 
     def _fold_steps(self, first: bytes | None, last: bytes | None) -> None:
         if last is None:
@@ -309,7 +315,7 @@ def _compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSumma
         oom_reports=list(state.oom_reports),
         warnings=[{key: event.get(key) for key in ("code", "text", "fix")} for event in state.warnings],
         damaged_lines=damaged,
-        stopping=state.finished is None and (state.stopping or bool({"stop", "pause"} & set(pending(directory)))),
+        stopping=state.finished is None and (state.stopping or "stop" in pending(directory)),
     )
 
 

@@ -1,0 +1,42 @@
+"""A process that starts a child engine and follows it, as `tunedeck train` does: signals need a process of their own.
+
+Run as `python follower.py DIR MODE`. Prints the child's pid, then each event's kind; exits with what `follow` returns.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from engine.errors import TunedeckError
+from engine.journal.directory import RunDirectory
+from engine.start import follow
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main(path: str, mode: str) -> int:
+    directory = RunDirectory(Path(path))
+    child_file = Path(__file__).with_name("child_engine.py")
+    with directory.log.open("ab") as log:
+        child = subprocess.Popen(
+            [sys.executable, str(child_file), path, mode],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    say(str(child.pid))
+    try:
+        return follow(directory, child, on_event=lambda event: say(event["kind"]), on_notice=say)
+    except TunedeckError as error:
+        sys.stderr.write(error.render())
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""RUN as a user types it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.errors import UsageError
+from engine.journal.directory import RunDirectory
+from engine.journal.index import list_runs, note_run, noted_runs, resolve_run
+from tests.journal.samples import RUN_TOML
+
+
+def make(folder: Path, directory: str, name: str) -> RunDirectory:
+    run = RunDirectory(folder / directory)
+    run.path.mkdir(parents=True)
+    run.run_toml.write_text(RUN_TOML.format(name=name))
+    run.plan_json.write_text("{}")
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    runs = tmp_path / "runs"
+    make(runs, "20261120T100000Z-exp", "exp")
+    make(runs, "20261120T100001Z-exp-2", "exp-2")
+    make(runs, "20261120T100002Z-exp", "exp")
+    make(runs, "20261120T100002Z-exp-2", "exp")
+    make(runs, "20261121T100000Z-other", "other")
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("20261120T100000Z-exp", "20261120T100000Z-exp"),
+        ("20261120T100001", "20261120T100001Z-exp-2"),
+        ("exp-2", "20261120T100001Z-exp-2"),
+        ("exp", "20261120T100002Z-exp-2"),
+        ("last", "20261121T100000Z-other"),
+        ("20261121", "20261121T100000Z-other"),
+    ],
+)
+def test_a_run_is_found_by(folder: Path, text: str, expected: str) -> None:
+    assert resolve_run(text, folder).name == expected
+
+
+def test_a_path_is_a_run_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert resolve_run("./20261120T100000Z-exp", None).path == folder / "20261120T100000Z-exp"
+    assert resolve_run("20261120T100000Z-exp", None).path == folder / "20261120T100000Z-exp"
+    assert resolve_run(str(folder / "20261120T100000Z-exp"), None).exists()
+
+
+def test_an_ambiguous_prefix_names_the_candidates(folder: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_run("20261120T100002Z", folder)
+    assert caught.value.exit_code == 2
+    assert "20261120T100002Z-exp-2" in caught.value.render()
+
+
+@pytest.mark.parametrize("text", ["nothing", "./nothing", "/", "..", ""])
+def test_what_is_no_run_is_a_usage_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError):
+        resolve_run(text, tmp_path / "runs")
+
+
+def test_a_noted_run_is_found_from_any_directory(folder: Path, tmp_path: Path) -> None:
+    run = RunDirectory(folder / "20261120T100000Z-exp")
+    assert note_run(run) is None
+    assert resolve_run("exp", tmp_path / "nowhere").path == run.path
+    assert resolve_run("last", tmp_path / "nowhere").path == run.path
+    shutil.rmtree(run.path)
+    assert noted_runs() == []
+
+
+def test_the_runs_folder_goes_before_earlier_runs(folder: Path, tmp_path: Path) -> None:
+    note_run(make(tmp_path / "elsewhere", "20270101T000000Z-exp", "exp"))
+    assert resolve_run("exp", folder).name == "20261120T100002Z-exp-2"
+    assert resolve_run("last", folder).name == "20261121T100000Z-other"
+
+
+def test_a_state_folder_that_cannot_be_written_is_a_warning(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "file" / "state"))
+    warning = note_run(RunDirectory(folder / "20261120T100000Z-exp"))
+    assert warning is not None and "20261120T100000Z-exp" in warning
+    assert noted_runs() == []
+
+
+def test_damaged_notes_are_passed_over(folder: Path) -> None:
+    note_run(RunDirectory(folder / "20261120T100000Z-exp"))
+    with (Path(os.environ["TUNEDECK_STATE"]) / "runs.jsonl").open("a") as file:
+        file.write('{"path": "/to\n[]\n')
+    assert len(noted_runs()) == 1
+
+
+def test_half_made_runs_are_not_listed(folder: Path) -> None:
+    (folder / ".new-abc").mkdir()
+    (folder / ".new-abc" / "run.toml").write_text("")
+    (folder / "20261120T100009Z-empty").mkdir()
+    assert list_runs(folder)[0].name == "20261121T100000Z-other"
+    assert len(list_runs(folder)) == 5
+    assert list_runs(folder / "missing") == []

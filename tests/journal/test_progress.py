@@ -1,0 +1,115 @@
+"""What a person reads while a run goes on."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from engine.commands.changes import aloud, changed, is_longer, refused
+from engine.commands.progress import LiveReporter, PlainReporter, Progress
+from engine.commands.sentences import SENTENCES, clean, sentence, size
+from engine.journal.kinds import KINDS
+from tests.journal.samples import backoff_fields, step_fields
+
+
+def event(kind: str, **fields: object) -> dict[str, object]:
+    return {"kind": kind, "time": "2026-11-20T20:58:00.000Z", **fields}
+
+
+def test_a_backoff_is_a_sentence() -> None:
+    text = sentence(event("backoff", **backoff_fields(12, sequences_after=8, capacity_bytes=256 << 20)))
+    assert text == (
+        "step 12: out of memory in backward (wanted 24 MiB, 230 of 256 MiB held); "
+        "the step is redone with at most 8 sequences at a time; no sample lost"
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(SENTENCES))
+def test_a_sentence_needs_no_more_than_the_required_fields(kind: str) -> None:
+    fields: dict[str, object] = dict.fromkeys(KINDS[kind].required, 1)
+    fields |= {"metrics": {"loss": None}} if kind == "eval" else {}
+    text = sentence(event(kind, **fields))
+    assert text and "\n" not in text
+
+
+def test_every_rung_of_the_ladder_has_words() -> None:
+    from typing import get_args
+
+    from engine.spec.recipe import Rung
+
+    for remedy in get_args(Rung):
+        assert "remedy:" not in str(sentence(event("backoff", **backoff_fields(1, remedy=remedy))))
+
+
+def test_text_from_files_cannot_move_the_cursor() -> None:
+    assert clean("a\x1b[2Jb\nc\u202ed\x07") == "a [2Jb c d"
+
+
+def test_sizes_are_comparable() -> None:
+    assert (size(230 << 20), size(80 << 30), size(None)) == ("230 MiB", "80.0 GiB", "an unknown amount")
+
+
+def test_the_status_says_step_loss_speed_memory_and_time_left() -> None:
+    progress = Progress("demo", simulated=True, capacity_bytes=256 << 20)
+    progress.take(event("stage_started", max_steps=10))
+    progress.take(event("step", **step_fields(4)))
+    assert progress.lines() == [
+        "demo: training, step 4 of 10, 0:03 left",
+        "  loss 0.25, 1,000 tokens/s, memory 200 MiB of 256 MiB (simulated device)",
+    ]
+
+
+def test_a_phase_is_shown_before_the_first_step() -> None:
+    progress = Progress("demo", simulated=False)
+    assert progress.lines() == ["demo: starting"]
+    progress.take(event("phase", name="tokenising", done=10, total=2000))
+    assert progress.lines() == ["demo: tokenising 10 of 2,000"]
+
+
+def test_plain_output_has_no_control_codes_and_few_lines() -> None:
+    stream = io.StringIO()
+    reporter = PlainReporter(Progress("demo", simulated=False), stream)
+    for step in range(1, 100):
+        reporter.event(event("step", **step_fields(step)))
+    reporter.event(event("eval", step=99, metrics={"exact_match": 0.955}))
+    assert stream.getvalue().splitlines()[1:] == ["step 99: evaluation: exact match 95.5 %"]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_lasting_lines_stay_above_the_block_and_markup_is_text() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, markup=False, no_color=True)
+    reporter = LiveReporter(Progress("[bold]demo[/nope]", simulated=False), console)
+    reporter.event(event("warning", code="x", text="mind [red]this[/red]", fix=""))
+    reporter.tick()
+    reporter.close()
+    assert "mind [red]this[/red]" in stream.getvalue() and "[bold]demo[/nope]" in stream.getvalue()
+    assert "\x1b[?25h" in stream.getvalue(), "the cursor is shown again"
+
+
+TRAIN = {"epochs": 1.0, "max_steps": None, "seed": 0, "learning_rate": 1e-4, "micro_batch": "auto", "batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused", "is_said", "longer"),
+    [
+        ({"seed": 1}, True, False, False),
+        ({"batch_size": 8}, True, False, False),
+        ({"micro_batch": 4}, False, False, False),
+        ({"learning_rate": 1e-5}, False, True, False),
+        ({"epochs": 2.0}, False, False, True),
+        ({"epochs": 0.5}, False, False, False),
+    ],
+)
+def test_what_resume_may_change(changes: dict[str, object], is_refused: bool, is_said: bool, longer: bool) -> None:
+    found = changed({"recipe": {"train": TRAIN}}, {"recipe": {"train": {**TRAIN, **changes}}})
+    assert (bool(refused(found)), bool(aloud(found)), is_longer(found)) == (is_refused, is_said, longer)
+
+
+@pytest.mark.parametrize(
+    "key", ["model.id", "model.dtype", "method.rank", "data.sources", "data.max_length", "train.optimizer", "a.new_key"]
+)
+def test_resume_refuses_what_reaches_back_and_what_nobody_has_decided_on(key: str) -> None:
+    assert refused({f"recipe.{key}": (0, 1)}) != []

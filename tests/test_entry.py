@@ -1,0 +1,125 @@
+"""The way in: what the command imports, what it costs, and that a user's own `engine.py` is never taken for ours."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine.budget
+import engine.commands
+import engine.journal
+import engine.spec
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("torch", "transformers", "peft", "accelerate", "datasets", "textual")
+
+LIGHT_MODULES = sorted(
+    ["engine.errors", "engine.start", "engine.cli"]
+    + [
+        module.name
+        for package in (engine.spec, engine.budget, engine.journal, engine.commands)
+        for module in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
+    ]
+)
+
+PROBE = """
+import importlib, sys
+heavy = {heavy!r}
+for name in {names!r}:
+    importlib.import_module(name)
+    loaded = [module for module in heavy if module in sys.modules]
+    if loaded:
+        sys.exit(f"{{name}} imports {{loaded}}")
+"""
+
+
+def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        check=False, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_no_light_module_imports_a_heavy_package() -> None:
+    """One fresh interpreter for all of them: the first culprit is named."""
+    done = python("-c", PROBE.format(heavy=HEAVY, names=LIGHT_MODULES))
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_imports_nothing_heavy_nor_pydantic() -> None:
+    script = (
+        "import sys, runpy\nsys.argv = ['tunedeck', '--help']\n"
+        "try:\n    import tunedeck; tunedeck.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print('LOADED', [name for name in {(*HEAVY, 'pydantic', 'rich.live')!r} if name in sys.modules])"
+    )
+    done = python("-c", script)
+    assert done.stdout.splitlines()[-1] == "LOADED []", done.stderr
+
+
+def test_help_costs_less_than_four_tenths_of_a_second_of_cpu() -> None:
+    def cost() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert python(str(ROOT / "tunedeck.py"), "--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(cost() for _ in range(3)) < 0.4
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A user's repository with modules of our names; importing any of them is fatal."""
+    for name in ("engine", "profiles", "tui"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the stranger was imported')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("pythonpath", ["", "."])
+@pytest.mark.parametrize(
+    "entry", [[str(ROOT / "tunedeck.py")], ["-m", "tunedeck"], ["-c", "import tunedeck; tunedeck.main()"]]
+)
+def test_a_users_own_engine_module_changes_nothing(hostile: Path, entry: list[str], pythonpath: str) -> None:
+    path = pythonpath if entry[0] not in ("-m", "-c") else os.pathsep.join(filter(None, [pythonpath, str(ROOT)]))
+    done = python(*entry, "runs", "--json", cwd=hostile, PYTHONPATH=path)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+START = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from engine.journal.directory import RunDirectory
+from engine.start import start_engine
+sys.exit(start_engine(RunDirectory(Path(sys.argv[1]))).wait())
+"""
+
+
+@pytest.mark.parametrize("pythonpath", ["", "."])
+def test_a_users_own_engine_module_changes_nothing_in_the_engine_process(hostile: Path, pythonpath: str) -> None:
+    """A run without run.toml: the engine process says so itself, which it could not if it were someone else's."""
+    run = hostile / "run"
+    run.mkdir()
+    done = python("-P", "-c", START.format(root=str(ROOT)), str(run), cwd=hostile, PYTHONPATH=pythonpath)
+    log = (run / "engine.log").read_text()
+    assert done.returncode == 6, done.stderr + log
+    assert "is no run directory" in log and "stranger" not in log
+
+
+def test_a_process_pool_of_the_engine_process_finds_our_packages(hostile: Path) -> None:
+    """Workers that are spawned get the parent's path, ours in front, whatever lies in the working directory."""
+    script = hostile / "main.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport tunedeck; tunedeck._own_packages_first()\n"
+        "import multiprocessing, engine.errors\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.apply(engine.errors.TunedeckError, ('ok',)).found)\n"
+    )
+    done = python("-P", str(script), cwd=hostile, PYTHONPATH=".", PYTHONSAFEPATH="1")
+    assert done.stdout.strip() == "ok", done.stderr
