@@ -1,7 +1,7 @@
 """The command line: gathers the commands, runs one, and turns every error into one short block and an exit code.
 
-Commands parse, call and print; what they need from heavy rooms they import inside. `tunedeck --help` must stay
-under 0.4 s of CPU, so nothing here or in `engine.commands` imports torch, transformers, pydantic or the spec on the way.
+Commands parse, call and print; what they need from heavy rooms they import inside. `tunedeck --help` stays under 0.4 s
+of CPU, so nothing here or in `engine.commands` imports torch, transformers, pydantic or the spec on the way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run() -> None:
         # The reader of our stdout went away (`| head`); the null device keeps the interpreter's last flush quiet.
         sys.stdout = open("/dev/null", "w")  # noqa: SIM115
         sys.exit(0)
-    except Exception as error:  # noqa: BLE001  (the last line of defence: a defect is reported, not dumped)
+    except Exception as error:
         if debug:
             raise
         _complain(f"unexpected {type(error).__name__}: {error}\nfix: run again with --debug and report the traceback")

@@ -10,10 +10,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+from engine.spec.load import dump_run_spec
+
 from engine.device import open_device
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.events import EventWriter, read_events
-from engine.spec.load import dump_run_spec
 from engine.spec.run import RunSpec
 from engine.train import main
 from engine.train.journal import Journal
@@ -35,7 +36,9 @@ def write_samples(path: Path, *, count: int = 48, seed: int = 0, longest: int = 
     return path
 
 
-def make_spec(data: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: dict[str, Any]) -> RunSpec:
+def make_spec(
+    data: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: dict[str, Any]
+) -> RunSpec:
     """A run spec of the tiny model on `data`; keyword arguments are recipe tables laid over it."""
     recipe: dict[str, Any] = {
         "name": "small",

@@ -12,7 +12,9 @@ from engine.train.costbudget import CostBudget
 from engine.train.transaction import StepTransaction
 from tests.train.harness import Workshop, make_spec, write_samples
 
-SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "batch_size": 12, "gradient_checkpointing": False}
+SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "batch_size": 12} | {
+    "gradient_checkpointing": False
+}
 
 
 def weights_after_one_step(tmp_path, name, *, rows=12, faults=(), gib=8.0, dropout=0.0, method="full", **train):

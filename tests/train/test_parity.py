@@ -1,0 +1,175 @@
+"""The engine trains what Hugging Face's Trainer trains: same model, data and order give the same losses and weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.model.load import load_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from engine.data.prepare import prepare_data
+from engine.device import open_device
+from engine.model.tokenizer import load_tokenizer
+from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
+
+STEPS, BATCH, MICRO = 8, 8, 2
+RECIPE_TRAIN = {
+    "max_steps": STEPS,
+    "batch_size": BATCH,
+    "micro_batch": MICRO,
+    "learning_rate": 3e-3,
+    "scheduler": "cosine",
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A folder with a small model of random weights and the byte tokenizer, and data in a fixed order."""
+    folder = tmp_path_factory.mktemp("parity")
+    spec = make_spec(write_samples(folder / "samples.jsonl", count=STEPS * BATCH, seed=5))
+    tokenizer = load_tokenizer(spec.recipe.model)
+    torch.manual_seed(11)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    return folder
+
+
+def spec_for(start, method):
+    return make_spec(
+        start / "samples.jsonl",
+        device="cpu",
+        model={"id": str(start / "base"), "tokenizer": str(start / "base"), "init": "pretrained"},
+        method=method,
+        train=RECIPE_TRAIN,
+        data={"shuffle": False},
+        checkpoint={"every_minutes": None},
+    )
+
+
+class Losses(TrainerCallback):
+    """Collects the loss of every step."""
+
+    def __init__(self):
+        self.by_step = {}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.by_step[state.global_step] = logs["loss"]
+
+
+def with_their_trainer(start, spec, model, folder):
+    """(losses by step, the trained model) of transformers' Trainer on the same samples in the same order."""
+    tokenizer = load_tokenizer(spec.recipe.model)
+    data = prepare_data(spec, tokenizer).train
+    rows = [{"input_ids": example.input_ids.tolist(), "labels": example.labels.tolist()} for example in data]
+
+    def pad(batch):
+        width = max(len(row["input_ids"]) for row in batch)
+
+        def column(key, filler):
+            return torch.tensor([row[key] + [filler] * (width - len(row[key])) for row in batch])
+
+        ids = column("input_ids", tokenizer.pad_token_id)
+        mask = torch.tensor([[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in batch])
+        return {"input_ids": ids, "labels": column("labels", -100), "attention_mask": mask}
+
+    seen = Losses()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=MICRO,
+        gradient_accumulation_steps=BATCH // MICRO,
+        learning_rate=RECIPE_TRAIN["learning_rate"],
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        optim="adamw_torch_fused",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+    )
+    Trainer(model=model, args=arguments, train_dataset=rows, data_collator=pad, callbacks=[seen]).train()
+    return seen.by_step, model
+
+
+def assert_same_losses(ours, theirs):
+    assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
+    assert [ours[step] for step in ours] == pytest.approx([theirs[step] for step in ours], rel=1e-4)
+
+
+def test_full_fine_tuning_equals_trainer(start, tmp_path):
+    spec = spec_for(start, {"kind": "full"})
+    place = new_run(tmp_path / "runs", spec)
+    code, events = train(place)
+    assert code == 0
+    model = AutoModelForCausalLM.from_pretrained(start / "base", dtype=torch.float32)
+    theirs, model = with_their_trainer(start, spec, model, tmp_path / "theirs")
+    assert_same_losses(losses(events), theirs)
+    trained = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float32)
+    for (name, mine), (_, other) in zip(trained.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_lora_equals_trainer(start, tmp_path):
+    spec = spec_for(start, {"kind": "lora", "rank": 4, "alpha": 8.0})
+    place = new_run(tmp_path / "runs", spec)
+    code, events = train(place)
+    assert code == 0
+    base = AutoModelForCausalLM.from_pretrained(start / "base", dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(base, config)
+    load_first_adapter(model, spec, tmp_path)
+    theirs, model = with_their_trainer(start, spec, model, tmp_path / "theirs")
+    assert_same_losses(losses(events), theirs)
+    mine = load_file(place.adapter / "adapter_model.safetensors")
+    other = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert len(mine) == len(other) > 0
+    for name, tensor in mine.items():
+        match = other[name.replace(".weight", ".default.weight")]
+        torch.testing.assert_close(tensor, match.detach(), rtol=1e-4, atol=1e-5)
+
+
+def load_first_adapter(model, spec, tmp_path):
+    """Give `model` the adapter weights that the engine starts from."""
+    loaded = load_model(spec, open_device(spec), load_tokenizer(spec.recipe.model))
+    fresh = {name: parameter.detach().clone() for name, parameter in loaded.trainable()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(fresh[name])
+
+
+def test_an_undisturbed_run_reports_no_backoff(start, tmp_path):
+    place = new_run(tmp_path / "runs", spec_for(start, {"kind": "full"}))
+    _, events = train(place)
+    assert of_kind(events, "backoff") == []
+    assert {event["micro_batches"] for event in of_kind(events, "step")} <= {2, 3, 4}

@@ -1,0 +1,131 @@
+"""A run that was killed, stopped or paused goes on as if nothing had been: same losses, same weights, to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.journal import control
+from engine.journal.events import EventTail, read_events
+from engine.start import start_engine
+from engine.train.checkpoint import find_checkpoints
+from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
+
+TABLES = {
+    "train": {"max_steps": 30, "batch_size": 8, "micro_batch": 4, "learning_rate": 2e-3, "warmup_steps": 3},
+    "checkpoint": {"every_steps": 5, "every_minutes": None, "keep": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """(spec, losses, weights) of a run nobody touched."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    spec = make_spec(write_samples(folder / "samples.jsonl"), **TABLES)
+    place = new_run(folder / "runs", spec)
+    code, events = train(place)
+    assert code == 0
+    return spec, losses(events), load_file(place.model / "model.safetensors")
+
+
+def started_until_step(place, step, *, resume=False):
+    """Start a real engine process and return it once it has finished `step`."""
+    tail = EventTail(place.events)
+    process = start_engine(place, resume=resume)
+    while process.poll() is None:
+        if any(event["kind"] == "step" and event["step"] >= step for event in tail.poll()):
+            return process
+    raise AssertionError(f"the engine ended with {process.returncode} before step {step}:\n{place.log.read_text()}")
+
+
+def assert_same(place, undisturbed):
+    _, expected, weights = undisturbed
+    assert losses(list(read_events(place.events))) == expected
+    found = load_file(place.model / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("step", [7, 22])
+def test_a_killed_run_resumes_bit_for_bit(undisturbed, tmp_path, step):
+    place = new_run(tmp_path, undisturbed[0])
+    process = started_until_step(place, step)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    code, events = train(place, resume=True)
+    assert code == 0
+    assert of_kind(events, "resumed")[0]["step"] in (step // 5 * 5, (step // 5 + 1) * 5)
+    assert_same(place, undisturbed)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(undisturbed, tmp_path):
+    place = new_run(tmp_path, undisturbed[0])
+    process = started_until_step(place, 1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for checkpoint in find_checkpoints(place.checkpoints):
+        pytest.skip(f"the engine was quicker than the signal: {checkpoint.path.name}")
+    assert train(place, resume=True)[0] == 0
+    assert_same(place, undisturbed)
+
+
+@pytest.mark.parametrize("how", ["signal", "stop", "pause"])
+def test_an_asked_for_end_writes_a_checkpoint_and_exits_130(undisturbed, tmp_path, how):
+    place = new_run(tmp_path, undisturbed[0])
+    process = started_until_step(place, 3)
+    if how == "signal":
+        os.kill(process.pid, signal.SIGTERM)
+    else:
+        control.request(place, how)
+    assert process.wait() == 130
+    events = list(read_events(place.events))
+    last = of_kind(events, "step")[-1]["step"]
+    assert find_checkpoints(place.checkpoints)[0].step == last
+    finished = of_kind(events, "run_finished")[-1]
+    assert (finished["status"], finished["exit_code"]) == ("paused" if how == "pause" else "stopped", 130)
+    assert train(place, resume=True)[0] == 0
+    assert_same(place, undisturbed)
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(undisturbed, tmp_path):
+    place = new_run(tmp_path, undisturbed[0])
+    process = started_until_step(place, 16)
+    process.kill()
+    process.wait()
+    newest = find_checkpoints(place.checkpoints)[0]
+    optimizer = newest.optimizer
+    flipped = bytearray(optimizer.read_bytes())
+    flipped[-8] ^= 1
+    optimizer.write_bytes(bytes(flipped))
+    code, events = train(place, resume=True)
+    assert code == 0
+    assert of_kind(events, "warning")[-1]["code"] == "damaged_checkpoint"
+    assert of_kind(events, "resumed")[-1]["step"] < newest.step
+    assert_same(place, undisturbed)
+
+
+def test_a_checkpoint_on_request_is_answered_and_written(undisturbed, tmp_path):
+    place = new_run(tmp_path, undisturbed[0])
+    process = started_until_step(place, 2)
+    control.request(place, "checkpoint")
+    assert process.wait() == 0
+    events = list(read_events(place.events))
+    assert of_kind(events, "control")[0]["accepted"] is True
+    assert any(event["reason"] == "asked for" for event in of_kind(events, "checkpoint_saved"))
+    assert_same(place, undisturbed)
+
+
+def test_other_data_is_refused(undisturbed, tmp_path):
+    spec = make_spec(write_samples(tmp_path / "samples.jsonl"), **TABLES)
+    place = new_run(tmp_path / "runs", spec)
+    process = started_until_step(place, 6)
+    process.kill()
+    process.wait()
+    write_samples(tmp_path / "samples.jsonl", seed=99)
+    code, events = train(place, resume=True)
+    assert code == 2
+    assert "another data" in of_kind(events, "run_finished")[-1]["error"]
