@@ -3,7 +3,7 @@
 Epoch after epoch of permutations forms one endless stream, cut into steps of `batch_size`. World size and micro-batch
 play no part, so a run's position is its step number. No files, no tokens, no torch here.
 
-Try: `python -c "from engine.data.order import SampleOrder as S; print(S(10, seed=0, shuffle=True, batch_size=4).step(1))"`
+Try: `SampleOrder(10, seed=0, shuffle=True, batch_size=4).step(1)`
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class SampleOrder:
         epochs: float | None = None,
     ) -> None:
         self.seed, self.shuffle, self.batch_size = seed, shuffle, batch_size
-        weights = np.ones(weights_or_count) if isinstance(weights_or_count, int) else np.asarray(weights_or_count, float)
+        given = weights_or_count
+        weights = np.ones(given) if isinstance(given, int) else np.asarray(given, np.float64)
         self._whole = np.floor(weights).astype(np.int64)
         self._drawn = _fractional_groups(weights - self._whole, seed)
         self.epoch_size = int(self._whole.sum()) + sum(count for _, count in self._drawn)
@@ -61,7 +62,7 @@ class SampleOrder:
         self._kept: dict[int, NDArray[np.int64]] = {}
 
     def steps(self, epochs: float | None, max_steps: int | None) -> int:
-        """Optimizer steps of a run by `epochs` or `max_steps`, whichever ends first; one epoch when neither is given."""
+        """Optimizer steps of a run by `epochs` or `max_steps`, whichever ends first; one epoch without either."""
         if epochs is None and max_steps is not None:
             return max_steps
         by_epochs = math.ceil(self._samples_in(1.0 if epochs is None else epochs) / self.batch_size)

@@ -1,7 +1,7 @@
 """What training reads: token sequences with their targets, served from memory-mapped columns.
 
 `TokenData` is a view: documents of a `Store` gathered into rows. Unpacked, a row is one document; packed, several. The
-validation split and packing are such views, so neither copies a token. Building and caching stores is `engine.data.store`.
+validation split and packing are such views, so neither copies a token. `engine.data.store` builds and caches columns.
 """
 
 from __future__ import annotations

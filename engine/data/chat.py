@@ -1,0 +1,156 @@
+"""A conversation through the tokenizer's chat template: its tokens, and which of them the assistant wrote.
+
+Two ways, both exact or refused. A template with {% generation %} blocks marks the assistant's text itself. For any
+other, the conversation is rendered up to each assistant turn and past it; both must be beginnings of the whole text,
+and what lies between is that turn. Never a guess by searching for role names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from engine.data.formats import ChatRecord, Dropped
+from engine.errors import DataError
+
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""How transformers finds out whether a template marks the assistant's text (`render_jinja_template`)."""
+
+Span = tuple[int, int]
+"""First and behind-last character of a stretch of the rendered text."""
+
+
+class ChatRenderer:
+    """Turns conversations into token ids and flags, with one template.
+
+    `template` overrides the tokenizer's. Raises DataError when there is neither.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None, *, system_prompt: str | None, learn_all: bool
+    ) -> None:
+        self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
+        self.template = template if template is not None else find_template(tokenizer)
+        self.marks_assistant = bool(GENERATION_BLOCK.search(self.template))
+        if not tokenizer.is_fast:
+            raise DataError(
+                "conversations need a tokenizer that says which characters each token covers, and this one does not",
+                fix="use a model that ships tokenizer.json, or prompt and completion columns",
+            )
+        self.special_ids = set(tokenizer.all_special_ids) | {
+            index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+
+    def tokens(self, record: ChatRecord) -> tuple[list[int], list[bool]] | Dropped:
+        """Token ids of the conversation, and for each whether it is learned.
+
+        Raises DataError where the template makes it impossible to say which tokens the assistant wrote.
+        """
+        messages = self._with_system(record.messages)
+        try:
+            text = self._render(messages, record)
+            if self.learn_all:
+                spans = [(0, len(text))]
+            elif self.marks_assistant:
+                spans = self._marked_spans(messages, record, text)
+            else:
+                spans = self._turn_spans(messages, record, text)
+        except jinja2.TemplateError as error:
+            return Dropped(f"the chat template refuses it: {' '.join(str(error).split())[:120]}")
+        flagged = self._flagged(text, spans)
+        if not isinstance(flagged, Dropped) and messages[-1]["role"] == "assistant":
+            self._end_turn(*flagged)
+        return flagged
+
+    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self.system_prompt is None or any(turn["role"] in ("system", "developer") for turn in messages):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _render(self, messages: Sequence[dict[str, Any]], record: ChatRecord, *, prompt: bool = False) -> str:
+        return str(self.tokenizer.apply_chat_template(
+            list(messages), tools=record.tools, chat_template=self.template, tokenize=False,
+            add_generation_prompt=prompt,
+        ))
+
+    def _marked_spans(self, messages: list[dict[str, Any]], record: ChatRecord, text: str) -> list[Span]:
+        """Spans inside the template's {% generation %} blocks."""
+        rendered, spans = render_jinja_template(
+            [messages], tools=record.tools, chat_template=self.template, return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        if rendered[0] != text:
+            raise DataError(
+                f"{record.place}: the chat template renders the same conversation in two ways",
+                fix="take clocks and random choices out of the template",
+            )
+        return [(start, stop) for start, stop in spans[0]]
+
+    def _turn_spans(self, messages: list[dict[str, Any]], record: ChatRecord, text: str) -> list[Span]:
+        """Spans from the end of each prompt to the end of the assistant turn that answers it."""
+        spans = []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._render(messages[:turn], record, prompt=True)
+            answered = self._render(messages[: turn + 1], record)
+            if not (text.startswith(answered) and answered.startswith(prompt)):
+                raise DataError(
+                    f"{record.place}: the chat template renders turn {turn + 1} differently once the conversation "
+                    "goes on, so the assistant's tokens cannot be told from the rest",
+                    expected="a template whose output only grows with each turn, or one with {% generation %} blocks",
+                    fix="set model.chat_template to a template that puts {% generation %} … {% endgeneration %} around "
+                    'the assistant\'s text, or learn everything with data.loss_on = "all"',
+                )
+            spans.append((len(prompt), len(answered)))
+        return spans
+
+    def _flagged(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]] | Dropped:
+        """Tokenise the whole text once and flag the tokens that lie inside a span."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = list(encoded["input_ids"]), encoded["offset_mapping"]
+        flags = [False] * len(ids)
+        for start, stop in spans:
+            inside = [token for token, (first, last) in enumerate(places) if first < stop and last > start]
+            if inside and places[inside[0]][0] < start:
+                # Half prompt, half answer: generation never meets such a token, so learning it would teach nothing.
+                return Dropped("a token spans the end of the prompt and the start of the answer")
+            for token in self._without_tail(ids, inside, text, places):
+                flags[token] = True
+        return ids, flags
+
+    def _without_tail(self, ids: list[int], inside: list[int], text: str, places: Sequence[Span]) -> list[int]:
+        """Tokens of one span, less the white space that a template puts behind its end-of-turn mark."""
+        last = next((k for k in reversed(range(len(inside))) if ids[inside[k]] in self.special_ids), None)
+        if last is None or self.learn_all:
+            return inside
+        tail = text[places[inside[last]][1] : places[inside[-1]][1]]
+        return inside[: last + 1] if not tail.strip() else inside
+
+    def _end_turn(self, ids: list[int], flags: list[bool]) -> None:
+        """Where nothing special follows the last answer, add end-of-sequence: else it never learns to stop."""
+        end = self.tokenizer.eos_token_id
+        last = next((token for token in reversed(range(len(ids))) if flags[token]), None)
+        if end is None or last is None or any(token in self.special_ids for token in ids[last:]):
+            return
+        ids.append(end)
+        flags.append(True)
+
+
+def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's own chat template. Raises DataError when it has none."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        raise DataError(
+            "the data are conversations and the tokenizer has no chat template",
+            expected="a tokenizer of an instruction-tuned model, or a template of your own",
+            fix='set model.chat_template = "my_template.jinja", or use prompt and completion columns',
+        )
+    return str(template)

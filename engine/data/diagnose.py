@@ -1,0 +1,72 @@
+"""Where a JSON file is broken: file, line and what was found. Called after a read has failed, never before."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+"""Suffix = how to read through that compression."""
+
+SHOWN = 60
+"""Characters of a broken line that are shown."""
+
+
+def first_bad_json(files: Sequence[Path]) -> str | None:
+    """`FILE:LINE: what is wrong` for the first broken file; None when all of them parse or cannot be opened at all."""
+    for file in files:
+        try:
+            problem = _document_problem(file) if file.name.lower().removesuffix(".gz").endswith(".json") else None
+            problem = _line_problem(file) if problem is None else problem
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            return f"{file}: {error}"
+        if problem:
+            return f"{file}:{problem}"
+    return None
+
+
+def _line_problem(file: Path) -> str:
+    """The first line that is not a JSON object, or "" when there is none."""
+    with _open(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
+                return f"{number}: not JSON ({_reason(error)}): {_excerpt(line)}"
+            if not isinstance(value, dict):
+                return f"{number}: an object was expected, found {type(value).__name__}: {_excerpt(line)}"
+    return ""
+
+
+def _document_problem(file: Path) -> str | None:
+    """What is wrong with a file that is one JSON document; "" when nothing is; None when it looks like JSON lines."""
+    with _open(file) as stream:
+        raw = stream.read()
+    try:
+        json.loads(raw.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        return None if raw.lstrip().startswith(b"{") else f"{error.lineno}: not JSON ({error.msg})"
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        return f"{line}: not UTF-8 text"
+    return ""
+
+
+def _open(file: Path) -> IO[bytes]:
+    return OPENERS[file.suffix](file, "rb") if file.suffix in OPENERS else file.open("rb")  # type: ignore[operator]
+
+
+def _reason(error: ValueError) -> str:
+    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "not UTF-8 text"
+
+
+def _excerpt(line: bytes) -> str:
+    text = line.decode("utf-8", "backslashreplace").strip()
+    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")

@@ -1,0 +1,247 @@
+"""What a row means: its format is known by column names; each row becomes a record or is dropped with a reason.
+
+Tables first: the formats, the columns each needs, and the other names those columns go by. No tokens here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import DataError
+from engine.spec.recipe import Source
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """Plain text, all of it learned."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PairRecord:
+    """A prompt that is given and a completion that is learned."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class ChatRecord:
+    """A conversation: turns of role and content, and the tools it may use."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    place: str = ""
+    """Source and row, for error messages."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that is left out, and why: the reason is what the report counts."""
+
+    reason: str
+
+
+Record = TextRecord | PairRecord | ChatRecord
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "prompt-completion": ("prompt", "completion"),
+    "chat": ("messages",),
+    "alpaca": ("instruction", "output"),
+    "sharegpt": ("conversations",),
+}
+"""Format = the columns it cannot do without."""
+
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "chat": ("tools",),
+    "sharegpt": ("tools", "system"),
+    "alpaca": ("input", "system"),
+}
+"""Format = columns it uses where they are."""
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "prompt": ("question", "query"),
+    "completion": ("response", "answer"),
+    "messages": ("chat", "dialog", "dialogue"),
+    "conversations": ("conversation",),
+}
+"""Column = other names it is recognised by, where none has its own."""
+
+ROLES = {
+    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "developer": "developer",
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "observation": "tool", "function_response": "tool", "function_call": "assistant",
+}
+"""Role as written in the wild = role as templates know it."""
+
+ALPACA_LAYOUT = "### Instruction:\n{instruction}\n\n### Response:\n"
+ALPACA_LAYOUT_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+"""Prompts for instruction rows where the tokenizer has no chat template (layout: Stanford Alpaca, 2023)."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A recognised format: which column of the source holds each of our fields."""
+
+    name: str
+    fields: dict[str, str]
+    source: str
+    chat: bool = field(default=False)
+    """Whether instruction rows become conversations."""
+
+    def record(self, row: dict[str, Any], number: int) -> Record | Dropped:
+        """What row `number` of the source says, or why it is left out."""
+        values = {ours: row.get(theirs) for ours, theirs in self.fields.items()}
+        place = f"source {self.source}, row {number + 1}"
+        if self.name in ("chat", "sharegpt"):
+            return _conversation(values, place)
+        if self.name == "alpaca":
+            return _instruction(values, self.chat, place)
+        required = [values[name] for name in NEEDS[self.name]]
+        for name, value in zip(NEEDS[self.name], required, strict=True):
+            if problem := _not_text(name, value):
+                return Dropped(problem)
+        return TextRecord(*required) if self.name == "text" else PairRecord(*required)
+
+
+def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> Format:
+    """The format of a source, by its columns, `format` and `columns`.
+
+    Raises DataError, with the columns found and what each format needs, when none or several fit.
+    """
+    mapped = _mapped_columns(columns, source)
+    fitting = {name: fields for name in NEEDS if (fields := _fields(name, columns, mapped)) is not None}
+    if source.format != "auto":
+        fitting = {name: fields for name, fields in fitting.items() if name == source.format}
+    elif mapped:
+        fitting = {name: fields for name, fields in fitting.items() if set(mapped) <= set(fields)} or fitting
+    if len(fitting) != 1:
+        raise _unclear(columns, source, list(fitting))
+    ((name, fields),) = fitting.items()
+    return Format(name, fields, source.name, chat=has_template)
+
+
+def _mapped_columns(columns: Sequence[str], source: Source) -> dict[str, str]:
+    known = {name for table in (NEEDS, OPTIONAL) for names in table.values() for name in names}
+    for ours, theirs in source.columns.items():
+        if ours not in known:
+            raise DataError(
+                f"source {source.name}: columns.{ours} is not one of our columns", expected=", ".join(sorted(known))
+            )
+        if theirs not in columns:
+            raise DataError(
+                f"source {source.name}: columns.{ours} = {theirs!r}, and there is no such column",
+                expected=f"one of {', '.join(columns)}",
+            )
+    return dict(source.columns)
+
+
+def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str]) -> dict[str, str] | None:
+    """Our field = its column, for one format; None when a needed one is missing or two columns could be it."""
+    fields = {}
+    for ours in NEEDS[format_name]:
+        theirs = [mapped[ours]] if ours in mapped else [ours] if ours in columns else []
+        theirs = theirs or [alias for alias in ALIASES.get(ours, ()) if alias in columns]
+        if len(theirs) != 1:
+            return None
+        fields[ours] = theirs[0]
+    for ours in OPTIONAL.get(format_name, ()):
+        if mapped.get(ours, ours) in columns:
+            fields[ours] = mapped.get(ours, ours)
+    return fields
+
+
+def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> DataError:
+    needs = "; ".join(f"{name}: {' + '.join(fields)}" for name, fields in NEEDS.items())
+    found = f"source {source.name}: the columns are {', '.join(columns) or 'none'}"
+    if fitting:
+        return DataError(
+            f"{found}, and fit {' and '.join(fitting)}", expected=f"one format ({needs})",
+            fix=f'say which: format = "{fitting[0]}"',
+        )
+    wanted = "no format" if source.format == "auto" else f'not format = "{source.format}"'
+    return DataError(
+        f"{found}, and fit {wanted}", expected=needs,
+        fix='name the columns in the source, such as columns = {prompt = "question", completion = "answer"}',
+    )
+
+
+def _not_text(name: str, value: Any) -> str:
+    if value is None:
+        return f"{name} is missing"
+    return "" if isinstance(value, str) else f"{name} is not text"
+
+
+def _instruction(values: dict[str, Any], chat: bool, place: str) -> Record | Dropped:
+    given = {"input": "", "system": "", **{name: value for name, value in values.items() if value is not None}}
+    for name in ("instruction", "output", "input", "system"):
+        if problem := _not_text(name, given.get(name)):
+            return Dropped(problem)
+    if not chat:
+        layout = ALPACA_LAYOUT_INPUT if given["input"] else ALPACA_LAYOUT
+        head = f"{given['system']}\n\n" if given["system"] else ""
+        return PairRecord(head + layout.format(**given), given["output"])
+    question = "\n\n".join(part for part in (given["instruction"], given["input"]) if part)
+    turns = [{"role": "system", "content": given["system"]}] if given["system"] else []
+    turns += [{"role": "user", "content": question}, {"role": "assistant", "content": given["output"]}]
+    return ChatRecord(turns, place=place)
+
+
+def _conversation(values: dict[str, Any], place: str) -> Record | Dropped:
+    turns = values.get("messages", values.get("conversations"))
+    if isinstance(turns, str):
+        turns = _parsed(turns)
+    if turns is None or turns == []:
+        return Dropped("the conversation is empty")
+    if not isinstance(turns, list):
+        return Dropped("the conversation is not a list of turns")
+    messages = []
+    for turn in turns:
+        message = _message(turn)
+        if isinstance(message, Dropped):
+            return message
+        messages.append(message)
+    if isinstance(values.get("system"), str) and values["system"]:
+        messages.insert(0, {"role": "system", "content": values["system"]})
+    tools = values.get("tools")
+    tools = _parsed(tools) if isinstance(tools, str) and tools.strip() else tools or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return Dropped("tools is not a list of tool descriptions")
+    return ChatRecord(messages, tools, place)
+
+
+def _message(turn: Any) -> dict[str, Any] | Dropped:
+    """One turn with `role` and `content`, from either spelling; other keys, such as tool_calls, are kept."""
+    if not isinstance(turn, dict):
+        return Dropped("a turn is not an object with role and content")
+    # Arrow fills keys that other rows have with nulls, and templates test for presence.
+    message = {key: value for key, value in turn.items() if value is not None}
+    role = message.pop("from", None) or message.pop("role", None)
+    content = message.pop("value", None) if "value" in message else message.pop("content", None)
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        return Dropped(f"a turn has the role {role!r}" if isinstance(role, str) else "a turn has no role")
+    if isinstance(content, list):
+        content = _joined_text(content)
+    if content is None and not message.get("tool_calls"):
+        return Dropped("a turn has no text")
+    if content is not None and not isinstance(content, str):
+        return Dropped("a turn's content is not text")
+    return {"role": ROLES[role.lower()], "content": content if content is not None else "", **message}
+
+
+def _joined_text(parts: list[Any]) -> Any:
+    """Text of a content list whose parts are all text; anything else is handed back as it is."""
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else parts
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,267 @@
+"""Rows of a source: files and folders, saved data sets, hub names, built-in generators. No tokens here.
+
+Everything but the generators is read by `datasets`, into our own cache folder. What it raises is turned into an error
+that names the file and, for JSON, the line.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+from datasets.arrow_reader import ReadInstruction
+from datasets.exceptions import DatasetNotFoundError, DatasetsError
+from huggingface_hub.errors import HfHubHTTPError
+
+from engine.data.builtin import ROWS, dates
+from engine.data.cache import cache_folder, hash_files, hash_text
+from engine.data.diagnose import first_bad_json
+from engine.errors import DataError, EnvironmentProblem
+from engine.spec.recipe import Source
+
+LOADERS = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text", ".md": "text",
+}
+"""Suffix of a file = the loader of `datasets` that reads it. Text gives one sample per line."""
+
+PACKED_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
+"""Compressions that may follow the suffix."""
+
+READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, pyarrow.ArrowException)
+"""What reading damaged or misnamed files has been seen to raise."""
+
+ROWS_AT_ONCE = 256
+"""Rows held in memory while streaming."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one source, read on demand."""
+
+    columns: list[str]
+    count: int
+    fingerprint: str
+    """Hash of the contents; the same on every machine, whatever the files are called there."""
+    _table: Any
+
+    def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any]]]:
+        """All rows in order, `size` at a time, as one dict per row."""
+        for start in range(0, self.count, size):
+            stop = min(start + size, self.count)
+            if isinstance(self._table, list):
+                yield self._table[start:stop]
+            else:
+                columns = self._table[start:stop]
+                yield [{name: columns[name][row] for name in self.columns} for row in range(stop - start)]
+
+
+def open_rows(source: Source, *, seed: int) -> Rows:
+    """Open one source; `limit` is applied. `seed` matters to built-in generators only.
+
+    Raises DataError for what is missing, unreadable or empty, EnvironmentProblem for an unreachable hub.
+    """
+    if source.path is not None and source.path.startswith("builtin:"):
+        rows = _open_builtin(source, seed)
+    else:
+        with _quiet():
+            rows = _open_hub(source) if source.path is None else _open_local(source, Path(source.path).expanduser())
+    if rows.count == 0:
+        raise DataError(f"source {source.name}: {_where(source)} holds no rows", fix="check the file and the split")
+    count = rows.count if source.limit is None else min(rows.count, source.limit)
+    return Rows(rows.columns, count, rows.fingerprint, rows._table)
+
+
+def _open_builtin(source: Source, seed: int) -> Rows:
+    base, _ = _split_parts(source)
+    if source.path != "builtin:dates" or base not in ROWS:
+        raise DataError(
+            f"source {source.name}: there is no {source.path} with split {source.split}",
+            expected=f"builtin:dates with split {' or '.join(ROWS)}, or a slice of it such as train[:1000]",
+        )
+    rows = dates(seed, base)
+    start, stop = _slice(source, len(rows))
+    return Rows(["prompt", "completion"], stop - start, hash_text("dates", source.split, str(seed)), rows[start:stop])
+
+
+def _open_local(source: Source, path: Path) -> Rows:
+    files = _data_files(source, path)
+    base, _ = _split_parts(source)
+    try:
+        fingerprint = hash_text(hash_files(files, path if path.is_dir() else None), source.split)
+        if all(file.stat().st_size == 0 for file in files):
+            raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
+        return _rows(_load_local(source, path, files, base), fingerprint)
+    except PermissionError as error:
+        raise DataError(
+            f"source {source.name}: {error.filename or path} cannot be read (permission denied)",
+            fix=f"give yourself the right to read it: chmod u+r {error.filename or path}",
+        ) from error
+    except READ_ERRORS as error:
+        raise _unreadable(source, path, files, error) from error
+
+
+def _load_local(source: Source, path: Path, files: Sequence[Path], base: str) -> Any:
+    if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return _saved_split(source, datasets.load_from_disk(str(path)), base)
+    options: dict[str, Any] = {"split": source.split, "cache_dir": str(cache_folder() / "datasets")}
+    if path.is_dir():
+        return datasets.load_dataset(str(path), **options)
+    suffixes = {_suffix(file) for file in files}
+    if suffixes == {".tsv"}:
+        options["sep"] = "\t"
+    return datasets.load_dataset(
+        LOADERS[suffixes.pop()], data_files={base: [str(file) for file in files]}, **options
+    )
+
+
+def _saved_split(source: Source, saved: Any, base: str) -> Any:
+    """The split of a folder written by `save_to_disk`, which may hold one data set or several."""
+    if isinstance(saved, datasets.DatasetDict):
+        if base not in saved:
+            raise ValueError(f"it has the splits {', '.join(sorted(saved))}, not {base}")
+        saved = saved[base]
+    start, stop = _slice(source, len(saved))
+    return saved.select(range(start, stop))
+
+
+def _open_hub(source: Source) -> Rows:
+    name = source.hub or ""
+    try:
+        data = datasets.load_dataset(
+            name, source.config, split=source.split, cache_dir=str(cache_folder() / "datasets")
+        )
+    except DatasetNotFoundError as error:
+        raise DataError(
+            f"source {source.name}: the hub has no data set {name} that you may read",
+            fix="check the name; for a gated data set, accept its terms and run: hf auth login",
+        ) from error
+    except (ConnectionError, HfHubHTTPError) as error:
+        raise EnvironmentProblem(
+            f"source {source.name}: the hub cannot be reached for {name}: {_short(error)}",
+            expected="a connection to the hub, or the data set in the cache already",
+            fix="connect, or download it elsewhere with `hf download --repo-type dataset` and give the folder as path",
+        ) from error
+    except READ_ERRORS as error:
+        raise DataError(
+            f"source {source.name}: {_where(source)} cannot be read: {_short(error)}",
+            fix="check config and split against the data set's page",
+        ) from error
+    # The builder's fingerprint covers name, config, version, split and the hub commit the files came from.
+    return _rows(data, hash_text(name, source.config or "", source.split, data._fingerprint))
+
+
+def _rows(data: Any, fingerprint: str) -> Rows:
+    if not isinstance(data, datasets.Dataset):
+        raise ValueError(f"a split was expected, {type(data).__name__} was found")
+    return Rows(data.column_names, len(data), fingerprint, data)
+
+
+def _data_files(source: Source, path: Path) -> list[Path]:
+    """The files behind a path, sorted. Raises DataError when there are none, or of kinds that do not go together."""
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+        if not found:
+            raise DataError(f"source {source.name}: the folder {path} holds no files", fix="check the path")
+        return sorted(found)
+    pattern = str(path)
+    names = [pattern] if path.exists() or not glob.has_magic(pattern) else glob.glob(pattern, recursive=True)
+    files = sorted(Path(name) for name in names if Path(name).is_file())
+    if not files:
+        raise DataError(
+            f"source {source.name}: {path} does not exist" if not glob.has_magic(pattern)
+            else f"source {source.name}: no file matches {path}",
+            fix="check the path; a relative one starts from the recipe's folder when that was given as a path",
+        )
+    _check_suffixes(source, files)
+    return files
+
+
+def _check_suffixes(source: Source, files: Sequence[Path]) -> None:
+    kinds = {_suffix(file) for file in files}
+    for file in files:
+        if _suffix(file) not in LOADERS:
+            raise DataError(
+                f"source {source.name}: {file} has a suffix that says nothing about its format",
+                expected=f"one of {', '.join(LOADERS)}, each also followed by {', '.join(PACKED_SUFFIXES)}",
+                fix="rename the file",
+            )
+    if len({(LOADERS[kind], kind == ".tsv") for kind in kinds}) > 1:
+        raise DataError(
+            f"source {source.name}: {source.path} matches files of several formats ({', '.join(sorted(kinds))})",
+            fix="make one source of each format",
+        )
+
+
+def _suffix(file: Path) -> str:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    while suffixes and suffixes[-1] in PACKED_SUFFIXES:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _split_parts(source: Source) -> tuple[str, str]:
+    """Split into its name and slice. Raises DataError when it is neither."""
+    match = re.fullmatch(r"([\w.-]+)((?:\[[^\]]*\])?)", source.split)
+    if match is None:
+        raise DataError(
+            f"source {source.name}: split {source.split!r} is not understood",
+            expected="a name, or a name with a slice, such as train, train[:1000] or train[10%:20%]",
+        )
+    return match[1], match[2]
+
+
+def _slice(source: Source, count: int) -> tuple[int, int]:
+    """First and behind-last row that the split's slice leaves of `count` rows."""
+    base, _ = _split_parts(source)
+    try:
+        (part,) = ReadInstruction.from_spec(source.split).to_absolute({base: count})
+    except ValueError as error:
+        raise DataError(f"source {source.name}: split {source.split!r}: {_short(error)}") from error
+    start, stop, _ = slice(part.from_, part.to).indices(count)
+    return start, max(start, stop)
+
+
+def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseException) -> DataError:
+    """The error to show for a failed read: with file and line where the file is JSON and broken."""
+    broken = first_bad_json([file for file in files if LOADERS.get(_suffix(file)) == "json"])
+    if broken is not None:
+        return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
+    cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+    return DataError(
+        f"source {source.name}: {path} cannot be read: {_short(cause)}",
+        fix="check that the file is whole, that its suffix names its format, and the split",
+    )
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + " …"
+
+
+def _where(source: Source) -> str:
+    return f"{source.path or source.hub}, split {source.split}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the progress bars and log lines of `datasets` off the terminal: our errors say it, once."""
+    logger, bars = logging.getLogger("datasets"), datasets.are_progress_bars_disabled()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if not bars and not os.environ.get("HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            datasets.enable_progress_bars()

@@ -1,0 +1,189 @@
+"""Token columns on disk: written as a stream, renamed into place when whole, memory-mapped when read.
+
+An entry is a folder of .npy files, `drops.json` and `manifest.json` (size and CRC-32 of each file). Without a manifest
+that holds, an entry is damaged and is built again. Which entry serves which data is decided in `prepare`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.cache import locked
+from engine.data.formats import Dropped
+from engine.data.tokenise import Document
+from engine.data.tokens import Columns
+
+DTYPES: dict[str, type[np.generic]] = {
+    "ids": np.int32, "targets": np.bool_, "offsets": np.int64, "target_counts": np.int32, "sources": np.int16,
+    "origins": np.int64,
+}
+"""Column = its type on disk."""
+
+READ_BYTES = 1 << 20
+"""Bytes per read while checking an entry."""
+
+
+@dataclass
+class SourceCount:
+    """What became of the rows of one source."""
+
+    name: str
+    format: str
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Reason = rows left out for it."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """A finished entry: its columns and what was counted while building it."""
+
+    columns: Columns
+    counts: list[SourceCount]
+
+
+class _ColumnFile:
+    """One .npy file that grows: a header for no rows first, rewritten with the count at the end."""
+
+    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
+        self.path, self.dtype, self.count = path, np.dtype(dtype), 0
+        self._stream = path.open("wb")
+        self._write_header()
+        self._header_bytes = self._stream.tell()
+
+    def append(self, values: NDArray[Any]) -> None:
+        self._stream.write(np.ascontiguousarray(values, self.dtype).tobytes())
+        self.count += len(values)
+
+    def close(self) -> None:
+        self._stream.seek(0)
+        self._write_header()
+        # numpy pads the header for the first axis to grow; if it ever stopped, rows would be overwritten.
+        if self._stream.tell() != self._header_bytes:
+            raise RuntimeError(f"numpy's header of {self.path.name} changed its size with the number of rows")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def _write_header(self) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self._stream, header)
+
+
+class StoreWriter:
+    """Takes documents as they come and holds none of them: host memory does not grow with the data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.counts: list[SourceCount] = []
+        self._files = {name: _ColumnFile(folder / f"{name}.npy", dtype) for name, dtype in DTYPES.items()}
+        self._files["offsets"].append(np.zeros(1))
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+        if kind is None:
+            (self.folder / "drops.json").write_text(json.dumps([asdict(count) for count in self.counts]))
+
+    def add_source(self, name: str, format_name: str, results: Iterable[list[Document | Dropped]]) -> None:
+        """Write one source: batches of documents, in row order."""
+        count = SourceCount(name, format_name)
+        self.counts.append(count)
+        for batch in results:
+            documents = [result for result in batch if isinstance(result, Document)]
+            count.read += len(batch)
+            count.kept += len(documents)
+            count.truncated += sum(document.truncated for document in documents)
+            for reason in (result.reason for result in batch if isinstance(result, Dropped)):
+                count.dropped[reason] = count.dropped.get(reason, 0) + 1
+            if documents:
+                self._append(documents, len(self.counts) - 1)
+
+    def _append(self, documents: list[Document], source: int) -> None:
+        ends = self._files["ids"].count + np.cumsum([len(document.ids) for document in documents])
+        self._files["ids"].append(np.concatenate([document.ids for document in documents]))
+        self._files["targets"].append(np.concatenate([document.targets for document in documents]))
+        self._files["offsets"].append(ends)
+        self._files["target_counts"].append(np.array([int(document.targets.sum()) for document in documents]))
+        self._files["sources"].append(np.full(len(documents), source))
+        self._files["origins"].append(np.array([document.origin for document in documents]))
+
+
+def cached_store(entry: Path, build: Callable[[StoreWriter], None], say: Callable[[str], None]) -> Store:
+    """The entry, built first if it is not there or damaged. One process builds, others wait for it.
+
+    A build that fails leaves nothing behind. Raises EnvironmentProblem when the cache cannot be written.
+    """
+    with locked(entry, say):
+        if entry.exists():
+            problem = damage(entry)
+            if problem is None:
+                return _open(entry)
+            say(f"the cached tokens are damaged ({problem}) and are built again")
+            shutil.rmtree(entry)
+        _build(entry, build)
+        return _open(entry)
+
+
+def damage(entry: Path) -> str | None:
+    """What is wrong with an entry on disk; None when every file is as it was written. Reads all of it."""
+    try:
+        manifest = json.loads((entry / "manifest.json").read_text())
+        for name, (size, checksum) in manifest.items():
+            path = entry / name
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, not {size}"
+            if _checksum(path) != checksum:
+                return f"{name} has changed"
+        missing = {f"{name}.npy" for name in DTYPES} - set(manifest)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return str(error)
+    return f"the manifest lacks {', '.join(sorted(missing))}" if missing else None
+
+
+def _build(entry: Path, build: Callable[[StoreWriter], None]) -> None:
+    for abandoned in entry.parent.glob(f".{entry.name}-*"):
+        # Left by a builder that was killed: we hold the lock, so nobody is writing it.
+        shutil.rmtree(abandoned)
+    draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
+    try:
+        with StoreWriter(draft) as writer:
+            build(writer)
+        manifest = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(draft.iterdir())}
+        (draft / "manifest.json").write_text(json.dumps(manifest))
+        draft.rename(entry)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _open(entry: Path) -> Store:
+    columns = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in DTYPES}
+    counts = [SourceCount(**count) for count in json.loads((entry / "drops.json").read_text())]
+    return Store(Columns(**columns), counts)
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as stream:
+        while block := stream.read(READ_BYTES):
+            value = zlib.crc32(block, value)
+    return value

@@ -1,0 +1,151 @@
+"""Records into tokens and targets: where beginning- and end-of-sequence go, what is learned, what is too long.
+
+One object per build, small enough to send to worker processes. Nothing is read or written here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from engine.data.chat import ChatRenderer, find_template
+from engine.data.formats import ChatRecord, Dropped, Format, PairRecord, Record, TextRecord
+from engine.errors import DataError
+from engine.spec.recipe import Data
+
+TOO_LONG = "longer than data.max_length"
+NO_TARGET = "no token to learn"
+"""Reasons the tokeniser itself drops for."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One sample of S tokens."""
+
+    ids: NDArray[np.int32]
+    targets: NDArray[np.bool_]
+    origin: int
+    """Row of the source, counted from 0."""
+    truncated: bool
+    """Whether tokens were cut off."""
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Fingerprint of everything in a tokenizer that changes tokens: vocabulary, rules, special tokens, template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    # Padding and truncation are settings of the last call, kept in the backend; they are no part of its identity.
+    rules = _without_call_settings(rules) if backend is not None else rules
+    text = "\x00".join([type(tokenizer).__name__, rules, repr(special), repr(tokenizer.chat_template)])
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _without_call_settings(rules: str) -> str:
+    parsed = json.loads(rules)
+    parsed["padding"] = parsed["truncation"] = None
+    return json.dumps(parsed, sort_keys=True)
+
+
+class Tokeniser:
+    """Turns rows of one format into documents, by the settings of `[data]`.
+
+    `template` is the text of `model.chat_template`, or None for the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, template: str | None) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.max_length, self.truncate = data.max_length, data.over_length == "truncate"
+        self.learn_all, self.system_prompt = data.loss_on == "all", data.system_prompt
+        self._chat: ChatRenderer | None = None
+        self._prefix: list[int] | None = None
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self.template is not None or bool(self.tokenizer.chat_template)
+
+    def documents(self, format_: Format, rows: Sequence[dict[str, Any]], first: int) -> list[Document | Dropped]:
+        """Documents of consecutive rows, the first being row `first` of its source; one result per row.
+
+        Raises DataError where tokenizer or template cannot serve the format at all.
+        """
+        return [self._document(format_.record(row, first + place), first + place) for place, row in enumerate(rows)]
+
+    def _document(self, record: Record | Dropped, origin: int) -> Document | Dropped:
+        encoded = record if isinstance(record, Dropped) else self._encode(record)
+        if isinstance(encoded, Dropped):
+            return encoded
+        ids, targets = np.asarray(encoded[0], np.int32), np.asarray(encoded[1], np.bool_)
+        targets[:1] = False
+        too_long = len(ids) > self.max_length
+        if not targets.any():
+            return Dropped(NO_TARGET)
+        if too_long and not self.truncate:
+            return Dropped(TOO_LONG)
+        ids, targets = ids[: self.max_length], targets[: self.max_length]
+        if not targets.any():
+            return Dropped(f"{NO_TARGET} once cut to data.max_length")
+        return Document(ids, targets, origin, too_long)
+
+    def _encode(self, record: Record) -> tuple[list[int], list[bool]] | Dropped:
+        if isinstance(record, ChatRecord):
+            if self._chat is None:
+                self._chat = ChatRenderer(
+                    self.tokenizer, self.template, system_prompt=self.system_prompt, learn_all=self.learn_all
+                )
+            return self._chat.tokens(record)
+        if isinstance(record, TextRecord):
+            if not record.text.strip():
+                return Dropped("text is empty")
+            ids = self.prefix + self._plain(record.text) + [self._end()]
+            return ids, [True] * len(ids)
+        return self._pair(record)
+
+    def _pair(self, record: PairRecord) -> tuple[list[int], list[bool]] | Dropped:
+        """Prompt and completion are tokenised apart: in use, the prompt is all the model is given."""
+        if not record.completion:
+            return Dropped("completion is empty")
+        prompt = self.prefix + self._plain(record.prompt)
+        completion = [*self._plain(record.completion), self._end()]
+        return prompt + completion, [self.learn_all] * len(prompt) + [True] * len(completion)
+
+    @property
+    def prefix(self) -> list[int]:
+        """Tokens the tokenizer itself puts in front of a text, such as beginning-of-sequence."""
+        if self._prefix is None:
+            full, plain = self.tokenizer("a")["input_ids"], self._plain("a")
+            starts = [k for k in range(len(full) - len(plain) + 1) if full[k : k + len(plain)] == plain]
+            if not starts:
+                raise DataError(
+                    "the tokenizer changes a text when it adds special tokens to it",
+                    expected="special tokens only before and behind the text",
+                    fix="use conversations with a chat template, which places its own special tokens",
+                )
+            self._prefix = list(full[: starts[-1]])
+        return self._prefix
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _end(self) -> int:
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so nothing could be learned about where to stop",
+                fix="set eos_token in the tokenizer's tokenizer_config.json",
+            )
+        return int(end)
+
+    def fingerprint_parts(self) -> list[str]:
+        """What of this object changes tokens, as texts for a fingerprint."""
+        template = self.template or (find_template(self.tokenizer) if self.tokenizer.chat_template else "")
+        settings = (self.max_length, self.truncate, self.learn_all, self.system_prompt)
+        return [tokenizer_hash(self.tokenizer), template, repr(settings)]
