@@ -14,7 +14,7 @@ from functools import lru_cache
 from engine.budget.architecture import Architecture
 from engine.budget.setting import Setting, setting_of
 from engine.budget.static import static_bytes
-from engine.budget.step import Growth, step_growth
+from engine.budget.step import Growth, PhaseCost, StepCost, prune, step_cost
 from engine.spec.run import RunSpec
 
 COMPONENTS = (
@@ -43,36 +43,54 @@ class CostModel:
 
     static_bytes: int
     growths: tuple[Growth, ...]
-    chunk_tokens: int
+    length_tables: int
 
     def bytes(self, rows: int, length: int) -> int:
         """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
-        tokens, squares = rows * length, rows * length * length
-        chunk = min(tokens, self.chunk_tokens)
-        return max(g[0] + tokens * g[1] + squares * g[2] + chunk * g[3] for g in self.growths)
+        tokens = rows * length
+        squares = tokens * length
+        return max([g[0] + g[1] * tokens + g[2] * squares for g in self.growths]) + length * self.length_tables
 
 
 def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
-    """The cost function of a run; cheap enough to be called for every candidate of every step."""
-    return _cost_model(arch, setting_of(arch, spec))
+    """The cost function of a run; cheap enough to be called for every candidate of every step.
+
+    It is that of a micro-batch after the first of its step, when earlier gradients are held: the dearer kind.
+    """
+    return _cost_model(arch, setting_of(arch, spec), spec.recipe.train.batch_size > 1)
 
 
 @lru_cache(maxsize=256)
-def _cost_model(arch: Architecture, setting: Setting) -> CostModel:
-    total = static_bytes(arch, setting).total
-    growths = {*step_growth(arch, setting).values(), Growth(total.gradients)}
-    return CostModel(total.static, tuple(sorted(growths)), setting.chunk_tokens)
+def _cost_model(arch: Architecture, setting: Setting, accumulating: bool) -> CostModel:
+    total, cost = static_bytes(arch, setting).total, step_cost(arch, setting, accumulating)
+    candidates = [Growth(total.gradients)]
+    for phase in cost.phases.values():
+        around = phase.saved.plus(Growth(phase.gradients, cost.token_inputs))
+        candidates.extend(around.plus(working) for working in phase.working)
+    return CostModel(total.static, prune(candidates), cost.length_tables)
 
 
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
     """The whole table for a micro-batch of `rows` sequences of `length` tokens."""
     setting = setting_of(arch, spec)
+    cost = step_cost(arch, setting, rows < spec.recipe.train.batch_size)
     total = static_bytes(arch, setting).total
     held = {"weights": total.weights, "adapters": total.adapters, "optimizer": total.optimizer}
     phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
-    for phase, growth in step_growth(arch, setting).items():
-        phases[phase] = {**held, "activations": growth.at(rows, length, setting.chunk_tokens)}
+    for name, phase in cost.phases.items():
+        phases[name] = {**held, **_components(phase, cost, rows, length)}
     phases["optimizer_step"] = {**held, "gradients": total.gradients}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
     deciding = max(sums, key=sums.__getitem__)
     return Prediction(phases, sums[deciding], deciding, phases[deciding], sums[deciding])
+
+
+def _components(phase: PhaseCost, cost: StepCost, rows: int, length: int) -> dict[str, int]:
+    """One row of the table above the static bytes."""
+    tokens, squares = rows * length, rows * length * length
+    parts = dict.fromkeys(("gradients", "activations", "recompute", "loss", "buffers"), 0)
+    parts["gradients"] += phase.gradients
+    parts["activations"] += phase.saved.at(tokens, squares)
+    parts["buffers"] += cost.token_inputs * tokens + cost.length_tables * length
+    parts[phase.label] += max(working.at(tokens, squares) for working in phase.working)
+    return {component: size for component, size in parts.items() if size}

@@ -45,6 +45,8 @@ class Setting:
     attention: Literal["flash", "sdpa", "eager"]
     packed: bool
     quantized: bool
+    metered: bool
+    """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
 
     @property
     def base_bytes(self) -> int:
@@ -84,6 +86,7 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         attention=resolved_attention(arch, spec),
         packed=recipe.data.packing,
         quantized=recipe.model.quantize == "nf4",
+        metered=spec.profile.device.kind == "metered",
     )
 
 

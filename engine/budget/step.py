@@ -1,62 +1,153 @@
-"""What one micro-batch adds on top of the static bytes, as functions of its shape, phase by phase.
+"""One micro-batch, phase by phase: a walk through one layer and one through the head, put together for all layers.
 
-Formulas first: BUDGET.md's closed form.
+Every phase is a set of candidate live sizes above the static bytes; its peak at a shape is the largest of them there.
+Between phases only arithmetic is needed: while a layer is differentiated, those before it hold what they saved and
+those after it hold their gradients.
 
-Try: `python -m pytest tests/budget/test_predict.py`
+Try: `python -m pytest tests/budget/test_step.py`
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
+from engine.budget.ghost import TOKEN, Ghost, Node, Walk, unpack
+from engine.budget.head import Head
+from engine.budget.layer import Layer
 from engine.budget.setting import Setting
-from engine.budget.static import static_bytes
+from engine.budget.static import Selection, select_layer, static_bytes
+
+INPUT_BYTES = 16
+"""Per token: input ids and labels, int64."""
 
 
 class Growth(NamedTuple):
-    """Bytes of a live set as a function of the micro-batch: rows × length = tokens."""
+    """Bytes as a function of the micro-batch: rows × length = tokens."""
 
     fixed: int = 0
     token: int = 0
     """Per token of the padded micro-batch."""
     square: int = 0
     """Per row and length squared: attention scores and masks that are materialised."""
-    chunk: int = 0
-    """Per token of the loss chunk."""
 
-    def at(self, rows: int, length: int, chunk_tokens: int) -> int:
-        """Bytes for a micro-batch of `rows` sequences padded to `length`."""
-        tokens = rows * length
-        return self.fixed + tokens * (self.token + self.square * length) + min(tokens, chunk_tokens) * self.chunk
+    def at(self, tokens: int, squares: int) -> int:
+        """Bytes at `tokens` = rows × length and `squares` = rows × length²."""
+        return self.fixed + self.token * tokens + self.square * squares
+
+    def plus(self, other: Growth, times: int = 1) -> Growth:
+        """This and `times` another."""
+        return Growth(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
-def step_growth(arch: Architecture, setting: Setting) -> dict[str, Growth]:
-    """Live bytes above static per phase of forward and backward, at its peak. Source: BUDGET.md, "What a peak is made of"."""
-    base, hidden, layers = setting.base_bytes, arch.hidden, arch.layers
+@dataclass(frozen=True)
+class PhaseCost:
+    """What is live in one phase above the static bytes: known parts, and the alternatives for the rest."""
+
+    gradients: int
+    saved: Growth
+    """Activations kept for backward by the layers."""
+    working: tuple[Growth, ...]
+    """What else is live, at each local maximum that some shape may be decided by."""
+    label: str
+    """The component the working bytes are shown as."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """All phases of forward and backward."""
+
+    phases: dict[str, PhaseCost]
+    token_inputs: int
+    """Bytes per token of the batch itself."""
+    length_tables: int
+    """Bytes per position of the rotary tables, shared by all rows."""
+
+
+@dataclass(frozen=True)
+class Walked:
+    """One layer's bytes: at its forward's maxima, kept after it, at its backward's maxima, and its gradients."""
+
+    forward: tuple[Growth, ...]
+    saved: Growth
+    backward: tuple[Growth, ...]
+
+
+@lru_cache(maxsize=256)
+def step_cost(arch: Architecture, setting: Setting, accumulating: bool) -> StepCost:
+    """Phases of one micro-batch; `accumulating` when an earlier one of the same step has left gradients."""
     static = static_bytes(arch, setting)
-    total, per_layer = static.total.gradients, static.layers.gradients // layers
-    window = layer_window(arch, setting)
-    saved = base * hidden * layers if setting.checkpointing else window * layers
-    plain = setting.loss == "plain"
-    head = (8 + 2 * base) * arch.vocab
-    rest = static.outer.gradients
-    return {
-        "loss_backward": Growth(rest, saved + (base + 4) * hidden + 16 + head * plain, 0, head * (not plain)),
-        "layer_first": Growth(rest, saved + (window if setting.checkpointing else 0)),
-        "layer_last": Growth(rest + total - per_layer, window + base * hidden),
-        "embedding_backward": Growth(total + static.embedding_gradient, base * hidden),
+    layer = walk_layer(arch, setting, select_layer(arch, setting, arch.layers - 1), accumulating)
+    head_forward, head_backward = walk_head(arch, setting, accumulating)
+    everything = static.total.gradients
+    held = everything if accumulating else 0
+    head_gradients = held or static.head_gradient
+    others = held or head_gradients + static.layers.gradients - static.first_layer.gradients
+    embedding = held or everything - static.embedding_gradient
+    kept = [Growth(*(count * value for value in layer.saved)) for count in (arch.layers - 1, arch.layers)]
+    label = "recompute" if setting.checkpointing else "activations"
+    hidden = arch.hidden * setting.base_bytes
+    phases = {
+        "forward": PhaseCost(held, kept[0], layer.forward, label),
+        "loss_backward": PhaseCost(held, kept[1], prune([*head_forward, *head_backward]), "loss"),
+        "layer_first": PhaseCost(head_gradients, kept[0], layer.backward, label),
+        "layer_last": PhaseCost(others, Growth(), layer.backward, label),
     }
+    if static.embedding_gradient:
+        extra = static.embedding_gradient * (1 if accumulating or arch.tied else 0)
+        working = (Growth(static.embedding_gradient + extra, 0), Growth(static.embedding_gradient, hidden))
+        phases["embedding_backward"] = PhaseCost(embedding, Growth(), working, "gradients")
+    return StepCost(phases, INPUT_BYTES, 2 * arch.head_dim * setting.base_bytes)
 
 
-def layer_window(arch: Architecture, setting: Setting) -> int:
-    """Bytes per token while one layer is recomputed and differentiated."""
-    f, h, q, k, r = arch.intermediate, arch.hidden, arch.query_width, arch.kv_width, setting.rank
-    norms = (4 * q + 4 * k + 4 * (arch.heads + arch.kv_heads)) if arch.qk_norm else 0
-    tail = 4 * arch.heads + 8 + norms
-    if setting.lora and setting.adapter_bytes > setting.base_bytes:
-        return 14 * f + 40 * h + 8 * q + 4 * k + 24 * r + tail
-    scale = setting.base_bytes // 2
-    if setting.lora:
-        return scale * (12 * f + 14 * h + 4 * q + 4 * k + 12 * r) + tail
-    return scale * (12 * f + 18 * h + 4 * q + 4 * k) + tail
+@lru_cache(maxsize=256)
+def walk_layer(arch: Architecture, setting: Setting, chosen: Selection, accumulating: bool) -> Walked:
+    """Forward and backward of one layer by itself, with gradients wanted for its input."""
+    walk = Walk(in_place_sums=not setting.metered, accumulating=accumulating)
+    layer = Layer(walk, arch, setting, chosen)
+    arguments = [_entry(walk, arch, setting)]
+    if setting.checkpointing:  # the checkpoint holds its input until the layer's backward is over
+        output = walk.checkpoint(lambda: layer.forward(arguments[0]))
+    else:
+        output = layer.forward(arguments.pop())
+    forward = prune(growth(size) for size in walk.take_peaks())
+    saved, size, node = walk.live - output.size, output.size, output.node
+    del output
+    assert node is not None
+    walk.backward(node, walk.allocate(size))
+    return Walked(forward, growth(saved), prune(growth(size) for size in walk.take_peaks()))
+
+
+def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[list[Growth], list[Growth]]:
+    """Local maxima from the last layer's output to its gradient: on the way up, and on the way back."""
+    walk = Walk(in_place_sums=not setting.metered, accumulating=accumulating)
+    arguments = [_entry(walk, arch, setting)]
+    loss = Head(walk, arch, setting).forward(arguments.pop())
+    forward = [growth(size) for size in walk.take_peaks()]
+    assert loss.node is not None
+    walk.backward(loss.node, walk.allocate(0))
+    return forward, [growth(size) for size in walk.take_peaks()]
+
+
+def _entry(walk: Walk, arch: Architecture, setting: Setting) -> Ghost:
+    """Hidden states that need a gradient."""
+    hidden = walk.new(arch.hidden * TOKEN, setting.base_bytes)
+    hidden.node = Node([], lambda gradient: [], hidden.size, None)
+    return hidden
+
+
+def growth(size: int) -> Growth:
+    """A packed size of a walk."""
+    return Growth(*unpack(size))
+
+
+def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
+    """Only those that are the largest for some shape: none that another exceeds in every coefficient."""
+    kept: list[Growth] = []
+    for candidate in sorted(set(candidates), key=lambda item: (item.token, item.square, item.fixed), reverse=True):
+        if not any(all(a >= b for a, b in zip(other, candidate, strict=True)) for other in kept):
+            kept.append(candidate)
+    return tuple(kept)

@@ -1,0 +1,138 @@
+"""Attention as transformers 5.23 computes it: rotary embedding, repeated heads, and the kernels sdpa and eager use.
+
+The local variables are those of `modeling_llama.py`, `integrations/sdpa_attention.py` and their variants, because what
+a local variable holds is not freed.
+"""
+
+from __future__ import annotations
+
+from engine.budget.architecture import Architecture
+from engine.budget.ghost import SQUARE, TOKEN, Ghost, Storage, Walk
+from engine.budget.operations import FLOAT, add, cast, scale
+from engine.budget.setting import Setting
+
+
+def rotary(walk: Walk, x: Ghost) -> Ghost:
+    """`x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved."""
+    return add(walk, _times_table(walk, x), _times_table(walk, _rotate_half(walk, x)))
+
+
+def _times_table(walk: Walk, x: Ghost) -> Ghost:
+    """Product with cos or sin, which outlive the layer."""
+    size = x.size
+    saved = walk.save(None) if x.node is not None else None
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+
+
+def _rotate_half(walk: Walk, x: Ghost) -> Ghost:
+    """cat(-x2, x1). Backward: each half's gradient is placed into zeros of the full size, then both are added."""
+    x1, x2 = _half(walk, x), _half(walk, x)
+    return _concatenate(walk, _negate(walk, x2), x1)
+
+
+def _half(walk: Walk, x: Ghost) -> Ghost:
+    """A slice: shares storage; backward makes a full tensor of zeros with the gradient in it."""
+    size = x.size
+    output = walk.result(0, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+    output.storage, output.elements = x.storage, x.elements // 2
+    if output.node is not None:
+        output.node.size = size // 2
+    return output
+
+
+def _negate(walk: Walk, x: Ghost) -> Ghost:
+    """`-x`."""
+    size = x.size
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+
+
+def _concatenate(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
+    """Backward hands on views of the gradient."""
+    return walk.result(
+        left.elements + right.elements, left.itemsize, [left, right], lambda gradient: [gradient, gradient]
+    )
+
+
+def repeat_heads(walk: Walk, x: Ghost, times: int) -> Ghost:
+    """`repeat_kv`: a copy with every head `times` times; backward sums the copies."""
+    if times == 1:
+        return x
+    size = x.size
+    return walk.result(x.elements * times, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+
+
+def flash(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+    """The flash kernels: save query, key, value, output and the log-sum-exp (fp32 per token and head)."""
+    sizes = [query.size, key.size, value.size]
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        return [walk.allocate(size) for size in sizes]
+
+    needed = any(ghost.node is not None for ghost in (query, key, value))
+    saved = walk.save(query, key, value) if needed else None
+    output = walk.result(query.elements, query.itemsize, [query, key, value], back, saved)
+    log_sum_exp = walk.new(arch.heads * TOKEN, FLOAT)
+    if saved is not None:
+        walk.save_into(saved, output, log_sum_exp)
+    return output
+
+
+def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+    """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back."""
+    groups = arch.heads // arch.kv_heads
+    key_states = repeat_heads(walk, key, groups)
+    value_states = repeat_heads(walk, value, groups)
+    weights = scale(walk, _matmul(walk, query, key_states, arch.heads * SQUARE))
+    if arch.attention_softcap is not None:
+        weights = scale(walk, weights)
+        weights = _saves_output(walk, weights, weights.itemsize)
+        weights = scale(walk, weights)
+    weights = add_constant(walk, weights)
+    weights = cast(walk, _saves_output(walk, weights, FLOAT), query.itemsize)
+    output = _matmul(walk, weights, value_states, query.elements)
+    return _copy(walk, output)
+
+
+def add_constant(walk: Walk, x: Ghost) -> Ghost:
+    """`x + mask`: a new tensor, the gradient passes through."""
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
+
+
+def _copy(walk: Walk, x: Ghost) -> Ghost:
+    """`transpose(1, 2).contiguous()`."""
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
+
+
+def _saves_output(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
+    """softmax and tanh; a cast inside softmax is undone at the end of its backward."""
+    size, full = x.size, x.elements * itemsize
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        grad = walk.allocate(full)
+        return [grad if size == full else walk.allocate(size)]
+
+    saved = walk.save() if x.node is not None else None
+    output = walk.result(x.elements, itemsize, [x], back, saved)
+    if saved is not None:
+        walk.save_into(saved, output)
+    return output
+
+
+def _matmul(walk: Walk, left: Ghost, right: Ghost, elements: int) -> Ghost:
+    """Batched product: saves both sides."""
+    left_size = left.size if left.node is not None else None
+    right_size = right.size if right.node is not None else None
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        return [None if size is None else walk.allocate(size) for size in (left_size, right_size)]
+
+    needed = left_size is not None or right_size is not None
+    saved = walk.save(left, right) if needed else None
+    return walk.result(elements, left.itemsize, [left, right], back, saved)
+
+
+def attend(walk: Walk, arch: Architecture, setting: Setting, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+    """The attention kernel the run uses."""
+    if setting.attention == "eager":
+        return eager(walk, arch, query, key, value)
+    return flash(walk, arch, query, key, value)

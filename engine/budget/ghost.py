@@ -1,0 +1,210 @@
+"""A walk through a model's operations that allocates nothing: tensors are sizes, and their lives are real.
+
+`Ghost` stands for a tensor and owns a `Storage`; CPython frees it when the last name for it goes, which is exactly how
+eager torch frees the real one. So a layer written here with the same local variables as in transformers has the same
+live set at every moment, and a small autograd tape does the same for backward: what each operation saves, in which
+order nodes run, when gradients are handed on, added up and dropped.
+
+Sizes are functions of the micro-batch, a + b · tokens + c · rows · length², packed into one integer so that adding is one
+operation (`TOKEN` and `SQUARE` are powers of two far above any coefficient). The result of a walk is the set of live
+sizes at its local maxima: evaluating those is the closed form.
+
+What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`, `accumulate_grad.h`,
+`torch/utils/checkpoint.py`) and checked against counted real steps in `tests/budget`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+TOKEN = 1 << 56
+SQUARE = 1 << 112
+
+Back = Callable[["Storage"], Sequence["Storage | None"]]
+"""From the gradient of a node's output to the gradients of its inputs."""
+
+
+def unpack(size: int) -> tuple[int, int, int]:
+    """A packed size as (fixed, per token, per row and length squared)."""
+    return size % TOKEN, size // TOKEN % TOKEN, size // SQUARE
+
+
+class Storage:
+    """Bytes that are counted from creation until nobody refers to them any more."""
+
+    __slots__ = ("size", "walk")
+
+    def __init__(self, walk: Walk, size: int) -> None:
+        self.walk = walk
+        self.size = size
+        walk.live += size
+        walk.rising = True
+
+    def __del__(self) -> None:
+        walk = self.walk
+        if walk.rising:
+            walk.peaks.add(walk.live)
+            walk.rising = False
+        walk.live -= self.size
+
+
+class Node:
+    """One operation on the tape: where its gradients go, how they are made, and what it saved for that."""
+
+    __slots__ = ("back", "inputs", "saved", "saves", "size")
+
+    def __init__(self, inputs: Sequence[Node | None], back: Back, size: int, saved: list[Storage] | None) -> None:
+        self.inputs = inputs
+        self.back = back
+        self.size = size
+        self.saves = saved is not None
+        self.saved = saved if saved is not None else []
+
+
+class Ghost:
+    """A tensor: elements (packed), bytes per element, its storage, and its node when it needs a gradient."""
+
+    __slots__ = ("elements", "itemsize", "node", "storage")
+
+    def __init__(self, storage: Storage, elements: int, itemsize: int, node: Node | None = None) -> None:
+        self.storage = storage
+        self.elements = elements
+        self.itemsize = itemsize
+        self.node = node
+
+    @property
+    def size(self) -> int:
+        """Packed bytes."""
+        return self.elements * self.itemsize
+
+
+class _StopRecomputing(Exception):
+    """Everything backward needs has been saved again: checkpointing leaves the forward here."""
+
+
+class Walk:
+    """Live bytes, their local maxima, and the tape."""
+
+    def __init__(self, *, in_place_sums: bool, accumulating: bool) -> None:
+        self.live = 0
+        self.rising = False
+        self.peaks: set[int] = set()
+        self.tape: list[Node] = []
+        self.in_place_sums = in_place_sums
+        """False under a dispatch mode (the metered device): torch then adds gradients out of place."""
+        self.accumulating = accumulating
+        """True where gradients of an earlier micro-batch are held already, so that new ones are added and dropped."""
+        self.leaf_gradients: list[Storage] = []
+        self._recompute: Callable[[], object] | None = None
+        self._holders: list[list[Storage]] = []
+        self._forgetting = False
+        self._refilling = -1
+        self._saves = 0
+        self._saves_left = 0
+
+    def take_peaks(self) -> set[int]:
+        """The local maxima since the last call, the present one included."""
+        peaks = self.peaks | {self.live}
+        self.peaks = set()
+        self.rising = False
+        return peaks
+
+    def new(self, elements: int, itemsize: int) -> Ghost:
+        """A tensor that needs no gradient."""
+        return Ghost(Storage(self, elements * itemsize), elements, itemsize)
+
+    def allocate(self, size: int) -> Storage:
+        """Bare bytes."""
+        return Storage(self, size)
+
+    def save(self, *ghosts: Ghost | None) -> list[Storage]:
+        """Keep inputs for backward; None stands for a weight or a number, which costs nothing but is saved too."""
+        if self._refilling >= 0:
+            holder = self._holders[self._refilling]
+            self._refilling += 1
+        else:
+            holder = []
+            self._holders.append(holder)
+        return self.save_into(holder, *ghosts)
+
+    def save_into(self, holder: list[Storage], *ghosts: Ghost | None) -> list[Storage]:
+        """Keep more for the same operation: outputs are saved after they are made."""
+        if not self._forgetting:
+            holder.extend(ghost.storage for ghost in ghosts if ghost is not None)
+        if self._refilling >= 0:
+            self._saves_left -= len(ghosts)
+            if self._saves_left <= 0:
+                raise _StopRecomputing
+        else:
+            self._saves += len(ghosts)
+        return holder
+
+    def result(
+        self,
+        elements: int,
+        itemsize: int,
+        parents: Sequence[Ghost],
+        back: Back,
+        saved: list[Storage] | None = None,
+        *,
+        trains: bool = False,
+    ) -> Ghost:
+        """The output of an operation; `trains` says that a trained weight takes part."""
+        output = self.new(elements, itemsize)
+        if trains or any(parent.node is not None for parent in parents):
+            output.node = Node([parent.node for parent in parents], back, elements * itemsize, saved)
+            if self._refilling < 0:
+                self.tape.append(output.node)
+        return output
+
+    def checkpoint(self, forward: Callable[[], Ghost]) -> Ghost:
+        """Run `forward` without keeping what it saves; the first operation of backward that needs it runs it again."""
+        self._forgetting, self._saves, self._holders = True, 0, []
+        output = forward()
+        self._forgetting, self._recompute = False, forward
+        return output
+
+    def _run_again(self) -> None:
+        """Recompute the checkpointed forward up to its last save, filling in what backward needs."""
+        forward, self._recompute = self._recompute, None
+        assert forward is not None
+        self._refilling, self._saves_left = 0, self._saves
+        try:
+            forward()
+        except _StopRecomputing:
+            pass
+        self._refilling = -1
+
+    def leaf_gradient(self, size: int) -> None:
+        """The gradient of a trained weight: kept the first time, added to the one that is there and dropped later."""
+        storage = Storage(self, size)
+        if not self.accumulating:
+            self.leaf_gradients.append(storage)
+
+    def backward(self, node: Node, gradient: Storage) -> None:
+        """Run the tape from its end, as the autograd engine does: latest node first."""
+        gradients = {node: gradient}
+        del gradient
+        while self.tape:
+            current = self.tape.pop()
+            incoming = gradients.pop(current, None)
+            if incoming is None:
+                continue
+            if current.saves and self._recompute is not None:
+                self._run_again()
+            outgoing = list(current.back(incoming))
+            del incoming
+            current.saved.clear()
+            while outgoing:
+                self._hand_on(gradients, current.inputs[len(outgoing) - 1], outgoing)
+
+    def _hand_on(self, gradients: dict[Node, Storage], target: Node | None, outgoing: list[Storage | None]) -> None:
+        """Give the last of `outgoing` to its node, adding it to what is there."""
+        gradient = outgoing.pop()
+        if gradient is None or target is None:
+            return
+        if target not in gradients:
+            gradients[target] = gradient
+        elif not (self.in_place_sums and sys.getrefcount(gradients[target]) == 2):
+            gradients[target] = Storage(self, target.size)

@@ -1,0 +1,156 @@
+"""One decoder layer, written like its modelling file so that a `Walk` through it meets the same live tensors."""
+
+from __future__ import annotations
+
+from engine.budget.architecture import Architecture
+from engine.budget.attention import attend, rotary
+from engine.budget.ghost import TOKEN, Ghost, Walk
+from engine.budget.operations import (
+    FLOAT,
+    activation,
+    add,
+    cast,
+    linear,
+    multiply,
+    power_mean,
+    scale,
+    scale_by_weight,
+)
+from engine.budget.parameters import Parameter, layer_parameters
+from engine.budget.setting import Setting
+from engine.budget.static import Selection, rounded
+
+
+class Layer:
+    """Operations of one layer: which of its weights are trained or adapted decides what they save."""
+
+    def __init__(self, walk: Walk, arch: Architecture, setting: Setting, chosen: Selection) -> None:
+        self.walk = walk
+        self.arch = arch
+        self.setting = setting
+        self.chosen = chosen
+        self.parameters = {parameter.name: parameter for parameter in layer_parameters(arch)}
+
+    def forward(self, x: Ghost) -> Ghost:
+        """Two halves with their residual connections; Gemma 2 and 3 norm what each half gives, too."""
+        if self.arch.norms_per_layer == 4:
+            return self._forward_four_norms(x)
+        residual = x
+        hidden = self.norm("input_layernorm", x)
+        hidden = self.attention(hidden)
+        hidden = add(self.walk, residual, hidden)
+        residual = hidden
+        hidden = self.norm("post_attention_layernorm", hidden)
+        hidden = self.feed_forward(hidden)
+        hidden = add(self.walk, residual, hidden)
+        return hidden
+
+    def _forward_four_norms(self, x: Ghost) -> Ghost:
+        residual = x
+        hidden = self.norm("input_layernorm", x)
+        hidden = self.attention(hidden)
+        hidden = self.norm("post_attention_layernorm", hidden)
+        hidden = add(self.walk, residual, hidden)
+        residual = hidden
+        hidden = self.norm("pre_feedforward_layernorm", hidden)
+        hidden = self.feed_forward(hidden)
+        hidden = self.norm("post_feedforward_layernorm", hidden)
+        hidden = add(self.walk, residual, hidden)
+        return hidden
+
+    def norm(self, name: str, x: Ghost, rows: int = TOKEN) -> Ghost:
+        """RMSNorm in fp32, cast back, then times the weight; Gemma multiplies before the cast."""
+        walk, (size, trained) = self.walk, self._weight(name)
+        return rms_norm(walk, x, rows, size, trained, unit_offset=self.arch.unit_offset_norm)
+
+    def attention(self, x: Ghost) -> Ghost:
+        """Projections, rotary embedding, the kernel, the output projection."""
+        arch, walk = self.arch, self.walk
+        query = self.linear("self_attn.q_proj", x)
+        if arch.qk_norm:
+            query = self.norm("self_attn.q_norm", query, arch.heads * TOKEN)
+        key = self.linear("self_attn.k_proj", x)
+        if arch.qk_norm:
+            key = self.norm("self_attn.k_norm", key, arch.kv_heads * TOKEN)
+        value = self.linear("self_attn.v_proj", x)
+        query, key = rotary_both(walk, query, key)
+        output = attend(walk, arch, self.setting, query, key, value)
+        output = self.linear("self_attn.o_proj", output)
+        return output
+
+    def feed_forward(self, x: Ghost) -> Ghost:
+        """down(act(gate(x)) * up(x))."""
+        walk = self.walk
+        return self.linear(
+            "mlp.down_proj",
+            multiply(walk, activation(walk, self.linear("mlp.gate_proj", x)), self.linear("mlp.up_proj", x)),
+        )
+
+    def linear(self, module: str, x: Ghost) -> Ghost:
+        """A linear layer, with peft's adapter beside it where it has one."""
+        name = f"{module}.weight"
+        if name in self.chosen.adapted:
+            return self._adapted(module, self.parameters[name], x)
+        return self._base(module, self.parameters[name], x)
+
+    def _base(self, module: str, parameter: Parameter, x: Ghost) -> Ghost:
+        """The layer's own weight and bias."""
+        weight, trained = self._weight(module)
+        bias, bias_trained = self._bias(module)
+        return linear(self.walk, x, parameter.shape[0], weight, trained, bias if bias_trained else 0)
+
+    def _adapted(self, module: str, parameter: Parameter, x: Ghost) -> Ghost:
+        """`peft.tuners.lora.layer.Linear.forward`: base(x) + B(A(x)) * scaling, in the wider of the two dtypes."""
+        walk, setting = self.walk, self.setting
+        outputs, inputs = parameter.shape
+        width, rank = setting.adapter_bytes, setting.rank
+        result = self._base(module, parameter, x)
+        itemsize = result.itemsize
+        x = cast(walk, x, width)
+        result = add(
+            walk,
+            result,
+            scale(
+                walk,
+                linear(
+                    walk,
+                    linear(walk, x, rank, rounded(rank * inputs * width), True),
+                    outputs,
+                    rounded(rank * outputs * width),
+                    True,
+                ),
+            ),
+        )
+        result = cast(walk, result, itemsize)
+        return result
+
+    def _weight(self, module: str) -> tuple[int, bool]:
+        """Bytes of a module's weight gradient, and whether it is trained."""
+        return self._parameter(f"{module}.weight")
+
+    def _bias(self, module: str) -> tuple[int, bool]:
+        """The same of its bias; nothing where it has none."""
+        return self._parameter(f"{module}.bias")
+
+    def _parameter(self, name: str) -> tuple[int, bool]:
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            return 0, False
+        return rounded(parameter.elements * self.setting.base_bytes), name in self.chosen.trained
+
+
+def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, *, unit_offset: bool) -> Ghost:
+    """`Qwen2RMSNorm.forward`, or Gemma's with `unit_offset`; `rows` values are normalised each by their own root."""
+    itemsize = x.itemsize
+    x = cast(walk, x, FLOAT)
+    x = multiply(walk, x, power_mean(walk, x, rows))
+    if unit_offset:
+        return cast(walk, scale_by_weight(walk, x, weight, trained), itemsize)
+    return scale_by_weight(walk, cast(walk, x, itemsize), weight, trained)
+
+
+def rotary_both(walk: Walk, query: Ghost, key: Ghost) -> tuple[Ghost, Ghost]:
+    """`apply_rotary_pos_emb`; query and key stay referred to by the caller until it returns."""
+    rotated_query = rotary(walk, query)
+    rotated_key = rotary(walk, key)
+    return rotated_query, rotated_key

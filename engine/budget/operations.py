@@ -1,0 +1,141 @@
+"""The operations of a decoder, as far as memory goes: what each makes, saves, and makes again in backward.
+
+Each is written after its torch counterpart (named in the docstring); derivative formulas are those of
+`tools/autograd/derivatives.yaml`, torch 2.13. Backward closures hold sizes, never tensors: what is kept is only what
+`Walk.save` was given.
+"""
+
+from __future__ import annotations
+
+from engine.budget.ghost import TOKEN, Ghost, Storage, Walk
+
+FLOAT = 4
+
+
+def linear(walk: Walk, x: Ghost, outputs: int, weight: int, trained: bool, bias: int = 0) -> Ghost:
+    """`F.linear`: `outputs` per token; `weight` and `bias` are the bytes of their gradients where they are trained."""
+    size, itemsize, wanted = x.size, x.itemsize, x.node is not None
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        grad_x = walk.allocate(size) if wanted else None
+        if trained:
+            walk.leaf_gradient(weight)
+            if bias:
+                walk.leaf_gradient(bias)
+        return [grad_x]
+
+    saved = walk.save(x if trained else None, None) if wanted or trained else None
+    return walk.result(outputs * TOKEN, itemsize, [x], back, saved, trains=trained)
+
+
+def cast(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
+    """`Tensor.to(dtype)`; nothing happens where the dtype is right already."""
+    if x.itemsize == itemsize:
+        return x
+    size = x.size
+    return walk.result(x.elements, itemsize, [x], lambda gradient: [walk.allocate(size)])
+
+
+def add(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
+    """`left + right`, promoted to the wider dtype. Both get the incoming gradient itself, or a cast of it."""
+    itemsize = max(left.itemsize, right.itemsize)
+    sizes = [None if ghost.itemsize == itemsize else ghost.size for ghost in (left, right)]
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        return [gradient if size is None else walk.allocate(size) for size in sizes]
+
+    return walk.result(left.elements, itemsize, [left, right], back)
+
+
+def multiply(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
+    """`left * right`, where right may be broadcast: its gradient is made in full, then summed."""
+    left_size, right_size, full = left.size, right.size, left.elements * max(left.itemsize, right.itemsize)
+    left_wanted, right_wanted = left.node is not None, right.node is not None
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        grad_left = walk.allocate(full) if left_wanted else None
+        grad_right = walk.allocate(full) if right_wanted else None
+        if right_wanted and right_size != full:
+            grad_right = walk.allocate(right_size)
+        if left_wanted and left_size != full:
+            grad_left = walk.allocate(left_size)
+        return [grad_left, grad_right]
+
+    needed = left_wanted or right_wanted
+    saved = walk.save(left if right_wanted else None, right if left_wanted else None) if needed else None
+    return walk.result(left.elements, max(left.itemsize, right.itemsize), [left, right], back, saved)
+
+
+def scale(walk: Walk, x: Ghost) -> Ghost:
+    """`x * number` or `x / number`: torch wraps the number as a tensor and saves it, which checkpointing counts."""
+    size = x.size
+    saved = walk.save(None) if x.node is not None else None
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+
+
+def scale_by_weight(walk: Walk, x: Ghost, weight: int, trained: bool) -> Ghost:
+    """`weight * x` with a vector `weight`: its gradient is a full product, summed to the vector's bytes."""
+    size, wanted = x.size, x.node is not None
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        product = walk.allocate(size) if trained else None
+        grad_x = walk.allocate(size) if wanted else None
+        if trained:
+            walk.leaf_gradient(weight)
+        del product
+        return [grad_x]
+
+    saved = walk.save(x if trained else None, None) if wanted or trained else None
+    return walk.result(x.elements, x.itemsize, [x], back, saved, trains=trained)
+
+
+def activation(walk: Walk, x: Ghost) -> Ghost:
+    """`silu` or `gelu`: saves its input."""
+    size = x.size
+    saved = walk.save(x) if x.node is not None else None
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+
+
+def power_mean(walk: Walk, x: Ghost, rows: int) -> Ghost:
+    """`x.pow(2).mean(-1, keepdim=True) + eps`, then rsqrt: one value per row of `rows` rows."""
+    squared = _square(walk, x)
+    mean = _mean(walk, squared, rows)
+    del squared
+    return _reciprocal_root(walk, add_number(walk, mean))
+
+
+def _square(walk: Walk, x: Ghost) -> Ghost:
+    """`pow(2)`: saves x; backward makes pow(1), twice that, and the product with the gradient."""
+    size = x.size
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        power = walk.allocate(size)
+        doubled = walk.allocate(size)
+        del power
+        product = walk.allocate(size)
+        del doubled
+        return [product]
+
+    saved = walk.save(x) if x.node is not None else None
+    return walk.result(x.elements, x.itemsize, [x], back, saved)
+
+
+def _mean(walk: Walk, x: Ghost, rows: int) -> Ghost:
+    """Mean over the last dimension: backward expands and divides, which makes a full tensor."""
+    size = x.size
+    return walk.result(rows, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+
+
+def add_number(walk: Walk, x: Ghost) -> Ghost:
+    """`x + number`: the gradient passes through."""
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
+
+
+def _reciprocal_root(walk: Walk, x: Ghost) -> Ghost:
+    """`rsqrt`: saves its output."""
+    size = x.size
+    saved: list[Storage] | None = walk.save() if x.node is not None else None
+    output = walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    if saved is not None:
+        walk.save_into(saved, output)
+    return output
