@@ -39,6 +39,7 @@ def request(directory: RunDirectory, name: str, **fields: Any) -> None:
     # Names sort in the order of asking; two askers in one nanosecond would ask for the same anyway.
     path = directory.control / f"{time.time_ns():020d}-{name}.json"
     write_atomically(path, json.dumps({"request": name, "time": now(), "fields": fields}) + "\n")
+    (directory.control / f"{name}.asked").touch()
 
 
 def pending(directory: RunDirectory) -> list[str]:
@@ -46,9 +47,17 @@ def pending(directory: RunDirectory) -> list[str]:
     return [path.stem.partition("-")[2] for path in sorted(directory.control.glob("[0-9]*-*.json"))]
 
 
+def was_asked(directory: RunDirectory, name: str) -> bool:
+    """Whether the present engine was asked for `name`, taken or not.
+
+    A mark of its own, because between the taking of a request and the event that answers it neither can be seen.
+    """
+    return (directory.control / f"{name}.asked").exists()
+
+
 def clear(directory: RunDirectory) -> None:
-    """Forget requests nobody took: what was asked of an engine that died is not meant for its successor."""
-    for path in directory.control.glob("[0-9]*-*.json"):
+    """Forget every request: what was asked of an engine that is gone is not meant for its successor."""
+    for path in (*directory.control.glob("[0-9]*-*.json"), *directory.control.glob("*.asked")):
         path.unlink(missing_ok=True)
 
 

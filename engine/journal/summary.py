@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from engine.journal.control import pending
+from engine.journal.control import was_asked
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, decode
 from engine.journal.index import run_name
@@ -95,7 +95,6 @@ class RunState:
     running: Event | None = None
     finished: Event | None = None
     paused: bool = False
-    stopping: bool = False
     phase: str = ""
     peak_bytes: int = 0
 
@@ -116,7 +115,7 @@ class RunState:
 def _run_started(state: RunState, event: Event) -> None:
     state.started = state.started or event.get("time")
     state.running, state.finished = event, None
-    state.paused = state.stopping = False
+    state.paused = False
 
 
 def _stage_started(state: RunState, event: Event) -> None:
@@ -159,10 +158,6 @@ def _warning(state: RunState, event: Event) -> None:
     state.warnings.append(event)
 
 
-def _control(state: RunState, event: Event) -> None:
-    state.stopping = state.stopping or (bool(event["accepted"]) and event["request"] == "stop")
-
-
 def _paused(state: RunState, _event: Event) -> None:
     state.paused = True
 
@@ -178,7 +173,7 @@ def _resumed(state: RunState, event: Event) -> None:
         if earlier is not None and int(earlier["step"]) > step:
             setattr(state, name, None)
     state.finished = None
-    state.paused = state.stopping = False
+    state.paused = False
 
 
 def _run_finished(state: RunState, event: Event) -> None:
@@ -197,7 +192,6 @@ _FOLDS = {
     "checkpoint_saved": _checkpoint_saved,
     "oom_report": _oom_report,
     "warning": _warning,
-    "control": _control,
     "paused": _paused,
     "resumed": _resumed,
     "run_finished": _run_finished,
@@ -315,7 +309,7 @@ def _compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSumma
         oom_reports=list(state.oom_reports),
         warnings=[{key: event.get(key) for key in ("code", "text", "fix")} for event in state.warnings],
         damaged_lines=damaged,
-        stopping=state.finished is None and (state.stopping or "stop" in pending(directory)),
+        stopping=state.finished is None and was_asked(directory, "stop"),
     )
 
 
