@@ -1,0 +1,224 @@
+"""LoRA adapters through peft: where they go, and a report of what got them.
+
+Targets are resolved to module names here, so that a pattern matching nothing is an error and the report is exact.
+Training whole modules beside LoRA goes through peft's modules_to_save, which PeftModel.from_pretrained restores.
+
+Try: `python -m pytest tests/model/test_adapters.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.errors import UsageError
+from engine.model.freezing import compiled, matches, no_match, select
+from engine.spec.recipe import Method
+
+ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
+"""What the module around attention projections is called, across families."""
+
+
+@dataclass
+class Coverage:
+    """What learns, said by kind of module ("self_attn.q_proj")."""
+
+    adapted: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Linear layers without an adapter."""
+    experts_adapted: Counter[str] = field(default_factory=Counter)
+    experts_left_out: Counter[str] = field(default_factory=Counter)
+    """Fused expert weights (one 3-D parameter for all experts of a layer)."""
+    in_full: list[str] = field(default_factory=list)
+    """Trained in full: module names beside LoRA."""
+
+    def text(self) -> str:
+        """The report, a line each."""
+        lines = [_line("adapters on", self.adapted)] if self.adapted else []
+        if self.experts_adapted:
+            lines.append(_line("adapters on fused experts", self.experts_adapted))
+        if self.in_full:
+            lines.append(f"trained in full: {', '.join(self.in_full)}")
+        if self.left_out:
+            lines.append(_line("linear layers without adapter", self.left_out))
+        if self.experts_left_out:
+            name = next(iter(self.experts_left_out))
+            lines.append(
+                _line("fused experts without adapter", self.experts_left_out)
+                + f' (name them in method.targets to adapt them, such as "{name}")'
+            )
+        return "\n".join(lines)
+
+
+def add_adapters(
+    model: PreTrainedModel, method: Method, in_full: Sequence[str] = ()
+) -> tuple[PeftModel, Coverage]:
+    """Wrap `model` with fresh adapters; `in_full` are parameter globs trained in full beside them.
+
+    Raises:
+        UsageError: a target, exclusion or also_train pattern that matches nothing or cannot be kept.
+    """
+    linears = linear_layers(model)
+    experts = fused_experts(model)
+    chosen = choose_targets(linears, experts, method)
+    expert_names = [name for name in chosen if name in experts]
+    if expert_names and method.dropout:
+        raise UsageError(
+            "method.dropout cannot be applied to fused experts", fix="set method.dropout = 0, or leave experts out"
+        )
+    config = LoraConfig(
+        r=method.rank,
+        lora_alpha=method.effective_alpha,
+        lora_dropout=method.dropout,
+        target_modules=[name for name in chosen if name not in experts],
+        target_parameters=expert_names or None,
+        modules_to_save=whole_modules(model, in_full) or None,
+        use_dora=method.dora,
+        use_rslora=method.rslora,
+        bias="none",
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=any(isinstance(linears.get(name), Conv1D) for name in chosen),
+        ensure_weight_tying=bool(in_full) and bool(getattr(model.config, "tie_word_embeddings", False)),
+    )
+    wrapped = get_peft_model(model, config, autocast_adapter_dtype=method.adapter_dtype == "float32")
+    set_adapter_dtype(wrapped, method)
+    return wrapped, coverage_of(wrapped, linears, experts, config.modules_to_save or [])
+
+
+def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
+    """Wrap `model` with a saved adapter that goes on learning; its own rank and targets hold, not the recipe's."""
+    linears, experts = linear_layers(model), fused_experts(model)
+    wrapped = PeftModel.from_pretrained(
+        model, adapter, is_trainable=True, autocast_adapter_dtype=method.adapter_dtype == "float32",
+        torch_device=str(model.device),
+    )
+    set_adapter_dtype(wrapped, method)
+    return wrapped, coverage_of(wrapped, linears, experts, wrapped.peft_config["default"].modules_to_save or [])
+
+
+def set_adapter_dtype(model: PeftModel, method: Method) -> None:
+    """Put the low-rank matrices in the recipe's dtype; peft leaves them in the base's unless it is half precision."""
+    dtype = torch.float32 if method.adapter_dtype == "float32" else torch.bfloat16
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every linear layer by dotted name, the output head left out. GPT-2's Conv1D is one."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    }
+
+
+def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Parameters that hold the weights of all experts of a layer: three dimensions, inside a module called experts."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and "experts" in name.split(".")
+    }
+
+
+def choose_targets(
+    linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], method: Method
+) -> list[str]:
+    """Dotted names that get adapters, in the model's order."""
+    if method.targets == "all-linear":
+        chosen = list(linears)
+    elif method.targets == "attention":
+        chosen = [name for name in linears if _in_attention(name)]
+    else:
+        names = [*linears, *experts]
+        chosen = [name for name in names if name in _match_all(method.targets, names, "method.targets")]
+    excluded = _match_all(method.exclude, chosen, "method.exclude")
+    kept = [name for name in chosen if name not in excluded]
+    if not kept:
+        raise UsageError(
+            "method.targets and method.exclude leave no module for an adapter",
+            expected="at least one linear layer",
+            fix='set method.targets = "all-linear"',
+        )
+    return kept
+
+
+def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
+    """The modules whose parameters are exactly those matched by `patterns`.
+
+    Raises:
+        UsageError: a pattern takes only some parameters of a module, which an adapter folder cannot hold.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    wanted = select(patterns, names, "method.also_train")
+    owners = sorted({name.rpartition(".")[0] for name in wanted}, key=lambda owner: names.index(_first(owner, names)))
+    for owner in owners:
+        missing = [name for name in names if name.rpartition(".")[0] == owner and name not in wanted]
+        if missing:
+            raise UsageError(
+                f"method.also_train takes a part of {owner}, but not {missing[0]}",
+                expected="whole modules, which is what an adapter folder can hold",
+                fix=f'write "{owner}" to train all of it',
+            )
+    return owners
+
+
+def coverage_of(
+    model: PeftModel, linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], in_full: Sequence[str]
+) -> Coverage:
+    """Look at the wrapped model for what really carries adapters."""
+    wrapped = {
+        name.removeprefix("base_model.model.")
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and "default" in module.lora_A
+    }
+    modules = {name for name in linears if name in wrapped}
+    owners = set(model.targeted_parameter_names)
+    report = Coverage(in_full=list(in_full))
+    for name in linears:
+        (report.adapted if name in modules else report.left_out)[_kind(name)] += 1
+    for name in experts:
+        (report.experts_adapted if name in owners else report.experts_left_out)[_kind(name)] += 1
+    return report
+
+
+def _match_all(patterns: Sequence[str], names: Sequence[str], key: str) -> set[str]:
+    """Names matched by globs, each held against the whole dotted name and its trailing parts ("q_proj")."""
+    chosen: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in names if matches(pattern, name) or compiled("**." + pattern).fullmatch(name)}
+        if not hits:
+            raise no_match(pattern, _leaves(names), key)
+        chosen |= hits
+    return chosen
+
+
+def _leaves(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys([name.rpartition(".")[2] for name in names] + list(names)))
+
+
+def _in_attention(name: str) -> bool:
+    return any(part in ATTENTION_PARTS for part in name.split(".")[:-1])
+
+
+def _first(owner: str, names: Sequence[str]) -> str:
+    return next(name for name in names if name.rpartition(".")[0] == owner)
+
+
+def _kind(name: str) -> str:
+    """A dotted name without its numbers: the last two parts that are words."""
+    words = [part for part in name.split(".") if not part.isdecimal()]
+    return ".".join(words[-2:])
+
+
+def _line(what: str, counts: Counter[str]) -> str:
+    return f"{what}: " + ", ".join(f"{kind} ×{count}" for kind, count in counts.items())

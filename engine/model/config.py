@@ -1,0 +1,62 @@
+"""The model's config: as a dict for the budget, as an object for transformers.
+
+Reads config files only; weights are loaded in `engine.model.load`.
+
+Try: `python -c "from engine.model.config import *; print(builtin_config('builtin:tiny'))"`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.budget.architecture import builtin_config
+from engine.errors import UsageError
+from engine.model.hub import HUB_ERRORS, explain
+from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
+from engine.spec.run import RunSpec
+
+
+def model_config_dict(spec: RunSpec) -> dict[str, Any]:
+    """The base model's config.json as a dict (built-in, folder, hub, or the base of an earlier run)."""
+    start = find_start(spec.recipe.model)
+    if start.base.startswith(BUILTIN_PREFIX):
+        return builtin_config(start.base)
+    return load_config(start, spec.limits.trust_remote_code).to_dict()
+
+
+def load_config(start: Starting, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config of the model a run starts from.
+
+    Raises:
+        UsageError: no config.json, or not a causal language model.
+        EnvironmentProblem: the hub cannot be reached, or refuses.
+    """
+    if start.base.startswith(BUILTIN_PREFIX):
+        facts = builtin_config(start.base)
+        return AutoConfig.for_model(facts.pop("model_type"), **facts)
+    _expect_config_file(start)
+    try:
+        config = AutoConfig.from_pretrained(
+            start.base, revision=start.revision or "main", trust_remote_code=trust_remote_code
+        )
+    except HUB_ERRORS as error:
+        raise explain(error, start.base) from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise UsageError(
+            f"{start.base} is a {config.model_type!r} model, which is not a causal language model",
+            expected="a model that transformers opens with AutoModelForCausalLM",
+            fix="choose another model.id",
+        )
+    return config
+
+
+def _expect_config_file(start: Starting) -> None:
+    if start.folder is not None and not (start.folder / "config.json").is_file():
+        raise UsageError(
+            f"no config.json in {start.folder}",
+            expected="a model folder as save_pretrained writes it",
+            fix="point model.id at the folder that holds config.json and the safetensors files",
+        )

@@ -1,0 +1,49 @@
+"""Parameter groups for the optimizer: what decays, and what has a rate of its own.
+
+Try: `python -m pytest tests/model/test_groups.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn import Parameter
+
+from engine.model.freezing import matches, no_match
+from engine.spec.recipe import ParameterGroup, Train
+
+
+def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: Train) -> list[dict[str, Any]]:
+    """Groups with `params`, `names`, `lr` and `weight_decay`, in the order parameters first come up.
+
+    Matrices decay; biases, norms and everything else with one dimension do not (Loshchilov & Hutter's decay is meant
+    for weights; GPT-3, appendix B, and nanoGPT split the same way). Of [[train.groups]] the first match counts, and a
+    weight_decay written there holds for matrices and vectors alike.
+
+    Raises:
+        UsageError: a group whose pattern matches no trainable parameter.
+    """
+    named = list(named_parameters)
+    for group in train.groups:
+        if not any(matches(group.match, name) for name, _ in named):
+            raise no_match(group.match, [name for name, _ in named], "train.groups.match")
+    groups: dict[tuple[int, float, float], dict[str, Any]] = {}
+    for name, parameter in named:
+        index, own = _own_group(name, train.groups)
+        rate = own.learning_rate if own and own.learning_rate is not None else train.learning_rate
+        decay = own.weight_decay if own and own.weight_decay is not None else _decay(parameter, train)
+        group_of = groups.setdefault(
+            (index, rate, decay), {"params": [], "names": [], "lr": rate, "weight_decay": decay}
+        )
+        group_of["params"].append(parameter)
+        group_of["names"].append(name)
+    return list(groups.values())
+
+
+def _own_group(name: str, groups: list[ParameterGroup]) -> tuple[int, ParameterGroup | None]:
+    return next(((index, group) for index, group in enumerate(groups) if matches(group.match, name)), (-1, None))
+
+
+def _decay(parameter: Parameter, train: Train) -> float:
+    return train.weight_decay if parameter.dim() >= 2 else 0.0

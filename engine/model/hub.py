@@ -1,0 +1,101 @@
+"""What went wrong when transformers or the hub could not give us a model, said so that a person can act on it.
+
+Only words live here; loading is in `engine.model.load` and `engine.model.tokenizer`.
+
+Try: `HF_HUB_OFFLINE=1 tunedeck train -p 24gb -r lora --set model.id=no/such-model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+
+from engine.errors import EnvironmentProblem, TunedeckError, UsageError
+
+HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError)
+"""What transformers raises for anything between a missing file and a network that is down. KeyError: some configs."""
+
+OFFLINE_SIGNS = (
+    "couldn't connect",
+    "cannot find the requested files in the local cache",
+    "cannot find the requested files in the disk cache",
+    "offline mode",
+    "outgoing traffic has been disabled",
+    "connection error",
+    "max retries exceeded",
+    "name resolution",
+)
+
+
+def explain(error: BaseException, model: str, what: str = "model") -> TunedeckError:
+    """The error to raise instead of `error`, which came up while loading the `what` of `model` (hub id or folder)."""
+    texts = " ".join(str(link) for link in _chain(error)).lower()
+    first = _first_line(error)
+    if Path(model).is_dir():
+        return _about_folder(model, what, first, texts)
+    if any(isinstance(link, GatedRepoError) for link in _chain(error)) or "gated repo" in texts:
+        return EnvironmentProblem(
+            f"{model} is gated: the hub gives it only to accounts that accepted its terms",
+            fix=f"accept them at https://huggingface.co/{model}, then log in with: hf auth login",
+        )
+    if "trust_remote_code" in texts:
+        return _remote_code(model)
+    if _is_offline(error, texts):
+        return EnvironmentProblem(
+            f"cannot fetch the {what} of {model!r}: the hub is not reachable and it is not in the local cache",
+            expected="a folder, a model in the cache, or a network connection",
+            fix=f"download it where there is a network (hf download {model}) and set HF_HOME to that cache "
+            "(HF_HUB_OFFLINE=1 skips the network), or set model.id to a folder",
+        )
+    if "401" in texts or "403" in texts or "not a valid model identifier" in texts or "repository not found" in texts:
+        return EnvironmentProblem(
+            f"the hub has no {model!r}, or keeps it private",
+            expected="OWNER/NAME as on huggingface.co, or an existing folder",
+            fix="check the spelling of model.id; for a private model log in with: hf auth login",
+        )
+    return UsageError(f"cannot load the {what} of {model!r}: {first}", fix="check model.id and model.revision")
+
+
+def _about_folder(folder: str, what: str, first: str, texts: str) -> TunedeckError:
+    if "trust_remote_code" in texts:
+        return _remote_code(folder)
+    if what == "tokenizer":
+        return UsageError(
+            f"no usable tokenizer in {folder}: {first}",
+            expected="tokenizer.json or another tokenizer file beside the model",
+            fix="set model.tokenizer to a folder or hub id that has one",
+        )
+    return UsageError(f"cannot load the {what} in {folder}: {first}", fix="check the folder named by model.id")
+
+
+def _remote_code(model: str) -> TunedeckError:
+    return UsageError(
+        f"{model} needs Python code that comes with it, which is not run unasked",
+        fix="if you trust its author, add --trust-remote-code to the command",
+    )
+
+
+def _is_offline(error: BaseException, texts: str) -> bool:
+    if any(isinstance(link, HfHubHTTPError) for link in _chain(error)):
+        return False
+    kinds = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, HTTPError)
+    return any(isinstance(link, kinds) for link in _chain(error)) or any(sign in texts for sign in OFFLINE_SIGNS)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

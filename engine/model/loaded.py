@@ -1,0 +1,258 @@
+"""A loaded model: what learns in it, and how it is written down and read back.
+
+An adapter is saved so that PeftModel.from_pretrained restores it, a full model so that
+AutoModelForCausalLM.from_pretrained does, each with the tokenizer. A base that exists nowhere else (built in, or random
+weights) is written to `base/` beside its adapter: without it the adapter would be worthless.
+
+Try: `python -m pytest tests/model/test_save.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.device.base import Device
+from engine.errors import UsageError
+from engine.model.adapters import Coverage
+from engine.model.precision import Precision
+from engine.model.reference import BASE_FOLDER
+
+ADAPTER = "default"
+"""peft's name of the one adapter."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters, tied weights counted once."""
+
+    total: int
+    trainable: int
+
+
+@dataclass
+class LoadedModel:
+    """See the module's docstring. `model` is a PreTrainedModel, or a PeftModel around one."""
+
+    model: PreTrainedModel | PeftModel
+    kind: Literal["adapter", "model"]
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    coverage: Coverage
+    device: Device
+    precision: Precision
+    attention: str
+    """transformers' name of the attention kernel in use."""
+    base_exists_elsewhere: bool = True
+    """False for a base that was made here, and is therefore saved beside its adapter."""
+    notices: list[str] = field(default_factory=list)
+    """Sentences the user should see before the run starts."""
+    checkpointing: bool = False
+    """Whether activations are recomputed in backward."""
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The transformers model, adapters in place."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype forward passes are autocast to; None computes in the weights' own."""
+        return self.precision.autocast
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """Whether gradients pass through fp16."""
+        return self.precision.needs_loss_scaling
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """Counted now. A 4-bit weight counts for the elements it stands for."""
+        sizes = [(_elements(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
+        return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns))
+
+    def trainable(self) -> list[tuple[str, Parameter]]:
+        """(name, parameter) of all that learns, in the model's order, tied weights once.
+
+        Names are the base model's, without peft's wrapping: "model.layers.0.self_attn.q_proj.lora_A.weight".
+        """
+        return [(plain_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        """Name = the live tensor of all that learns, detached; not copied."""
+        return {name: parameter.detach() for name, parameter in self.trainable()}
+
+    def set_checkpointing(self, on: bool) -> None:
+        """Recompute activations in backward, or keep them.
+
+        Non-reentrant recomputation needs no input that requires a gradient, so the embeddings get no hook.
+        """
+        base = self.base
+        if on and not base.supports_gradient_checkpointing:
+            self.notices.append(f"{base.config.model_type} does not support gradient checkpointing; it stays off")
+            return
+        if on:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+            base.disable_input_require_grads()
+        elif self.checkpointing:
+            base.gradient_checkpointing_disable()
+        self.checkpointing = on
+
+    def save(self, folder: Path) -> None:
+        """Write adapter or model, and tokenizer, as safetensors in the training dtype, staged through host memory."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.device.host_region():
+            if isinstance(self.model, PeftModel):
+                self._save_adapter(self.model, folder)
+            else:
+                self.model.save_pretrained(folder, state_dict=self._on_host(self.model.state_dict()))
+            self.tokenizer.save_pretrained(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Put what `save` wrote back into the parameters, in place, so optimizers keep their references.
+
+        Raises:
+            UsageError: the folder holds other parameters than this model trains.
+        """
+        with self.device.host_region(), torch.no_grad():
+            saved = set(_saved_names(folder))
+            targets = self._targets()
+            if saved == set(targets):
+                for name, tensor in _saved_tensors(folder):
+                    _copy(targets[name], tensor, name)
+            elif isinstance(self.model, PeftModel):
+                raise _other_parameters(folder, saved, set(targets))
+            else:
+                self._load_converted(folder)
+
+    def _save_adapter(self, model: PeftModel, folder: Path) -> None:
+        config = model.peft_config[ADAPTER]
+        if not self.base_exists_elsewhere:
+            # Relative on purpose: checkpoints are renamed and results copied, and the base moves along.
+            config.base_model_name_or_path = BASE_FOLDER
+            self._save_base(model, folder / BASE_FOLDER)
+        state = get_peft_model_state_dict(model, save_embedding_layers=False)
+        model.save_pretrained(folder, state_dict=_with_adapter_prefix(model, self._on_host(state)))
+
+    def _save_base(self, model: PeftModel, folder: Path) -> None:
+        clean = {}
+        for name, tensor in model.get_base_model().state_dict().items():
+            if ".lora_" in name or ".modules_to_save." in name:
+                continue
+            clean[name.replace(".base_layer.", ".").replace(".original_module.", ".")] = tensor
+        self.base.config.save_pretrained(folder)
+        _write_weights(self._on_host(clean), folder)
+
+    def _on_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the host, one at a time; tensors that share storage go on sharing, so tied weights stay one."""
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        staged = {}
+        for name, tensor in state.items():
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in copies:
+                copies[key] = self.device.download(tensor)
+            staged[name] = copies[key]
+        return staged
+
+    def _targets(self) -> dict[str, Tensor]:
+        """Names as a saved file has them = the live tensors behind them."""
+        if isinstance(self.model, PeftModel):
+            return get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        state = self.model.state_dict()
+        return {name: state[name] for name in state if name not in _names_left_out(self.model)}
+
+    def _load_converted(self, folder: Path) -> None:
+        """Architectures whose files differ from their parameters (fused experts): through transformers, on the host."""
+        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=self.precision.weights, use_safetensors=True)
+        source, target = saved.state_dict(), self.model.state_dict()
+        if source.keys() != target.keys():
+            raise _other_parameters(folder, set(source), set(target))
+        for name, tensor in source.items():
+            _copy(target[name], tensor, name)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's dotted name without peft's wrapping."""
+    return (
+        name.removeprefix("base_model.model.")
+        .replace(f".modules_to_save.{ADAPTER}.", ".")
+        .replace(f".{ADAPTER}.", ".")
+        .replace(".base_layer.", ".")
+    )
+
+
+def _elements(parameter: Tensor) -> int:
+    """Elements of a weight; bitsandbytes keeps the shape of a packed one in its quant_state."""
+    state = getattr(parameter, "quant_state", None)
+    return int(state.shape.numel()) if state is not None else parameter.numel()
+
+
+def _names_left_out(model: PreTrainedModel) -> set[str]:
+    """Names that save_pretrained leaves out because their tensor is written under another name."""
+    seen: dict[int, str] = {}
+    tied = set(model.all_tied_weights_keys or {})
+    left_out = {name for name in tied}
+    for name, tensor in model.state_dict().items():
+        seen.setdefault(tensor.data_ptr(), name)
+    return left_out
+
+
+def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """peft's save_pretrained takes a model's state dict and picks the adapter's entries; hand it those entries under
+    the names the model has them."""
+    live = {tensor.data_ptr(): name for name, tensor in model.state_dict().items()}
+    originals = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {live[originals[name].data_ptr()]: tensor for name, tensor in state.items()}
+
+
+def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    unique: dict[int, str] = {}
+    for name, tensor in state.items():
+        unique.setdefault(tensor.data_ptr(), name)
+    save_file({name: state[name].contiguous() for name in unique.values()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors"))
+
+
+def _saved_names(folder: Path) -> Iterator[str]:
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            yield from file.keys()
+
+
+def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
+                yield name, file.get_tensor(name)
+
+
+def _copy(target: Tensor, source: Tensor, name: str) -> None:
+    if target.shape != source.shape:
+        raise UsageError(
+            f"{name} was saved with shape {tuple(source.shape)}, the model has {tuple(target.shape)}",
+            fix="resume with the model and method the run was started with",
+        )
+    target.copy_(source)
+
+
+def _other_parameters(folder: Path, saved: set[str], present: set[str]) -> UsageError:
+    odd = sorted(saved ^ present)
+    return UsageError(
+        f"{folder} holds other parameters than this model trains ({len(odd)} differ, such as {odd[0]})",
+        expected="the model and method the checkpoint was written with",
+        fix="resume without changing model and method",
+    )

@@ -1,0 +1,230 @@
+"""The loss of a micro-batch: the sum of its token losses, without tokens × vocabulary ever existing (but in "plain").
+
+The decoder body gives hidden states; only those followed by a target go through the head. Three implementations of
+what comes then, equal to each other within their dtype's rounding:
+
+- plain: all logits at once; the definition, kept as the reference.
+- chunked: `engine.model.chunked`, on any device, with soft-caps, smoothing and adapters on the head.
+- fused: Liger's kernel on CUDA where installed, else torch's chunked `linear_cross_entropy` (torch 2.13). Both need a
+  head that is a plain linear layer; torch's has neither soft-cap nor smoothing.
+
+Shapes: B rows, S tokens, H hidden, V vocabulary, N tokens with a target.
+
+Try: `python -m pytest tests/model/test_loss.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.budget.setting import chunk_tokens as default_chunk_tokens
+from engine.data.batch import Batch
+from engine.device.base import Device
+from engine.errors import UsageError
+from engine.model.chunked import Shape, chunked_loss, token_losses
+from engine.model.head import Head, find_head
+from engine.model.loaded import LoadedModel
+
+IGNORED = -100
+"""Label of a token that is not a target."""
+
+Asked = Literal["auto", "plain", "chunked", "fused"]
+
+
+class LossFunction:
+    """`loss(batch)` is the sum of token losses as an fp32 scalar; 0 with zero gradients when nothing is a target."""
+
+    def __init__(
+        self, loaded: LoadedModel, head: Head, implementation: str, label_smoothing: float, chunk_tokens: int
+    ) -> None:
+        self.loaded = loaded
+        self.head = head
+        self.implementation = implementation
+        self.label_smoothing = label_smoothing
+        self.chunk_tokens = chunk_tokens
+        """Tokens whose logits exist at once in "chunked" and torch's "fused"; may be lowered at any time."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Sum over target tokens; divide by their number over the whole step, then call backward."""
+        with autocast(self.loaded):
+            hidden_NH, targets_N = self._hidden_at_targets(batch)
+            if targets_N.numel() == 0:
+                return hidden_NH.float().sum()
+            return self._sum(hidden_NH, targets_N)
+
+    def _hidden_at_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Hidden states whose next token is a target, and those targets."""
+        hidden_BSH = hidden_states(self.loaded, batch)
+        next_BS = batch.labels_BS[:, 1:]
+        counts_BS = next_BS != IGNORED
+        return hidden_BSH[:, :-1][counts_BS], next_BS[counts_BS]
+
+    def _sum(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+        head, smoothing = self.head, self.label_smoothing
+        if self.implementation == "plain":
+            return token_losses(head.logits(hidden_NH), targets_N, smoothing).sum()
+        if self.implementation == "liger":
+            return liger_loss(head, hidden_NH, targets_N, smoothing)
+        if self.implementation == "torch":
+            return torch_loss(head, hidden_NH, targets_N, self.chunk_tokens)
+        return chunked_loss(head, hidden_NH, targets_N, Shape(smoothing, head.softcap, self.chunk_tokens))
+
+
+def make_loss(
+    loaded: LoadedModel,
+    *,
+    implementation: Asked,
+    label_smoothing: float,
+    chunk_tokens: int | None,
+    device: Device,
+) -> LossFunction:
+    """The loss of `loaded`, checked against the model's own forward pass on a few tokens.
+
+    `chunk_tokens` is by default what the budget plans with (64 MiB of fp32 logits).
+
+    Raises:
+        UsageError: "fused" where no fused kernel can compute this loss, or a model whose logits are not those of its
+            decoder and head, which only its own forward pass knows.
+    """
+    head = find_head(loaded.base)
+    verify_logits(loaded, head, device)
+    chosen = choose_implementation(implementation, head, label_smoothing, device)
+    return LossFunction(loaded, head, chosen, label_smoothing, chunk_tokens or default_chunk_tokens(head.vocabulary))
+
+
+def choose_implementation(asked: Asked, head: Head, label_smoothing: float, device: Device) -> str:
+    """plain, chunked, liger or torch. "auto" is Liger on CUDA where it applies, else our chunk loop."""
+    liger = _liger_applies(head, device)
+    if asked == "auto":
+        return "liger" if liger else "chunked"
+    if asked != "fused":
+        return asked
+    if liger:
+        return "liger"
+    obstacle = _torch_obstacle(head, label_smoothing)
+    if obstacle:
+        raise UsageError(f'train.loss = "fused": {obstacle}', fix='set train.loss = "auto"')
+    return "torch"
+
+
+def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
+    """Last hidden states [B, S, H] of the decoder body.
+
+    Under flash attention packed rows are laid end to end: it tells documents apart in a batch of one only.
+    """
+    ids_BS, positions_BS = batch.input_ids_BS, batch.position_ids_BS
+    shape = ids_BS.shape
+    if positions_BS is not None and loaded.attention.startswith("flash"):
+        ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
+    extra = {} if positions_BS is None else {"position_ids": positions_BS}
+    output = decoder_of(loaded.base)(
+        input_ids=ids_BS, attention_mask=batch.attention_mask_BS, use_cache=False, **extra
+    )
+    return output.last_hidden_state.reshape(*shape, -1)  # type: ignore[no-any-return]
+
+
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The module that maps token ids to hidden states."""
+    return model.get_decoder()  # type: ignore[no-any-return]
+
+
+def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
+    """Mixed precision where the weights are wider than the arithmetic."""
+    if loaded.autocast_dtype is None:
+        return nullcontext()
+    return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype)
+
+
+def verify_logits(loaded: LoadedModel, head: Head, device: Device) -> None:
+    """Compare decoder + head with the model's own logits on four tokens; a family with a twist unknown here differs.
+
+    Raises:
+        UsageError: they differ by more than the dtype's rounding.
+    """
+    model = loaded.base
+    was_training = loaded.model.training
+    loaded.model.eval()
+    try:
+        with torch.no_grad(), autocast(loaded):
+            ids_BS = torch.arange(4, device=device.torch_device)[None] % head.vocabulary
+            own_BSV = model(input_ids=ids_BS, use_cache=False).logits.float()
+            hidden_BSH = decoder_of(model)(input_ids=ids_BS, use_cache=False).last_hidden_state
+            ours_BSV = head.logits(hidden_BSH)
+            error = float((own_BSV - ours_BSV).abs().max())
+            size = float(own_BSV.abs().max())
+    finally:
+        loaded.model.train(was_training)
+    tolerance = 1e-4 if loaded.precision.compute == torch.float32 else 4e-2
+    if not error <= tolerance * max(size, 1e-3):
+        raise UsageError(
+            f"the logits of {model.config.model_type} are not those of its decoder and head (off by {error:.3g} "
+            f"of {size:.3g}), so its loss cannot be computed in pieces",
+            expected="an architecture whose logits are scale, soft-cap and head of the hidden states",
+            fix="report the model id; its family needs a line in engine/model/head.py",
+        )
+
+
+def liger_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
+    """Liger's fused linear cross-entropy, summed in fp32 from per-token losses."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(  # type: ignore[no-any-return]
+        hidden_NH * head.scale if head.scale != 1.0 else hidden_NH,
+        head.project.weight,
+        targets_N,
+        bias=head.project.bias,
+        label_smoothing=label_smoothing,
+        softcap=head.softcap,
+        reduction="sum",
+        accum_dtype=torch.float32,
+    ).float()
+
+
+def torch_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
+    """torch's chunked linear_cross_entropy. Per token, then an fp32 sum: its own sum comes back in the input's dtype,
+    worthless in bf16."""
+    scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
+    weight_VH, bias_V = head.project.weight, head.project.bias
+    losses_N = _linear_cross_entropy()(
+        scaled_NH,
+        weight_VH.to(scaled_NH.dtype),
+        targets_N,
+        linear_bias=None if bias_V is None else bias_V.to(scaled_NH.dtype),
+        reduction="none",
+        options=torch.nn.LinearCrossEntropyOptions(
+            batch_chunk_size=min(chunk_tokens, len(targets_N)), chunking_method=None, acc_policy="accurate"
+        ),
+    )
+    return losses_N.float().sum()  # type: ignore[no-any-return]
+
+
+def _linear_cross_entropy() -> Callable[..., Tensor]:
+    return torch.nn.functional.linear_cross_entropy  # type: ignore[no-any-return]
+
+
+def _liger_applies(head: Head, device: Device) -> bool:
+    return (
+        device.torch_device.type == "cuda"
+        and head.is_plain_linear
+        and head.softcap is None
+        and importlib.util.find_spec("liger_kernel") is not None
+    )
+
+
+def _torch_obstacle(head: Head, label_smoothing: float) -> str | None:
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        return "torch's linear_cross_entropy came with 2.13, this is " + torch.__version__
+    if not head.is_plain_linear:
+        return "the head carries an adapter or is quantised, which no fused kernel handles"
+    if head.softcap is not None:
+        return "this model caps its logits, which torch's kernel cannot"
+    if label_smoothing:
+        return "with train.label_smoothing torch's kernel falls back to holding all logits"
+    return None

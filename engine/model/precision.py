@@ -1,0 +1,63 @@
+"""Which dtype weights are held in, which one is computed in, and whether the loss needs scaling.
+
+| recipe's dtype | method | base weights | computed in | loss scaling |
+|---|---|---|---|---|
+| float32 | any | float32 | float32 | no |
+| bfloat16 | any | bfloat16 | bfloat16 | no |
+| float16 | lora | float16 | float16, adapters in their own dtype | yes |
+| float16 | full | float32 | float16 under autocast | yes |
+
+Full fine-tuning keeps fp32 weights under fp16: updates below 2^-11 of a weight round away in fp16 itself (Micikevicius
+et al. 2018, "Mixed Precision Training", section 3.1).
+
+Try: `python -m pytest tests/model/test_precision.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.device.base import Device
+from engine.spec.recipe import Method, Model
+
+OVERFLOWING_FAMILIES = ("gemma", "t5", "mt5", "umt5", "recurrent_gemma")
+"""Prefixes of model types whose activations leave fp16's range (65504); they were trained in bf16."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """See the table above."""
+
+    weights: torch.dtype
+    compute: torch.dtype
+    autocast: torch.dtype | None = None
+    needs_loss_scaling: bool = False
+    notices: list[str] = field(default_factory=list)
+
+
+def choose_precision(model: Model, method: Method, model_type: str, device: Device) -> Precision:
+    """Resolve model.dtype for this device and family. "auto" on a CPU, metered included, is float32."""
+    compute = DTYPES[model.dtype] if model.dtype != "auto" else _automatic(device)
+    notices: list[str] = []
+    if compute == torch.bfloat16 and not device.supports_bfloat16:
+        notices.append(f"{device.name} has no native bfloat16; it is emulated and slow")
+    if compute == torch.float16 and model_type.startswith(OVERFLOWING_FAMILIES):
+        notices.append(
+            f"{model_type} models are known to overflow in float16; watch for skipped steps, "
+            "or set model.dtype to bfloat16 or float32"
+        )
+    if compute != torch.float16:
+        return Precision(compute, compute, notices=notices)
+    if method.kind == "full":
+        return Precision(torch.float32, compute, autocast=compute, needs_loss_scaling=True, notices=notices)
+    return Precision(compute, compute, needs_loss_scaling=True, notices=notices)
+
+
+def _automatic(device: Device) -> torch.dtype:
+    if device.torch_device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if device.supports_bfloat16 else torch.float16

@@ -1,0 +1,125 @@
+"""What `model.id` and `model.adapter` point at: built-in, folder, hub id, or the weights of an earlier run.
+
+Only names become places here; nothing is loaded.
+
+Try: `python -c "from engine.model.reference import resolve_weights; print(resolve_weights('run:last@best'))"`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import UsageError
+from engine.journal.directory import RunDirectory
+from engine.journal.index import resolve_run
+from engine.spec.recipe import Model
+
+RUN_PREFIX = "run:"
+BUILTIN_PREFIX = "builtin:"
+ADAPTER_CONFIG = "adapter_config.json"
+BASE_FOLDER = "base"
+"""Beside an adapter whose base exists nowhere else (built in, or random weights): that base."""
+
+
+@dataclass(frozen=True)
+class Starting:
+    """Where a run's weights come from."""
+
+    base: str
+    """Hub id, absolute folder, or builtin:NAME."""
+    revision: str | None
+    adapter: str | None
+    """Hub id or absolute folder of the adapter to continue."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The base as a local folder, if it is one."""
+        path = Path(self.base)
+        return path if path.is_dir() else None
+
+
+def find_start(model: Model) -> Starting:
+    """Resolve a recipe's [model]: a run whose result is an adapter becomes its base and that adapter.
+
+    Raises:
+        UsageError: no such run, step or folder, or two adapters at once.
+    """
+    adapter = _local(model.adapter) if model.adapter else None
+    place = _local(model.id)
+    if not (Path(place) / ADAPTER_CONFIG).is_file():
+        return Starting(place, model.revision, adapter)
+    if adapter is not None:
+        raise UsageError(
+            f"model.id = {model.id!r} is itself an adapter, and model.adapter names another",
+            fix="remove one of the two, or merge the first into its base",
+        )
+    base, revision = base_of_adapter(Path(place))
+    return Starting(base, revision, place)
+
+
+def base_of_adapter(folder: Path) -> tuple[str, str | None]:
+    """(base, revision) of a saved adapter: the base kept beside it, else what its config names."""
+    if (folder / BASE_FOLDER / "config.json").is_file():
+        return str((folder / BASE_FOLDER).resolve()), None
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = config.get("base_model_name_or_path")
+    if not base:
+        raise UsageError(f"{folder / ADAPTER_CONFIG} does not name its base model", fix="set model.id to the base")
+    return str(base), config.get("revision")
+
+
+def resolve_weights(text: str) -> Path:
+    """The folder `LoadedModel.save` wrote for "run:RUN", "run:RUN@STEP" or "run:RUN@best"."""
+    name, _, which = text.removeprefix(RUN_PREFIX).partition("@")
+    run = resolve_run(name, None)
+    folder = _result(run, text) if not which else _checkpoint(run, which, text)
+    if not folder.is_dir():
+        raise UsageError(
+            f"{text}: {folder} does not exist",
+            expected=f"a step written under {run.checkpoints}, or best",
+            fix=f"choose one of: {', '.join(_steps(run)) or 'none is left'}",
+        )
+    return folder
+
+
+def _local(text: str) -> str:
+    """A run reference or an existing folder as an absolute path; anything else as it is."""
+    if text.startswith(RUN_PREFIX):
+        return str(resolve_weights(text).resolve())
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if text.startswith(("/", "./", "../", "~")):
+        raise UsageError(f"no folder {text}", expected="a model folder, hub id or builtin:tiny", fix="correct the path")
+    return text
+
+
+def _result(run: RunDirectory, text: str) -> Path:
+    for folder in (run.adapter, run.model):
+        if folder.is_dir():
+            return folder
+    raise UsageError(
+        f"{text}: this run has no result yet",
+        expected="a finished run, or a checkpoint of it",
+        fix=f"name one, such as {text}@{(_steps(run) or ['best'])[-1]}",
+    )
+
+
+def _checkpoint(run: RunDirectory, which: str, text: str) -> Path:
+    if which == "best":
+        try:
+            which = str(json.loads((run.checkpoints / "best").read_text(encoding="utf-8"))["step"])
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"{text}: this run has no best checkpoint", fix="name a step, or leave @best out"
+            ) from error
+    if not which.isdecimal():
+        raise UsageError(f"{text}: {which!r} is not a step", expected="a step number or best", fix="correct it")
+    return run.checkpoint(int(which)) / "weights"
+
+
+def _steps(run: RunDirectory) -> list[str]:
+    return [str(int(path.name.removeprefix("step-"))) for path in sorted(run.checkpoints.glob("step-*"))
+            if path.name.removeprefix("step-").isdecimal()]

@@ -1,0 +1,131 @@
+"""The tokenizer of a run: the model's own, another one, or the built-in byte tokenizer.
+
+What may not live here: anything that reads samples (`engine.data`). The byte tokenizer is built from nothing, so a run
+needs no download; saved, it is an ordinary tokenizer folder.
+
+Try: `python -c "from engine.model.tokenizer import byte_tokenizer; print(byte_tokenizer()('née')['input_ids'])"`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from engine.errors import UsageError
+from engine.model.hub import HUB_ERRORS, explain
+from engine.model.reference import RUN_PREFIX, resolve_weights
+from engine.spec.recipe import Model
+
+BUILTIN_BYTES = "builtin:bytes"
+BUILTIN_PREFIX = "builtin:"
+
+BYTE_SPECIALS = ("<bos>", "<eos>", "<pad>", "<system>", "<user>", "<assistant>", "<end>", "<reserved>")
+"""Ids 256 to 263: a vocabulary of 264, a multiple of 8 as matrix units like it. profiles/models/builtin-tiny.toml
+counts on 256 and 257 for bos and eos."""
+
+BYTE_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{% generation %}{{ message['content'] }}<end>{% endgeneration %}"
+    "{% else %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer a recipe's [model] asks for, with a pad token and the chat template in force.
+
+    Raises:
+        UsageError: unknown built-in, a folder without a tokenizer, an unreadable chat template.
+        EnvironmentProblem: the hub cannot be reached, or refuses.
+    """
+    source = model.tokenizer or model.id
+    if source == BUILTIN_BYTES or (source.startswith(BUILTIN_PREFIX) and model.tokenizer is None):
+        tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
+    elif source.startswith(BUILTIN_PREFIX):
+        raise UsageError(f"no built-in tokenizer {source!r}", expected=BUILTIN_BYTES, fix="set model.tokenizer to it")
+    else:
+        tokenizer = _pretrained(source, model.revision if source == model.id else None, trust_remote_code)
+    if model.chat_template is not None:
+        tokenizer.chat_template = _template_text(model.chat_template)
+    give_pad_token(tokenizer)
+    return tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 byte tokens (id = byte value) and 8 specials; decode(encode(text)) == text for every text."""
+    letters = _letter_of_each_byte()
+    core = Tokenizer(models.BPE(vocab={letter: value for value, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        additional_special_tokens=list(BYTE_SPECIALS[3:]),
+        chat_template=BYTE_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        padding_side="right",
+        model_max_length=2048,
+    )
+
+
+def give_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Choose a pad token where a tokenizer has none: unk, else eos.
+
+    Padding is told apart by the attention mask and by labels of -100, never by its id, so eos as padding leaves the
+    real eos in the loss.
+    """
+    if tokenizer.pad_token_id is not None:
+        return
+    substitute = tokenizer.unk_token or tokenizer.eos_token
+    if substitute is None:
+        raise UsageError(
+            "the tokenizer has no pad, unk or eos token",
+            expected="a tokenizer that can end and pad a sequence",
+            fix="set model.tokenizer to one with an eos token",
+        )
+    tokenizer.pad_token = substitute
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> None:
+    """Raise UsageError when the tokenizer can produce ids the model has no embedding for."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= embedding_rows:
+        raise UsageError(
+            f"the tokenizer's largest token id is {largest}, but the model embeds only {embedding_rows} tokens",
+            expected=f"ids below {embedding_rows}",
+            fix="remove model.tokenizer to use the model's own, or choose a model made for this tokenizer",
+        )
+
+
+def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    where = str(resolve_weights(source)) if source.startswith(RUN_PREFIX) else source
+    folder = Path(where).expanduser()
+    if folder.is_dir():
+        where = str(folder)
+    try:
+        return AutoTokenizer.from_pretrained(where, revision=revision or "main", trust_remote_code=trust_remote_code)
+    except HUB_ERRORS as error:
+        raise explain(error, where, "tokenizer") from error
+
+
+def _template_text(template: str) -> str:
+    """The template itself, or the content of the .jinja file it names."""
+    if not template.endswith(".jinja"):
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the chat template {template}: {error}", fix="correct model.chat_template") from error
+
+
+def _letter_of_each_byte() -> list[str]:
+    """The printable letter ByteLevel shows each byte as: printable Latin-1 as itself, the rest from U+0100 up (GPT-2's
+    byte-to-unicode table)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = (chr(code) for code in range(0x100, 0x200))
+    return [chr(value) if value in printable else next(moved) for value in range(256)]
