@@ -26,16 +26,16 @@ Span = tuple[int, int]
 
 
 class ChatRenderer:
-    """Turns conversations into token ids and flags, with one template.
+    """Turns conversations into token ids and flags, with the tokenizer's template.
 
-    `template` overrides the tokenizer's. Raises DataError when there is neither.
+    Raises DataError when there is none, or when the tokenizer cannot say which characters a token covers.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: str | None, *, system_prompt: str | None, learn_all: bool
+        self, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, learn_all: bool
     ) -> None:
         self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
-        self.template = template if template is not None else find_template(tokenizer)
+        self.template = find_template(tokenizer)
         self.marks_assistant = bool(GENERATION_BLOCK.search(self.template))
         if not tokenizer.is_fast:
             raise DataError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +67,7 @@ def prepare_data(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, say: Say 
     data, seed = spec.recipe.data, spec.recipe.train.seed
     if data.packing:
         _check_packing(spec)
-    tokeniser = Tokeniser(tokenizer, data, read_template(spec.recipe.model.chat_template))
+    tokeniser = Tokeniser(tokenizer, data)
     sources = [source for source in data.sources if source.enabled]
     if not sources:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
@@ -85,23 +84,7 @@ def prepare_data(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, say: Say 
         validation = _view(store.columns, sources, held_out, None)
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
     report = DataReport(store.counts, judged_counts, parts)
-    for line in report.lines():
-        say(line)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, prints))
-
-
-def read_template(given: str | None) -> str | None:
-    """The text of `model.chat_template`, which is the text itself or a path ending in .jinja.
-
-    Raises DataError when the file cannot be read.
-    """
-    if given is None or not given.endswith(".jinja"):
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        found = f"the chat template {given} cannot be read: {error}"
-        raise DataError(found, fix="check model.chat_template") from error
 
 
 def open_and_recognise(source: Source, tokeniser: Tokeniser, seed: int) -> tuple[Rows, Format]:
@@ -201,14 +184,16 @@ def _view(
 
 def _check_packing(spec: RunSpec) -> None:
     """Refuse packing where attention would let documents see each other."""
-    from engine.model.attention import keeps_documents_apart
+    # Imported here because it brings torch and the models along, which unpacked data do without.
+    from engine.model.attention import keeps_documents_apart, why_documents_mix
     from engine.model.config import model_config_dict
 
-    if not keeps_documents_apart(model_config_dict(spec), spec.recipe.model.attention):
+    config, attention = model_config_dict(spec), spec.recipe.model.attention
+    if not keeps_documents_apart(config, attention):
         raise UsageError(
-            f"data.packing = true, and the attention of {spec.recipe.model.id} "
-            f'(attention = "{spec.recipe.model.attention}") cannot keep documents in one row apart',
-            fix="set data.packing = false, or model.attention = \"sdpa\" where the model supports it",
+            f"data.packing = true, but {why_documents_mix(config, attention)}",
+            expected="a model whose attention keeps the documents of a row apart",
+            fix="set data.packing = false",
         )
 
 

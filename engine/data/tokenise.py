@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from engine.data.chat import ChatRenderer, find_template
+from engine.data.chat import ChatRenderer
 from engine.data.formats import ChatRecord, Dropped, Format, PairRecord, Record, TextRecord
 from engine.errors import DataError
 from engine.spec.recipe import Data
@@ -55,13 +55,10 @@ def _without_call_settings(rules: str) -> str:
 
 
 class Tokeniser:
-    """Turns rows of one format into documents, by the settings of `[data]`.
+    """Turns rows of one format into documents, by the settings of `[data]`."""
 
-    `template` is the text of `model.chat_template`, or None for the tokenizer's own.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, template: str | None) -> None:
-        self.tokenizer, self.template = tokenizer, template
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
+        self.tokenizer = tokenizer
         self.max_length, self.truncate = data.max_length, data.over_length == "truncate"
         self.learn_all, self.system_prompt = data.loss_on == "all", data.system_prompt
         self._chat: ChatRenderer | None = None
@@ -70,7 +67,7 @@ class Tokeniser:
     @property
     def has_template(self) -> bool:
         """Whether conversations can be rendered."""
-        return self.template is not None or bool(self.tokenizer.chat_template)
+        return bool(self.tokenizer.chat_template)
 
     def documents(self, format_: Format, rows: Sequence[dict[str, Any]], first: int) -> list[Document | Dropped]:
         """Documents of consecutive rows, the first being row `first` of its source; one result per row.
@@ -98,9 +95,7 @@ class Tokeniser:
     def _encode(self, record: Record) -> tuple[list[int], list[bool]] | Dropped:
         if isinstance(record, ChatRecord):
             if self._chat is None:
-                self._chat = ChatRenderer(
-                    self.tokenizer, self.template, system_prompt=self.system_prompt, learn_all=self.learn_all
-                )
+                self._chat = ChatRenderer(self.tokenizer, system_prompt=self.system_prompt, learn_all=self.learn_all)
             return self._chat.tokens(record)
         if isinstance(record, TextRecord):
             if not record.text.strip():
@@ -146,6 +141,5 @@ class Tokeniser:
 
     def fingerprint_parts(self) -> list[str]:
         """What of this object changes tokens, as texts for a fingerprint."""
-        template = self.template or (find_template(self.tokenizer) if self.tokenizer.chat_template else "")
         settings = (self.max_length, self.truncate, self.learn_all, self.system_prompt)
-        return [tokenizer_hash(self.tokenizer), template, repr(settings)]
+        return [tokenizer_hash(self.tokenizer), repr(settings)]

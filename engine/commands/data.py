@@ -1,0 +1,200 @@
+"""`tunedeck data`: what a recipe's data become. Tokens, loss mask, lengths, what was dropped and why.
+
+Loads the tokenizer and no model. Text from the data is shown escaped and never parsed as markup.
+
+Try: `tunedeck data -r demo --show 3`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import unicodedata
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.commands.options import JsonOption, RecipeOption, SetOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+    from engine.data.prepare import PreparedData
+    from engine.data.report import PartReport
+    from engine.data.tokens import TokenData
+
+BAR_WIDTH = 40
+"""Columns of the longest bar."""
+
+LEARNED_STYLE = "bold underline green"
+"""How learned text looks on a terminal with colour; elsewhere it stands between marks."""
+
+STAND_IN_PROFILE = "demo"
+"""Profile used when none is given: a recipe resolves only with one, and tokens do not depend on which."""
+
+ProfileForDataOption = Annotated[
+    str | None, typer.Option("-p", "--profile", help="Hardware profile whose overrides apply.", show_default=False)
+]
+ShowOption = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Samples to show with their loss mask.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("data")(data)
+
+
+def data(
+    recipe: RecipeOption,
+    sets: SetOption = None,
+    show: ShowOption = 2,
+    profile: ProfileForDataOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a recipe's data as the model will see them: loss mask, lengths, what was dropped and why."""
+    from engine.data.prepare import prepare_data
+    from engine.model.tokenizer import load_tokenizer
+    from engine.spec.later import refuse_unbuilt
+    from engine.spec.load import resolve
+
+    spec = resolve(profile or STAND_IN_PROFILE, recipe, sets or ()).spec
+    refuse_unbuilt(spec)
+    tokenizer = load_tokenizer(spec.recipe.model)
+    prepared = prepare_data(spec, tokenizer, say=_say_progress)
+    if as_json:
+        print_json(prepared, tokenizer, show)
+    else:
+        print_report(prepared, tokenizer, show)
+
+
+def _say_progress(text: str) -> None:
+    sys.stderr.write(f"{visible(text)}\n")
+
+
+def print_json(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> None:
+    """One JSON document on stdout: the report, the fingerprint and the samples asked for."""
+    rows = range(min(show, len(prepared.train)))
+    document = {
+        "fingerprint": prepared.fingerprint,
+        **prepared.report.as_json(),
+        "samples": [_sample(prepared.train, row, tokenizer) for row in rows],
+    }
+    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+
+
+def print_report(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> None:
+    """The report for a person: tables, histograms, samples."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+    _print_sources(console, prepared)
+    for part in prepared.report.parts:
+        _print_part(console, part)
+    marked = not console.is_terminal or console.no_color
+    for row in range(min(show, len(prepared.train))):
+        sample = _sample(prepared.train, row, tokenizer)
+        console.print()
+        console.print(
+            f"sample {row + 1} of {sample['source']}: {sample['tokens']} tokens, {sample['target_tokens']} learned"
+            + (" (in marks)" if marked else " (underlined)")
+        )
+        console.print(_highlighted(sample["pieces"], marks=_marks(console) if marked else None))
+
+
+def _print_sources(console: Console, prepared: PreparedData) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("source", "used for", "format", box=None, pad_edge=False)
+    for title in ("read", "kept", "cut", "dropped"):
+        table.add_column(title, justify="right")
+    report = prepared.report
+    sides = (("training", report.sources), ("validation", report.validation_sources))
+    reasons = []
+    for side, counts in sides:
+        for count in counts:
+            numbers = (count.read, count.kept, count.truncated, sum(count.dropped.values()))
+            table.add_row(*(Text(cell) for cell in (count.name, side, count.format, *(f"{n:,}" for n in numbers))))
+            reasons += [f"dropped from {count.name}: {n:,} x {visible(why)}" for why, n in count.dropped.items()]
+    console.print(table)
+    for line in reasons:
+        console.print(line)
+
+
+def _print_part(console: Console, part: PartReport) -> None:
+    packed = f", packed from {part.documents:,} samples" if part.packed else ""
+    console.print()
+    console.print(
+        f"{part.part}: {part.rows:,} sequences{packed}; {part.tokens:,} tokens, "
+        f"{part.target_tokens:,} of them learned ({part.target_share:.1%})"
+    )
+    console.print("tokens per sequence: " + ", ".join(f"{share}% ≤ {n:,}" if _unicode(console) else f"{share}% <= {n:,}"
+                                                     for share, n in part.percentiles.items()))
+    for line in histogram_lines(part.histogram, bar="█" if _unicode(console) else "#"):
+        console.print(line)
+
+
+def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
+    """One line per bar: the lengths it covers, the bar, the count. A bar that holds anything is at least one long."""
+    most = max(count for _, _, count in bars)
+    digits = len(f"{max(last for _, last, _ in bars):,}")
+    return [
+        f"{first:>{digits},} - {last:>{digits},}  {bar * (-(-count * BAR_WIDTH // most)):<{BAR_WIDTH}}  {count:,}"
+        for first, last, count in bars
+    ]
+
+
+def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """One row as stretches of text that are learned, or are not."""
+    example = rows[row]
+    documents = example.segments if example.segments is not None else [0] * len(example.input_ids)
+    keys = [(int(document), bool(label != -100)) for document, label in zip(documents, example.labels, strict=True)]
+    pieces = []
+    for (document, learned), group in groupby(enumerate(keys), key=lambda entry: entry[1]):
+        ids = [int(example.input_ids[place]) for place, _ in group]
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        pieces.append({"text": text, "learned": learned, "document": document})
+    return {
+        "source": rows.source_names[int(rows.source_of[row])],
+        "tokens": len(example.input_ids),
+        "target_tokens": int(rows.target_counts[row]),
+        "pieces": pieces,
+    }
+
+
+def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None) -> Text:
+    """The pieces as styled text, or with marks around what is learned."""
+    from rich.text import Text
+
+    text, document = Text("  "), 0
+    for piece in pieces:
+        if piece["document"] != document:
+            document = piece["document"]
+            text.append("\n  -- next document --\n  ")
+        shown = visible(piece["text"]).replace("\\n", "\\n\n  ")
+        if not piece["learned"]:
+            text.append(shown)
+        elif marks is None:
+            text.append(shown, style=LEARNED_STYLE)
+        else:
+            text.append(marks[0] + shown + marks[1])
+    return text
+
+
+def visible(text: str) -> str:
+    """Text with control, format and unassigned characters as escapes, so that none reaches a terminal."""
+    return "".join(_escaped(letter) if unicodedata.category(letter).startswith("C") else letter for letter in text)
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("unicode_escape").decode("ascii")
+
+
+def _marks(console: Console) -> tuple[str, str]:
+    return ("⟦", "⟧") if _unicode(console) else ("[[", "]]")
+
+
+def _unicode(console: Console) -> bool:
+    return console.encoding.lower().startswith("utf")
