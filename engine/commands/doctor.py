@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.error import HTTPError, URLError
@@ -164,14 +165,14 @@ def _hub_access() -> Finding:
 
 def _ask(endpoint: str) -> str | None:
     """None when the endpoint answers at all, else why not."""
-    if urlparse(endpoint).scheme not in ("http", "https"):
-        return "HF_ENDPOINT is not an http address"
     try:
+        if urlparse(endpoint).scheme not in ("http", "https"):
+            return "HF_ENDPOINT is not an http address"
         with urlopen(Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_SECONDS):
             return None
     except HTTPError:
         return None  # an error page is an answer
-    except (URLError, OSError, ValueError) as error:
+    except (HTTPException, URLError, OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
 
 

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from engine.device.ledger import Ledger
@@ -54,6 +55,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and not _PLAIN.issuperset(types):
+            if any(issubclass(kind, FakeTensor) for kind in types):
+                return func(*args, **(kwargs or {}))  # shapes without memory
             return NotImplemented  # a wrapper such as DTensor unpacks first; its inner operations come back here
         does = behaviours.get(id(func))
         if does is None:

@@ -21,7 +21,7 @@ _PINNED = (
     r"cudaHostAlloc",
     r"cudaHostRegister",
     r"CachingHostAllocator",
-    r"pin_memory.*(out of memory|OutOfMemory|memory allocation)",
+    r"pin.memory[\s\S]*out of memory",  # re-raised from the DataLoader's pin thread with its traceback in the text
     r"(could not|cannot|can't|unable to|failed to) (pin|allocate pinned|allocate page-locked)",
 )
 _DEVICE = (
@@ -30,8 +30,7 @@ _DEVICE = (
     r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",  # driver API: Triton, bitsandbytes, NVRTC
     r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED|CUSPARSE_STATUS_ALLOC_FAILED",
     r"CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",  # cuDNN 9's finer codes
-    r"(ncclUnhandledCudaError|NCCL).*\n?.*(Cuda failure.*out of memory|failed to .*allocate)",
-    r"Cuda failure (\d+ )?'?out of memory",  # NCCL's own log line, quoted by ProcessGroupNCCL
+    r"Cuda failure (\d+ )?'?out of memory|Failed to CUDA \w*alloc",  # NCCL's last error, quoted by ProcessGroupNCCL
     r"Triton Error \[CUDA\]: out of memory",
     r"HIP out of memory",
 )
@@ -67,7 +66,7 @@ _MAYBE_DEVICE_RE, _STICKY_RE = _any(_MAYBE_DEVICE), _any(_STICKY)
 _REQUEST_RE = re.compile(
     r"(?:tried|trying|try|unable) to allocate\s+([\d.]+)\s*(bytes|[KMGT]i?B)?"
     r"|you tried to allocate (\d+) bytes"
-    r"|failed to \w+ allocate (\d+) bytes",
+    r"|failed to CUDA \w*alloc(?: async)? (\d+) bytes",
     re.IGNORECASE,
 )
 _UNIT_BYTES = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

@@ -1,0 +1,111 @@
+"""The meter against torch's own profiler, which listens to the CPU allocator itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from engine.device.metered import MeteredDevice
+
+
+class Allocator:
+    """What the profiler saw the CPU allocator do, in bytes: the balance at the end and the highest one on the way."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        gc.collect()
+        gc.disable()  # freeing somebody else's garbage is not part of the work
+        try:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                self.kept = work()
+        finally:
+            gc.enable()
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        balance = self.peak_bytes = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            balance += event.nbytes()
+            self.peak_bytes = max(self.peak_bytes, balance)
+        self.balance_bytes = balance
+
+
+def rows(count: int = 64, *, grad: bool = False) -> torch.Tensor:
+    """float32 [count, 128]: 512 bytes a row, so that the meter's rounding changes nothing."""
+    return torch.linspace(-1, 1, count * 128).view(count, 128).requires_grad_(grad)
+
+
+def resized() -> torch.Tensor:
+    tensor = rows()
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(64 * 512)
+    return tensor
+
+
+def through_backward(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The gradient of a function's output against a seed of its shape."""
+    leaf = rows(grad=True)
+    output = function(leaf)
+    output.backward(output.detach().clone())
+    return leaf.grad
+
+
+WORK: dict[str, Callable[[], object]] = {
+    "ones": lambda: torch.ones(64, 128),
+    "add": lambda: rows() + rows(),
+    "in place": lambda: rows().add_(1).mul_(2),
+    "mm": lambda: rows() @ rows().t(),
+    "linear": lambda: functional.linear(rows(), rows(128)),
+    "transpose and copy": lambda: rows(128).t().contiguous(),
+    "cat and split": lambda: torch.cat([rows(), rows()]).split(32),
+    "stack": lambda: torch.stack([rows(), rows()]),
+    "index": lambda: rows()[torch.arange(64)],
+    "embedding": lambda: functional.embedding(torch.arange(64), rows()),
+    "cast": lambda: rows().to(torch.bfloat16).to(torch.float32),
+    "softmax": lambda: torch.softmax(rows(), -1),
+    "topk": lambda: rows(128).topk(128, 0),
+    "foreach": lambda: torch._foreach_mul([rows(), rows()], 2.0),
+    "out=": lambda: torch.mul(rows(), 2, out=torch.empty(0)),
+    "resize_": lambda: torch.empty(0).resize_(64, 128),
+    "storage resize_": resized,
+    "where": lambda: torch.where(rows() > 0, rows(), rows()),
+    "backward of gelu": lambda: through_backward(functional.gelu),
+    "backward of silu": lambda: through_backward(functional.silu),
+    "backward of a product": lambda: through_backward(lambda leaf: leaf @ rows(128)),
+    "backward of softmax": lambda: through_backward(lambda leaf: torch.softmax(leaf, -1)),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_what_is_left_allocated_agrees_with_the_allocator(name: str) -> None:
+    device = MeteredDevice(2**30)
+    with device.activate():
+        WORK[name]()  # warm: lazily made constants are no part of the comparison
+        gc.collect()
+        before_bytes = device.memory().allocated_bytes
+        seen = Allocator(WORK[name])
+        assert device.memory().allocated_bytes - before_bytes == seen.balance_bytes > 0
+
+
+def test_the_peak_of_a_step_agrees_with_the_allocator() -> None:
+    device = MeteredDevice(2**30)
+    with device.activate():
+        layers = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(4)))
+        batch = rows(256)
+
+        def step() -> None:
+            hidden = batch
+            for layer in layers:
+                hidden = functional.silu(layer(hidden))
+            hidden.backward(batch)
+            layers.zero_grad(set_to_none=True)
+
+        step()
+        gc.collect()
+        device.reset_peak()
+        static_bytes = device.memory().allocated_bytes
+        seen = Allocator(step)
+        assert device.memory().peak_bytes - static_bytes == pytest.approx(seen.peak_bytes, rel=0.01)
+        assert device.memory().allocated_bytes == static_bytes

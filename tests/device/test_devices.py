@@ -1,0 +1,141 @@
+"""Opening a device from a spec: what is chosen, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+from engine.device import open_device
+from engine.device.base import GpuProcess, GpuReading
+from engine.device.cuda import ALLOCATOR_VARIABLE, check_free, choose_allocator, choose_indices, compare_size
+from engine.device.nvml import read_gpus
+from engine.errors import EnvironmentProblem
+from engine.spec.profile import Device as DeviceTable
+from engine.spec.profile import Profile
+from engine.spec.recipe import Recipe
+from engine.spec.run import RunSpec
+
+GIB = 2**30
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+def spec(kind: str, memory_gib: float = 1.0, **table: object) -> RunSpec:
+    """A run spec on one device; what it trains does not matter here."""
+    recipe = Recipe.model_validate({
+        "kind": "recipe", "name": "any", "model": {"id": "builtin:tiny"},
+        "data": {"sources": [{"name": "dates", "path": "builtin:dates"}]},
+    })  # fmt: skip
+    device = DeviceTable.model_validate({"kind": kind, "memory_gib": memory_gib, **table})
+    return RunSpec(name="any", profile=Profile(name="any", device=device), recipe=recipe)
+
+
+def reading(used_gib: float, *processes: GpuProcess) -> GpuReading:
+    return GpuReading(3, "NVIDIA A10G", "GPU-1", 24 * GIB, int(used_gib * GIB), None, None, None, processes)
+
+
+def test_a_metered_profile_opens_a_simulated_device_of_its_capacity() -> None:
+    device = open_device(spec("metered", 0.5, reserve_gib=0.25))
+    assert (device.kind, device.simulated, device.capacity_bytes) == ("metered", True, GIB // 4)
+    assert "simulated" in device.name
+    assert device.readings() == []
+
+
+def test_a_cpu_profile_measures_the_process() -> None:
+    device = open_device(spec("cpu"))
+    with device.activate(), device.host_region():
+        kept = torch.ones(64 * 2**20 // 4)
+    memory = device.memory()
+    assert 32 * 2**20 < memory.allocated_bytes < psutil.virtual_memory().total
+    assert memory.peak_bytes >= memory.allocated_bytes
+    copied = device.upload(kept)
+    copied.zero_()
+    assert float(kept[0]) == 1.0
+    state = device.rng_state()
+    first = torch.rand(3)
+    device.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_a_cpu_profile_larger_than_the_machine_is_noticed() -> None:
+    assert any("this machine has" in notice for notice in open_device(spec("cpu", 10**6)).notices)
+
+
+@without_cuda
+def test_a_cuda_profile_without_cuda_says_what_to_do() -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        open_device(spec("cuda", 24.0))
+    assert caught.value.exit_code == 6
+    assert "-p demo" in caught.value.fix
+
+
+@needs_cuda
+def test_a_cuda_device_caps_counts_and_recovers() -> None:
+    device = open_device(spec("cuda", 1.0))
+    with device.activate():
+        kept = torch.ones(2**20, device=device.torch_device)
+        assert device.memory().allocated_bytes >= 4 * 2**20 == kept.untyped_storage().nbytes()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * GIB, dtype=torch.uint8, device=device.torch_device)
+        device.release_cached()
+        assert torch.equal(device.download(device.upload(torch.arange(4))), torch.arange(4))
+        assert device.readings()[0].used_bytes > 0
+
+
+def test_devices_are_the_first_ones_or_those_asked_for() -> None:
+    assert choose_indices([], 2, 4) == [0, 1]
+    assert choose_indices([3], 1, 4) == [3]
+    assert choose_indices([2, 3], 1, 4) == [2]
+
+
+@pytest.mark.parametrize(("asked", "count", "present"), [([], 2, 1), ([4], 1, 4), ([-1], 1, 4), ([1], 2, 4)])
+def test_devices_that_are_not_there_are_refused(asked: list[int], count: int, present: int) -> None:
+    with pytest.raises(EnvironmentProblem, match=f"this machine has {present}"):
+        choose_indices(asked, count, present)
+
+
+def test_a_busy_card_is_refused_and_its_holders_named() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"GPU 3 .* 4.0 GiB of 24.0 GiB .* pid 4121 \(python, 20.0 GiB\)"):
+        check_free(reading(20, GpuProcess(4121, 20 * GIB, "python")), 8 * GIB)
+
+
+def test_a_card_held_by_invisible_processes_is_refused() -> None:
+    with pytest.raises(EnvironmentProblem, match="not visible from here"):
+        check_free(reading(20), 8 * GIB)
+
+
+def test_a_shared_card_with_room_is_a_notice_and_a_free_one_is_none() -> None:
+    shared = reading(4, GpuProcess(4121, None, "python"))
+    assert check_free(shared, 8 * GIB) == ["GPU 3 is shared with pid 4121 (python, an unknown amount)"]
+    assert check_free(reading(0.4), 24 * GIB) == []
+    assert check_free(reading(4, GpuProcess(os.getpid(), 4 * GIB, "pytest")), 8 * GIB) == []
+
+
+def test_a_profile_larger_than_the_card_is_noticed() -> None:
+    table = DeviceTable(kind="cuda", memory_gib=79.2)
+    assert "23.6 GiB" in compare_size(table, "NVIDIA A10G", int(23.6 * GIB))[0]
+    assert compare_size(table, "NVIDIA H100", int(79.15 * GIB)) == []
+
+
+def test_the_users_own_allocator_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ALLOCATOR_VARIABLE, raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert choose_allocator("expandable_segments:True") == []
+    assert os.environ[ALLOCATOR_VARIABLE] == "expandable_segments:True"
+    monkeypatch.setenv(ALLOCATOR_VARIABLE, "max_split_size_mb:64")
+    assert "max_split_size_mb:64 is set and is used" in choose_allocator("expandable_segments:True")[0]
+    assert os.environ[ALLOCATOR_VARIABLE] == "max_split_size_mb:64"
+
+
+def test_nvml_readings_need_no_torch_and_never_raise() -> None:
+    code = (
+        "import sys; from engine.device.nvml import read_gpus, driver_version; "
+        "read_gpus(), driver_version(), read_gpus(['GPU-none']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert all(gpu.total_bytes > 0 for gpu in read_gpus())

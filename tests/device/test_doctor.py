@@ -1,0 +1,87 @@
+"""`tunedeck doctor` reports, and never fails, on machines in any state."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from engine.commands import doctor
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    doctor.register(app)
+    return app
+
+
+def by_topic(app: typer.Typer, *arguments: str) -> dict[str, dict[str, str]]:
+    result = RUNNER.invoke(app, ["doctor", "--json", *arguments])
+    assert result.exit_code == 0
+    return {finding["topic"]: finding for finding in json.loads(result.stdout)["findings"]}
+
+
+def test_the_report_names_versions_disk_and_driver(app: typer.Typer, tmp_path: Path) -> None:
+    findings = by_topic(app, "--no-hub", "--runs", str(tmp_path / "runs" / "not-there-yet"))
+    assert findings["torch"]["state"] == "ok"
+    assert "GiB free" in findings["disk"]["text"]
+    assert {"python", "driver", "tmux", "hub token"} <= findings.keys()
+    assert "hub" not in findings
+
+
+def test_the_text_report_shows_a_word_and_a_fix(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    result = RUNNER.invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "problem  http://127.0.0.1:9 is not reachable" in result.stdout
+    assert "fix: use local folders" in result.stdout
+
+
+def test_offline_mode_is_said_and_not_tried(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE" in by_topic(app)["hub"]["text"]
+
+
+@pytest.mark.parametrize("endpoint", ["ftp://example.invalid", "http://[", "nonsense"])
+def test_a_nonsense_endpoint_is_a_finding(app: typer.Typer, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert by_topic(app)["hub"]["state"] == "problem"
+
+
+def test_a_hub_that_never_answers_is_given_up_in_time(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        finding = doctor._hub_access()
+        assert time.monotonic() - began < doctor.HUB_TIMEOUT_SECONDS + 1
+    assert finding.state == "problem"
+
+
+def test_a_question_without_an_answer_is_bounded() -> None:
+    never = threading.Event()
+    assert "no answer" in str(doctor.within(0.05, lambda: str(never.wait())))
+    never.set()
+
+
+def test_a_token_is_found_and_never_shown(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    result = RUNNER.invoke(app, ["doctor", "--no-hub"])
+    assert "set in the environment" in result.stdout
+    assert "hf_secret" not in result.stdout
+
+
+def test_an_unwritable_folder_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.access", lambda *arguments: False)
+    assert doctor._disk(tmp_path).state == "problem"
