@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from engine.commands.sentences import clean, duration, number, phase_line, score, sentence, size
@@ -125,7 +126,8 @@ class PlainReporter:
         if event["kind"] == "step" and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PLAIN_SECONDS
             self._print(self._progress.line())
-        elif event["kind"] == "phase" and event["name"] != self._said:
+        elif event["kind"] == "phase" and event["name"] != self._said and self._progress.state.last_step is None:
+            # Only on the way to the first step: later on, each checkpoint would add two lines.
             self._said = event["name"]
             self._print(phase_line(event))
 
@@ -237,13 +239,14 @@ def result_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.seconds is not None:
         rows.append(("time", duration(summary.seconds)))
     if summary.result:
-        rows.append(("result", clean(summary.result)))
+        rows.append(("result", clean(Path(summary.path) / str(summary.result))))
     return rows
 
 
 def status_words(summary: RunSummary) -> str:
-    """The status, with the device's nature beside it."""
-    return summary.status + (" (simulated device)" if summary.simulated else "")
+    """The status, the device's nature beside it, and why the run ended where it says."""
+    why = f": {clean(summary.reason)}" if summary.reason else ""
+    return summary.status + (" (simulated device)" if summary.simulated else "") + why
 
 
 def _memory_rows(summary: RunSummary) -> list[tuple[str, str]]:

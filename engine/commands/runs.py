@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SHOWN = (
     "run", "status", "step", "max_steps", "metrics", "backoffs", "samples_lost", "predicted", "measured", "result",
-    "path", "name", "started", "updated", "seconds", "last_error", "exit_code", "model", "profile", "recipe",
+    "path", "name", "started", "updated", "seconds", "reason", "last_error", "exit_code", "model", "profile", "recipe",
     "simulated", "phase", "checkpoints", "oom_reports", "warnings", "damaged_lines",
 )  # fmt: skip
 """Keys of `show --json`, in order."""

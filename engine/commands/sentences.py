@@ -85,15 +85,19 @@ def backoff(event: Event) -> str:
     rank = f" on rank {event['failed_rank']}" if event.get("failed_rank") else ""
     return (
         f"step {event['step']}: out of memory in {where}{rank} ({wanted_text}); "
-        f"{remedy.format(what=what, size=_at_most(event.get('sequences_after')))}; "
+        f"{remedy.format(what=what, size=_fewer(event))}; "
         f"{'no sample' if not lost else f'{lost} samples'} lost"
     )
 
 
-def _at_most(sequences: object) -> str:
-    if not isinstance(sequences, int):
-        return "in smaller micro-batches"
-    return f"with at most {sequences} sequence{'s' if sequences != 1 else ''} at a time"
+def _fewer(event: Event) -> str:
+    """How a cut is felt: the size to come where the event has it, else below the size that failed."""
+    after, before = event.get("sequences_after"), event.get("sequences_before")
+    if isinstance(after, int):
+        return f"with at most {after} sequence{'s' if after != 1 else ''} at a time"
+    if isinstance(before, int) and before > 1:
+        return f"with fewer than {before} sequences at a time"
+    return "in smaller micro-batches"
 
 
 def _checkpoint(event: Event) -> str:

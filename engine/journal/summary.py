@@ -61,6 +61,8 @@ class RunSummary:
     updated: str | None
     seconds: float | None
     """How long the engine has worked since it was last started."""
+    reason: str
+    """Why it ended, where the engine says so: early stopping, asked for, out of time."""
     last_error: str | None
     exit_code: int | None
     model: str
@@ -298,6 +300,7 @@ def _compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSumma
         started=state.started,
         updated=state.updated,
         seconds=_seconds(state),
+        reason=str(finished.get("reason") or ""),
         last_error=finished.get("error"),
         exit_code=finished.get("exit_code"),
         model=str(_dig(spec, "recipe", "model", "id")),

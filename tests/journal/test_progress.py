@@ -26,6 +26,23 @@ def test_a_backoff_is_a_sentence() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sequences_after": 1}, "with at most 1 sequence at a time"),
+        ({"sequences_before": 8}, "with fewer than 8 sequences at a time"),
+        ({"sequences_before": 1}, "in smaller micro-batches"),
+        ({"remedy": "stop"}, "every remedy is used"),
+        ({"phase": "evaluation"}, "the evaluation is redone"),
+        ({"requested_bytes": None}, "(230 MiB held)"),
+        ({"failed_rank": 2}, "on rank 2"),
+        ({"samples_lost": 3}, "3 samples lost"),
+    ],
+)
+def test_a_backoff_says(fields: dict[str, object], words: str) -> None:
+    assert words in str(sentence(event("backoff", **backoff_fields(1, **fields))))
+
+
 @pytest.mark.parametrize("kind", sorted(SENTENCES))
 def test_a_sentence_needs_no_more_than_the_required_fields(kind: str) -> None:
     fields: dict[str, object] = dict.fromkeys(KINDS[kind].required, 1)

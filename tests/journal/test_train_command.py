@@ -1,0 +1,112 @@
+"""Arguments of `train` and `resume` that are wrong before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from engine.commands import train
+from engine.errors import EnvironmentProblem, UsageError
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.journal.index import list_runs
+from engine.journal.liveness import claim
+
+app = typer.Typer(pretty_exceptions_enable=False)
+train.register(app)
+
+
+SPEC = """schema = 1
+kind = "run"
+name = "demo"
+
+[profile]
+schema = 1
+kind = "profile"
+name = "demo"
+[profile.device]
+kind = "metered"
+memory_gib = 0.25
+
+[recipe]
+schema = 1
+kind = "recipe"
+name = "demo"
+[recipe.model]
+id = "builtin:tiny"
+tokenizer = "builtin:bytes"
+[[recipe.data.sources]]
+name = "dates"
+path = "builtin:dates"
+[recipe.train]
+max_steps = 10
+"""
+
+
+def tunedeck(*arguments: str, folder: Path) -> Result:
+    return CliRunner().invoke(app, [*arguments, "--runs", str(folder)])
+
+
+@pytest.fixture
+def ended(run: RunDirectory) -> RunDirectory:
+    """A finished run of ten steps."""
+    run.run_toml.write_text(SPEC)
+    with EventWriter(run) as writer:
+        writer.write("run_finished", status="done", exit_code=0, result="adapter")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "missing: -p PROFILE and -r RECIPE"),
+        (["-p", "demo"], "missing: -r RECIPE"),
+        (["-p", "demo", "-r", "demo", "--devices", "0,x"], "--devices '0,x'"),
+        (["-p", "demo", "-r", "demo", "--devices", "1,1"], "--devices '1,1'"),
+        (["-p", "demo", "-r", "demo", "--devices", "0,1"], "names 2"),
+        (["-p", "demo", "-r", "demo", "--name", "../up"], "up"),
+        (["-p", "demo", "-r", "demo", "--run-spec", "x"], "--run-spec and -r"),
+    ],
+)
+def test_train_refuses(tmp_path: Path, arguments: list[str], words: str) -> None:
+    result = tunedeck("train", *arguments, folder=tmp_path / "none")
+    assert isinstance(result.exception, UsageError), result.exception
+    assert words in result.exception.render()
+    assert list_runs(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ([], "is done"),
+        (["train.max_steps=5"], "is done"),
+        (["train.seed=5", "train.max_steps=20"], "train.seed: 0 -> 5"),
+        (["model.id=other", "train.max_steps=20"], "model.id"),
+        (["data.max_length=8", "train.max_steps=20"], "data.max_length"),
+        (["data.sources.dates.limit=5", "train.max_steps=20"], "data.sources"),
+    ],
+)
+def test_resume_refuses_and_leaves_the_spec_alone(ended: RunDirectory, sets: list[str], words: str) -> None:
+    options = [part for text in sets for part in ("--set", text)]
+    error = tunedeck("resume", "last", *options, folder=ended.path.parent).exception
+    assert isinstance(error, UsageError) and words in error.render()
+    assert ended.run_toml.read_text() == SPEC and not (ended.path / "run.1.toml").exists()
+
+
+def test_a_longer_run_gets_a_new_spec_and_keeps_the_old_one(ended: RunDirectory) -> None:
+    notices = train._respecify(ended, None, ["train.max_steps=20"], None)
+    assert any("cosine schedule is recomputed" in notice for notice in notices)
+    assert "max_steps = 20" in ended.run_toml.read_text()
+    assert (ended.path / "run.1.toml").read_text() == SPEC
+    train._respecify(ended, None, ["train.max_steps=30", "train.learning_rate=1e-5"], None)
+    assert "max_steps = 20" in (ended.path / "run.2.toml").read_text()
+
+
+def test_a_run_that_an_engine_works_on_is_not_resumed(ended: RunDirectory) -> None:
+    with claim(ended):
+        error = tunedeck("resume", "last", "--set", "train.max_steps=20", folder=ended.path.parent).exception
+    assert isinstance(error, EnvironmentProblem)
+    assert ended.run_toml.read_text() == SPEC
