@@ -23,12 +23,12 @@ class Device(Table):
     """What the driver reports as total, in GiB, for one device; never the number on the box."""
     reserve_gib: NonNegative = 0.0
     """Left free on each device, in GiB. Capacity is memory minus reserve."""
-    compute_capability: float | None = None
+    compute_capability: Positive | None = None
     """CUDA compute capability, such as 9.0; decides bf16 and flash attention before the device is seen."""
     bandwidth_gbs: Positive | None = None
     """Memory bandwidth in GB/s, from the datasheet."""
     peak_tflops: Positive | None = None
-    """Dense bf16 (fp16 where there is no bf16) tensor throughput in TFLOP/s, from the datasheet; MFU is measured against it."""
+    """Dense bf16 (else fp16) tensor throughput in TFLOP/s, from the datasheet; MFU is measured against it."""
     allocator: str | None = None
     """Value of PYTORCH_CUDA_ALLOC_CONF, such as 'expandable_segments:True'."""
 

@@ -44,9 +44,9 @@ class Method(Table):
     rank: Count = 16
     """LoRA rank."""
     alpha: Positive | None = None
-    """LoRA alpha; the update is scaled by alpha/rank (alpha/sqrt(rank) with rslora). By default twice the rank."""
+    """The update is scaled by alpha/rank (alpha/sqrt(rank) with rslora). By default twice the rank."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """LoRA dropout. Masks are keyed by (seed, step, sample, module), so a retry or another split draws the same ones."""
+    """LoRA dropout; masks are keyed by (seed, step, sample, module): a retry or other split draws the same."""
     targets: Literal["all-linear", "attention"] | list[str] = "all-linear"
     """Modules that get adapters: every linear layer but the head, the attention projections, or globs on module names."""
     exclude: list[str] = []

@@ -1,0 +1,171 @@
+"""A TOML file read and laid in layers: the data, and for every key where it was written, so that each problem says so.
+
+Reading, merging and the wording of a problem's place live here. What is allowed is `engine.spec.check`; which file is
+meant is `engine.spec.find`.
+
+Try: `python -c "from engine.spec.document import read_document; print(read_document('my.toml').data)"`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from engine.errors import SpecError
+from engine.spec.lines import Place, key_lines
+from engine.spec.text import visible
+
+MAX_FILE_BYTES = 1 << 20
+"""A profile or recipe is a page of text; anything larger is not one."""
+
+BY_SET = "--set"
+"""Label of values that came from the command line."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong: where, what was found, what is allowed; `beside` are the other places that take part in it."""
+
+    place: Place
+    found: str
+    allowed: str
+    beside: tuple[Place, ...] = ()
+
+    def under(self, prefix: Place) -> Problem:
+        """The same problem in a document where this one's tables stand under `prefix`."""
+        beside = tuple((*prefix, *place) for place in self.beside)
+        return Problem((*prefix, *self.place), self.found, self.allowed, beside)
+
+
+@dataclass
+class Document:
+    """Data in layers. `where` gives the label of each written place: "file:line", or "--set"."""
+
+    label: str
+    data: dict[str, Any]
+    where: dict[Place, str] = field(default_factory=dict)
+    sha256: str = ""
+
+    def written_at(self, place: Place) -> str:
+        """Label of the nearest written place on the way up."""
+        for length in range(len(place), 0, -1):
+            if place[:length] in self.where:
+                return self.where[place[:length]]
+        return f"{self.label}:1"
+
+    def render(self, problem: Problem) -> str:
+        """`file:line: key: found; allowed`, or `--set key: found; allowed` where the command line is to blame."""
+        to_blame = [place for place in (problem.place, *problem.beside) if self.written_at(place) == BY_SET]
+        place = to_blame[0] if to_blame else problem.place
+        label, key = self.written_at(place), key_text(place, self.data)
+        head = f"{label} {key}" if label == BY_SET else f"{label}: {key}"
+        return f"{head}: {problem.found}; {problem.allowed}"
+
+    def refuse(self, problems: Iterable[Problem]) -> list[str]:
+        """The rendered problems, in the order of the file, each once."""
+        return sorted(dict.fromkeys(self.render(problem) for problem in problems), key=_line_of)
+
+
+def _line_of(rendered: str) -> int:
+    match = re.match(r".*?:(\d+): ", rendered)
+    return int(match[1]) if match else 0
+
+
+def read_document(path: str | Path) -> Document:
+    """Read and parse one TOML file. Raises SpecError with file and line for anything that cannot be read as TOML."""
+    label = visible(str(path))
+    raw = _read_bytes(Path(path), label)
+    text = _decode(raw, label)
+    try:
+        data = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        raise SpecError([_syntax_problem(label, error, text)], fix="see https://toml.io for the format") from None
+    except RecursionError:
+        raise SpecError([f"{label}:1: tables or lists nested too deeply; no key of Tunedeck needs that"]) from None
+    where = {place: f"{label}:{line}" for place, line in key_lines(text.replace("\r\n", "\n")).items()}
+    return Document(label, data, where, hashlib.sha256(raw).hexdigest())
+
+
+def _read_bytes(path: Path, label: str) -> bytes:
+    try:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SpecError([f"{label}: not a regular file; a TOML file is needed"])
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SpecError([f"{label}: cannot be read: {reason}"], fix="check the path and its permissions") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise SpecError([f"{label}: larger than {MAX_FILE_BYTES // 1024} KiB; a profile or recipe is a page of text"])
+    return raw
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a FIFO without hanging until someone writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _decode(raw: bytes, label: str) -> str:
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise SpecError([f"{label}:1: UTF-16 text; TOML files are UTF-8"], fix="save the file as UTF-8")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        byte = f"0x{raw[error.start]:02x}"
+        raise SpecError(
+            [f"{label}:{line}: byte {byte} is not UTF-8; TOML files are UTF-8"], fix="save the file as UTF-8"
+        ) from None
+
+
+def _syntax_problem(label: str, error: tomli.TOMLDecodeError, text: str) -> str:
+    line = min(error.lineno, text.count("\n") + 1)
+    lines = text.splitlines()
+    while line > 1 and (line > len(lines) or not lines[line - 1].strip()):
+        line -= 1
+    shown = visible(lines[line - 1].strip()[:60]) if lines else ""
+    return f"{label}:{line}: not TOML: {visible(error.msg)} at column {error.colno}: {shown}"
+
+
+def key_text(place: Place, data: Any) -> str:
+    """A place as people write it: `data.sources.main.path`, list entries by name where they have one."""
+    words: list[str] = []
+    node = data
+    for part in place:
+        node = _child(node, part)
+        if isinstance(part, int):
+            name = node.get("name") if isinstance(node, dict) else None
+            words.append(visible(name) if isinstance(name, str) and name else str(part))
+        else:
+            words.append(visible(part) if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{visible(part)}"')
+    return ".".join(words) or "file"
+
+
+def _child(node: Any, part: str | int) -> Any:
+    if isinstance(part, str):
+        return node.get(part) if isinstance(node, dict) else None
+    return node[part] if isinstance(node, list) and 0 <= part < len(node) else None
+
+
+def value_at(data: Any, place: Place) -> Any:
+    """The value at a place, or None where nothing is written."""
+    for part in place:
+        data = _child(data, part)
+    return data
+
+
+def merge_tables(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """`extra` laid over `base`: tables are merged, everything else is replaced. Neither is changed."""
+    merged = dict(base)
+    for key, value in extra.items():
+        below = merged.get(key)
+        merged[key] = merge_tables(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,85 @@
+"""What this version reads and checks but does not do yet: refused plainly, never ignored.
+
+One row per feature. Whoever builds a feature deletes its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import SpecError
+from engine.spec.recipe import Recipe
+from engine.spec.rules import sources_of
+from engine.spec.run import RunSpec
+
+
+def _image_key(recipe: Recipe) -> str | None:
+    for place, source in sources_of(recipe):
+        table = ".".join(str(part) for part in place if isinstance(part, str))
+        if source.format == "image-chat":
+            return f'{table}.{source.name}.format = "image-chat"'
+        if source.image_root is not None:
+            return f"{table}.{source.name}.image_root"
+    if recipe.data.image_min_pixels is not None or recipe.data.image_max_pixels is not None:
+        return "data.image_min_pixels or data.image_max_pixels"
+    return None
+
+
+def _scores(recipe: Recipe) -> str | None:
+    unbuilt = [metric for metric in recipe.evaluate.metrics if metric not in ("loss", "exact_match")]
+    return f"evaluate.metrics: {', '.join(unbuilt)}" if unbuilt else None
+
+
+def _when(condition: bool, key: str) -> str | None:
+    return key if condition else None
+
+
+ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
+    (lambda spec: _when(bool(spec.recipe.stages), "stages"), "runs of several stages"),
+    (lambda spec: _when(bool(spec.recipe.sweep), "sweep"), "sweeps"),
+    (lambda spec: _image_key(spec.recipe), "images"),
+    (
+        lambda spec: _when(spec.profile.device.count > 1, f"device.count = {spec.profile.device.count}"),
+        "several devices",
+    ),
+    (lambda spec: _when(len(spec.limits.devices) > 1, "--devices"), "several devices"),
+    (
+        lambda spec: _when(
+            spec.profile.parallel.strategy != "single", f'parallel.strategy = "{spec.profile.parallel.strategy}"'
+        ),
+        "several devices",
+    ),
+    (lambda spec: _when(spec.profile.parallel.sequence > 1, "parallel.sequence"), "sequence parallelism"),
+    (lambda spec: _when(spec.profile.nodes.count > 1, "nodes.count"), "several machines"),
+    (lambda spec: _when(bool(spec.recipe.trackers.use), "trackers.use"), "experiment trackers"),
+    (lambda spec: _when(spec.recipe.finish.merge, "finish.merge"), "merging at the end of a run"),
+    (
+        lambda spec: _when(spec.recipe.train.optimizer_offload, "train.optimizer_offload"),
+        "optimizer state in host memory",
+    ),
+    (
+        lambda spec: _when(spec.recipe.train.activation_offload, "train.activation_offload"),
+        "activations in host memory",
+    ),
+    (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
+    (
+        lambda spec: _when(bool(spec.recipe.moe.aux_loss_weight), "moe.aux_loss_weight"),
+        "the mixture-of-experts auxiliary loss",
+    ),
+    (
+        lambda spec: _when(bool(spec.recipe.backoff.allow_learning_changes), "backoff.allow_learning_changes"),
+        "remedies that change what is learned",
+    ),
+    (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
+)
+"""(what the user wrote, or None) and the feature that is not there yet."""
+
+
+def refuse_unbuilt(spec: RunSpec) -> None:
+    """Raise SpecError (exit 2) naming every key whose feature this version does not have."""
+    problems = [
+        f"{written}: this version does not do {feature} yet" for asks, feature in ROWS if (written := asks(spec))
+    ]
+    if problems:
+        raise SpecError(problems, fix="remove these keys, or restore their defaults with --set KEY=")
