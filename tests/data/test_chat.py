@@ -1,0 +1,96 @@
+"""Conversations through real templates: exactly the assistant's tokens are learned, or the template is refused."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from engine.data.chat import ChatRenderer
+from engine.data.formats import ChatRecord, Dropped
+from engine.errors import DataError
+from tests.data.factory import CHATML, CHATML_MARKED, FORGETFUL, LLAMA_LIKE, PLAIN, tokenizer
+
+TURNS = [
+    {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hallo née"},
+    {"role": "user", "content": "more"}, {"role": "assistant", "content": "yes"},
+]
+
+
+def learned(template: str | None, turns: list[dict[str, Any]] = TURNS, **settings: Any) -> tuple[str, list[str]]:
+    """The whole text, and each learned stretch of it."""
+    made = tokenizer(template)
+    renderer = ChatRenderer(made, **{"system_prompt": None, "learn_all": False, **settings})
+    result = renderer.tokens(ChatRecord(turns, place="source s, row 1"))
+    assert not isinstance(result, Dropped), result
+    ids, flags = result
+    stretches = [
+        made.decode([token for token, _ in group])
+        for flag, group in groupby(zip(ids, flags, strict=True), key=lambda pair: pair[1]) if flag
+    ]
+    return made.decode(ids), stretches
+
+
+@pytest.mark.parametrize("template", [None, CHATML, CHATML_MARKED, LLAMA_LIKE])
+def test_each_answer_is_learned_with_its_end_mark_and_nothing_else(template: str | None) -> None:
+    assert learned(template)[1] == ["hallo née<end>", "yes<end>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA_LIKE])
+def test_the_tokens_are_those_of_the_template(template: str) -> None:
+    made = tokenizer(template)
+    ids, _ = ChatRenderer(made, system_prompt=None, learn_all=False).tokens(ChatRecord(TURNS))
+    assert ids == made.apply_chat_template(TURNS, tokenize=True, return_dict=False)
+
+
+def test_our_spans_agree_with_the_mask_of_transformers() -> None:
+    made = tokenizer(CHATML_MARKED)
+    theirs = made.apply_chat_template(TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    _, flags = ChatRenderer(made, system_prompt=None, learn_all=False).tokens(ChatRecord(TURNS))
+    assert [int(flag) for flag in flags] == theirs["assistant_masks"]
+
+
+def test_a_template_without_end_marks_gets_end_of_sequence_behind_the_last_answer() -> None:
+    text, stretches = learned(PLAIN, TURNS[:2])
+    assert text.endswith("hallo née\n<eos>")
+    assert stretches == ["hallo née\n<eos>"]
+
+
+def test_beginning_of_sequence_is_not_doubled() -> None:
+    assert learned(LLAMA_LIKE)[0].count("<bos>") == 1
+
+
+def test_a_system_prompt_is_added_only_where_there_is_none() -> None:
+    assert learned(CHATML, system_prompt="be brief")[0].startswith("<user>system\nbe brief<end>")
+    own = [{"role": "system", "content": "own"}, *TURNS]
+    assert "be brief" not in learned(CHATML, own, system_prompt="be brief")[0]
+
+
+def test_loss_on_all_learns_every_token() -> None:
+    text, stretches = learned(CHATML, learn_all=True)
+    assert stretches == [text]
+
+
+def test_tool_turns_are_given_and_not_learned() -> None:
+    turns = [*TURNS[:2], {"role": "tool", "content": "42"}, {"role": "assistant", "content": "it is 42"}]
+    assert learned(CHATML, turns)[1] == ["hallo née<end>", "it is 42<end>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_fix() -> None:
+    assert learned(FORGETFUL, TURNS[:2])[1] == ["hmm hallo née<end>"]
+    with pytest.raises(DataError) as caught:
+        learned(FORGETFUL)
+    assert "source s, row 1" in caught.value.found
+    assert "{% generation %}" in caught.value.fix
+
+
+def test_a_conversation_that_the_template_refuses_is_dropped_with_its_words() -> None:
+    template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
+    renderer = ChatRenderer(tokenizer(template), system_prompt=None, learn_all=False)
+    assert renderer.tokens(ChatRecord(TURNS[1:])) == Dropped("the chat template refuses it: user first")
+
+
+def test_no_template_is_an_error_with_the_fix() -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        ChatRenderer(tokenizer(""), system_prompt=None, learn_all=False)

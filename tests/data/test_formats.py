@@ -1,0 +1,97 @@
+"""Columns become formats, rows become records; what is unclear or broken is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.data.formats import ChatRecord, Dropped, PairRecord, TextRecord, recognise
+from engine.errors import DataError
+from engine.spec.recipe import Source
+
+
+def record(row: dict[str, Any], *, has_template: bool = True, **keys: Any) -> Any:
+    source = Source.model_validate({"name": "s", "path": "x.jsonl", **keys})
+    return recognise(list(row), source, has_template=has_template).record(row, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "a"}, TextRecord("a")),
+        ({"prompt": "a", "completion": "b", "id": 3}, PairRecord("a", "b")),
+        ({"question": "a", "answer": "b"}, PairRecord("a", "b")),
+        ({"query": "a", "response": "b"}, PairRecord("a", "b")),
+    ],
+)
+def test_formats_are_recognised_by_their_columns(row: dict[str, Any], expected: object) -> None:
+    assert record(row) == expected
+
+
+def test_sharegpt_and_messages_say_the_same() -> None:
+    turns = [("system", "s"), ("user", "u"), ("assistant", "a")]
+    chat = record({"messages": [{"role": role, "content": text} for role, text in turns]})
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    shared = record({"conversations": [{"from": names[role], "value": text} for role, text in turns]})
+    assert isinstance(chat, ChatRecord)
+    assert chat.messages == shared.messages == [{"role": role, "content": text} for role, text in turns]
+
+
+def test_instruction_rows_become_a_conversation_where_there_is_a_template() -> None:
+    row = {"instruction": "add", "input": "1 2", "output": "3"}
+    assert record(row).messages == [{"role": "user", "content": "add\n\n1 2"}, {"role": "assistant", "content": "3"}]
+    assert record(row, has_template=False) == PairRecord(
+        "### Instruction:\nadd\n\n### Input:\n1 2\n\n### Response:\n", "3"
+    )
+    assert record({**row, "input": ""}, has_template=False).prompt == "### Instruction:\nadd\n\n### Response:\n"
+
+
+def test_columns_can_be_named() -> None:
+    row = {"q": "a", "a": "b", "text": "c"}
+    assert record(row, columns={"prompt": "q", "completion": "a"}) == PairRecord("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "words"),
+    [
+        ({"foo": "a", "bar": "b"}, {}, ["foo, bar", "prompt \\+ completion", "messages"]),
+        ({"text": "a", "instruction": "b", "output": "c"}, {}, ["text and alpaca"]),
+        ({"prompt": "a", "response": "b", "answer": "c"}, {}, ["no format"]),
+        ({"text": "a"}, {"format": "chat"}, ['not format = "chat"']),
+        ({"text": "a"}, {"columns": {"text": "nope"}}, ["no such column"]),
+        ({"text": "a"}, {"columns": {"txt": "text"}}, ["not one of our columns"]),
+    ],
+)
+def test_unclear_columns_are_refused(row: dict[str, Any], keys: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        record(row, **keys)
+    for word in words:
+        assert word.replace("\\", "") in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "completion": None}, "completion is missing"),
+        ({"prompt": 3, "completion": "b"}, "prompt is not text"),
+        ({"messages": []}, "the conversation is empty"),
+        ({"messages": "hello"}, "the conversation is not a list of turns"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "a turn has the role 'wizard'"),
+        ({"messages": [{"content": "x"}]}, "a turn has no role"),
+        ({"messages": [{"role": "user", "content": None}]}, "a turn has no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a turn's content is not text"),
+        ({"messages": ["hi"]}, "a turn is not an object with role and content"),
+        ({"instruction": "a", "output": None}, "output is missing"),
+    ],
+)
+def test_broken_rows_are_dropped_with_their_reason(row: dict[str, Any], reason: str) -> None:
+    assert record(row) == Dropped(reason)
+
+
+def test_text_parts_are_joined_and_nulls_of_arrow_vanish() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turns = [{"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": None, "tool_calls": [1]}]
+    assert record({"messages": turns}).messages == [
+        {"role": "user", "content": "ab"}, {"role": "assistant", "content": "", "tool_calls": [1]},
+    ]

@@ -1,0 +1,77 @@
+"""The order of samples: complete, repeatable, a pure function of seed, epoch and step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.data.order import SampleOrder
+from engine.errors import DataError
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("count", "batch_size"), [(1, 1), (7, 3), (64, 64), (10, 64), (101, 8)])
+def test_every_epoch_holds_every_sample_once(count: int, batch_size: int, shuffle: bool) -> None:
+    order = SampleOrder(count, seed=5, shuffle=shuffle, batch_size=batch_size)
+    stream = np.concatenate([order.step(step) for step in range(1, 4 * count // batch_size + 2)])
+    for epoch in range(3):
+        assert sorted(stream[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_whole_weights_repeat_samples_exactly_in_every_epoch() -> None:
+    weights = [1.0, 2.0, 3.0, 1.0]
+    order = SampleOrder(weights, seed=0, shuffle=True, batch_size=2)
+    for epoch in range(5):
+        assert np.bincount(order.epoch(epoch), minlength=4).tolist() == [1, 2, 3, 1]
+
+
+def test_fractional_weights_keep_epochs_equally_long_and_favour_no_sample() -> None:
+    order = SampleOrder([0.25] * 40 + [1.5] * 10, seed=3, shuffle=True, batch_size=4)
+    assert order.epoch_size == 10 + 15
+    counts = sum(np.bincount(order.epoch(epoch), minlength=50) for epoch in range(4))
+    assert counts.tolist() == [1] * 40 + [6] * 10
+
+
+def test_a_step_does_not_depend_on_what_was_asked_before() -> None:
+    asked_in_order = SampleOrder(50, seed=9, shuffle=True, batch_size=7)
+    forward = [asked_in_order.step(step).tolist() for step in range(1, 40)]
+    for step in (39, 1, 20, 8):
+        assert SampleOrder(50, seed=9, shuffle=True, batch_size=7).step(step).tolist() == forward[step - 1]
+    assert [asked_in_order.step(step).tolist() for step in range(39, 0, -1)] == forward[::-1]
+
+
+def test_batch_size_cuts_the_same_stream() -> None:
+    small, large = (SampleOrder(30, seed=1, shuffle=True, batch_size=size) for size in (5, 20))
+    pieces = np.concatenate([small.step(step) for step in range(1, 13)])
+    assert pieces.tolist() == np.concatenate([large.step(step) for step in range(1, 4)]).tolist()
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    order = SampleOrder(100, seed=0, shuffle=True, batch_size=10)
+    other = SampleOrder(100, seed=1, shuffle=True, batch_size=10)
+    assert order.epoch(0).tolist() != order.epoch(1).tolist()
+    assert order.epoch(0).tolist() != other.epoch(0).tolist()
+
+
+def test_the_order_is_the_one_that_earlier_versions_gave() -> None:
+    # A change here would break the resume of every run written before it.
+    assert SampleOrder(8, seed=0, shuffle=True, batch_size=8).step(1).tolist() == FROZEN
+
+
+def test_steps_of_a_run() -> None:
+    order = SampleOrder(10, seed=0, shuffle=True, batch_size=4)
+    assert (order.steps(None, None), order.steps(2.0, None), order.steps(None, 7), order.steps(1.0, 2)) == (3, 5, 7, 2)
+
+
+def test_with_epochs_the_last_step_is_short_and_nothing_follows() -> None:
+    order = SampleOrder(10, seed=0, shuffle=True, batch_size=4, epochs=1.0)
+    assert [len(order.step(step)) for step in (1, 2, 3, 4)] == [4, 4, 2, 0]
+    assert order.epoch_at(3) == 1.0
+
+
+def test_weights_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(DataError, match="no sample"):
+        SampleOrder([0.1, 0.1], seed=0, shuffle=True, batch_size=1)
+
+
+FROZEN = [3, 7, 4, 2, 1, 6, 5, 0]
