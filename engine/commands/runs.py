@@ -189,6 +189,7 @@ def watch(run: RunArgument, runs: RunsOption = None) -> None:
                 time.sleep(WATCH_POLL_SECONDS)
                 summary = reader.refresh()
         except KeyboardInterrupt:
+            sys.stderr.write(f"not watching any more; {directory.name} goes on\n")
             return
         finally:
             show_run.close()

@@ -20,8 +20,16 @@ REMEDIES = {
     "activation_offload": "activations wait in host memory from now on, and {what} is redone",
     "optimizer_offload": "optimizer state moves to host memory, and {what} is redone",
     "stop": "every remedy is used; the run stops after a checkpoint",
+    "give_up": "every remedy is used; the run stops after a checkpoint",
 }
 """What each rung of the ladder means for the user."""
+
+
+PLACES = {"clip": "gradient clipping", "optimizer": "the optimizer step"}
+"""Phases whose name is no place a user knows."""
+
+REDONE = {"evaluation": "the evaluation", "evaluating": "the evaluation", "probe": "the probe", "loading": "loading"}
+"""What is tried again, by the first word of the phase; everything else is part of a step."""
 
 
 def clean(text: object) -> str:
@@ -73,8 +81,9 @@ def _eval(event: Event) -> str:
 
 def backoff(event: Event) -> str:
     """What ran out, where, what is done about it, and what it costs."""
-    where = str(event["phase"])
-    what = {"evaluation": "the evaluation", "probe": "the probe", "loading": "loading"}.get(where, "the step")
+    phase = str(event["phase"])
+    where = PLACES.get(phase, phase)
+    what = REDONE.get(phase.split()[0] if phase else "", "the step")
     held = size(event.get("allocated_bytes"))
     capacity = event.get("capacity_bytes")
     held = f"{held.removesuffix(' MiB')} of {size(capacity)}" if capacity and held.endswith("MiB") else held
