@@ -31,6 +31,11 @@ def _scores(recipe: Recipe) -> str | None:
     return f"evaluate.metrics: {', '.join(unbuilt)}" if unbuilt else None
 
 
+def _offload_rungs(recipe: Recipe) -> str | None:
+    unbuilt = [rung for rung in recipe.backoff.ladder if rung.endswith("_offload")]
+    return f"backoff.ladder: {', '.join(unbuilt)}" if unbuilt else None
+
+
 def _when(condition: bool, key: str) -> str | None:
     return key if condition else None
 
@@ -71,6 +76,8 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         lambda spec: _when(bool(spec.recipe.backoff.allow_learning_changes), "backoff.allow_learning_changes"),
         "remedies that change what is learned",
     ),
+    (lambda spec: _offload_rungs(spec.recipe), "remedies that move memory to the host"),
+    (lambda spec: _when(not spec.recipe.moe.freeze_router, "moe.freeze_router = false"), "training of routers"),
     (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
 )
 """(what the user wrote, or None) and the feature that is not there yet."""

@@ -18,7 +18,7 @@ GROWTH = 1.05
 BELOW_CEILING = 0.95
 CLEAN_STEPS_TO_GROW = 10
 CLEAN_STEPS_TO_FORGET = 100
-"""A failure at a cost that had succeeded before was a neighbour's doing; its ceiling is forgotten after so many steps."""
+"""A failure at a cost that had succeeded before was a neighbour's doing; its ceiling is forgotten after these many."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class CostBudget:
             self.slope = max(self.slope, measured_bytes / cost_bytes)
 
     def cut(self, failed_bytes: int, room_bytes: int) -> None:
-        """Lower the budget after a micro-batch of `failed_bytes` failed; `room_bytes` is capacity minus static level."""
+        """Lower the budget after a micro-batch of `failed_bytes` failed; `room_bytes` is capacity minus static."""
         self.ceiling_is_passing = failed_bytes <= self.proven_bytes
         self.ceiling_bytes = failed_bytes if self.ceiling_bytes is None else min(self.ceiling_bytes, failed_bytes)
         self.proven_bytes = min(self.proven_bytes, failed_bytes - 1)

@@ -87,7 +87,7 @@ def checkpointing(now: Situation) -> Remedy | None:
     if now.micro_batch is None or now.loaded.checkpointing:
         return None
     now.loaded.set_checkpointing(True)
-    return Remedy("checkpointing", False, True)
+    return Remedy("checkpointing", False, True) if now.loaded.checkpointing else None
 
 
 def chunk_loss(now: Situation) -> Remedy | None:

@@ -14,7 +14,8 @@ from engine.budget.plan import Plan, make_plan
 from engine.budget.predict import cost_model
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
-from engine.data.tokens import TokenData, tokenizer_hash
+from engine.data.tokenise import tokenizer_hash
+from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.config import model_config_dict
