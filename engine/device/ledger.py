@@ -111,7 +111,7 @@ class Ledger:
             f"The device has a total capacity of {amount(self.capacity_bytes)} of which {amount(max(free, 0))} is "
             f"free; {amount(self.allocated_bytes)} is allocated in {len(self.live)} blocks.{planned}"
         )
-        error.requested_bytes = size_bytes  # the text is rounded; the backoff arithmetic should not be
+        error.requested_bytes = size_bytes  # type: ignore[attr-defined]  # the text is rounded; the backoff arithmetic should not be
         return error
 
     def add(self, storage: torch.UntypedStorage, size_bytes: int, operation: Any, shape: Any, dtype: Any) -> None:

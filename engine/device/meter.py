@@ -38,7 +38,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _c_resize = torch.UntypedStorage.resize_
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode of one thread. `state` says whether it counts, is in a host region, or is switched off."""
 
     @classmethod
@@ -47,7 +47,7 @@ class _Watch(TorchDispatchMode):
         return False
 
     def __init__(self, ledger: Ledger, state: int = COUNTING) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.live = ledger.live
         self.state = state
@@ -242,11 +242,11 @@ class Meter:
             former_start(thread)
 
         def undo() -> None:
-            torch.UntypedStorage.resize_ = former_resize
-            threading.Thread.start = former_start
+            torch.UntypedStorage.resize_ = former_resize  # type: ignore[method-assign]
+            threading.Thread.start = former_start  # type: ignore[method-assign]
 
-        torch.UntypedStorage.resize_ = resize_
-        threading.Thread.start = start
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        threading.Thread.start = start  # type: ignore[method-assign, assignment]
         return undo
 
     def _resize(self, former: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:

@@ -87,6 +87,6 @@ def _processes(handle: Any) -> list[GpuProcess]:
 
 def _process_name(pid: int) -> str:
     try:
-        return psutil.Process(pid).name()
+        return str(psutil.Process(pid).name())
     except psutil.Error:
         return "not visible from here"

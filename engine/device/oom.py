@@ -135,4 +135,4 @@ def flush_autograd() -> None:
     every dispatch mode, so that a full metered device cannot refuse it.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-        torch.ones((), device="cpu", requires_grad=True).add(0).backward()
+        torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True).add(0))

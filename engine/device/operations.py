@@ -23,7 +23,7 @@ behaviours: dict[int, str] = {}
 for every operation. `_known` keeps the overloads alive, so that an id stays theirs."""
 _known: list[Any] = []
 
-_SWAPPERS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set", "aten::_resize_output_", "aten::swap_"}
+_SWAPPERS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_"}
 # A copy that looks like a view to its schema: torch.tensor() and from_numpy() announce their new storage through it.
 _FRESH_DESPITE_SCHEMA = {"aten::lift_fresh", "aten::lift"}
 

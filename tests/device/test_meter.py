@@ -51,8 +51,8 @@ MAKERS: dict[str, tuple[Callable[[], object], int]] = {
     "out= of several": (lambda: torch.sort(block(), out=(torch.empty(0), torch.empty(0, dtype=torch.int64))), 3 * KIB),
     "resize_": (lambda: torch.empty(0).resize_(256), KIB),
     "set_": (lambda: torch.empty(0).set_(torch.UntypedStorage(KIB)), KIB),
-    "storage resize_": (lambda: _grown_storage(), KIB),
-    "data swap": (lambda: _swapped(), KIB),
+    "storage resize_": (lambda: _grown_storage(KIB), KIB),
+    "data swap": (lambda: _swapped(1), KIB),
     "deep copy": (lambda: copy.deepcopy(torch.nn.Parameter(block())), KIB),
     "unpickled": (lambda: torch.load(_saved(), weights_only=True), KIB),
     "rounded up to a block": (lambda: torch.empty(1), 512),
@@ -61,15 +61,15 @@ MAKERS: dict[str, tuple[Callable[[], object], int]] = {
 }
 
 
-def _grown_storage() -> torch.Tensor:
+def _grown_storage(size_bytes: int) -> torch.Tensor:
     tensor = torch.empty(0)
-    tensor.untyped_storage().resize_(KIB)
+    tensor.untyped_storage().resize_(size_bytes)
     return tensor
 
 
-def _swapped() -> torch.nn.Parameter:
+def _swapped(kib: int) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(block(4))
-    parameter.data = block(1)
+    parameter.data = block(kib)
     return parameter
 
 

@@ -11,9 +11,9 @@ from engine.device.oom import classify, is_sticky
 GIB, MIB = 2**30, 2**20
 
 CUDA = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.10 GiB is free. "
-    "Process 4121 has 22.53 GiB memory in use. Of the allocated memory 21.92 GiB is allocated by PyTorch, and 113.45 MiB "
-    "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.10 GiB is free."
+    " Process 4121 has 22.53 GiB memory in use. Of the allocated memory 21.92 GiB is allocated by PyTorch, and 113.45 MiB"
+    " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 CUDA_OLD = (
@@ -26,8 +26,8 @@ ACCELERATOR = (
     "might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
 )
 NCCL = (
-    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled cuda error (run with NCCL_DEBUG=INFO "
-    "for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled cuda error (run with"
+    " NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
 )
 PIN_THREAD = (
     "Caught RuntimeError in pin memory thread for device 0.\nOriginal Traceback (most recent call last):\n"
@@ -92,7 +92,7 @@ RECOGNISED = {
     ),
     "fork": (OSError(12, "Cannot allocate memory"), "host", None),
     "python": (MemoryError(), "host", None),
-    "numpy": (MemoryError("Unable to allocate 7.45 GiB for an array with shape (1000000000,)"), "host", int(7.45 * GIB)),
+    "numpy": (MemoryError("Unable to allocate 7.45 GiB for an array with shape (10, 10)"), "host", int(7.45 * GIB)),
 }
 
 
