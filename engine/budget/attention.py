@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import SQUARE, TOKEN, Ghost, Storage, Walk
-from engine.budget.operations import FLOAT, add, cast, scale
+from engine.budget.operations import FLOAT, add, cast, saves_output, scale
 from engine.budget.setting import Setting
 
 
@@ -85,10 +85,10 @@ def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
     weights = scale(walk, _matmul(walk, query, key_states, arch.heads * SQUARE))
     if arch.attention_softcap is not None:
         weights = scale(walk, weights)
-        weights = _saves_output(walk, weights, weights.itemsize)
+        weights = saves_output(walk, weights, weights.itemsize)
         weights = scale(walk, weights)
     weights = add_constant(walk, weights)
-    weights = cast(walk, _saves_output(walk, weights, FLOAT), query.itemsize)
+    weights = cast(walk, saves_output(walk, weights, FLOAT), query.itemsize)
     output = _matmul(walk, weights, value_states, query.elements)
     return _copy(walk, output)
 
@@ -101,21 +101,6 @@ def add_constant(walk: Walk, x: Ghost) -> Ghost:
 def _copy(walk: Walk, x: Ghost) -> Ghost:
     """`transpose(1, 2).contiguous()`."""
     return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
-
-
-def _saves_output(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
-    """softmax and tanh; a cast inside softmax is undone at the end of its backward."""
-    size, full = x.size, x.elements * itemsize
-
-    def back(gradient: Storage) -> list[Storage | None]:
-        grad = walk.allocate(full)
-        return [grad if size == full else walk.allocate(size)]
-
-    saved = walk.save() if x.node is not None else None
-    output = walk.result(x.elements, itemsize, [x], back, saved)
-    if saved is not None:
-        walk.save_into(saved, output)
-    return output
 
 
 def _matmul(walk: Walk, left: Ghost, right: Ghost, elements: int) -> Ghost:

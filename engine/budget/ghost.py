@@ -5,8 +5,8 @@ eager torch frees the real one. So a layer written here with the same local vari
 live set at every moment, and a small autograd tape does the same for backward: what each operation saves, in which
 order nodes run, when gradients are handed on, added up and dropped.
 
-Sizes are functions of the micro-batch, a + b · tokens + c · rows · length², packed into one integer so that adding is one
-operation (`TOKEN` and `SQUARE` are powers of two far above any coefficient). The result of a walk is the set of live
+Sizes are functions of the micro-batch, a + b · tokens + c · rows · length² and so on, packed into one integer so that
+adding is one operation (`TOKEN`, `SQUARE`, `CHUNK` and `NEXT` are powers of two far above any coefficient). The result of a walk is the set of live
 sizes at its local maxima: evaluating those is the closed form.
 
 What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`, `accumulate_grad.h`,
@@ -19,15 +19,22 @@ import sys
 from collections.abc import Callable, Sequence
 
 TOKEN = 1 << 56
+"""Per token of the padded micro-batch."""
 SQUARE = 1 << 112
+"""Per row and length squared."""
+CHUNK = 1 << 168
+"""Per token of the loss's first chunk."""
+NEXT = 1 << 224
+"""Per token of the chunk after it."""
 
 Back = Callable[["Storage"], Sequence["Storage | None"]]
 """From the gradient of a node's output to the gradients of its inputs."""
 
 
-def unpack(size: int) -> tuple[int, int, int]:
-    """A packed size as (fixed, per token, per row and length squared)."""
-    return size % TOKEN, size // TOKEN % TOKEN, size // SQUARE
+def unpack(size: int) -> tuple[int, int, int, int, int]:
+    """A packed size as (fixed, per token, per row and length squared, per token of a chunk, per token of the next)."""
+    mask = TOKEN - 1
+    return size & mask, size >> 56 & mask, size >> 112 & mask, size >> 168 & mask, size >> 224
 
 
 class Storage:
@@ -178,7 +185,10 @@ class Walk:
 
     def leaf_gradient(self, size: int) -> None:
         """The gradient of a trained weight: kept the first time, added to the one that is there and dropped later."""
-        storage = Storage(self, size)
+        self.adopt_gradient(Storage(self, size))
+
+    def adopt_gradient(self, storage: Storage) -> None:
+        """The same for one that was made earlier."""
         if not self.accumulating:
             self.leaf_gradients.append(storage)
 

@@ -6,9 +6,9 @@ A `Walk` goes through the same steps as `engine.model.loss`, with every token a 
 from __future__ import annotations
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import TOKEN, Ghost, Storage, Walk
+from engine.budget.ghost import CHUNK, NEXT, TOKEN, Ghost, Storage, Walk
 from engine.budget.layer import rms_norm
-from engine.budget.operations import FLOAT, cast, linear
+from engine.budget.operations import FLOAT, cast, linear, saves_output, scale
 from engine.budget.parameters import outer_parameters
 from engine.budget.setting import Setting
 from engine.budget.static import rounded, selected_outer
@@ -25,12 +25,13 @@ class Head:
         outer = outer_parameters(arch)
         self.norm_name = next(p.name for p in outer if p.name.endswith(("norm.weight", "ln_f.weight")))
         self.table_name = "lm_head.weight" if not arch.tied else outer[0].name
+        self.weight = rounded(arch.vocab * arch.hidden * setting.base_bytes)
 
     def forward(self, hidden: Ghost) -> Ghost:
         """The loss of a micro-batch."""
         hidden = self.norm(hidden)
         hidden = gather(self.walk, hidden)
-        return self.plain(hidden)
+        return self.plain(hidden) if self.setting.loss == "plain" else self.chunked(hidden)
 
     def norm(self, hidden: Ghost) -> Ghost:
         """The last norm."""
@@ -40,27 +41,55 @@ class Head:
 
     def plain(self, hidden: Ghost) -> Ghost:
         """Logits of all targets at once, in fp32, and cross entropy."""
-        walk, arch = self.walk, self.arch
-        weight = rounded(arch.vocab * arch.hidden * self.setting.base_bytes)
-        logits = linear(walk, hidden, arch.vocab, weight, self.table_name in self.trained)
+        walk = self.walk
+        logits = linear(walk, hidden, self.arch.vocab, self.weight, self.table_name in self.trained)
         logits = cast(walk, logits, FLOAT)
-        return negative_log_likelihood(walk, log_softmax(walk, logits))
+        if self.arch.logit_softcap is not None:
+            logits = scale(walk, logits)
+            logits = saves_output(walk, logits, FLOAT)
+            logits = scale(walk, logits)
+        return negative_log_likelihood(walk, saves_output(walk, logits, FLOAT))
+
+    def chunked(self, hidden: Ghost) -> Ghost:
+        """`engine.model.chunked`: gradients are made in the forward pass, a chunk of logits at a time."""
+        walk, vocab, size = self.walk, self.arch.vocab, hidden.size
+        trained = self.table_name in self.trained
+        saved = [walk.allocate(size)]
+        if trained:
+            saved.append(walk.allocate(self.weight))
+        narrow = self.setting.base_bytes
+        capped = 2 if self.arch.logit_softcap is not None else 0
+        logits = narrow if narrow < FLOAT else 0
+        logits_and_work = walk.allocate(vocab * (logits + FLOAT * (1 + capped)) * CHUNK)
+        del logits_and_work
+        # The gradient of one chunk's logits is still there while the next chunk's logits are made.
+        following = walk.allocate(vocab * narrow * CHUNK + vocab * (logits + FLOAT * (1 + capped)) * NEXT)
+        del following
+
+        def back(gradient: Storage) -> list[Storage | None]:
+            if trained:
+                walk.adopt_gradient(saved.pop())
+            return [saved.pop()]
+
+        return walk.result(0, FLOAT, [hidden], back, trains=trained)
 
 
 def gather(walk: Walk, hidden: Ghost) -> Ghost:
-    """`hidden[positions]`: a copy of the target rows; backward scatters into zeros of the full size."""
+    """`hidden[:, :-1][positions]`: a copy of the target rows, whose row and column numbers (int64) are saved.
+
+    Backward scatters into zeros of the full size, and once more for the slice.
+    """
     size = hidden.size
-    return walk.result(hidden.elements, hidden.itemsize, [hidden], lambda gradient: [walk.allocate(size)])
 
+    def back(gradient: Storage) -> list[Storage | None]:
+        scattered = walk.allocate(size)
+        del gradient
+        full = walk.allocate(size)
+        del scattered
+        return [full]
 
-def log_softmax(walk: Walk, logits: Ghost) -> Ghost:
-    """Saves its output; backward makes the gradient of the logits."""
-    size = logits.size
-    saved = walk.save() if logits.node is not None else None
-    output = walk.result(logits.elements, logits.itemsize, [logits], lambda gradient: [walk.allocate(size)], saved)
-    if saved is not None:
-        walk.save_into(saved, output)
-    return output
+    saved = walk.save(walk.new(2 * TOKEN, 8)) if hidden.node is not None else None
+    return walk.result(hidden.elements, hidden.itemsize, [hidden], back, saved)
 
 
 def negative_log_likelihood(walk: Walk, scores: Ghost) -> Ghost:

@@ -139,3 +139,18 @@ def _reciprocal_root(walk: Walk, x: Ghost) -> Ghost:
     if saved is not None:
         walk.save_into(saved, output)
     return output
+
+
+def saves_output(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
+    """softmax and tanh; a cast inside softmax is undone at the end of its backward."""
+    size, full = x.size, x.elements * itemsize
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        grad = walk.allocate(full)
+        return [grad if size == full else walk.allocate(size)]
+
+    saved = walk.save() if x.node is not None else None
+    output = walk.result(x.elements, itemsize, [x], back, saved)
+    if saved is not None:
+        walk.save_into(saved, output)
+    return output

@@ -10,7 +10,6 @@ Try: `python -m pytest tests/budget/test_parameters.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -156,13 +155,20 @@ def _gpt2_layer(arch: Architecture) -> list[Parameter]:
     return [*norms, *weights, *(Parameter(f"{name}.bias", (shape[1],)) for name, shape in shapes.items())]
 
 
-def compile_globs(patterns: Sequence[str]) -> re.Pattern[str] | None:
-    """Shell globs on dotted names as one regular expression: "*" and "?" stop at a dot, "**" does not."""
-    return re.compile("|".join(f"(?:{_glob(pattern)})" for pattern in patterns)) if patterns else None
+@lru_cache(maxsize=1024)
+def compile_globs(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Globs on dotted names as one expression: "*" and "?" stop at a dot, "**" does not; a module stands for its parts."""
+    return re.compile("|".join(rf"(?:{_glob(pattern)})(?:\..*)?" for pattern in patterns) or "(?!)")
 
 
 def _glob(pattern: str) -> str:
     """One glob as the source of a regular expression for `fullmatch`."""
-    pieces = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
-    known = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
-    return "".join(known.get(piece) or (piece.replace("[!", "[^") if piece.startswith("[") else re.escape(piece)) for piece in pieces)
+    return "".join(_glob_piece(piece) for piece in re.split(r"(\*\*|\*|\?|\[[^\]]+\])", pattern))
+
+
+def _glob_piece(piece: str) -> str:
+    if piece in ("**", "*", "?"):
+        return {"**": ".*", "*": "[^.]*", "?": "[^.]"}[piece]
+    if piece.startswith("["):
+        return "[" + piece[1:].replace("!", "^", 1).replace("\\", "\\\\") if piece[1] == "!" else piece
+    return re.escape(piece)

@@ -14,7 +14,16 @@ from functools import lru_cache
 from engine.budget.architecture import Architecture
 from engine.budget.setting import Setting, setting_of
 from engine.budget.static import static_bytes
-from engine.budget.step import Growth, PhaseCost, StepCost, prune, step_cost
+from engine.budget.step import (
+    INPUT_BYTES,
+    Growth,
+    PhaseCost,
+    Shape,
+    position_bytes,
+    prune,
+    shape_of,
+    step_cost,
+)
 from engine.spec.run import RunSpec
 
 COMPONENTS = (
@@ -43,13 +52,14 @@ class CostModel:
 
     static_bytes: int
     growths: tuple[Growth, ...]
-    length_tables: int
+    position_bytes: int
+    chunk_tokens: int
 
     def bytes(self, rows: int, length: int) -> int:
         """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
-        tokens = rows * length
-        squares = tokens * length
-        return max([g[0] + g[1] * tokens + g[2] * squares for g in self.growths]) + length * self.length_tables
+        _, tokens, squares, chunk, following = shape_of(rows, length, self.chunk_tokens)
+        peaks = [g[0] + g[1] * tokens + g[2] * squares + g[3] * chunk + g[4] * following for g in self.growths]
+        return max(peaks) + length * self.position_bytes
 
 
 def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
@@ -62,35 +72,35 @@ def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
 
 @lru_cache(maxsize=256)
 def _cost_model(arch: Architecture, setting: Setting, accumulating: bool) -> CostModel:
-    total, cost = static_bytes(arch, setting).total, step_cost(arch, setting, accumulating)
+    total = static_bytes(arch, setting).total
     candidates = [Growth(total.gradients)]
-    for phase in cost.phases.values():
-        around = phase.saved.plus(Growth(phase.gradients, cost.token_inputs))
+    for phase in step_cost(arch, setting, accumulating).values():
+        around = phase.saved.plus(Growth(phase.gradients, INPUT_BYTES))
         candidates.extend(around.plus(working) for working in phase.working)
-    return CostModel(total.static, prune(candidates), cost.length_tables)
+    return CostModel(total.static, prune(candidates), position_bytes(arch, setting), setting.chunk_tokens)
 
 
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
     """The whole table for a micro-batch of `rows` sequences of `length` tokens."""
     setting = setting_of(arch, spec)
-    cost = step_cost(arch, setting, rows < spec.recipe.train.batch_size)
+    shape = shape_of(rows, length, setting.chunk_tokens)
+    inputs = INPUT_BYTES * shape.tokens + position_bytes(arch, setting) * length
     total = static_bytes(arch, setting).total
     held = {"weights": total.weights, "adapters": total.adapters, "optimizer": total.optimizer}
     phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
-    for name, phase in cost.phases.items():
-        phases[name] = {**held, **_components(phase, cost, rows, length)}
+    for name, phase in step_cost(arch, setting, rows < spec.recipe.train.batch_size).items():
+        phases[name] = held | _components(phase, shape, inputs)
     phases["optimizer_step"] = {**held, "gradients": total.gradients}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
     deciding = max(sums, key=sums.__getitem__)
     return Prediction(phases, sums[deciding], deciding, phases[deciding], sums[deciding])
 
 
-def _components(phase: PhaseCost, cost: StepCost, rows: int, length: int) -> dict[str, int]:
+def _components(phase: PhaseCost, shape: Shape, inputs: int) -> dict[str, int]:
     """One row of the table above the static bytes."""
-    tokens, squares = rows * length, rows * length * length
     parts = dict.fromkeys(("gradients", "activations", "recompute", "loss", "buffers"), 0)
     parts["gradients"] += phase.gradients
-    parts["activations"] += phase.saved.at(tokens, squares)
-    parts["buffers"] += cost.token_inputs * tokens + cost.length_tables * length
-    parts[phase.label] += max(working.at(tokens, squares) for working in phase.working)
+    parts["activations"] += phase.saved.at(shape)
+    parts["buffers"] += inputs
+    parts[phase.label] += max(working.at(shape) for working in phase.working)
     return {component: size for component, size in parts.items() if size}

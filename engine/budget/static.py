@@ -23,8 +23,8 @@ from engine.budget.setting import Setting
 
 BLOCK_BYTES = 512
 
-ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn", "attn.c_proj")
-"""Last parts of the names that targets = "attention" means."""
+ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
+"""What the module around attention projections is called; targets = "attention" means the linear layers in it."""
 
 
 def rounded(size_bytes: int) -> int:
@@ -118,31 +118,26 @@ def selected_outer(arch: Architecture, setting: Setting) -> frozenset[str]:
     return frozenset(p.name for p in outer_parameters(arch) if is_trained(p.name, setting))
 
 
-@lru_cache(maxsize=65536)
 def is_trained(name: str, setting: Setting) -> bool:
     """Whether a base parameter learns: with LoRA only what also_train names, else all, or train_only, less freeze."""
     wanted = setting.also_train if setting.lora else (setting.train_only or ("**",))
-    chosen, frozen = compile_globs(wanted), compile_globs(setting.freeze)
-    return bool(chosen and chosen.fullmatch(name)) and not (frozen and frozen.fullmatch(name))
+    return bool(compile_globs(wanted).fullmatch(name)) and not compile_globs(setting.freeze).fullmatch(name)
 
 
-@lru_cache(maxsize=65536)
 def is_adapted(module: str, setting: Setting) -> bool:
     """Whether a linear layer inside a decoder layer gets an adapter."""
-    excluded = compile_globs(setting.exclude)
-    if not setting.lora or (excluded and excluded.fullmatch(module)):
+    if not setting.lora or _named(setting.exclude, module):
         return False
     if setting.targets == "all-linear":
         return True
     if setting.targets == "attention":
-        return module.endswith(ATTENTION_LAYERS)
-    return any(_names(target, module) for target in setting.targets)
+        return any(part in ATTENTION_PARTS for part in module.split(".")[:-1])
+    return _named(tuple(setting.targets), module)
 
 
-def _names(target: str, module: str) -> bool:
-    """A target is a glob on the whole dotted name, or on its last part as peft has it ("q_proj")."""
-    pattern = compile_globs([target, f"**.{target}"])
-    return bool(pattern and pattern.fullmatch(module))
+def _named(patterns: tuple[str, ...], module: str) -> bool:
+    """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
+    return bool(compile_globs(patterns + tuple(f"**.{pattern}" for pattern in patterns)).fullmatch(module))
 
 
 def _layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:

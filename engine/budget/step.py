@@ -21,22 +21,43 @@ from engine.budget.layer import Layer
 from engine.budget.setting import Setting
 from engine.budget.static import Selection, select_layer, static_bytes
 
-INPUT_BYTES = 16
-"""Per token: input ids and labels, int64."""
+INPUT_BYTES = 24
+"""Per token: input ids, labels and the targets among them, int64."""
+
+
+class Shape(NamedTuple):
+    """What sizes are functions of; the first is always 1."""
+
+    one: int
+    tokens: int
+    """rows × length, padding included."""
+    squares: int
+    """rows × length²."""
+    chunk: int
+    """Tokens of the first chunk of the loss."""
+    following: int
+    """Tokens of its second chunk."""
+
+
+def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
+    """The shape of `rows` sequences padded to `length` tokens."""
+    tokens = rows * length
+    chunk = min(tokens, chunk_tokens)
+    return Shape(1, tokens, tokens * length, chunk, min(tokens - chunk, chunk_tokens))
 
 
 class Growth(NamedTuple):
-    """Bytes as a function of the micro-batch: rows × length = tokens."""
+    """Bytes per unit of each part of a `Shape`."""
 
     fixed: int = 0
     token: int = 0
-    """Per token of the padded micro-batch."""
     square: int = 0
-    """Per row and length squared: attention scores and masks that are materialised."""
+    chunk: int = 0
+    following: int = 0
 
-    def at(self, tokens: int, squares: int) -> int:
-        """Bytes at `tokens` = rows × length and `squares` = rows × length²."""
-        return self.fixed + self.token * tokens + self.square * squares
+    def at(self, shape: Shape) -> int:
+        """Bytes at a shape."""
+        return sum(mine * unit for mine, unit in zip(self, shape, strict=True))
 
     def plus(self, other: Growth, times: int = 1) -> Growth:
         """This and `times` another."""
@@ -57,17 +78,6 @@ class PhaseCost:
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """All phases of forward and backward."""
-
-    phases: dict[str, PhaseCost]
-    token_inputs: int
-    """Bytes per token of the batch itself."""
-    length_tables: int
-    """Bytes per position of the rotary tables, shared by all rows."""
-
-
-@dataclass(frozen=True)
 class Walked:
     """One layer's bytes: at its forward's maxima, kept after it, at its backward's maxima, and its gradients."""
 
@@ -77,38 +87,53 @@ class Walked:
 
 
 @lru_cache(maxsize=256)
-def step_cost(arch: Architecture, setting: Setting, accumulating: bool) -> StepCost:
+def step_cost(arch: Architecture, setting: Setting, accumulating: bool) -> dict[str, PhaseCost]:
     """Phases of one micro-batch; `accumulating` when an earlier one of the same step has left gradients."""
     static = static_bytes(arch, setting)
     layer = walk_layer(arch, setting, select_layer(arch, setting, arch.layers - 1), accumulating)
-    head_forward, head_backward = walk_head(arch, setting, accumulating)
-    everything = static.total.gradients
+    below, through = _kept(arch, setting, layer, accumulating)
+    head = walk_head(arch, setting, accumulating)
+    everything, table = static.total.gradients, static.embedding_gradient
     held = everything if accumulating else 0
-    head_gradients = held or static.head_gradient
-    others = held or head_gradients + static.layers.gradients - static.first_layer.gradients
-    embedding = held or everything - static.embedding_gradient
-    kept = [Growth(*(count * value for value in layer.saved)) for count in (arch.layers - 1, arch.layers)]
+    # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
+    waiting = table if arch.tied else 0
+    early = held + waiting if accumulating else static.head_gradient + waiting
+    late = early if accumulating else early + static.layers.gradients - static.first_layer.gradients
     label = "recompute" if setting.checkpointing else "activations"
-    hidden = arch.hidden * setting.base_bytes
     phases = {
-        "forward": PhaseCost(held, kept[0], layer.forward, label),
-        "loss_backward": PhaseCost(held, kept[1], prune([*head_forward, *head_backward]), "loss"),
-        "layer_first": PhaseCost(head_gradients, kept[0], layer.backward, label),
-        "layer_last": PhaseCost(others, Growth(), layer.backward, label),
+        "forward": PhaseCost(held, below, layer.forward, label),
+        "loss_backward": PhaseCost(held, through, head, "loss"),
+        "layer_first": PhaseCost(early, below, layer.backward, label),
+        "layer_last": PhaseCost(late, Growth(), layer.backward, label),
     }
-    if static.embedding_gradient:
-        extra = static.embedding_gradient * (1 if accumulating or arch.tied else 0)
-        working = (Growth(static.embedding_gradient + extra, 0), Growth(static.embedding_gradient, hidden))
-        phases["embedding_backward"] = PhaseCost(embedding, Growth(), working, "gradients")
-    return StepCost(phases, INPUT_BYTES, 2 * arch.head_dim * setting.base_bytes)
+    if table:
+        # Tied: the head's gradient, the embedding's, and their sum are live at once.
+        before = held + waiting if accumulating else everything - (0 if arch.tied else table)
+        working = Growth((2 if arch.tied else 1) * table, arch.hidden * setting.base_bytes)
+        phases["embedding_backward"] = PhaseCost(before, Growth(), (working,), "gradients")
+    return phases
+
+
+def _kept(arch: Architecture, setting: Setting, layer: Walked, accumulating: bool) -> tuple[Growth, Growth]:
+    """What all layers but the last keep for backward, and what all of them keep.
+
+    Nothing before the first layer learns in LoRA, so that its frozen parts save less.
+    """
+    first = layer.saved
+    if not setting.checkpointing and arch.layers > 1 and not static_bytes(arch, setting).embedding_gradient:
+        first = walk_layer(arch, setting, select_layer(arch, setting, 0), accumulating, False).saved
+    below = first.plus(layer.saved, arch.layers - 2) if arch.layers > 1 else Growth()
+    return below, below.plus(layer.saved)
 
 
 @lru_cache(maxsize=256)
-def walk_layer(arch: Architecture, setting: Setting, chosen: Selection, accumulating: bool) -> Walked:
-    """Forward and backward of one layer by itself, with gradients wanted for its input."""
+def walk_layer(
+    arch: Architecture, setting: Setting, chosen: Selection, accumulating: bool, input_gradient: bool = True
+) -> Walked:
+    """Forward and backward of one layer by itself; `input_gradient` where something before it learns."""
     walk = Walk(in_place_sums=not setting.metered, accumulating=accumulating)
     layer = Layer(walk, arch, setting, chosen)
-    arguments = [_entry(walk, arch, setting)]
+    arguments = [_entry(walk, arch, setting, input_gradient)]
     if setting.checkpointing:  # the checkpoint holds its input until the layer's backward is over
         output = walk.checkpoint(lambda: layer.forward(arguments[0]))
     else:
@@ -121,21 +146,21 @@ def walk_layer(arch: Architecture, setting: Setting, chosen: Selection, accumula
     return Walked(forward, growth(saved), prune(growth(size) for size in walk.take_peaks()))
 
 
-def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[list[Growth], list[Growth]]:
-    """Local maxima from the last layer's output to its gradient: on the way up, and on the way back."""
+def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
+    """Local maxima from the last layer's output to the loss and back to that output's gradient."""
     walk = Walk(in_place_sums=not setting.metered, accumulating=accumulating)
     arguments = [_entry(walk, arch, setting)]
     loss = Head(walk, arch, setting).forward(arguments.pop())
-    forward = [growth(size) for size in walk.take_peaks()]
     assert loss.node is not None
     walk.backward(loss.node, walk.allocate(0))
-    return forward, [growth(size) for size in walk.take_peaks()]
+    return prune(growth(size) for size in walk.take_peaks())
 
 
-def _entry(walk: Walk, arch: Architecture, setting: Setting) -> Ghost:
-    """Hidden states that need a gradient."""
+def _entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool = True) -> Ghost:
+    """Hidden states, as a rule with a gradient to come."""
     hidden = walk.new(arch.hidden * TOKEN, setting.base_bytes)
-    hidden.node = Node([], lambda gradient: [], hidden.size, None)
+    if gradient:
+        hidden.node = Node([], lambda gradient: [], hidden.size, None)
     return hidden
 
 
@@ -147,7 +172,12 @@ def growth(size: int) -> Growth:
 def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
     """Only those that are the largest for some shape: none that another exceeds in every coefficient."""
     kept: list[Growth] = []
-    for candidate in sorted(set(candidates), key=lambda item: (item.token, item.square, item.fixed), reverse=True):
+    for candidate in sorted(set(candidates), key=lambda item: item[1:] + item[:1], reverse=True):
         if not any(all(a >= b for a, b in zip(other, candidate, strict=True)) for other in kept):
             kept.append(candidate)
     return tuple(kept)
+
+
+def position_bytes(arch: Architecture, setting: Setting) -> int:
+    """Per position, shared by all rows: its id (int64) and its row of the rotary tables (cos and sin)."""
+    return 8 + 2 * arch.head_dim * setting.base_bytes
