@@ -12,8 +12,8 @@ GIB, MIB = 2**30, 2**20
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.10 GiB is free."
-    " Process 4121 has 22.53 GiB memory in use. Of the allocated memory 21.92 GiB is allocated by PyTorch, and 113.45 MiB"
-    " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    " Process 4121 has 22.53 GiB memory in use. Of the allocated memory 21.92 GiB is allocated by PyTorch, and"
+    " 113.45 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 CUDA_OLD = (
@@ -27,7 +27,8 @@ ACCELERATOR = (
 )
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled cuda error (run with"
-    " NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    " NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed."
+    "\nLast error:\n"
 )
 PIN_THREAD = (
     "Caught RuntimeError in pin memory thread for device 0.\nOriginal Traceback (most recent call last):\n"
