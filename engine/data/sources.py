@@ -10,9 +10,10 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,24 @@ class Rows:
     count: int
     fingerprint: str
     """Hash of the contents; the same on every machine, whatever the files are called there."""
-    _table: Any
+    table: Any
+    """A `datasets.Dataset`, or a list of rows."""
+    explain: Callable[[BaseException], DataError]
+    """Turns what reading a row raised into the error to show."""
 
     def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any]]]:
         """All rows in order, `size` at a time, as one dict per row."""
         for start in range(0, self.count, size):
             stop = min(start + size, self.count)
-            if isinstance(self._table, list):
-                yield self._table[start:stop]
-            else:
-                columns = self._table[start:stop]
-                yield [{name: columns[name][row] for name in self.columns} for row in range(stop - start)]
+            yield self.table[start:stop] if isinstance(self.table, list) else self._decoded(start, stop)
+
+    def _decoded(self, start: int, stop: int) -> list[dict[str, Any]]:
+        try:
+            columns = self.table[start:stop]
+        except UnicodeDecodeError as error:
+            # Arrow keeps strings as bytes and decodes them only here.
+            raise self.explain(error) from error
+        return [{name: columns[name][row] for name in self.columns} for row in range(stop - start)]
 
 
 def open_rows(source: Source, *, seed: int) -> Rows:
@@ -76,13 +84,12 @@ def open_rows(source: Source, *, seed: int) -> Rows:
         with _quiet():
             rows = _open_hub(source) if source.path is None else _open_local(source, Path(source.path).expanduser())
     if rows.count == 0:
-        raise DataError(f"source {source.name}: {_where(source)} holds no rows", fix="check the file and the split")
-    count = rows.count if source.limit is None else min(rows.count, source.limit)
-    return Rows(rows.columns, count, rows.fingerprint, rows._table)
+        raise _no_rows(source)
+    return rows if source.limit is None else replace(rows, count=min(rows.count, source.limit))
 
 
 def _open_builtin(source: Source, seed: int) -> Rows:
-    base, _ = _split_parts(source)
+    base = _split_name(source)
     if source.path != "builtin:dates" or base not in ROWS:
         raise DataError(
             f"source {source.name}: there is no {source.path} with split {source.split}",
@@ -90,17 +97,19 @@ def _open_builtin(source: Source, seed: int) -> Rows:
         )
     rows = dates(seed, base)
     start, stop = _slice(source, len(rows))
-    return Rows(["prompt", "completion"], stop - start, hash_text("dates", source.split, str(seed)), rows[start:stop])
+    fingerprint = hash_text("dates", source.split, str(seed))
+    explain = partial(_unreadable, source, Path(source.path), [])
+    return Rows(["prompt", "completion"], stop - start, fingerprint, rows[start:stop], explain)
 
 
 def _open_local(source: Source, path: Path) -> Rows:
     files = _data_files(source, path)
-    base, _ = _split_parts(source)
+    base = _split_name(source)
     try:
         fingerprint = hash_text(hash_files(files, path if path.is_dir() else None), source.split)
         if all(file.stat().st_size == 0 for file in files):
             raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
-        return _rows(_load_local(source, path, files, base), fingerprint)
+        return _rows(_load_local(source, path, files, base), fingerprint, partial(_unreadable, source, path, files))
     except PermissionError as error:
         raise DataError(
             f"source {source.name}: {error.filename or path} cannot be read (permission denied)",
@@ -157,13 +166,14 @@ def _open_hub(source: Source) -> Rows:
             fix="check config and split against the data set's page",
         ) from error
     # The builder's fingerprint covers name, config, version, split and the hub commit the files came from.
-    return _rows(data, hash_text(name, source.config or "", source.split, data._fingerprint))
+    fingerprint = hash_text(name, source.config or "", source.split, data._fingerprint)
+    return _rows(data, fingerprint, partial(_unreadable, source, Path(name), []))
 
 
-def _rows(data: Any, fingerprint: str) -> Rows:
+def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> Rows:
     if not isinstance(data, datasets.Dataset):
         raise ValueError(f"a split was expected, {type(data).__name__} was found")
-    return Rows(data.column_names, len(data), fingerprint, data)
+    return Rows(data.column_names, len(data), fingerprint, data, explain)
 
 
 def _data_files(source: Source, path: Path) -> list[Path]:
@@ -209,20 +219,20 @@ def _suffix(file: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _split_parts(source: Source) -> tuple[str, str]:
-    """Split into its name and slice. Raises DataError when it is neither."""
-    match = re.fullmatch(r"([\w.-]+)((?:\[[^\]]*\])?)", source.split)
+def _split_name(source: Source) -> str:
+    """The split without its slice. Raises DataError when it is not a name with at most one slice."""
+    match = re.fullmatch(r"([\w.-]+)(?:\[[^\[\]]*\])?", source.split)
     if match is None:
         raise DataError(
             f"source {source.name}: split {source.split!r} is not understood",
             expected="a name, or a name with a slice, such as train, train[:1000] or train[10%:20%]",
         )
-    return match[1], match[2]
+    return match[1]
 
 
 def _slice(source: Source, count: int) -> tuple[int, int]:
     """First and behind-last row that the split's slice leaves of `count` rows."""
-    base, _ = _split_parts(source)
+    base = _split_name(source)
     try:
         (part,) = ReadInstruction.from_spec(source.split).to_absolute({base: count})
     except ValueError as error:
@@ -236,11 +246,17 @@ def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseEx
     broken = first_bad_json([file for file in files if LOADERS.get(_suffix(file)) == "json"])
     if broken is not None:
         return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
+    if "corresponds to no data" in str(error):
+        return _no_rows(source)
     cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
     return DataError(
         f"source {source.name}: {path} cannot be read: {_short(cause)}",
         fix="check that the file is whole, that its suffix names its format, and the split",
     )
+
+
+def _no_rows(source: Source) -> DataError:
+    return DataError(f"source {source.name}: {_where(source)} holds no rows", fix="check the file and the split")
 
 
 def _short(error: BaseException) -> str:

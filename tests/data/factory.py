@@ -24,7 +24,8 @@ CHATML_MARKED = (
     "{% if add_generation_prompt %}{{ '<user>assistant\n' }}{% endif %}"
 )
 LLAMA_LIKE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<system>' + m['role'] + '<reserved>\n\n' + m['content'] | trim + '<end>' }}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<system>' + m['role'] + '<reserved>\n\n' + m['content'] | trim + '<end>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<system>assistant<reserved>\n\n' }}{% endif %}"
 )
 FORGETFUL = (

@@ -91,7 +91,9 @@ def test_broken_rows_are_dropped_with_their_reason(row: dict[str, Any], reason: 
 
 def test_text_parts_are_joined_and_nulls_of_arrow_vanish() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    turns = [{"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": None, "tool_calls": [1]}]
+    turns = [
+        {"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": None, "tool_calls": [1]},
+    ]
     assert record({"messages": turns}).messages == [
         {"role": "user", "content": "ab"}, {"role": "assistant", "content": "", "tool_calls": [1]},
     ]

@@ -1,0 +1,72 @@
+"""`tunedeck data`, as a person and as a script see it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.commands.data import histogram_lines, print_json, print_report, visible
+from engine.data.prepare import prepare_data
+from tests.data.factory import CHATML, run_spec, tokenizer
+
+ROOT = Path(__file__).parents[2]
+NASTY = [{"prompt": "[bold]a\x1b[31m\n", "completion": "[/]b\u202e"}, {"prompt": "p", "completion": None}]
+
+
+def test_the_report_marks_what_is_learned_and_escapes_what_the_data_say(
+    jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY)}]})
+    print_report(prepare_data(spec, tokenizer()), tokenizer(), 5)
+    shown = capsys.readouterr().out
+    assert "[bold]a\\x1b[31m\\n" in shown
+    assert "⟦[/]b\\u202e<eos>⟧" in shown
+    assert "\x1b" not in shown
+    assert "dropped from a: 1 x completion is missing" in shown
+
+
+def test_chat_samples_show_special_tokens(jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}]
+    spec = run_spec({"sources": [{"name": "a", "path": jsonl(rows)}]})
+    print_report(prepare_data(spec, tokenizer(CHATML)), tokenizer(CHATML), 1)
+    shown = capsys.readouterr().out
+    assert "<user>assistant\\n" in shown
+    assert "⟦yo<end>⟧" in shown
+
+
+def test_json_is_one_document_with_the_samples_pieces(
+    jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY)}]})
+    print_json(prepare_data(spec, tokenizer()), tokenizer(), 1)
+    document = json.loads(capsys.readouterr().out)
+    (sample,) = document["samples"]
+    assert "".join(piece["text"] for piece in sample["pieces"] if piece["learned"]) == "[/]b\u202e<eos>"
+    assert document["sources"][0]["dropped"] == {"completion is missing": 1}
+    assert document["parts"][0]["rows"] == 1
+
+
+def test_a_bar_that_holds_anything_is_seen() -> None:
+    lines = histogram_lines([(1, 10, 10_000), (11, 20, 1), (21, 30, 0)], bar="#")
+    assert [line.count("#") for line in lines] == [40, 1, 0]
+
+
+def test_control_characters_become_visible_and_letters_stay() -> None:
+    assert visible("née\t\u200b日本") == "née\\t\\u200b日本"
+
+
+def test_the_command_runs_the_demo_recipe_without_loading_a_model(tmp_path: Path) -> None:
+    code = (
+        "import sys, typer; from engine.commands.data import register\n"
+        "app = typer.Typer(); app.callback()(lambda: None); register(app)\n"
+        "app(['data', '-r', 'demo', '--show', '1', '--json'], standalone_mode=False)\n"
+        "sys.exit('peft' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["samples"][0]["pieces"][1]["learned"] is True
