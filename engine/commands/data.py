@@ -130,8 +130,9 @@ def _print_part(console: Console, part: PartReport) -> None:
         f"{part.part}: {part.rows:,} sequences{packed}; {part.tokens:,} tokens, "
         f"{part.target_tokens:,} of them learned ({part.target_share:.1%})"
     )
-    console.print("tokens per sequence: " + ", ".join(f"{share}% ≤ {n:,}" if _unicode(console) else f"{share}% <= {n:,}"
-                                                     for share, n in part.percentiles.items()))
+    most = "≤" if _unicode(console) else "<="
+    lengths = ", ".join(f"{share}% {most} {length:,}" for share, length in part.percentiles.items())
+    console.print(f"tokens per sequence: {lengths}")
     for line in histogram_lines(part.histogram, bar="█" if _unicode(console) else "#"):
         console.print(line)
 
