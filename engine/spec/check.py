@@ -18,7 +18,8 @@ from engine.spec.foreign import CHOICES, translate
 from engine.spec.lines import Place
 from engine.spec.profile import Profile
 from engine.spec.recipe import Recipe
-from engine.spec.rules import problems_of_profile, problems_of_recipe
+from engine.spec.rules import problems_of_recipe
+from engine.spec.rules_of_hardware import problems_of_profile
 from engine.spec.run import RunSpec
 from engine.spec.text import UNSAFE, nearest, quoted, visible
 
@@ -160,13 +161,11 @@ def _found(value: Any, allowed: str) -> str:
         return f"{quoted(value)} is text" + (", write the number without quotes" if _is_number(value) else "")
     if isinstance(value, str) and allowed == "true or false":
         return f"{quoted(value)} is text, write it without quotes"
-    kinds = {bool: "true or false", list: "a list", dict: "a table", int: "a number", float: "a number"}
-    kind = kinds.get(type(value), "" if isinstance(value, str) else "a date or time")
-    return (
-        f"{quoted(value)}, {kind}"
-        if kind and not allowed.startswith((kind, "a whole number", "a number"))
-        else quoted(value)
-    )
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and "number" in allowed:
+        return quoted(value)
+    kinds = {str: "text", bool: "true or false", list: "a list", dict: "a table", int: "a number", float: "a number"}
+    kind = kinds.get(type(value), "a date or time")
+    return quoted(value) if kind in allowed or isinstance(value, str) else f"{quoted(value)}, {kind}"
 
 
 def _is_number(text: str) -> bool:
@@ -264,14 +263,14 @@ def _with_stand_in(model: type[Table], data: Data, place: Place) -> Data:
         },
     }.get(table, {})  # type: ignore[arg-type]
     value = stand_in.get(key, BY_KEY.get(key, ("", "example"))[1])
-    return _changed(data, place, lambda node: node.update({key: value}))
+    return dict(_changed(data, place, lambda node: node.update({key: value})))
 
 
 def _without(data: Data, place: Place) -> Data:
     """`data` without the value at `place`; a wrong list entry takes its list along: indices keep their sense."""
     cut = next((index for index, part in enumerate(place) if isinstance(part, int) and index == len(place) - 1), None)
     whole = place if cut is None else place[:cut]
-    return _changed(data, whole, lambda node: node.pop(whole[-1], None))
+    return dict(_changed(data, whole, lambda node: node.pop(whole[-1], None)))
 
 
 def _changed(node: Any, place: Place, change: Any) -> Any:

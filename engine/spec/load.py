@@ -27,7 +27,7 @@ from engine.spec.find import Kind, Located, locate
 from engine.spec.paths import make_absolute
 from engine.spec.profile import Profile
 from engine.spec.recipe import Recipe
-from engine.spec.rules import device_can
+from engine.spec.rules_of_hardware import device_can
 from engine.spec.run import Limits, Provenance, RunSpec
 from engine.spec.sets import lay, lay_sets, leaves, parse_sets
 from engine.spec.text import quoted
@@ -199,16 +199,11 @@ def _assemble(
     if problems or checked_profile is None or checked_recipe is None:
         raise SpecError(list(dict.fromkeys(problems)))
     make_absolute(recipe, folder, cwd)
-    return Resolved(
-        RunSpec(
-            name=name or checked_recipe.name,
-            profile=checked_profile,
-            recipe=Recipe.model_validate({**recipe.data, **checked_recipe.model_dump(include={"title", "notes"})}),
-            provenance=provenance,
-            limits=limits,
-        ),
-        notices,
-    )
+    notes = checked_recipe.model_dump(include={"title", "notes"})
+    with_paths = Recipe.model_validate({**recipe.data, **notes})
+    run_name = name or checked_recipe.name
+    parts = {"profile": checked_profile, "recipe": with_paths, "provenance": provenance, "limits": limits}
+    return Resolved(RunSpec.model_validate({"name": run_name, **parts}), notices)
 
 
 def _run_name_problems(name: str | None) -> list[str]:

@@ -46,9 +46,9 @@ class Method(Table):
     alpha: Positive | None = None
     """The update is scaled by alpha/rank (alpha/sqrt(rank) with rslora). By default twice the rank."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """LoRA dropout; masks are keyed by (seed, step, sample, module): a retry or other split draws the same."""
+    """LoRA dropout; masks are keyed by (seed, step, sample, module), whatever the split."""
     targets: Literal["all-linear", "attention"] | list[str] = "all-linear"
-    """Modules that get adapters: every linear layer but the head, the attention projections, or globs on module names."""
+    """What gets adapters: every linear layer but the head, the attention projections, or globs on module names."""
     exclude: list[str] = []
     """Globs on module names that get no adapter."""
     dora: bool = False
@@ -320,15 +320,25 @@ class Stage(Table):
     router: Literal["random", "hidden"] | None = None
     """assemble: how the router starts."""
     model: dict[str, Any] = {}
+    """Keys of [model] in this stage."""
     method: dict[str, Any] = {}
+    """Keys of [method] in this stage."""
     data: dict[str, Any] = {}
+    """Keys of [data] in this stage."""
     train: dict[str, Any] = {}
+    """Keys of [train] in this stage."""
     checkpoint: dict[str, Any] = {}
+    """Keys of [checkpoint] in this stage."""
     eval: dict[str, Any] = {}
+    """Keys of [eval] in this stage."""
     evaluate: dict[str, Any] = {}
+    """Keys of [evaluate] in this stage."""
     moe: dict[str, Any] = {}
+    """Keys of [moe] in this stage."""
     generate: dict[str, Any] = {}
+    """Keys of [generate] in this stage."""
     backoff: dict[str, Any] = {}
+    """Keys of [backoff] in this stage."""
 
 
 class Recipe(Table):

@@ -1,6 +1,6 @@
-"""Rules that span fields: one small function each, gathered in three tables at the end.
+"""Rules that span fields: one small function each, gathered in a table at the end.
 
-A rule is given a checked table and yields problems with the key to blame, what was found and what is allowed. It may
+A rule is given a checked recipe and yields problems with the key to blame, what was found and what is allowed. It may
 not read files or look at the machine.
 """
 
@@ -11,7 +11,6 @@ from itertools import chain
 
 from engine.spec.document import Problem
 from engine.spec.lines import Place
-from engine.spec.profile import Profile
 from engine.spec.recipe import Recipe, Source
 from engine.spec.text import nearest, quoted
 
@@ -352,67 +351,6 @@ def sweep_has_values(recipe: Recipe) -> Problems:
             yield Problem(("sweep", key), "an empty list", "the values to try are needed")
 
 
-def reserve_within_memory(profile: Profile) -> Problems:
-    device = profile.device
-    if device.reserve_gib >= device.memory_gib:
-        yield Problem(
-            ("device", "reserve_gib"),
-            f"{device.reserve_gib:g} of memory_gib = {device.memory_gib:g}: nothing is left",
-            f"less than {device.memory_gib:g} is allowed",
-            (("device", "memory_gib"),),
-        )
-
-
-def strategy_matches_count(profile: Profile) -> Problems:
-    count, strategy = profile.device.count * profile.nodes.count, profile.parallel.strategy
-    place, beside = ("parallel", "strategy"), (("device", "count"), ("nodes", "count"))
-    if count > 1 and strategy == "single":
-        yield Problem(
-            place, f'"single" with {count} devices', '"replicated" or "sharded" is needed to use them', beside
-        )
-    if count == 1 and strategy != "single":
-        yield Problem(place, f"{quoted(strategy)} with one device", '"single", or device.count above 1', beside)
-
-
-def sequence_divides_devices(profile: Profile) -> Problems:
-    count, sequence = profile.device.count * profile.nodes.count, profile.parallel.sequence
-    if count % sequence:
-        yield Problem(
-            ("parallel", "sequence"),
-            f"{sequence} with {count} devices",
-            f"a divisor of {count} is allowed",
-            (("device", "count"),),
-        )
-
-
-def cuda_facts_are_cuda(profile: Profile) -> Problems:
-    for key in ("compute_capability", "allocator"):
-        if profile.device.kind != "cuda" and getattr(profile.device, key) is not None:
-            yield Problem(
-                ("device", key),
-                f"{key} with kind = {quoted(profile.device.kind)}",
-                'kind = "cuda" is needed',
-                (("device", "kind"),),
-            )
-
-
-def device_can(profile: Profile, recipe: Recipe) -> Problems:
-    """What a recipe asks of the hardware, with places in the recipe."""
-    needs_cuda: dict[Place, tuple[str, str]] = {
-        ("model", "quantize"): (recipe.model.quantize, "nf4"),
-        ("model", "attention"): (recipe.model.attention, "flash"),
-        ("train", "optimizer"): (recipe.train.optimizer, "adamw_8bit"),
-        ("train", "loss"): (recipe.train.loss, "fused"),
-    }
-    for place, (written, choice) in needs_cuda.items():
-        if written == choice and profile.device.kind != "cuda":
-            yield Problem(
-                place,
-                f"{quoted(choice)} on device.kind = {quoted(profile.device.kind)}",
-                "it needs a CUDA device; choose another value or profile",
-            )
-
-
 RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     model_is_named,
     source_has_one_origin,
@@ -442,19 +380,8 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     stages_follow,
     sweep_has_values,
 )
-PROFILE_RULES: tuple[Callable[[Profile], Iterable[Problem]], ...] = (
-    reserve_within_memory,
-    strategy_matches_count,
-    sequence_divides_devices,
-    cuda_facts_are_cuda,
-)
 
 
 def problems_of_recipe(recipe: Recipe) -> list[Problem]:
     """Every rule a recipe breaks by itself."""
     return [problem for rule in RECIPE_RULES for problem in rule(recipe)]
-
-
-def problems_of_profile(profile: Profile) -> list[Problem]:
-    """Every rule a hardware profile breaks by itself."""
-    return [problem for rule in PROFILE_RULES for problem in rule(profile)]

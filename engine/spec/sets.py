@@ -148,10 +148,11 @@ def _entry(entries: list[Any], rest: tuple[str, ...]) -> tuple[int | None, int]:
 
 def _lay_at(document: Document, place: Place, value: Any, label: str) -> None:
     node: Any = document.data
-    for part in place[:-1]:
+    for depth, part in enumerate(place[:-1], start=1):
         child = node.get(part) if isinstance(node, dict) else node[part]
         if not isinstance(child, (dict, list)):
             child = {}
+            document.where[place[:depth]] = label
         node[part] = child
         node = child
     _forget(document, place)

@@ -5,13 +5,17 @@ The table holds broken files; each row names the line to blame and words that mu
 
 from __future__ import annotations
 
+import copy
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomlkit
 
 from engine.errors import SpecError
 from engine.spec.find import Located
-from engine.spec.load import read_checked
+from engine.spec.load import read_checked, resolve
 
 RECIPE = """schema = 1
 kind = "recipe"
@@ -35,7 +39,12 @@ path = "train.jsonl"
 LINES = {"model": 6, "method": 8, "train": 10, "data": 12, "source": 16}
 
 BROKEN: list[tuple[str, str, int, list[str]]] = [
-    ("train", 'learning_rate = "1e-4"', 10, ["train.learning_rate", '"1e-4" is text', "without quotes", "a number, above 0"]),
+    (
+        "train",
+        'learning_rate = "1e-4"',
+        10,
+        ["train.learning_rate", '"1e-4" is text', "without quotes", "a number, above 0"],
+    ),
     ("train", "max_steps = [100]", 10, ["train.max_steps", "[100]", "a list", "a whole number"]),
     ("train", "batch_size = 2.5", 10, ["train.batch_size", "2.5", "a whole number, 1 or more"]),
     ("train", "batch_size = 0", 10, ["train.batch_size", "1 or more"]),
@@ -55,8 +64,18 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("train", "zzzz = 8", 10, ["unknown key", "allowed here: epochs, max_steps"]),
     ("train", 'optimizer = "adamw_torch"', 10, ['"adamw_torch"', 'did you mean "adamw"?']),
     ("train", 'scheduler = "cosin"', 10, ['did you mean "cosine"?']),
-    ("train", "per_device_train_batch_size = 4\ngradient_accumulation_steps = 8", 10, ["train.micro_batch = 4, train.batch_size = 32"]),
-    ("train", "per_device_train_batch_size = 4\ngradient_accumulation_steps = 8", 11, ["train.micro_batch = 4, train.batch_size = 32"]),
+    (
+        "train",
+        "per_device_train_batch_size = 4\ngradient_accumulation_steps = 8",
+        10,
+        ["train.micro_batch = 4, train.batch_size = 32"],
+    ),
+    (
+        "train",
+        "per_device_train_batch_size = 4\ngradient_accumulation_steps = 8",
+        11,
+        ["train.micro_batch = 4, train.batch_size = 32"],
+    ),
     ("train", "num_train_epochs = 3", 10, ["Hugging Face Trainer", "train.epochs = 3"]),
     ("train", 'lr_scheduler_type = "constant_with_warmup"', 10, ['train.scheduler = "constant"']),
     ("train", "warmup_steps = 5\nwarmup_ratio = 0.1", 11, ["both warmup_ratio and warmup_steps"]),
@@ -102,7 +121,7 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("source", '[[stages]]\nname = "a"\nfrom = "b"', 18, ["no earlier stage"]),
     ("source", '[[stages]]\nname = "a"\ntrain = {epochs = "x"}', 18, ["stages.a.train.epochs", '"x" is text']),
     ("source", "[trian]\nepochs = 1", 16, ["did you mean train?"]),
-]  # fmt: skip
+]
 
 
 def check(path: Path, kind: str = "recipe") -> list[str]:
@@ -136,8 +155,12 @@ def test_the_empty_frame_of_the_table_is_sound(tmp_path: Path) -> None:
 
 def test_all_problems_of_a_file_come_at_once_in_its_order(tmp_path: Path) -> None:
     slots = {
-        "model": 'dtype = "bf16"', "method": "rnk = 1", "train": 'seed = "a"', "data": "lr = 2", "source": "hub = 'a/b'",
-    }  # fmt: skip
+        "model": 'dtype = "bf16"',
+        "method": "rnk = 1",
+        "train": 'seed = "a"',
+        "data": "lr = 2",
+        "source": "hub = 'a/b'",
+    }
     path = write(tmp_path, RECIPE.format(**slots))
     assert [int(problem.split(":")[1]) for problem in check(path)] == sorted(LINES.values())
 
@@ -165,9 +188,9 @@ PROFILES = [
     ('kind = "cpu"\nmemory_gib = 8.0\n[parallel]\nstrategy = "ddp"', 8, 'did you mean "replicated"?'),
     ('kind = "cpu"\nmemory_gib = 8.0\n[parallel]\nsequence = 3', 8, "a divisor of 1"),
     ('kind = "cpu"\nmemory_gib = 8.0\n[overrides.model]\ndtype = "bf16"', 8, 'did you mean "bfloat16"?'),
-    ('kind = "cpu"\nmemory_gib = 8.0\n[overrides.train]\nlearning_rat = 1', 8, "did you mean overrides.train.learning_rate?"),
+    ('kind = "cpu"\nmemory_gib = 8.0\n[overrides.train]\nlearning_rat = 1', 8, "did you mean train.learning_rate?"),
     ('kind = "cpu"\nmemory_gib = 8.0\n[overrides]\nname = "x"', 8, "tables of a recipe are allowed"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("device", "line", "words"), PROFILES)
@@ -218,3 +241,51 @@ def test_a_name_that_is_not_the_stem_is_refused(tmp_path: Path) -> None:
     assert check(write(tmp_path, text, "other")) == [
         f'{tmp_path / "other.toml"}:3: name: "broken"; it equals the file\'s name: "other"'
     ]
+
+
+def _tables(node: Any) -> list[dict[str, Any]]:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    return ([node] if isinstance(node, dict) else []) + [table for child in inner for table in _tables(child)]
+
+
+STRANGE = [
+    None,
+    True,
+    -1,
+    0,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    "\x1b[31m",
+    [],
+    [1],
+    [[]],
+    {},
+    {"x": {}},
+    [{}],
+    [{"name": 3}],
+]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_damage_to_a_file_escapes_the_checker(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    data = resolve("demo", chance.choice(["demo", "lora"])).spec.recipe.model_dump(by_alias=True, exclude_none=True)
+    data["stages"] = [{"name": "a", "train": {"seed": 1}}]
+    data["sweep"] = {"train.seed": [1, 2]}
+    for _ in range(chance.randint(1, 4)):
+        table = chance.choice(_tables(data))
+        key = chance.choice([*table, "surprise", "lr", "gradient_accumulation_steps"])
+        value = copy.deepcopy(chance.choice(STRANGE))
+        if value is None:
+            table.pop(key, None)
+        else:
+            table[key] = value
+    path = write(tmp_path, tomlkit.dumps(data))
+    try:
+        read_checked("recipe", Located(path, "path", tmp_path), any_stem=True)
+    except SpecError as error:
+        assert all(problem.startswith(str(path)) and problem.isprintable() for problem in error.problems), (
+            error.problems
+        )
