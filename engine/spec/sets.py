@@ -101,7 +101,8 @@ def lay(document: Document, key: tuple[str, ...], value: Any, label: str) -> str
         results = [lay(document, (*key, part), inner, label) for part, inner in value.items()]
         return next((problem for problem in results if problem), "")
     if key[0] != "stages":
-        for index, stage in enumerate(document.data.get("stages", [])):
+        stages = document.data.get("stages")
+        for index, stage in enumerate(stages if isinstance(stages, list) else []):
             if isinstance(stage, dict) and value_at(stage, _found(stage, key) or ("?",)) is not None:
                 _lay_at(document, ("stages", index, *(_found(stage, key) or ())), value, label)
     place, problem = resolve_key(document.data, key)
@@ -121,13 +122,13 @@ def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]
     rest = key
     node: Any = data
     while rest:
-        if isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        if isinstance(node, list):
             index, taken = _entry(node, rest)
             if index is None:
                 names = [str(item["name"]) for item in node if isinstance(item, dict) and "name" in item]
                 meant = nearest(rest[0], names)
                 hint = f"; did you mean {meant}?" if meant else ""
-                known = ", ".join(map(visible, names)) or f"numbers from 0 to {len(node) - 1}"
+                known = ", ".join(map(visible, names)) or (f"numbers from 0 to {len(node) - 1}" if node else "none")
                 return place, f"no entry named {quoted(rest[0])}{hint}; there is: {known}"
             place, rest, node = (*place, index), rest[taken:], node[index]
         else:

@@ -184,6 +184,8 @@ def test_set_reaches_the_profile_and_takes_the_place_of_an_exclusive_key(recipe:
         ("model.quantize=nf4", "needs a CUDA device"),
         ("model.id=\x1b[31mred", "control character"),
         ("stages.x.train.seed=3", "stages"),
+        ("method.exclude.x=3", "--set method.exclude"),
+        ("stages=nan", "--set stages: nan"),
     ],
 )
 def test_a_bad_set_is_refused_and_named(recipe: str, text: str, words: str) -> None:
@@ -371,3 +373,51 @@ def test_resolving_a_shipped_pair_is_cheap() -> None:
 def test_the_schema_of_a_run_spec_is_stable_under_reading(tmp_path: Path) -> None:
     spec = resolve("48gb", "full").spec
     assert RunSpec.model_validate(spec.model_dump(by_alias=True)) == spec
+
+
+KEYS = [
+    "train",
+    "data",
+    "sources",
+    "main",
+    "0",
+    "learning_rate",
+    "stages",
+    "model",
+    "id",
+    "device",
+    "memory_gib",
+    "name",
+    "path",
+    "validation",
+    "sweep",
+    "x",
+    "9",
+]
+VALUES = [
+    "1",
+    "",
+    "x",
+    "{}",
+    "{a=1}",
+    "[]",
+    "[1]",
+    "[{}]",
+    "[{name='a'}]",
+    "true",
+    "{sources=3}",
+    "{main={path='x'}}",
+    "nan",
+]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_override_however_odd_escapes_the_checker(seed: int) -> None:
+    chance = random.Random(seed)
+    base = resolve("demo", "lora").spec
+    for _ in range(30):
+        keys = [".".join(chance.choices(KEYS, k=chance.randint(1, 4))) for _ in range(chance.randint(1, 3))]
+        try:
+            override(base, [f"{key}={chance.choice(VALUES)}" for key in keys])
+        except SpecError as error:
+            assert error.problems
