@@ -90,7 +90,8 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
             expected=f"one of {', '.join(sorted(FAMILIES))}",
             fix="train with --force and a fixed train.micro_batch; memory that runs out is then handled during the run",
         )
-    return _from_llama_like(model_type, family, {**family.defaults, **{k: v for k, v in config.items() if v is not None}})
+    stated = {key: value for key, value in config.items() if value is not None}
+    return _from_llama_like(model_type, family, {**family.defaults, **stated})
 
 
 def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) -> Architecture:
@@ -125,7 +126,9 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
         )
     except KeyError as missing:
         raise UsageError(
-            f"the {model_type} config has no {missing}", expected="a complete config.json", fix="check the model's folder"
+            f"the {model_type} config has no {missing}",
+            expected="a complete config.json",
+            fix="check the folder named by model.id",
         ) from None
 
 

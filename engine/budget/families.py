@@ -1,9 +1,9 @@
 """What each model family of transformers is made of, where its `config.json` does not say so itself.
 
-One row per `model_type`: adding a family that is built from known parts is adding a row. Only facts live here; reading a
-config is `engine.budget.architecture`, naming its parameters `engine.budget.parameters`. Source of every row: the
+One row per `model_type`: adding a family that is built from known parts is adding a row. Only facts live here; reading
+a config is `engine.budget.architecture`, naming its parameters `engine.budget.parameters`. Source of every row: the
 configuration and modelling files of transformers 5.23 (`src/transformers/models/<model_type>/`), held to account by
-`tests/budget/test_parameters.py`, which compares each parameter's name and shape with a model built on the meta device.
+`tests/budget/test_parameters.py`, which compares each parameter's name and shape with a model on the meta device.
 
 Try: `python -c "from engine.budget.families import FAMILIES; print(sorted(FAMILIES))"`
 """

@@ -6,8 +6,8 @@ live set at every moment, and a small autograd tape does the same for backward: 
 order nodes run, when gradients are handed on, added up and dropped.
 
 Sizes are functions of the micro-batch, a + b · tokens + c · rows · length² and so on, packed into one integer so that
-adding is one operation (`TOKEN`, `SQUARE`, `CHUNK` and `NEXT` are powers of two far above any coefficient). The result of a walk is the set of live
-sizes at its local maxima: evaluating those is the closed form.
+adding is one operation (`TOKEN`, `SQUARE`, `CHUNK` and `NEXT` are powers of two far above any coefficient). The result
+of a walk is the set of live sizes at its local maxima: evaluating those is the closed form.
 
 What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`, `accumulate_grad.h`,
 `torch/utils/checkpoint.py`) and checked against counted real steps in `tests/budget`.

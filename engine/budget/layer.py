@@ -42,8 +42,7 @@ class Layer:
         residual = hidden
         hidden = self.norm("post_attention_layernorm", hidden)
         hidden = self.feed_forward(hidden)
-        hidden = add(self.walk, residual, hidden)
-        return hidden
+        return add(self.walk, residual, hidden)
 
     def _forward_four_norms(self, x: Ghost) -> Ghost:
         residual = x
@@ -55,8 +54,7 @@ class Layer:
         hidden = self.norm("pre_feedforward_layernorm", hidden)
         hidden = self.feed_forward(hidden)
         hidden = self.norm("post_feedforward_layernorm", hidden)
-        hidden = add(self.walk, residual, hidden)
-        return hidden
+        return add(self.walk, residual, hidden)
 
     def norm(self, name: str, x: Ghost, rows: int = TOKEN) -> Ghost:
         """RMSNorm in fp32, cast back, then times the weight; Gemma multiplies before the cast."""
@@ -75,8 +73,7 @@ class Layer:
         value = self.linear("self_attn.v_proj", x)
         query, key = rotary_both(walk, query, key)
         output = attend(walk, arch, self.setting, query, key, value)
-        output = self.linear("self_attn.o_proj", output)
-        return output
+        return self.linear("self_attn.o_proj", output)
 
     def feed_forward(self, x: Ghost) -> Ghost:
         """down(act(gate(x)) * up(x))."""
@@ -121,8 +118,7 @@ class Layer:
                 ),
             ),
         )
-        result = cast(walk, result, itemsize)
-        return result
+        return cast(walk, result, itemsize)
 
     def _weight(self, module: str) -> tuple[int, bool]:
         """Bytes of a module's weight gradient, and whether it is trained."""

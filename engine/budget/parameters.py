@@ -44,14 +44,14 @@ def layer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """Parameters of one decoder layer, named relative to it, such as "self_attn.q_proj.weight"."""
     if arch.layout == "gpt2":
         return tuple(_gpt2_layer(arch))
-    return tuple([*_attention(arch), *_feed_forward(arch), *_norms(arch)])
+    return (*_attention(arch), *_feed_forward(arch), *_norms(arch))
 
 
 @lru_cache(maxsize=64)
 def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """Parameters outside the layers: embeddings, last norm, and the head where it is not tied."""
     if arch.layout == "gpt2":
-        vectors = [Parameter("transformer.ln_f.weight", (arch.hidden,)), Parameter("transformer.ln_f.bias", (arch.hidden,))]
+        vectors = [Parameter(f"transformer.ln_f.{kind}", (arch.hidden,)) for kind in ("weight", "bias")]
         tables = [
             Parameter("transformer.wte.weight", (arch.vocab, arch.hidden)),
             Parameter("transformer.wpe.weight", (arch.positions or 0, arch.hidden)),
@@ -60,7 +60,7 @@ def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
         vectors = [Parameter("model.norm.weight", (arch.hidden,))]
         tables = [Parameter(EMBEDDING, (arch.vocab, arch.hidden))]
     head = [] if arch.tied else [Parameter(HEAD, (arch.vocab, arch.hidden), linear=True)]
-    return tuple([*tables, *vectors, *head])
+    return (*tables, *vectors, *head)
 
 
 def layer_prefix(arch: Architecture, layer: int) -> str:
@@ -70,7 +70,8 @@ def layer_prefix(arch: Architecture, layer: int) -> str:
 
 def parameter_count(arch: Architecture) -> int:
     """Parameters of the whole model, a tied head counted once."""
-    return arch.layers * sum(p.elements for p in layer_parameters(arch)) + sum(p.elements for p in outer_parameters(arch))
+    per_layer = sum(parameter.elements for parameter in layer_parameters(arch))
+    return arch.layers * per_layer + sum(parameter.elements for parameter in outer_parameters(arch))
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> list[Parameter]:
@@ -157,7 +158,7 @@ def _gpt2_layer(arch: Architecture) -> list[Parameter]:
 
 @lru_cache(maxsize=1024)
 def compile_globs(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Globs on dotted names as one expression: "*" and "?" stop at a dot, "**" does not; a module stands for its parts."""
+    """Globs on dotted names as one expression: "*", "?" stop at a dot, "**" does not; a module stands for its parts."""
     return re.compile("|".join(rf"(?:{_glob(pattern)})(?:\..*)?" for pattern in patterns) or "(?!)")
 
 

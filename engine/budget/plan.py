@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from engine.budget.architecture import Architecture, find_architecture
 from engine.budget.predict import Prediction, predict
+from engine.budget.setting import Setting, setting_of
 from engine.spec.run import RunSpec
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
@@ -29,6 +30,8 @@ class Plan:
     micro_batch: int
     accumulation: int
     length: int
+    setting: Setting
+    simulated: bool
     remedies: dict[str, Any]
     """Recipe keys that would make a tight plan fit, without changing what is learned."""
 
@@ -79,7 +82,17 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     prediction = predict(arch, spec, rows=max(rows, 1), length=length)
     verdict, remedies = _judge(arch, spec, prediction, length, capacity)
     rows = max(rows, 1)
-    return Plan(verdict, capacity, prediction, rows, -(-batch // rows), length, remedies)
+    return Plan(
+        verdict=verdict,
+        capacity_bytes=capacity,
+        prediction=prediction,
+        micro_batch=rows,
+        accumulation=-(-batch // rows),
+        length=length,
+        setting=setting_of(arch, spec),
+        simulated=spec.profile.device.kind == "metered",
+        remedies=remedies,
+    )
 
 
 def _largest_that_fits(arch: Architecture, spec: RunSpec, length: int, capacity: int, batch: int) -> int:

@@ -1,4 +1,4 @@
-"""The budget of one device: bytes per phase and component at a micro-batch, and the cost function the engine plans with.
+"""The budget of one device: bytes per phase and component at a micro-batch, and the cost function that plans use.
 
 Closed form, pure Python, well under a millisecond once an (architecture, setting) pair has been seen. Phases and
 components carry the names of BUDGET.md on screen, in events and in --json.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
+from engine.budget.overhead import overhead
 from engine.budget.setting import Setting, setting_of
 from engine.budget.static import static_bytes
 from engine.budget.step import (
@@ -41,7 +42,7 @@ class Prediction:
     peak_bytes: int
     deciding_phase: str
     components: dict[str, int]
-    """The deciding phase's row of the table."""
+    """The deciding phase's row of the table, with what the device holds beside it; adds up to `device_bytes`."""
     device_bytes: int
     """What the driver would show: the peak plus context, workspaces and fragmentation."""
 
@@ -93,7 +94,9 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
     phases["optimizer_step"] = {**held, "gradients": total.gradients}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
     deciding = max(sums, key=sums.__getitem__)
-    return Prediction(phases, sums[deciding], deciding, phases[deciding], sums[deciding])
+    beside = overhead(spec.profile.device, sums[deciding])
+    components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | beside
+    return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
 
 
 def _components(phase: PhaseCost, shape: Shape, inputs: int) -> dict[str, int]:

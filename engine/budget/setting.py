@@ -1,4 +1,4 @@
-"""What a run spec decides about memory, resolved: the "auto"s answered, dtypes as bytes, patterns as trained parameters.
+"""What a run spec decides about memory, resolved: every "auto" answered, dtypes and patterns ready for use.
 
 A `Setting` is hashable, so that predictions are worked out once per (architecture, setting) and then only evaluated.
 
