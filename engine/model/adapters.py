@@ -73,19 +73,20 @@ def add_adapters(
         raise UsageError(
             "method.dropout cannot be applied to fused experts", fix="set method.dropout = 0, or leave experts out"
         )
+    whole = whole_modules(model, in_full)
     config = LoraConfig(
         r=method.rank,
         lora_alpha=method.effective_alpha,
         lora_dropout=method.dropout,
         target_modules=[name for name in chosen if name not in experts],
         target_parameters=expert_names or None,
-        modules_to_save=whole_modules(model, in_full) or None,
+        modules_to_save=whole or None,
         use_dora=method.dora,
         use_rslora=method.rslora,
         bias="none",
         task_type="CAUSAL_LM",
         fan_in_fan_out=any(isinstance(linears.get(name), Conv1D) for name in chosen),
-        ensure_weight_tying=bool(in_full) and bool(getattr(model.config, "tie_word_embeddings", False)),
+        ensure_weight_tying=_touches_tied(model, whole),
     )
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=method.adapter_dtype == "float32")
     set_adapter_dtype(wrapped, method)
@@ -189,6 +190,12 @@ def coverage_of(
     for name in experts:
         (report.experts_adapted if name in owners else report.experts_left_out)[_kind(name)] += 1
     return report
+
+
+def _touches_tied(model: PreTrainedModel, modules: Sequence[str]) -> bool:
+    """Whether one of `modules` is an embedding or head that shares its weight with the other."""
+    tied = model.all_tied_weights_keys or {}
+    return any(f"{module}.weight" in {*tied, *tied.values()} for module in modules)
 
 
 def _match_all(patterns: Sequence[str], names: Sequence[str], key: str) -> set[str]:

@@ -1,7 +1,7 @@
 """Which attention kernel a model runs with, and whether that kernel keeps packed documents apart.
 
-Reads configs; touches no weights. The facts are those of transformers 5.23: `masking_utils.find_packed_sequence_indices`
-builds a block mask from restarting position ids, for any batch size, when there is no attention mask;
+Reads configs; touches no weights. Facts of transformers 5.23: `masking_utils.find_packed_sequence_indices` builds a
+block mask from restarting position ids, for any batch size, when there is no attention mask;
 `modeling_flash_attention_utils._is_packed_sequence` does so only for a batch of one, so `engine.model.loss` flattens
 packed batches under flash. tests/model/test_packing.py holds it against real models.
 

@@ -58,53 +58,69 @@ def _through_module(head: Head, hidden_CH: Tensor, targets_C: Tensor, shape: Sha
     return token_losses(logits_CV, targets_C, shape.label_smoothing).sum()
 
 
+@dataclass
+class _Gradients:
+    """d(sum of losses) for what needs it, each accumulated in the dtype of what it is for."""
+
+    hidden_NH: Tensor | None
+    weight_VH: Tensor | None
+    bias_V: Tensor | None
+
+    def add(self, start: int, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
+        """Add a chunk's share, from its gradient for the logits; the chunk begins at token `start`."""
+        if self.bias_V is not None:
+            self.bias_V += grad_CV.sum(0)
+        grad_CV = grad_CV.to(hidden_CH.dtype)
+        if self.hidden_NH is not None:
+            torch.mm(grad_CV, weight_VH, out=self.hidden_NH[start : start + len(grad_CV)])
+        if self.weight_VH is not None and self.weight_VH.dtype == grad_CV.dtype:
+            self.weight_VH.addmm_(grad_CV.t(), hidden_CH)
+        elif self.weight_VH is not None:
+            self.weight_VH += grad_CV.t() @ hidden_CH
+
+
 class _LinearLoss(torch.autograd.Function):
-    """Loss of a plain linear head, gradients made in forward. Gradients accumulate in the dtype of what they are for."""
+    """Loss of a plain linear head, its gradients made in forward and only scaled in backward."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, shape: Shape
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        ctx.gradients = gradients = _Gradients(
+            torch.empty_like(hidden_NH) if needs_hidden else None,
+            torch.zeros_like(weight_VH) if needs_weight else None,
+            torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None,
+        )
+        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
+        total = hidden_NH.new_zeros((), dtype=torch.float32)
+        start = 0
         # Under autocast the weight may be fp32 and the hidden states fp16: compute in the latter, accumulate in fp32.
         with torch.autocast(hidden_NH.device.type, enabled=False):
             weight_in = weight_VH.to(hidden_NH.dtype)
             bias_in = None if bias_V is None else bias_V.to(hidden_NH.dtype)
-            total = hidden_NH.new_zeros((), dtype=torch.float32)
-            grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-            grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
-            grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
-            start = 0
             for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, shape):
                 logits_CV = torch.nn.functional.linear(hidden_CH, weight_in, bias_in)
-                wants_gradient = needs_hidden or needs_weight or needs_bias
-                loss, grad_CV = _loss_and_gradient(logits_CV, targets_C, shape, wants_gradient)
-                total += loss
+                loss, grad_CV = _loss_and_gradient(logits_CV, targets_C, shape, any(ctx.needs_input_grad[:3]))
                 del logits_CV
-                if grad_CV is None:
-                    continue
-                if grad_bias_V is not None:
-                    grad_bias_V += grad_CV.sum(0)
-                grad_CV = grad_CV.to(hidden_NH.dtype)
-                if grad_hidden_NH is not None:
-                    torch.mm(grad_CV, weight_in, out=grad_hidden_NH[start : start + len(targets_C)])
-                if grad_weight_VH is not None:
-                    _accumulate_product(grad_weight_VH, grad_CV, hidden_CH)
+                total += loss
+                if grad_CV is not None:
+                    gradients.add(start, grad_CV, hidden_CH, weight_in)
+                # Or this chunk's logits would still be there when the next chunk's are made.
+                del grad_CV
                 start += len(targets_C)
-        ctx.gradients = [grad_hidden_NH, grad_weight_VH, grad_bias_V]
-        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
             raise RuntimeError("the chunked loss frees its gradients in backward; run the forward pass again")
-        (grad_hidden_NH, grad_weight_VH, grad_bias_V), ctx.gradients = ctx.gradients, None
-        for gradient in (grad_hidden_NH, grad_weight_VH, grad_bias_V):
+        for gradient in (gradients.hidden_NH, gradients.weight_VH, gradients.bias_V):
             if gradient is not None:
                 gradient.mul_(upstream[0])
-        grad_bias = None if grad_bias_V is None else grad_bias_V.to(ctx.bias_dtype)
-        return grad_hidden_NH, grad_weight_VH, grad_bias, None, None
+        grad_bias_V = None if gradients.bias_V is None else gradients.bias_V.to(ctx.bias_dtype)
+        return gradients.hidden_NH, gradients.weight_VH, grad_bias_V, None, None
 
 
 def _loss_and_gradient(
@@ -140,14 +156,6 @@ def _loss_and_gradient(
     if slope_CV is not None:
         work_CV *= slope_CV
     return loss_C.sum(), work_CV
-
-
-def _accumulate_product(grad_weight_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
-    """grad_weight += gradᵀ · hidden, without a second [V, H] where the dtypes agree."""
-    if grad_weight_VH.dtype == grad_CV.dtype:
-        grad_weight_VH.addmm_(grad_CV.t(), hidden_CH)
-    else:
-        grad_weight_VH += grad_CV.t() @ hidden_CH
 
 
 def _chunks(hidden_NH: Tensor, targets_N: Tensor, shape: Shape) -> list[tuple[Tensor, Tensor]]:

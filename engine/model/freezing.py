@@ -3,7 +3,7 @@
 `*` stays within one part of a dotted name, `**` crosses dots, `?` and `[...]` match one character. A pattern may also
 name a module, which stands for everything in it. A pattern that matches nothing is an error.
 
-Try: `python -c "from engine.model.freezing import matches; print(matches('model.layers.*.mlp', 'model.layers.0.mlp.up_proj.weight'))"`.
+Try: `python -c "from engine.model.freezing import matches; print(matches('model.*.mlp', 'model.0.mlp.up.weight'))"`.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _expect_safetensors(start: Starting) -> None:
     """A folder must hold *.safetensors: no other format is opened, as pickle can run code."""
     if start.folder is None or any(start.folder.glob("*.safetensors")):
         return
-    others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in start.folder.glob(pattern))
+    others = sorted(path.name for path in start.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     found = f"only {', '.join(others[:3])}" if others else "no weights"
     raise UsageError(
         f"{found} in {start.folder}",

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -101,10 +102,10 @@ class LoadedModel:
             self.notices.append(f"{base.config.model_type} does not support gradient checkpointing; it stays off")
             return
         if on:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
+            base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
             base.disable_input_require_grads()
         elif self.checkpointing:
-            base.gradient_checkpointing_disable()
+            base.activation_checkpointing_disable()
         self.checkpointing = on
 
     def save(self, folder: Path) -> None:
@@ -141,7 +142,8 @@ class LoadedModel:
             config.base_model_name_or_path = BASE_FOLDER
             self._save_base(model, folder / BASE_FOLDER)
         state = get_peft_model_state_dict(model, save_embedding_layers=False)
-        model.save_pretrained(folder, state_dict=_with_adapter_prefix(model, self._on_host(state)))
+        staged = _with_adapter_prefix(model, self._on_host(state))
+        model.save_pretrained(folder, state_dict=staged, save_embedding_layers=False)
 
     def _save_base(self, model: PeftModel, folder: Path) -> None:
         clean = {}
@@ -167,8 +169,8 @@ class LoadedModel:
         """Names as a saved file has them = the live tensors behind them."""
         if isinstance(self.model, PeftModel):
             return get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        state = self.model.state_dict()
-        return {name: state[name] for name in state if name not in _names_left_out(self.model)}
+        tied = self.model.all_tied_weights_keys or {}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
     def _load_converted(self, folder: Path) -> None:
         """Architectures whose files differ from their parameters (fused experts): through transformers, on the host."""
@@ -196,45 +198,31 @@ def _elements(parameter: Tensor) -> int:
     return int(state.shape.numel()) if state is not None else parameter.numel()
 
 
-def _names_left_out(model: PreTrainedModel) -> set[str]:
-    """Names that save_pretrained leaves out because their tensor is written under another name."""
-    seen: dict[int, str] = {}
-    tied = set(model.all_tied_weights_keys or {})
-    left_out = {name for name in tied}
-    for name, tensor in model.state_dict().items():
-        seen.setdefault(tensor.data_ptr(), name)
-    return left_out
-
-
 def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """peft's save_pretrained takes a model's state dict and picks the adapter's entries; hand it those entries under
-    the names the model has them."""
-    live = {tensor.data_ptr(): name for name, tensor in model.state_dict().items()}
+    every name the model has them (a tied weight has two)."""
     originals = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {live[originals[name].data_ptr()]: tensor for name, tensor in state.items()}
+    staged = {originals[name].data_ptr(): tensor for name, tensor in state.items()}
+    live = model.state_dict()
+    return {name: staged[tensor.data_ptr()] for name, tensor in live.items() if tensor.data_ptr() in staged}
 
 
 def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
-    from safetensors.torch import save_file
-
     unique: dict[int, str] = {}
     for name, tensor in state.items():
         unique.setdefault(tensor.data_ptr(), name)
-    save_file({name: state[name].contiguous() for name in unique.values()}, folder / "model.safetensors", {"format": "pt"})
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.safetensors"))
+    tensors = {name: state[name].contiguous() for name in unique.values()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _saved_names(folder: Path) -> Iterator[str]:
-    for path in _files(folder):
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             yield from file.keys()
 
 
 def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in _files(folder):
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                 yield name, file.get_tensor(name)

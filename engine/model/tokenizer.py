@@ -8,9 +8,10 @@ Try: `python -c "from engine.model.tokenizer import byte_tokenizer; print(byte_t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import UsageError
@@ -24,6 +25,8 @@ BUILTIN_PREFIX = "builtin:"
 BYTE_SPECIALS = ("<bos>", "<eos>", "<pad>", "<system>", "<user>", "<assistant>", "<end>", "<reserved>")
 """Ids 256 to 263: a vocabulary of 264, a multiple of 8 as matrix units like it. profiles/models/builtin-tiny.toml
 counts on 256 and 257 for bos and eos."""
+
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,12 +63,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab={letter: value for value, letter in enumerate(letters)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in BYTE_SPECIALS])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token="<bos>",
         eos_token="<eos>",
         pad_token="<pad>",
-        additional_special_tokens=list(BYTE_SPECIALS[3:]),
+        # Never produced. Beside a Qwen2 config AutoTokenizer insists on Qwen2Tokenizer, whatever tokenizer_config.json
+        # says (transformers 5.23); finding no unk, that class adds its own, with an id beyond the embedding.
+        unk_token="<reserved>",
+        additional_special_tokens=list(BYTE_SPECIALS[3:7]),
         chat_template=BYTE_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         padding_side="right",
@@ -107,10 +114,23 @@ def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> P
     folder = Path(where).expanduser()
     if folder.is_dir():
         where = str(folder)
+    opener = PreTrainedTokenizerFast if _says_generic(folder) else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(where, revision=revision or "main", trust_remote_code=trust_remote_code)
+        return opener.from_pretrained(where, revision=revision or "main", trust_remote_code=trust_remote_code)
     except HUB_ERRORS as error:
         raise explain(error, where, "tokenizer") from error
+
+
+def _says_generic(folder: Path) -> bool:
+    """Whether a folder's tokenizer is wholly described by its tokenizer.json; AutoTokenizer would override that by the
+    model type in config.json."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    try:
+        return json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+    except ValueError as error:
+        raise UsageError(f"{config} is not JSON: {error}", fix="restore the file") from error
 
 
 def _template_text(template: str) -> str:
@@ -120,7 +140,9 @@ def _template_text(template: str) -> str:
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the chat template {template}: {error}", fix="correct model.chat_template") from error
+        raise UsageError(
+            f"cannot read the chat template {template}: {error}", fix="correct model.chat_template"
+        ) from error
 
 
 def _letter_of_each_byte() -> list[str]:
