@@ -1,0 +1,88 @@
+"""Parameter names and shapes, against the real classes of transformers on the meta device (no memory, no download)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.budget.architecture import from_config, shipped_entries
+from engine.budget.parameters import compile_globs, layer_parameters, layer_prefix, outer_parameters, parameter_count
+
+ENTRIES = list(shipped_entries())
+
+UNSHIPPED: dict[str, dict[str, Any]] = {
+    "phi3": dict(model_type="phi3", vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, pad_token_id=0),
+    "gpt2": dict(model_type="gpt2", vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "llama with biases": dict(model_type="llama", vocab_size=512, hidden_size=64, intermediate_size=96,
+                              num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
+                              mlp_bias=True, tie_word_embeddings=False),
+    "qwen3 with biases": dict(model_type="qwen3", vocab_size=512, hidden_size=64, intermediate_size=96,
+                              num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                              attention_bias=True, tie_word_embeddings=True),
+}
+
+
+def meta_model(config: dict[str, Any]) -> Any:
+    """The model that transformers builds from a config, on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **facts))
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What we say the parameters are."""
+    arch = from_config(config)
+    named = {parameter.name: parameter.shape for parameter in outer_parameters(arch)}
+    for layer in range(arch.layers):
+        prefix = layer_prefix(arch, layer)
+        named |= {prefix + parameter.name: parameter.shape for parameter in layer_parameters(arch)}
+    return named
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["ids"][0])
+def test_shipped_model_has_the_parameters_of_transformers(entry: dict[str, Any]) -> None:
+    model = meta_model(entry["config"])
+    assert shapes(entry["config"]) == {name: tuple(value.shape) for name, value in model.named_parameters()}
+    assert parameter_count(from_config(entry["config"])) == entry["parameters"] == model.num_parameters()
+
+
+@pytest.mark.parametrize("name", UNSHIPPED)
+def test_other_families_have_the_parameters_of_transformers(name: str) -> None:
+    config = UNSHIPPED[name]
+    model = meta_model(config)
+    assert shapes(config) == {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+
+def test_every_entry_says_where_it_comes_from() -> None:
+    assert all(entry["source"] and entry["ids"] for entry in ENTRIES)
+
+
+def test_no_model_id_is_shipped_twice() -> None:
+    ids = [model.lower() for entry in ENTRIES for model in entry["ids"]]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "wanted"),
+    [
+        ("model.layers.*.mlp", "model.layers.3.mlp.up_proj.weight", True),
+        ("model.layers.*", "model.embed_tokens.weight", False),
+        ("*.mlp", "model.layers.3.mlp", False),
+        ("**.mlp", "model.layers.3.mlp", True),
+        ("model.layers.[0-2]", "model.layers.1.mlp", True),
+        ("model.layers.[!0-2]", "model.layers.1.mlp", False),
+        ("model.layers.[!0-2]", "model.layers.3.mlp", True),
+        ("model.layers.?", "model.layers.12", False),
+        ("**.bias", "model.layers.1.self_attn.q_proj.bias", True),
+    ],
+)
+def test_globs_select_what_the_engine_selects(pattern: str, name: str, wanted: bool) -> None:
+    from engine.model.freezing import matches
+
+    assert bool(compile_globs((pattern,)).fullmatch(name)) is wanted
+    assert matches(pattern, name) is wanted
