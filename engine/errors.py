@@ -68,6 +68,10 @@ class EnvironmentProblem(TunedeckError):
     exit_code = 6
 
 
+class DeviceBusyError(EnvironmentProblem):
+    """The device exists, and another process holds the memory that the run needs."""
+
+
 class DivergedError(TunedeckError):
     """The loss or the gradients are not finite, and the step was not applied."""
 

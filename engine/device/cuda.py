@@ -19,7 +19,7 @@ import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.nvml import read_gpus
-from engine.errors import EnvironmentProblem
+from engine.errors import DeviceBusyError, EnvironmentProblem
 
 if TYPE_CHECKING:
     from engine.spec.profile import Device as DeviceTable
@@ -179,14 +179,14 @@ def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
 
 
 def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
-    """Notices about other processes on a card; raises EnvironmentProblem when they leave less than the capacity."""
+    """Notices about other processes on a card; raises DeviceBusyError when they leave less than the capacity."""
     others = [process for process in reading.processes if process.pid != os.getpid()]
     holders = ", ".join(f"pid {process.pid} ({process.name}, {_gib(process.used_bytes)})" for process in others)
     free_bytes = reading.total_bytes - reading.used_bytes
     # Without a visible process the driver's own few hundred MiB are no reason to refuse.
     held = bool(others) or reading.used_bytes > 2**30
     if held and free_bytes < capacity_bytes:
-        raise EnvironmentProblem(
+        raise DeviceBusyError(
             f"GPU {reading.index} ({reading.name}) is busy: {_gib(free_bytes)} of {_gib(reading.total_bytes)} is free; "
             f"held by {holders or 'processes that are not visible from here'}",
             expected=f"{_gib(capacity_bytes)} free, the profile's memory minus its reserve",

@@ -61,7 +61,7 @@ def score_run(place: RunDirectory, wanted: str | None, say: Callable[[str], None
         TunedeckError: from the rooms that do the work.
     """
     chosen = checkpoints_to_score(place, wanted)
-    spec = load_run_spec(place.run_toml)
+    spec = load_run_spec(place.run_toml, own=True)
     device = open_device(spec)
     with device.activate():
         judge, data = _prepare(spec, device, say)

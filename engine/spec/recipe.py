@@ -199,8 +199,8 @@ class Checkpoint(Table):
 
     every_steps: Count | None = None
     """Optimizer steps between checkpoints."""
-    every_minutes: Positive | None = 30.0
-    """Minutes between checkpoints."""
+    every_minutes: NonNegative = 30.0
+    """Minutes between checkpoints; 0 switches it off."""
     keep: Count = 2
     """How many of the newest are kept; the best is kept apart."""
     best_metric: str = "loss"

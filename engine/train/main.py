@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pathlib import Path
 from engine.device import open_device
 from engine.device.base import Device
 from engine.device.oom import classify
-from engine.errors import DivergedError, MemoryExhaustedError, TunedeckError
+from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
@@ -33,6 +34,7 @@ from engine.train.loop import Ending, Training, reporter
 from engine.train.setup import set_up
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
+WAIT_POLL_SECONDS = 5.0
 EXIT_CODES = {"done": 0, "stopped": 130, "paused": 130}
 
 log = logging.getLogger("tunedeck")
@@ -42,7 +44,7 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
     """Train the run in `directory`, or go on with it; returns the exit code."""
     _log_to_stderr()
     place = RunDirectory(directory)
-    spec = load_run_spec(place.run_toml)
+    spec = load_run_spec(place.run_toml, own=True)
     with claim(place), EventWriter(place) as writer, beating(writer):
         journal = Journal(writer)
         wishes = Wishes(ControlInbox(place), writer, spec.limits.max_hours)
@@ -79,7 +81,7 @@ def _recorded(
 def _train(
     spec: RunSpec, place: RunDirectory, journal: Journal, wishes: Wishes, resume: bool, from_step: int | None
 ) -> tuple[Ending, Training]:
-    device = open_device(spec)
+    device = _open(spec, journal, wishes)
     _tell_start(spec, place, journal, device, resume)
     with device.activate():
         bench = set_up(spec, device, journal, reporter(journal, device.capacity_bytes))
@@ -89,6 +91,19 @@ def _train(
             training.resume(from_step)
         with _checkpoint_on_failure(training):
             return training.run(), training
+
+
+def _open(spec: RunSpec, journal: Journal, wishes: Wishes) -> Device:
+    """The device; with `--wait`, asked for again until it is free, the time is up, or a stop is wished for."""
+    deadline = time.monotonic() + (spec.limits.wait_seconds or 0.0)
+    while True:
+        try:
+            return open_device(spec)
+        except DeviceBusyError as busy:
+            if time.monotonic() >= deadline or wishes.look():
+                raise
+            journal.phase("waiting for the device", busy.found)
+        time.sleep(min(WAIT_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
 @contextmanager

@@ -37,16 +37,16 @@ def write_samples(path: Path, *, count: int = 48, seed: int = 0, longest: int = 
 
 
 def make_spec(
-    data: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: dict[str, Any]
+    samples: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: dict[str, Any]
 ) -> RunSpec:
-    """A run spec of the tiny model on `data`; keyword arguments are recipe tables laid over it."""
+    """A run spec of the tiny model on the file `samples`; keyword arguments are recipe tables laid over it."""
     recipe: dict[str, Any] = {
         "name": "small",
         "model": {"id": "builtin:tiny", "tokenizer": "builtin:bytes", "init": "random", "dtype": "float32"},
         "method": {"kind": "full"},
-        "data": {"sources": [{"name": "main", "path": str(data)}], "max_length": 64},
+        "data": {"sources": [{"name": "main", "path": str(samples)}], "max_length": 64},
         "train": {"max_steps": 6, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},
-        "checkpoint": {"every_minutes": None},
+        "checkpoint": {"every_minutes": 0},
     }
     for name, table in tables.items():
         recipe[name] = {**recipe.get(name, {}), **table}

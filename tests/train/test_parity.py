@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine.model.load import load_model
+from engine.model.loaded import plain_name
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -66,7 +67,7 @@ def spec_for(start, method):
         method=method,
         train=RECIPE_TRAIN,
         data={"shuffle": False},
-        checkpoint={"every_minutes": None},
+        checkpoint={"every_minutes": 0},
     )
 
 
@@ -165,7 +166,7 @@ def load_first_adapter(model, spec, tmp_path):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(fresh[name])
+                parameter.copy_(fresh[plain_name(name)])
 
 
 def test_an_undisturbed_run_reports_no_backoff(start, tmp_path):

@@ -17,7 +17,7 @@ from tests.train.harness import losses, make_spec, new_run, of_kind, train, writ
 
 TABLES = {
     "train": {"max_steps": 30, "batch_size": 8, "micro_batch": 4, "learning_rate": 2e-3, "warmup_steps": 3},
-    "checkpoint": {"every_steps": 5, "every_minutes": None, "keep": 3},
+    "checkpoint": {"every_steps": 5, "every_minutes": 0, "keep": 3},
 }
 
 
