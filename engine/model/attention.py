@@ -25,13 +25,14 @@ Asked = Literal["auto", "flash", "sdpa", "eager"]
 
 STATEFUL_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "ssm", "moe_mamba", "hybrid")
 """Layer types that carry a state from token to token, which restarting position ids do not reset."""
-STATEFUL_FAMILIES = (
-    "mamba", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "falcon_h1", "nemotron_h",
-    "granitemoehybrid", "lfm2", "qwen3_next", "plamo", "xlstm", "minimax", "kimi_linear", "olmo_hybrid",
-)
-"""Prefixes of model types with such layers whatever their config says."""
-POSITION_BLIND_FAMILIES = ("bloom", "mpt", "falcon_alibi", "codegen", "ctrl", "xlnet", "openai-gpt", "gpt_neo")
-"""Families that take no position ids, or build their mask without them."""
+STATEFUL_FAMILIES = frozenset({
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "falcon_h1",
+    "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_next", "plamo2", "xlstm", "minimax", "kimi_linear",
+    "olmo_hybrid",
+})
+"""Model types with such layers whatever their config says."""
+POSITION_BLIND_FAMILIES = frozenset({"bloom", "mpt", "codegen", "ctrl", "xlnet", "openai-gpt", "gpt_neo"})
+"""Model types that take no position ids, or build their mask without them."""
 
 
 def why_documents_mix(config: PreTrainedConfig | Mapping[str, Any], attention: str) -> str | None:
@@ -39,9 +40,9 @@ def why_documents_mix(config: PreTrainedConfig | Mapping[str, Any], attention: s
     facts = config if isinstance(config, Mapping) else config.to_dict()
     model_type = str(facts.get("model_type", "unknown"))
     layers = {str(layer) for layer in facts.get("layer_types") or ()}
-    if model_type.startswith(STATEFUL_FAMILIES) or layers & set(STATEFUL_LAYERS):
+    if model_type in STATEFUL_FAMILIES or layers & set(STATEFUL_LAYERS):
         return f"{model_type} carries a state from token to token, so packed documents would run into each other"
-    if model_type.startswith(POSITION_BLIND_FAMILIES) or facts.get("alibi"):
+    if model_type in POSITION_BLIND_FAMILIES or facts.get("alibi"):
         return f"{model_type} does not take position ids, so nothing marks where a packed document starts"
     if attention not in ("auto", "flash", "sdpa", "eager"):
         return f"attention {attention!r} is not known to keep packed documents apart"

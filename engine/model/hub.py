@@ -17,10 +17,11 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
+from safetensors import SafetensorError
 
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
 
-HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError)
+HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError, SafetensorError)
 """What transformers raises for anything between a missing file and a network that is down. KeyError: some configs."""
 
 OFFLINE_SIGNS = (

@@ -109,11 +109,13 @@ def _pretrained(
     if device.torch_device.type != "cpu":
         options["device_map"] = {"": device.torch_device}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             start.base,
             config=config,
             revision=start.revision or "main",
             use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
             trust_remote_code=spec.limits.trust_remote_code,
             **options,
         )
@@ -121,7 +123,21 @@ def _pretrained(
         raise
     except HUB_ERRORS as error:
         raise explain(error, start.base) from error
-    return model
+    _expect_complete(start, report)
+    return model  # type: ignore[no-any-return]
+
+
+def _expect_complete(start: Starting, report: dict[str, Any]) -> None:
+    """transformers fills missing weights with random ones and goes on; nobody fine-tunes that on purpose."""
+    missing = sorted(report["missing_keys"])
+    misshapen = sorted(str(entry[0]) for entry in report["mismatched_keys"])
+    if missing or misshapen:
+        what = "missing" if missing else "of another shape than config.json says"
+        raise UsageError(
+            f"{len(missing or misshapen)} weights of {start.base} are {what}, such as {(missing or misshapen)[0]}",
+            expected="safetensors files with every weight of the config's architecture",
+            fix="download or export the model again; an unfinished download leaves files out",
+        )
 
 
 def _expect_safetensors(start: Starting) -> None:

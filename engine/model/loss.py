@@ -16,6 +16,7 @@ Try: `python -m pytest tests/model/test_loss.py`.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
@@ -146,7 +147,7 @@ def verify_logits(loaded: LoadedModel, head: Head, device: Device) -> None:
     """Compare decoder + head with the model's own logits on four tokens; a family with a twist unknown here differs.
 
     Raises:
-        UsageError: they differ by more than the dtype's rounding.
+        UsageError: they differ by more than the dtype's rounding, or are not finite.
     """
     model = loaded.base
     was_training = loaded.model.training
@@ -161,6 +162,12 @@ def verify_logits(loaded: LoadedModel, head: Head, device: Device) -> None:
             size = float(own_BSV.abs().max())
     finally:
         loaded.model.train(was_training)
+    if not math.isfinite(size):
+        raise UsageError(
+            f"the model's own logits are not finite in {loaded.precision.compute}",
+            expected="a dtype this family can be computed in",
+            fix='set model.dtype to "bfloat16" or "float32"; if that changes nothing, the weights are broken',
+        )
     tolerance = 1e-4 if loaded.precision.compute == torch.float32 else 4e-2
     if not error <= tolerance * max(size, 1e-3):
         raise UsageError(
