@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -230,8 +229,3 @@ def _coverage_of_full(model: PreTrainedModel) -> Coverage:
         if not parameter.requires_grad:
             report.experts_left_out[name] += 1
     return report
-
-
-def saved_kind(folder: Path) -> str:
-    """"adapter" or "model": what `LoadedModel.save` wrote into `folder`."""
-    return "adapter" if (folder / "adapter_config.json").is_file() else "model"
