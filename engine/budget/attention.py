@@ -61,7 +61,9 @@ def repeat_heads(walk: Walk, x: Ghost, times: int) -> Ghost:
     return walk.result(x.elements * times, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
 
 
-def flash(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+def flash(
+    walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost, mask: Ghost | None = None
+) -> Ghost:
     """The flash kernels: save query, key, value, output and the log-sum-exp (fp32 per token and head)."""
     sizes = [query.size, key.size, value.size]
 
@@ -69,12 +71,20 @@ def flash(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
         return [walk.allocate(size) for size in sizes]
 
     needed = any(ghost.node is not None for ghost in (query, key, value))
-    saved = walk.save(query, key, value) if needed else None
+    saved = walk.save(query, key, value, *([mask] if mask else [])) if needed else None
     output = walk.result(query.elements, query.itemsize, [query, key, value], back, saved)
     log_sum_exp = walk.new(arch.heads * TOKEN, FLOAT)
     if saved is not None:
         walk.save_into(saved, output, log_sum_exp)
     return output
+
+
+def masked_sdpa(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+    """sdpa with a mask: heads are repeated, and the boolean mask becomes one in the query's dtype, which is saved."""
+    key = repeat_heads(walk, key, arch.heads // arch.kv_heads)
+    value = repeat_heads(walk, value, arch.heads // arch.kv_heads)
+    additive_mask = walk.new(SQUARE, query.itemsize)
+    return flash(walk, arch, query, key, value, additive_mask)
 
 
 def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
@@ -120,4 +130,6 @@ def attend(walk: Walk, arch: Architecture, setting: Setting, query: Ghost, key: 
     """The attention kernel the run uses."""
     if setting.attention == "eager":
         return eager(walk, arch, query, key, value)
+    if setting.attention == "sdpa" and setting.masked:
+        return masked_sdpa(walk, arch, query, key, value)
     return flash(walk, arch, query, key, value)

@@ -16,10 +16,10 @@ from engine.budget.overhead import overhead
 from engine.budget.setting import Setting, setting_of
 from engine.budget.static import static_bytes
 from engine.budget.step import (
-    INPUT_BYTES,
     Growth,
     PhaseCost,
     Shape,
+    input_growth,
     position_bytes,
     prune,
     shape_of,
@@ -52,14 +52,18 @@ class CostModel:
     """Predicted bytes of a micro-batch above what the run holds anyway. Monotone in both arguments."""
 
     static_bytes: int
-    growths: tuple[Growth, ...]
+    alone: tuple[Growth, ...]
+    """Live sets of one sequence."""
+    padded: tuple[Growth, ...]
+    """Live sets of several, whose different lengths bring a mask."""
     position_bytes: int
     chunk_tokens: int
 
     def bytes(self, rows: int, length: int) -> int:
         """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
         _, tokens, squares, chunk, following = shape_of(rows, length, self.chunk_tokens)
-        peaks = [g[0] + g[1] * tokens + g[2] * squares + g[3] * chunk + g[4] * following for g in self.growths]
+        growths = self.alone if rows == 1 else self.padded
+        peaks = [g[0] + g[1] * tokens + g[2] * squares + g[3] * chunk + g[4] * following for g in growths]
         return max(peaks) + length * self.position_bytes
 
 
@@ -68,24 +72,37 @@ def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
 
     It is that of a micro-batch after the first of its step, when earlier gradients are held: the dearer kind.
     """
-    return _cost_model(arch, setting_of(arch, spec), spec.recipe.train.batch_size > 1)
+    alone, padded = setting_of(arch, spec), setting_of(arch, spec, padded=True)
+    return _cost_model(arch, alone, padded, spec.recipe.train.batch_size > 1)
 
 
 @lru_cache(maxsize=256)
-def _cost_model(arch: Architecture, setting: Setting, accumulating: bool) -> CostModel:
-    total = static_bytes(arch, setting).total
-    candidates = [Growth(total.gradients)]
+def _cost_model(arch: Architecture, alone: Setting, padded: Setting, accumulating: bool) -> CostModel:
+    one, several = (_growths(arch, setting, accumulating) for setting in (alone, padded))
+    static = static_bytes(arch, alone).total.static
+    # Kept monotone: several rows are never cheaper than one of the same length.
+    return CostModel(static, one, prune([*one, *several]), position_bytes(arch, alone), alone.chunk_tokens)
+
+
+def _growths(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
+    """Every live set that decides some shape, above the static bytes."""
+    candidates = [Growth(static_bytes(arch, setting).total.gradients)]
     for phase in step_cost(arch, setting, accumulating).values():
-        around = phase.saved.plus(Growth(phase.gradients, INPUT_BYTES))
+        around = phase.saved.plus(input_growth(arch, setting)).plus(Growth(phase.gradients))
         candidates.extend(around.plus(working) for working in phase.working)
-    return CostModel(total.static, prune(candidates), position_bytes(arch, setting), setting.chunk_tokens)
+    return prune(candidates)
 
 
-def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
-    """The whole table for a micro-batch of `rows` sequences of `length` tokens."""
-    setting = setting_of(arch, spec)
+def predict(
+    arch: Architecture, spec: RunSpec, *, rows: int, length: int, padded: bool | None = None
+) -> Prediction:
+    """The whole table for a micro-batch of `rows` sequences of `length` tokens.
+
+    `padded` says whether their lengths differ, which brings a mask; by default they do where there is more than one.
+    """
+    setting = setting_of(arch, spec, padded=rows > 1 if padded is None else padded)
     shape = shape_of(rows, length, setting.chunk_tokens)
-    inputs = INPUT_BYTES * shape.tokens + position_bytes(arch, setting) * length
+    inputs = input_growth(arch, setting).at(shape) + position_bytes(arch, setting) * length
     total = static_bytes(arch, setting).total
     held = {"weights": total.weights, "adapters": total.adapters, "optimizer": total.optimizer}
     phases = {"load": {"weights": total.weights, "adapters": total.adapters}}

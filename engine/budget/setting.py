@@ -43,7 +43,8 @@ class Setting:
     optimizer: Optimizer
     momentum: bool
     attention: Literal["flash", "sdpa", "eager"]
-    packed: bool
+    masked: bool
+    """Whether attention gets a mask: padding, packed documents, or a sliding window shorter than the sequence."""
     quantized: bool
     metered: bool
     """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
@@ -64,9 +65,11 @@ class Setting:
         return DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
 
 
-def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
-    """Resolve a run spec for this architecture."""
+def setting_of(arch: Architecture, spec: RunSpec, *, padded: bool = False) -> Setting:
+    """Resolve a run spec for this architecture; `padded` for a micro-batch of sequences of different lengths."""
     recipe = spec.recipe
+    slides = arch.sliding_window is not None and recipe.data.max_length > arch.sliding_window
+    masked = padded or recipe.data.packing or slides
     method, lora = recipe.method, recipe.method.kind == "lora"
     return Setting(
         dtype=resolved_dtype(spec),
@@ -84,7 +87,7 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         optimizer=recipe.train.optimizer,
         momentum=recipe.train.momentum > 0,
         attention=resolved_attention(arch, spec),
-        packed=recipe.data.packing,
+        masked=masked,
         quantized=recipe.model.quantize == "nf4",
         metered=spec.profile.device.kind == "metered",
     )
@@ -112,8 +115,8 @@ def chunk_tokens(vocab: int) -> int:
 
 
 def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
-    """attention = "auto" is planned as sdpa, except for families that transformers only has as eager."""
+    """attention = "auto" is planned as sdpa, except for families that have only eager, or cap their scores."""
     asked = spec.recipe.model.attention
-    if asked == "auto":
-        return "eager" if arch.default_attention == "eager" else "sdpa"
-    return asked
+    if asked != "auto":
+        return asked
+    return "eager" if arch.default_attention == "eager" or arch.attention_softcap is not None else "sdpa"

@@ -25,6 +25,10 @@ INPUT_BYTES = 24
 """Per token: input ids, labels and the targets among them, int64."""
 
 
+TWO_MASKS = ("gemma2", "gemma3_text", "gpt_oss")
+"""Families that alternate full and sliding attention, and so hold a mask of each kind."""
+
+
 class Shape(NamedTuple):
     """What sizes are functions of; the first is always 1."""
 
@@ -176,6 +180,15 @@ def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
         if not any(all(a >= b for a, b in zip(other, candidate, strict=True)) for other in kept):
             kept.append(candidate)
     return tuple(kept)
+
+
+def input_growth(arch: Architecture, setting: Setting) -> Growth:
+    """What the batch itself and its masks hold while the layers work."""
+    eager = setting.attention == "eager"
+    if not (setting.masked or eager) or setting.attention == "flash":
+        return Growth(token=INPUT_BYTES)
+    kinds = 2 if arch.sliding_window is not None and arch.model_type in TWO_MASKS else 1
+    return Growth(token=INPUT_BYTES + 8, square=kinds * (setting.base_bytes if eager else 1))
 
 
 def position_bytes(arch: Architecture, setting: Setting) -> int:

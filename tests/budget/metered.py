@@ -1,0 +1,106 @@
+"""One optimizer step of the engine's own parts on the metered device, for comparison with predictions."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.spec.run import RunSpec
+
+QWEN2: dict[str, Any] = dict(
+    model_type="qwen2", vocab_size=1000, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+)
+QWEN3: dict[str, Any] = dict(
+    model_type="qwen3", vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False,
+)
+LLAMA: dict[str, Any] = dict(
+    model_type="llama", vocab_size=600, hidden_size=192, intermediate_size=512, num_hidden_layers=3,
+    num_attention_heads=6, num_key_value_heads=6, tie_word_embeddings=False,
+)
+MISTRAL: dict[str, Any] = dict(
+    model_type="mistral", vocab_size=700, hidden_size=128, intermediate_size=448, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=1, head_dim=32, sliding_window=None, tie_word_embeddings=False,
+)
+GEMMA2: dict[str, Any] = dict(
+    model_type="gemma2", vocab_size=800, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32, pad_token_id=0,
+)
+GEMMA3: dict[str, Any] = dict(
+    model_type="gemma3_text", vocab_size=800, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=1, head_dim=32, sliding_window=64, pad_token_id=0,
+)
+
+
+def run_spec(start: str | Path = "builtin:tiny", device: dict[str, Any] | None = None, **tables: Any) -> RunSpec:
+    """A run spec with any of the recipe's tables, on a roomy metered device."""
+    recipe = {
+        "name": "cell",
+        "model": {"id": str(start), "tokenizer": "builtin:bytes", "init": "random", **tables.pop("model", {})},
+        "data": {"sources": [{"name": "dates", "path": "builtin:dates"}], **tables.pop("data", {})},
+        **tables,
+    }
+    profile = {"name": "cell", "device": device or {"kind": "metered", "memory_gib": 8.0}}
+    return RunSpec.model_validate({"name": "cell", "profile": profile, "recipe": recipe})
+
+
+def folder_of(config: dict[str, Any], folder: Path) -> Path:
+    """A model folder that holds a config and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def measured_step(
+    spec: RunSpec, rows: int, length: int, micro_batches: int = 1, *, padded: bool = False
+) -> tuple[int, int]:
+    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences, nearly every token a target.
+
+    With `padded` each row but the first lacks its last token.
+    """
+    import torch
+
+    from engine.data.batch import Batch
+    from engine.device.metered import open_metered
+    from engine.model.dropout import keyed
+    from engine.model.load import load_model
+    from engine.model.loss import make_loss
+    from engine.model.tokenizer import load_tokenizer
+    from engine.train.optimizer import allocate_state, build_optimizer
+
+    device, train = open_metered(spec), spec.recipe.train
+    with device.activate():
+        with device.host_region():
+            tokenizer = load_tokenizer(spec.recipe.model)
+        loaded = load_model(spec, device, tokenizer)
+        loss = make_loss(
+            loaded, implementation=train.loss, label_smoothing=train.label_smoothing, chunk_tokens=None, device=device
+        )
+        optimizer = build_optimizer(train, loaded.trainable())
+        allocate_state(optimizer)
+        gc.collect()
+        static = device.memory().allocated_bytes
+        device.reset_peak()
+        for _ in range(micro_batches):
+            with device.host_region():
+                ids = torch.randint(0, 200, (rows, length))
+                mask = torch.ones_like(ids)
+                mask[1:, -1] = 0
+            batch = Batch(
+                input_ids_BS=device.upload(ids),
+                labels_BS=device.upload(ids),
+                attention_mask_BS=device.upload(mask) if padded else None,
+                position_ids_BS=None,
+                sample_ids=tuple(range(rows)),
+                target_tokens=rows * (length - 1),
+            )
+            with keyed(loaded.model, seed=0, step=1, sample_ids=batch.sample_ids):
+                value = loss(batch) / (rows * length)
+                value.backward()
+            del value, batch
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return static, device.memory().peak_bytes
