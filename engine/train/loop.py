@@ -26,6 +26,7 @@ from engine.train.checkpoint import (
 from engine.train.control import Wishes
 from engine.train.failure import Failure
 from engine.train.journal import Journal, until_there_is_room
+from engine.train.measure import measured
 from engine.train.optimizer import set_learning_rates
 from engine.train.run_state import RunState, fill_checkpoint, restore
 from engine.train.setup import Bench
@@ -42,6 +43,8 @@ class Ending:
 
     status: str
     reason: str
+    result: str | None = None
+    """Name of the result's folder in the run directory."""
 
 
 class Training:
@@ -58,6 +61,8 @@ class Training:
         self._gpu_read_at = 0.0
         self._judge = self._make_judge()
         self._stop_early = False
+        self.peak_bytes = 0
+        """Most bytes allocated at once in any step of this process."""
 
     def resume(self, from_step: int | None) -> None:
         """Go on from the newest sound checkpoint (at or before `from_step`); from the beginning where there is none."""
@@ -127,9 +132,11 @@ class Training:
         except RolledBackTooFar:
             self._reload_last()
             return
+        self.peak_bytes = max(self.peak_bytes, self.transaction.peak_bytes)
         self.state.step = step
         self.state.tokens += outcome.tokens
-        self.state.samples += len(samples)
+        self.state.samples_due += len(samples)
+        self.state.samples += outcome.samples
         self.state.skipped_steps += not outcome.applied
         self.state.overflows += outcome.overflowed
         if step % self.bench.spec.recipe.train.log_every_steps == 0 or step == self.bench.total_steps:
@@ -159,6 +166,7 @@ class Training:
             reserved_bytes=memory.reserved_bytes,
             peak_bytes=self.transaction.peak_bytes,
             skipped=not outcome.applied,
+            samples=outcome.samples,
             **({"loss_scale": self.parts.scaler.scale} if self.parts.scaler.enabled else {}),
         )
 
@@ -203,13 +211,18 @@ class Training:
             self._evaluate()
         self.save("end")
         self.journal.phase("saving", "result")
-        place_result(self._result_checkpoint(), self.result)
-        return Ending("done", "early stopping" if self._stop_early else "")
+        folder = self.directory.adapter if self.parts.loaded.kind == "adapter" else self.directory.model
+        place_result(self._result_checkpoint(), folder)
+        return Ending("done", "early stopping" if self._stop_early else "", folder.name)
 
     @property
-    def result(self) -> Any:
-        """The folder the result goes to: adapter/ or model/."""
-        return self.directory.adapter if self.parts.loaded.kind == "adapter" else self.directory.model
+    def samples_lost(self) -> int:
+        """Sequences that a step should have learned from and did not (an fp16 overflow skips its step's)."""
+        return self.state.samples_due - self.state.samples
+
+    def measured(self) -> dict[str, Any]:
+        """What memory was made of at the highest peak so far, by component."""
+        return measured(self.parts, self.peak_bytes)
 
     def _result_checkpoint(self) -> Checkpoint:
         step = self.state.step
@@ -338,7 +351,6 @@ def write_backoff(
         before=before,
         after=after,
         attempt=attempt,
-        samples_lost=0,
         **more,
     )
 
@@ -356,7 +368,8 @@ def reporter(journal: Journal, capacity_bytes: int) -> Callable[[Backoff], None]
             backoff.remedy.after,
             attempt=backoff.attempt,
             capacity_bytes=capacity_bytes,
-            sequences_before=backoff.rows,
+            sequences_before=backoff.rows_before,
+            sequences_after=backoff.rows_after,
         )
 
     return report

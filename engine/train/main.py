@@ -16,6 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers.utils import logging as transformers_logging
 
 from engine.device import open_device
 from engine.device.base import Device
@@ -58,13 +62,12 @@ def _recorded(
     spec: RunSpec, place: RunDirectory, journal: Journal, wishes: Wishes, resume: bool, from_step: int | None
 ) -> tuple[str, int]:
     """Train, and write `run_finished` however it ends; returns (status, exit code)."""
-    result: str | None = None
+    ending = Ending("failed", "")
     error: str | None = None
-    reason = ""
+    facts: dict[str, Any] = {}
     try:
-        ending, training = _train(spec, place, journal, wishes, resume, from_step)
-        status, code, reason = ending.status, EXIT_CODES[ending.status], ending.reason
-        result = training.result.name if status == "done" else None
+        ending, facts = _train(spec, place, journal, wishes, resume, from_step)
+        status, code = ending.status, EXIT_CODES[ending.status]
     except TunedeckError as failure:
         traceback.print_exc()
         status = "oom" if isinstance(failure, MemoryExhaustedError) else "failed"
@@ -74,13 +77,21 @@ def _recorded(
         found = classify(failure)
         status, code = ("oom", MemoryExhaustedError.exit_code) if found else ("failed", 1)
         error = f"{type(failure).__name__}: {failure}"
-    journal.write("run_finished", status=status, exit_code=code, result=result, error=error, reason=reason)
+    journal.write(
+        "run_finished",
+        status=status,
+        exit_code=code,
+        result=ending.result,
+        error=error,
+        reason=ending.reason,
+        **facts,
+    )
     return status, code
 
 
 def _train(
     spec: RunSpec, place: RunDirectory, journal: Journal, wishes: Wishes, resume: bool, from_step: int | None
-) -> tuple[Ending, Training]:
+) -> tuple[Ending, dict[str, Any]]:
     device = _open(spec, journal, wishes)
     _tell_start(spec, place, journal, device, resume)
     with device.activate():
@@ -90,7 +101,8 @@ def _train(
         if resume:
             training.resume(from_step)
         with _checkpoint_on_failure(training):
-            return training.run(), training
+            ending = training.run()
+        return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
 
 def _open(spec: RunSpec, journal: Journal, wishes: Wishes) -> Device:
@@ -164,3 +176,6 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     warnings.simplefilter("default")
+    # Bars redraw themselves and fill a log file with half-drawn copies; phases in the journal say the same.
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()

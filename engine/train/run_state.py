@@ -37,7 +37,10 @@ class RunState:
 
     step: int = 0
     tokens: int = 0
+    samples_due: int = 0
+    """Sequences that the steps so far should have consumed."""
     samples: int = 0
+    """Sequences that they did: every difference is one lost."""
     skipped_steps: int = 0
     overflows: int = 0
     backoffs: int = 0

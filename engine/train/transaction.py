@@ -45,6 +45,8 @@ class StepOutcome:
     target_tokens: int
     micro_batches: int
     micro_batch_rows: int
+    samples: int
+    """Sequences that were learned from, or held nothing to learn."""
     data_wait_seconds: float
     applied: bool
     overflowed: bool = False
@@ -57,7 +59,10 @@ class Backoff:
     step: int
     failure: Failure
     remedy: Remedy
-    rows: int
+    rows_before: int
+    """Sequences in the micro-batch that was in flight; 0 when none was."""
+    rows_after: int
+    """Most sequences at a time in the next attempt; 0 when there is none."""
     attempt: int
 
 
@@ -115,7 +120,7 @@ class StepTransaction:
         lengths = self.parts.data.lengths[samples]
         target_tokens = int(self.parts.data.target_counts[samples].sum())
         if target_tokens == 0:
-            return StepOutcome(0.0, 0.0, int(lengths.sum()), 0, 0, 0, 0.0, applied=False)
+            return StepOutcome(0.0, 0.0, int(lengths.sum()), 0, 0, 0, len(samples), 0.0, applied=False)
         self._data_wait_seconds = 0.0
         plan = self._until_it_succeeds(
             step, lengths, lambda plan: self._accumulate_and_apply(step, samples, plan, target_tokens)
@@ -128,6 +133,7 @@ class StepTransaction:
             target_tokens=target_tokens,
             micro_batches=len(plan),
             micro_batch_rows=max(group.rows for group in plan),
+            samples=0 if overflowed else sum(group.rows for group in plan),
             data_wait_seconds=self._data_wait_seconds,
             applied=not overflowed,
             overflowed=overflowed,
@@ -156,15 +162,18 @@ class StepTransaction:
         parts = self.parts
         before = StateBefore.take(parts.loaded.model, parts.device, parts.seed, step)
         tried: list[str] = []
+        plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
         while True:
-            plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
             self._phase, self._current = "forward", None
             failure = attempt(lambda plan=plan: action(plan), parts.device, lambda: self._phase)  # type: ignore[misc]
             if failure is None:
                 return plan
             self._recover(before)
-            remedy = self._choose(replace(failure, phase=phase_prefix + failure.phase), tried, step)
+            failure = replace(failure, phase=phase_prefix + failure.phase)
+            remedy, rows = self._choose(failure, tried, step), self._rows_in_flight()
+            plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
             tried.append(remedy.name)
+            parts.report(Backoff(step, failure, remedy, rows, max(group.rows for group in plan), len(tried)))
 
     def _accumulate_and_apply(
         self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
@@ -251,9 +260,11 @@ class StepTransaction:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def _rows_in_flight(self) -> int:
+        return self._current.rows if self._current else 0
+
     def _choose(self, failure: Failure, tried: list[str], step: int) -> Remedy:
         parts, current = self.parts, self._current
-        rows = current.rows if current else 0
         remedy = choose(
             parts.ladder,
             Situation(
@@ -261,9 +272,8 @@ class StepTransaction:
             ),
         )
         if remedy is None:
-            parts.report(Backoff(step, failure, Remedy("give_up"), rows, len(tried) + 1))
+            parts.report(Backoff(step, failure, Remedy("give_up"), self._rows_in_flight(), 0, len(tried) + 1))
             raise _exhausted(failure, current, parts)
-        parts.report(Backoff(step, failure, remedy, rows, len(tried) + 1))
         return remedy
 
 
