@@ -90,8 +90,9 @@ def masked_sdpa(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value:
 def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
     """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back."""
     groups = arch.heads // arch.kv_heads
-    key_states = repeat_heads(walk, key, groups)
-    value_states = repeat_heads(walk, value, groups)
+    key_states = repeat_heads(walk, key, groups) if groups > 1 else _copy(walk, key)
+    value_states = repeat_heads(walk, value, groups) if groups > 1 else _copy(walk, value)
+    query = _copy(walk, query)  # heads stand inside tokens; the batched product wants them outside
     weights = scale(walk, _matmul(walk, query, key_states, arch.heads * SQUARE))
     if arch.attention_softcap is not None:
         weights = scale(walk, weights)

@@ -59,7 +59,7 @@ class Head:
             saved.append(walk.allocate(self.weight))
         narrow = self.setting.base_bytes
         capped = 2 if self.arch.logit_softcap is not None else 0
-        logits = narrow if narrow < FLOAT else 0
+        logits = narrow if narrow < FLOAT or capped else 0  # fp32 logits are worked on in place
         logits_and_work = walk.allocate(vocab * (logits + FLOAT * (1 + capped)) * CHUNK)
         del logits_and_work
         # The gradient of one chunk's logits is still there while the next chunk's logits are made.

@@ -109,11 +109,9 @@ def _square(walk: Walk, x: Ghost) -> Ghost:
     size = x.size
 
     def back(gradient: Storage) -> list[Storage | None]:
-        power = walk.allocate(size)
-        doubled = walk.allocate(size)
-        del power
+        temporaries = [walk.allocate(size), walk.allocate(size)]
         product = walk.allocate(size)
-        del doubled
+        del temporaries  # one C++ expression: its temporaries live to its end
         return [product]
 
     saved = walk.save(x) if x.node is not None else None

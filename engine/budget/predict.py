@@ -87,8 +87,8 @@ def _cost_model(arch: Architecture, alone: Setting, padded: Setting, accumulatin
 def _growths(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
     """Every live set that decides some shape, above the static bytes."""
     candidates = [Growth(static_bytes(arch, setting).total.gradients)]
-    for phase in step_cost(arch, setting, accumulating).values():
-        around = phase.saved.plus(input_growth(arch, setting)).plus(Growth(phase.gradients))
+    for name, phase in step_cost(arch, setting, accumulating).items():
+        around = phase.saved.plus(input_growth(arch, setting, name)).plus(Growth(phase.gradients))
         candidates.extend(around.plus(working) for working in phase.working)
     return prune(candidates)
 
@@ -102,11 +102,12 @@ def predict(
     """
     setting = setting_of(arch, spec, padded=rows > 1 if padded is None else padded)
     shape = shape_of(rows, length, setting.chunk_tokens)
-    inputs = input_growth(arch, setting).at(shape) + position_bytes(arch, setting) * length
+    positions = position_bytes(arch, setting) * length
     total = static_bytes(arch, setting).total
     held = {"weights": total.weights, "adapters": total.adapters, "optimizer": total.optimizer}
     phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
     for name, phase in step_cost(arch, setting, rows < spec.recipe.train.batch_size).items():
+        inputs = input_growth(arch, setting, name).at(shape) + positions
         phases[name] = held | _components(phase, shape, inputs)
     phases["optimizer_step"] = {**held, "gradients": total.gradients}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}

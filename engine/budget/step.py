@@ -182,10 +182,11 @@ def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
     return tuple(kept)
 
 
-def input_growth(arch: Architecture, setting: Setting) -> Growth:
-    """What the batch itself and its masks hold while the layers work."""
+def input_growth(arch: Architecture, setting: Setting, phase: str) -> Growth:
+    """What the batch itself and its masks hold; only checkpoints keep masks for after the forward pass."""
     eager = setting.attention == "eager"
-    if not (setting.masked or eager) or setting.attention == "flash":
+    gone = phase != "forward" and not setting.checkpointing
+    if gone or not (setting.masked or eager) or setting.attention == "flash":
         return Growth(token=INPUT_BYTES)
     kinds = 2 if arch.sliding_window is not None and arch.model_type in TWO_MASKS else 1
     return Growth(token=INPUT_BYTES + 8, square=kinds * (setting.base_bytes if eager else 1))

@@ -1,0 +1,149 @@
+"""Plans, verdicts and advice, and the two commands that print them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.budget.advice import advise
+from engine.budget.architecture import find_architecture, find_config
+from engine.budget.plan import make_plan
+from engine.budget.predict import predict
+from engine.cli import app
+from engine.errors import EnvironmentProblem, UsageError
+from tests.budget.metered import run_spec
+
+
+def card(memory_gib: float) -> dict[str, Any]:
+    """A CUDA device of this size."""
+    return {"kind": "cuda", "memory_gib": memory_gib, "compute_capability": 8.9}
+
+
+def test_auto_takes_the_largest_micro_batch_that_fits() -> None:
+    spec = run_spec("Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64}, data={"max_length": 1024})
+    plan = make_plan(spec)
+    arch = find_architecture(spec)
+    assert plan.verdict == "fits"
+    assert predict(arch, spec, rows=plan.micro_batch, length=1024).device_bytes <= plan.capacity_bytes
+    assert predict(arch, spec, rows=plan.micro_batch + 1, length=1024).device_bytes > plan.capacity_bytes
+    assert plan.accumulation * plan.micro_batch >= 64 > (plan.accumulation - 1) * plan.micro_batch
+
+
+def test_a_fixed_micro_batch_that_is_too_large_is_tight_and_names_the_remedy() -> None:
+    spec = run_spec(
+        "Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64, "micro_batch": 64}, data={"max_length": 1024}
+    )
+    plan = make_plan(spec)
+    assert plan.verdict == "tight"
+    assert plan.micro_batch == 64
+    assert plan.remedies == {"train.micro_batch": make_plan(run_spec(
+        "Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64}, data={"max_length": 1024})).micro_batch}
+
+
+def test_what_no_remedy_can_fit_does_not_fit() -> None:
+    plan = make_plan(run_spec("Qwen/Qwen2.5-72B", card(24.0)))
+    assert plan.verdict == "does_not_fit"
+    assert plan.margin_bytes < 0
+
+
+def test_json_has_the_agreed_keys() -> None:
+    document = make_plan(run_spec()).as_json()
+    assert {"verdict", "capacity_bytes", "peak_bytes", "deciding_phase", "components", "phases", "micro_batch",
+            "accumulation", "tokens_per_micro_batch"} <= set(document)
+    json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_gib", "tables"),
+    [
+        ("Qwen/Qwen2.5-7B", 24.0, {"method": {"kind": "full"}}),
+        ("Qwen/Qwen2.5-14B", 24.0, {}),
+        ("Qwen/Qwen2.5-7B", 18.0, {"data": {"max_length": 16384}}),
+        ("meta-llama/Llama-3.1-8B", 24.0, {"train": {"gradient_checkpointing": False, "micro_batch": 8}}),
+        ("meta-llama/Llama-3.2-3B", 24.0, {"method": {"kind": "full"}}),
+    ],
+)
+def test_every_suggestion_fits_and_the_learning_changing_ones_come_last(
+    model: str, memory_gib: float, tables: dict[str, Any]
+) -> None:
+    advice = advise(run_spec(model, card(memory_gib), **tables))
+    assert advice.plan.verdict != "fits"
+    assert advice.suggestions
+    assert all(suggestion.plan.verdict == "fits" for suggestion in advice.suggestions)
+    marks = [suggestion.changes_learning for suggestion in advice.suggestions]
+    assert marks == sorted(marks)
+
+
+def test_room_left_is_offered_only_where_it_fits() -> None:
+    advice = advise(run_spec())
+    assert advice.plan.verdict == "fits"
+    assert not advice.suggestions
+    assert advice.room
+    assert all(suggestion.plan.verdict == "fits" for suggestion in advice.room)
+
+
+def test_an_unknown_architecture_is_refused_with_what_is_known() -> None:
+    from engine.budget.architecture import from_config
+
+    with pytest.raises(UsageError, match="mamba"):
+        from_config({"model_type": "mamba"})
+
+
+def test_a_model_that_is_nowhere_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    with pytest.raises(EnvironmentProblem) as caught:
+        find_config("nobody/nothing")
+    assert "hf download nobody/nothing" in caught.value.fix
+
+
+def test_a_cached_model_is_read_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    repository = tmp_path / "hub" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc123\n")
+    (repository / "snapshots" / "abc123").mkdir(parents=True)
+    (repository / "snapshots" / "abc123" / "config.json").write_text('{"model_type": "qwen2"}')
+    assert find_config("some/model") == {"model_type": "qwen2"}
+
+
+def invoke(*arguments: str) -> Any:
+    """Run the command line in this process."""
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_plan_prints_the_table_and_calls_a_metered_device_simulated() -> None:
+    result = invoke("plan", "-p", "demo", "-r", "demo")
+    assert result.exit_code == 0
+    assert "simulated" in result.stdout
+    assert "layer_first" in result.stdout
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+
+
+def test_plan_json_is_one_document() -> None:
+    assert json.loads(invoke("plan", "-p", "demo", "-r", "demo", "--json").stdout)["verdict"] in ("fits", "tight")
+
+
+def test_plan_exits_with_3_when_it_does_not_fit() -> None:
+    result = invoke("plan", "-p", "24gb", "-r", "full", "--set", "model.id=Qwen/Qwen2.5-72B")
+    assert result.exit_code == 3
+    assert "does not fit" in result.stdout
+
+
+def test_exact_is_refused_plainly() -> None:
+    assert isinstance(invoke("plan", "-p", "demo", "-r", "demo", "--exact").exception, UsageError)
+
+
+def test_fit_writes_a_recipe_that_fits(tmp_path: Path) -> None:
+    target = tmp_path / "smaller.toml"
+    sets = ["--set", "model.id=Qwen/Qwen2.5-7B"]
+    assert json.loads(invoke("plan", "-p", "24gb", "-r", "full", *sets, "--json").stdout)["verdict"] == "does_not_fit"
+    result = invoke("fit", "-p", "24gb", "-r", "full", *sets, "--write", str(target))
+    assert result.exit_code == 0, result.output
+    assert json.loads(invoke("plan", "-p", "24gb", "-r", str(target), "--json").stdout)["verdict"] == "fits"
+    assert "# " in target.read_text()
