@@ -53,12 +53,17 @@ def _concatenate(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
     )
 
 
-def repeat_heads(walk: Walk, x: Ghost, times: int) -> Ghost:
-    """`repeat_kv`: a copy with every head `times` times; backward sums the copies."""
+def repeat_heads(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
+    """`repeat_kv`: a copy with every head several times; backward sums the copies. A single head is repeated by view."""
+    times, size = arch.heads // arch.kv_heads, x.size
     if times == 1:
         return x
-    size = x.size
-    return walk.result(x.elements * times, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+    copied = arch.kv_heads > 1
+    elements = x.elements * times if copied else 0
+    output = walk.result(elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+    if not copied:
+        output.storage, output.elements = x.storage, x.elements * times
+    return output
 
 
 def flash(
@@ -81,17 +86,16 @@ def flash(
 
 def masked_sdpa(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
     """sdpa with a mask: heads are repeated, and the boolean mask becomes one in the query's dtype, which is saved."""
-    key = repeat_heads(walk, key, arch.heads // arch.kv_heads)
-    value = repeat_heads(walk, value, arch.heads // arch.kv_heads)
+    key = repeat_heads(walk, arch, key)
+    value = repeat_heads(walk, arch, value)
     additive_mask = walk.new(SQUARE, query.itemsize)
     return flash(walk, arch, query, key, value, additive_mask)
 
 
 def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
     """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back."""
-    groups = arch.heads // arch.kv_heads
-    key_states = repeat_heads(walk, key, groups) if groups > 1 else _copy(walk, key)
-    value_states = repeat_heads(walk, value, groups) if groups > 1 else _copy(walk, value)
+    key_states = repeat_heads(walk, arch, key) if 1 < arch.kv_heads < arch.heads else _copy(walk, key)
+    value_states = repeat_heads(walk, arch, value) if 1 < arch.kv_heads < arch.heads else _copy(walk, value)
     query = _copy(walk, query)  # heads stand inside tokens; the batched product wants them outside
     weights = scale(walk, _matmul(walk, query, key_states, arch.heads * SQUARE))
     if arch.attention_softcap is not None:

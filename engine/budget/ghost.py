@@ -126,7 +126,7 @@ class Walk:
         return Storage(self, size)
 
     def save(self, *ghosts: Ghost | None) -> list[Storage]:
-        """Keep inputs for backward; None stands for a weight or a number, which costs nothing but is saved too."""
+        """Keep inputs for backward; None stands for a weight, which costs nothing but is saved too."""
         if self._refilling >= 0:
             holder = self._holders[self._refilling]
             self._refilling += 1

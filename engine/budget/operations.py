@@ -67,10 +67,9 @@ def multiply(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
 
 
 def scale(walk: Walk, x: Ghost) -> Ghost:
-    """`x * number` or `x / number`: torch wraps the number as a tensor and saves it, which checkpointing counts."""
+    """`x * number` or `x / number`: nothing is saved."""
     size = x.size
-    saved = walk.save(None) if x.node is not None else None
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
 
 
 def scale_by_weight(walk: Walk, x: Ghost, weight: int, trained: bool) -> Ghost:
