@@ -15,7 +15,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _own_packages_first() -> None:
-    """Move this file's folder to the front of `sys.path`, and drop a stranger's `engine` that was imported before it."""
+    """Move this file's folder to the front of `sys.path`."""
     sys.path[:] = [HERE, *(entry for entry in sys.path if os.path.abspath(entry or ".") != HERE)]
 
 

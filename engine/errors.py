@@ -37,7 +37,7 @@ class UsageError(TunedeckError):
 
 
 class SpecError(UsageError):
-    """All problems of one file or set of overrides at once, each already rendered as `file:line: key: found; allowed`."""
+    """All problems of a file or a set of overrides at once, each rendered as `file:line: key: found; allowed`."""
 
     def __init__(self, problems: Sequence[str], *, fix: str = "") -> None:
         super().__init__("\n".join(problems), fix=fix)

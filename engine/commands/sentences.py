@@ -25,10 +25,25 @@ REMEDIES = {
 """What each rung of the ladder means for the user."""
 
 
-PLACES = {"clip": "gradient clipping", "optimizer": "the optimizer step"}
+PLACES = {
+    "clip": "gradient clipping",
+    "optimizer": "the optimizer step",
+    "evaluate": "evaluation",
+    "generate": "generation",
+    "probe_forward": "the probe's forward pass",
+    "probe_backward": "the probe's backward pass",
+}
 """Phases whose name is no place a user knows."""
 
-REDONE = {"evaluation": "the evaluation", "evaluating": "the evaluation", "probe": "the probe", "loading": "loading"}
+REDONE = {
+    "evaluation": "the evaluation",
+    "evaluate": "that part of the evaluation",
+    "generate": "that part of the evaluation",
+    "probe": "the probe",
+    "probe_forward": "the probe",
+    "probe_backward": "the probe",
+    "loading": "loading",
+}
 """What is tried again, by the first word of the phase; everything else is part of a step."""
 
 

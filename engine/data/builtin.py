@@ -1,7 +1,7 @@
 """The built-in source `builtin:dates`: dates written the way people write them, to be rewritten as ISO dates.
 
 Generated from a seed, so that the demo needs no file and no network. Training and validation share the ways of writing
-but not a single date. Every form names the month in letters or puts the year first: 5/3/2021 would have two answers.
+but not a single date. Every form names the month in letters: 5/3/2021 would have two answers.
 
 Try: `python -c "from engine.data.builtin import dates; print(dates(0, 'train')[:5])"`
 """
@@ -29,13 +29,7 @@ FORMS = (
     "{month} {ordinal}, {year}",
     "{month} {day}, {year}",
     "{short} {day} {year}",
-    "{short} {ordinal} {year}",
     "on {day} {short} {year}",
-    "{weekday}, {day} {short} {year}",
-    "{weekday} {short} {ordinal}, {year}",
-    "{year} {month} {day}",
-    "{year}/{number}/{day}",
-    "{day}-{short}-{year}",
 )
 """Ways of writing a date."""
 
@@ -63,8 +57,7 @@ def _row(date: datetime.date, draw: random.Random) -> DateRow:
     # strftime would give the names of the machine's locale.
     month = MONTHS[date.month - 1]
     written = draw.choice(FORMS).format(
-        day=date.day, ordinal=_ordinal(date.day), month=month, short=month[:3], number=date.month, year=date.year,
-        weekday=WEEKDAYS[date.weekday()],
+        day=date.day, ordinal=_ordinal(date.day), month=month, short=month[:3], year=date.year
     )
     return {"prompt": f"{written} -> ", "completion": date.isoformat()}
 
@@ -78,4 +71,3 @@ MONTHS = (
     "january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november",
     "december",
 )
-WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")

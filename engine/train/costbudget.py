@@ -36,6 +36,9 @@ class CostBudget:
     """The ceiling lies below what had succeeded before: a neighbour took the memory."""
     slope: float = 0.0
     """Most measured bytes above static per predicted byte, over successes."""
+    expected_slope: float = 0.0
+    """What `slope` is taken for until something was measured: 1 where costs are the budget's predictions in bytes, 0
+    where they only order micro-batches."""
     clean_steps: int = 0
 
     def record_success(self, cost_bytes: int, measured_bytes: int) -> None:
@@ -50,7 +53,8 @@ class CostBudget:
         self.ceiling_bytes = failed_bytes if self.ceiling_bytes is None else min(self.ceiling_bytes, failed_bytes)
         self.proven_bytes = min(self.proven_bytes, failed_bytes - 1)
         self.clean_steps = 0
-        by_slope = int(SAFETY * room_bytes / self.slope) if self.slope else failed_bytes
+        slope = self.slope or self.expected_slope
+        by_slope = int(SAFETY * room_bytes / slope) if slope else failed_bytes
         self.budget_bytes = max(1, min(int(CUT * failed_bytes), by_slope))
 
     def record_clean_step(self, room_bytes: int, may_grow: bool) -> bool:

@@ -135,11 +135,11 @@ def starting_budget(spec: RunSpec, data: TokenData, journal: Journal) -> tuple[C
     else:
         _tell_plan(make_plan(spec, longest=longest), journal)
     cost, rows = starting_costs(spec, longest)
-    whole = cost(train.batch_size, longest)
-    if train.micro_batch == "auto":
-        return cost, CostBudget(cost(rows, longest), top_bytes=whole)
-    asked = cost(min(train.micro_batch, train.batch_size), longest)
-    return cost, CostBudget(asked, top_bytes=asked)
+    expected = 0.0 if known_architecture(spec) is None else 1.0
+    top = train.batch_size
+    if train.micro_batch != "auto":
+        rows = top = min(train.micro_batch, train.batch_size)
+    return cost, CostBudget(cost(rows, longest), top_bytes=cost(top, longest), expected_slope=expected)
 
 
 def starting_costs(spec: RunSpec, longest: int) -> tuple[Cost, int]:

@@ -10,11 +10,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from engine.spec.load import dump_run_spec
-
 from engine.device import open_device
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.events import EventWriter, read_events
+from engine.spec.load import dump_run_spec
 from engine.spec.run import RunSpec
 from engine.train import main
 from engine.train.journal import Journal

@@ -17,6 +17,12 @@ def test_a_first_failure_cuts_to_four_fifths_of_what_failed():
     assert budget.ceiling_bytes == 900
 
 
+def test_before_anything_was_measured_a_prediction_in_bytes_is_believed():
+    budget = CostBudget(1000, top_bytes=1000, expected_slope=1.0)
+    budget.cut(1000, room_bytes=400)
+    assert budget.budget_bytes == int(0.97 * 400)
+
+
 def test_a_measured_slope_cuts_further_when_it_says_so():
     budget = CostBudget(1000, top_bytes=1000)
     budget.record_success(100, measured_bytes=200)
@@ -33,11 +39,6 @@ def test_cuts_reach_one_sequence_in_few_steps():
 
 
 def test_growth_stays_below_the_ceiling_and_the_room():
-    budget = CostBudget(1000, top_bytes=2000)
-    budget.record_success(1000, measured_bytes=1000)
-    budget.cut(1000, room_bytes=2000)
-    clean_steps(budget, 40 * CLEAN_STEPS_TO_GROW, room=1_000_000)
-    assert budget.budget_bytes <= 2000
     budget = CostBudget(500, top_bytes=2000)
     budget.cut(1000, room_bytes=2000)
     budget.record_success(500, measured_bytes=500)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.model.load import load_model
-from engine.model.loaded import plain_name
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -19,6 +17,8 @@ from transformers import (
 
 from engine.data.prepare import prepare_data
 from engine.device import open_device
+from engine.model.load import load_model
+from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer
 from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
 
