@@ -21,9 +21,12 @@ import tomli
 
 from engine.budget.families import FAMILIES, Family, Layout
 from engine.errors import EnvironmentProblem, UsageError
+from engine.journal.index import resolve_run
+from engine.spec.load import load_run_spec
 from engine.spec.run import RunSpec
 
 BUILTIN_PREFIX = "builtin:"
+RUN_PREFIX = "run:"
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,8 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """The config of a built-in model, local folder, cached hub model or shipped entry, as its JSON would have it."""
     if model.startswith(BUILTIN_PREFIX):
         return builtin_config(model)
+    if model.startswith(RUN_PREFIX):
+        return _config_of_run(model)
     local = Path(model).expanduser()
     if local.is_dir():
         return _read_json(local / "config.json")
@@ -195,6 +200,13 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
         expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
         fix=f"download it once with: hf download {model} config.json",
     )
+
+
+def _config_of_run(model: str) -> dict[str, Any]:
+    """What an earlier run started from has the shape of what it made."""
+    text = model.removeprefix(RUN_PREFIX).partition("@")[0]
+    start = load_run_spec(resolve_run(text, None).run_toml).recipe.model
+    return find_config(start.id, start.revision)
 
 
 def builtin_config(name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import SQUARE, TOKEN, Ghost, Storage, Walk
-from engine.budget.operations import FLOAT, add, cast, saves_output, scale
+from engine.budget.operations import FLOAT, add, cast, narrow, saves_output, scale
 from engine.budget.setting import Setting
 
 
@@ -26,18 +26,8 @@ def _times_table(walk: Walk, x: Ghost) -> Ghost:
 
 def _rotate_half(walk: Walk, x: Ghost) -> Ghost:
     """cat(-x2, x1). Backward: each half's gradient is placed into zeros of the full size, then both are added."""
-    x1, x2 = _half(walk, x), _half(walk, x)
+    x1, x2 = narrow(walk, x, 1, 2), narrow(walk, x, 1, 2)
     return _concatenate(walk, _negate(walk, x2), x1)
-
-
-def _half(walk: Walk, x: Ghost) -> Ghost:
-    """A slice: shares storage; backward makes a full tensor of zeros with the gradient in it."""
-    size = x.size
-    output = walk.result(0, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
-    output.storage, output.elements = x.storage, x.elements // 2
-    if output.node is not None:
-        output.node.size = size // 2
-    return output
 
 
 def _negate(walk: Walk, x: Ghost) -> Ghost:
@@ -54,7 +44,7 @@ def _concatenate(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
 
 
 def repeat_heads(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
-    """`repeat_kv`: a copy with every head several times; backward sums the copies. A single head is repeated by view."""
+    """`repeat_kv`: a copy with every head several times, summed in backward. A single head is repeated by view."""
     times, size = arch.heads // arch.kv_heads, x.size
     if times == 1:
         return x
@@ -103,9 +93,19 @@ def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
         weights = saves_output(walk, weights, weights.itemsize)
         weights = scale(walk, weights)
     weights = add_constant(walk, weights)
-    weights = cast(walk, saves_output(walk, weights, FLOAT), query.itemsize)
+    if arch.layout == "gpt_oss":
+        weights = _softmax_with_sinks(walk, weights)
+    else:
+        weights = cast(walk, saves_output(walk, weights, FLOAT), query.itemsize)
     output = _matmul(walk, weights, value_states, query.elements)
     return _copy(walk, output)
+
+
+def _softmax_with_sinks(walk: Walk, weights: Ghost) -> Ghost:
+    """A column of sinks is joined on, the maximum subtracted, and the column dropped after the softmax."""
+    joined = _copy(walk, weights)
+    joined = add_constant(walk, joined)
+    return narrow(walk, saves_output(walk, joined, joined.itemsize), 1, 1)
 
 
 def add_constant(walk: Walk, x: Ghost) -> Ghost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import CHUNK, NEXT, TOKEN, Ghost, Storage, Walk
 from engine.budget.layer import rms_norm
-from engine.budget.operations import FLOAT, cast, linear, saves_output, scale
+from engine.budget.operations import FLOAT, cast, layer_norm, linear, saves_output, scale
 from engine.budget.parameters import outer_parameters
 from engine.budget.setting import Setting
 from engine.budget.static import rounded, selected_outer
@@ -37,6 +37,8 @@ class Head:
         """The last norm."""
         weight = rounded(self.arch.hidden * self.setting.base_bytes)
         trained = self.norm_name in self.trained
+        if self.arch.layout == "gpt2":
+            return layer_norm(self.walk, hidden, weight, trained)
         return rms_norm(self.walk, hidden, TOKEN, weight, trained, unit_offset=self.arch.unit_offset_norm)
 
     def plain(self, hidden: Ghost) -> Ghost:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.attention import attend, rotary
+from engine.budget.experts import mixture
 from engine.budget.ghost import TOKEN, Ghost, Walk
 from engine.budget.operations import (
     FLOAT,
     activation,
     add,
+    add_number,
     cast,
+    cube,
+    layer_norm,
     linear,
     multiply,
+    narrow,
     power_mean,
+    saves_output,
     scale,
     scale_by_weight,
 )
-from engine.budget.parameters import Parameter, layer_parameters
+from engine.budget.parameters import Parameter, layer_parameters, linear_shape
 from engine.budget.setting import Setting
 from engine.budget.static import Selection, rounded
 
@@ -33,6 +39,8 @@ class Layer:
 
     def forward(self, x: Ghost) -> Ghost:
         """Two halves with their residual connections; Gemma 2 and 3 norm what each half gives, too."""
+        if self.arch.layout == "gpt2":
+            return self._forward_gpt2(x)
         if self.arch.norms_per_layer == 4:
             return self._forward_four_norms(x)
         residual = x
@@ -64,6 +72,8 @@ class Layer:
     def attention(self, x: Ghost) -> Ghost:
         """Projections, rotary embedding, the kernel, the output projection."""
         arch, walk = self.arch, self.walk
+        if arch.layout == "phi3":
+            return self._joint_attention(x, "self_attn.qkv_proj", "self_attn.o_proj")
         query = self.linear("self_attn.q_proj", x)
         if arch.qk_norm:
             query = self.norm("self_attn.q_norm", query, arch.heads * TOKEN)
@@ -77,11 +87,52 @@ class Layer:
 
     def feed_forward(self, x: Ghost) -> Ghost:
         """down(act(gate(x)) * up(x))."""
-        walk = self.walk
+        walk, arch = self.walk, self.arch
+        if arch.experts is not None:
+            return mixture(walk, arch, arch.experts, x, self._trained_bytes())
+        if arch.layout == "phi3":
+            joint = self.linear("mlp.gate_up_proj", x)
+            gate, up = narrow(walk, joint, 1, 2), narrow(walk, joint, 1, 2)
+            up = multiply(walk, up, activation(walk, gate))
+            return self.linear("mlp.down_proj", up)
         return self.linear(
             "mlp.down_proj",
             multiply(walk, activation(walk, self.linear("mlp.gate_proj", x)), self.linear("mlp.up_proj", x)),
         )
+
+    def _joint_attention(self, x: Ghost, projection: str, output_projection: str) -> Ghost:
+        """One projection for query, key and value, which are slices of it."""
+        arch, walk = self.arch, self.walk
+        joint = self.linear(projection, x)
+        total = arch.query_width + 2 * arch.kv_width
+        query = narrow(walk, joint, arch.query_width, total)
+        key, value = narrow(walk, joint, arch.kv_width, total), narrow(walk, joint, arch.kv_width, total)
+        if arch.layout == "phi3":
+            query, key = rotary_both(walk, query, key)
+        output = attend(walk, arch, self.setting, query, key, value)
+        return self.linear(output_projection, output)
+
+    def _forward_gpt2(self, x: Ghost) -> Ghost:
+        """GPT-2: layer norms, no rotary embedding, an ungated feed-forward block."""
+        walk = self.walk
+        residual = x
+        hidden = layer_norm(walk, x, *self._weight("ln_1"))
+        output = self._joint_attention(hidden, "attn.c_attn", "attn.c_proj")
+        hidden = add(walk, output, residual)
+        residual = hidden
+        hidden = layer_norm(walk, hidden, *self._weight("ln_2"))
+        forward = self._gpt2_feed_forward(hidden)
+        return add(walk, residual, forward)
+
+    def _gpt2_feed_forward(self, x: Ghost) -> Ghost:
+        """c_proj(gelu(c_fc(x))), with transformers' gelu of separate operations."""
+        hidden = self.linear("mlp.c_fc", x)
+        hidden = new_gelu(self.walk, hidden) if self.arch.activation == "gelu_new" else activation(self.walk, hidden)
+        return self.linear("mlp.c_proj", hidden)
+
+    def _trained_bytes(self) -> dict[str, int]:
+        """Gradient bytes of the layer's trained parameters."""
+        return {name: self._parameter(name)[0] for name in self.chosen.trained}
 
     def linear(self, module: str, x: Ghost) -> Ghost:
         """A linear layer, with peft's adapter beside it where it has one."""
@@ -94,12 +145,13 @@ class Layer:
         """The layer's own weight and bias."""
         weight, trained = self._weight(module)
         bias, bias_trained = self._bias(module)
-        return linear(self.walk, x, parameter.shape[0], weight, trained, bias if bias_trained else 0)
+        outputs, _ = linear_shape(self.arch, parameter)
+        return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0)
 
     def _adapted(self, module: str, parameter: Parameter, x: Ghost) -> Ghost:
         """`peft.tuners.lora.layer.Linear.forward`: base(x) + B(A(x)) * scaling, in the wider of the two dtypes."""
         walk, setting = self.walk, self.setting
-        outputs, inputs = parameter.shape
+        outputs, inputs = linear_shape(self.arch, parameter)
         width, rank = setting.adapter_bytes, setting.rank
         result = self._base(module, parameter, x)
         itemsize = result.itemsize
@@ -143,6 +195,12 @@ def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, *, uni
     if unit_offset:
         return cast(walk, scale_by_weight(walk, x, weight, trained), itemsize)
     return scale_by_weight(walk, cast(walk, x, itemsize), weight, trained)
+
+
+def new_gelu(walk: Walk, x: Ghost) -> Ghost:
+    """`NewGELUActivation`: 0.5 · x · (1 + tanh(c · (x + 0.044715 · x³)))."""
+    inner = saves_output(walk, scale(walk, add(walk, x, scale(walk, cube(walk, x)))), x.itemsize)
+    return multiply(walk, scale(walk, x), add_number(walk, inner))
 
 
 def rotary_both(walk: Walk, query: Ghost, key: Ghost) -> tuple[Ghost, Ghost]:

@@ -151,3 +151,37 @@ def saves_output(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
     if saved is not None:
         walk.save_into(saved, output)
     return output
+
+
+def narrow(walk: Walk, x: Ghost, parts: int, of: int) -> Ghost:
+    """A slice, `parts` of `of`: shares the tensor's storage; backward puts the gradient into zeros of full size."""
+    size = x.size
+    output = walk.result(0, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+    output.storage, output.elements = x.storage, x.elements * parts // of
+    if output.node is not None:
+        output.node.size = output.size
+    return output
+
+
+def layer_norm(walk: Walk, x: Ghost, vector: int, trained: bool) -> Ghost:
+    """`F.layer_norm`: saves its input and, per row, a mean and a root in fp32; two weights of `vector` bytes each."""
+    size = x.size
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        grad_x = walk.allocate(size)
+        if trained:
+            walk.leaf_gradient(vector)
+            walk.leaf_gradient(vector)
+        return [grad_x]
+
+    saved = walk.save(x, None) if x.node is not None or trained else None
+    output = walk.result(x.elements, x.itemsize, [x], back, saved, trains=trained)
+    statistics = walk.new(2 * TOKEN, FLOAT)
+    if saved is not None:
+        walk.save_into(saved, statistics)
+    return output
+
+
+def cube(walk: Walk, x: Ghost) -> Ghost:
+    """`torch.pow(x, 3)`: saves x; backward makes the square, thrice that, and the product with the gradient."""
+    return _square(walk, x)

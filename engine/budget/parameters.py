@@ -74,6 +74,12 @@ def parameter_count(arch: Architecture) -> int:
     return arch.layers * per_layer + sum(parameter.elements for parameter in outer_parameters(arch))
 
 
+def linear_shape(arch: Architecture, parameter: Parameter) -> tuple[int, int]:
+    """(outputs, inputs) of a linear layer's weight; GPT-2's Conv1D keeps it the other way round."""
+    rows, columns = parameter.shape
+    return (columns, rows) if arch.layout == "gpt2" else (rows, columns)
+
+
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> list[Parameter]:
     """A torch Linear: weight [outputs, inputs] and, where there is one, its bias."""
     weight = Parameter(f"{name}.weight", (outputs, inputs), linear=True)

@@ -20,6 +20,9 @@ BFLOAT16_CAPABILITY = 8.0
 CHUNK_LOGIT_BYTES = 64 * 2**20
 """Budget of one chunk's fp32 logits when the recipe does not say; see `chunk_tokens`."""
 
+ROUTERS = ("**.mlp.gate", "**.mlp.router")
+"""Modules that moe.freeze_router keeps as they are."""
+
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 
 
@@ -80,7 +83,7 @@ def setting_of(arch: Architecture, spec: RunSpec, *, padded: bool = False) -> Se
         dora=lora and method.dora,
         also_train=tuple(method.also_train),
         train_only=tuple(method.train_only),
-        freeze=tuple(method.freeze),
+        freeze=(*method.freeze, *(ROUTERS if arch.experts and recipe.moe.freeze_router else ())),
         checkpointing=recipe.train.gradient_checkpointing,
         loss=resolved_loss(spec),
         chunk_tokens=chunk_tokens(arch.vocab),

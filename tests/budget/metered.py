@@ -9,30 +9,30 @@ from typing import Any
 
 from engine.spec.run import RunSpec
 
-QWEN2: dict[str, Any] = dict(
-    model_type="qwen2", vocab_size=1000, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-)
-QWEN3: dict[str, Any] = dict(
-    model_type="qwen3", vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False,
-)
-LLAMA: dict[str, Any] = dict(
-    model_type="llama", vocab_size=600, hidden_size=192, intermediate_size=512, num_hidden_layers=3,
-    num_attention_heads=6, num_key_value_heads=6, tie_word_embeddings=False,
-)
-MISTRAL: dict[str, Any] = dict(
-    model_type="mistral", vocab_size=700, hidden_size=128, intermediate_size=448, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=1, head_dim=32, sliding_window=None, tie_word_embeddings=False,
-)
-GEMMA2: dict[str, Any] = dict(
-    model_type="gemma2", vocab_size=800, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=32, pad_token_id=0,
-)
-GEMMA3: dict[str, Any] = dict(
-    model_type="gemma3_text", vocab_size=800, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=1, head_dim=32, sliding_window=64, pad_token_id=0,
-)
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False,
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 600, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 6, "tie_word_embeddings": False,
+}
+MISTRAL: dict[str, Any] = {
+    "model_type": "mistral", "vocab_size": 700, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False,
+}
+GEMMA2: dict[str, Any] = {
+    "model_type": "gemma2", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
+}
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 64, "pad_token_id": 0,
+}
 
 
 def run_spec(start: str | Path = "builtin:tiny", device: dict[str, Any] | None = None, **tables: Any) -> RunSpec:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.budget.architecture import Architecture, builtin_config, find_architecture, find_config, from_config
+from engine.budget.parameters import layer_parameters
 from engine.budget.predict import COMPONENTS, cost_model, predict
 from engine.budget.setting import setting_of
 from engine.budget.static import select_layer
@@ -124,5 +125,5 @@ def test_a_prediction_adds_up() -> None:
 def test_a_frozen_model_part_costs_no_gradient_and_no_state() -> None:
     whole = cost_model(TINY, run_spec(method={"kind": "full"})).static_bytes
     half = cost_model(TINY, run_spec(method={"kind": "full", "freeze": ["model.layers.[0-1]"]})).static_bytes
-    layer = sum(p.elements for p in __import__("engine.budget.parameters", fromlist=["x"]).layer_parameters(TINY))
+    layer = sum(parameter.elements for parameter in layer_parameters(TINY))
     assert whole - half == pytest.approx(2 * 2 * 4 * layer, rel=0.02)
