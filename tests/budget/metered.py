@@ -23,15 +23,16 @@ LLAMA: dict[str, Any] = {
 }
 MISTRAL: dict[str, Any] = {
     "model_type": "mistral", "vocab_size": 700, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": None,
+    "tie_word_embeddings": False,
 }
 GEMMA2: dict[str, Any] = {
     "model_type": "gemma2", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
 }
 GEMMA3: dict[str, Any] = {
-    "model_type": "gemma3_text", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 64, "pad_token_id": 0,
+    "model_type": "gemma3_text", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 64, "pad_token_id": 0,
 }
 
 

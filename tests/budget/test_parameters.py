@@ -11,16 +11,17 @@ from engine.budget.parameters import compile_globs, layer_parameters, layer_pref
 
 ENTRIES = list(shipped_entries())
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 UNSHIPPED: dict[str, dict[str, Any]] = {
-    "phi3": {"model_type": "phi3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-                 "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0},
+    "phi3": {"model_type": "phi3", **SMALL, "pad_token_id": 0},
     "gpt2": {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
-    "llama with biases": {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
-                              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True,
-                              "mlp_bias": True, "tie_word_embeddings": False},
-    "qwen3 with biases": {"model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
-                              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-                              "attention_bias": True, "tie_word_embeddings": True},
+    "llama with biases": {"model_type": "llama", **SMALL, "attention_bias": True, "mlp_bias": True},
+    "qwen3 with biases": {
+        "model_type": "qwen3", **SMALL, "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True,
+    },
 }
 
 
