@@ -32,7 +32,8 @@ GEMMA2: dict[str, Any] = {
 }
 GEMMA3: dict[str, Any] = {
     "model_type": "gemma3_text", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 64, "pad_token_id": 0,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+    "sliding_window": 64, "pad_token_id": 0,
 }
 
 
