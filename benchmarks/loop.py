@@ -28,6 +28,7 @@ import torch
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
+    PrinterCallback,
     Qwen2Config,
     Qwen2ForCausalLM,
     Trainer,
@@ -182,7 +183,7 @@ def trainer(job: Job, _device: Device) -> list[float]:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(**their_arguments(job, folder), remove_unused_columns=False)
-        Trainer(model=model, args=arguments, train_dataset=rows, data_collator=padded, callbacks=[clock]).train()
+        quietly(Trainer(model=model, args=arguments, train_dataset=rows, data_collator=padded, callbacks=[clock]))
     return clock.seconds
 
 
@@ -195,10 +196,16 @@ def sft(job: Job, _device: Device) -> list[float]:
         arguments = SFTConfig(**their_arguments(job, folder), max_length=None, dataset_kwargs=prepared)
         rows = Dataset.from_list([{"input_ids": ids} for ids in job.sequences])
         tokenizer = load_tokenizer(RECIPE_MODEL)
-        SFTTrainer(
-            model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[clock]
-        ).train()
+        quietly(
+            SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[clock])
+        )
     return clock.seconds
+
+
+def quietly(trainer: Trainer) -> None:
+    """Train without a printed line per step."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -266,6 +273,7 @@ def main() -> None:
     asked = arguments.parse_args()
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         for name, mixed in (("fixed", False), ("mixed", True)):
             job = make_job(Path(folder, name), mixed=mixed, vocabulary=264, steps=asked.steps)

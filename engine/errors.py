@@ -44,6 +44,10 @@ class SpecError(UsageError):
         self.problems = list(problems)
 
 
+class UnknownArchitectureError(UsageError):
+    """The budget has no closed form for this model family; training learns its memory as it goes."""
+
+
 class DoesNotFitError(TunedeckError):
     """The plan says that one sequence with every remedy exceeds the device's capacity."""
 
@@ -66,6 +70,10 @@ class EnvironmentProblem(TunedeckError):
     """No such device, device busy, hub unreachable, a package or permission that is missing."""
 
     exit_code = 6
+
+
+class ConfigNotHereError(EnvironmentProblem):
+    """A hub model whose config is not on this machine yet: loading it will fetch it, planning cannot."""
 
 
 class DeviceBusyError(EnvironmentProblem):

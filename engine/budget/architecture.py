@@ -20,7 +20,7 @@ from typing import Any
 import tomli
 
 from engine.budget.families import FAMILIES, Family, Layout
-from engine.errors import EnvironmentProblem, UsageError
+from engine.errors import ConfigNotHereError, UnknownArchitectureError, UsageError
 from engine.journal.index import resolve_run
 from engine.spec.load import load_run_spec
 from engine.spec.run import RunSpec
@@ -82,16 +82,16 @@ class Architecture:
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
-    """Read the facts out of a Hugging Face config; raises UsageError for a model family that is not known here."""
+    """Read the facts out of a Hugging Face config; raises UnknownArchitectureError for an unknown family."""
     model_type = str(config.get("model_type", ""))
     if model_type == "gpt2":
         return _from_gpt2(config)
     family = FAMILIES.get(model_type)
     if family is None:
-        raise UsageError(
+        raise UnknownArchitectureError(
             f"no memory model for model_type {model_type!r}",
             expected=f"one of {', '.join(sorted(FAMILIES))}",
-            fix="train with --force and a fixed train.micro_batch; memory that runs out is then handled during the run",
+            fix="train without a plan: micro-batches start small and what fits is learned during the run",
         )
     stated = {key: value for key, value in config.items() if value is not None}
     return _from_llama_like(model_type, family, {**family.defaults, **stated})
@@ -175,7 +175,8 @@ def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
 def find_architecture(spec: RunSpec) -> Architecture:
     """The facts of the model a run starts from.
 
-    Raises EnvironmentProblem when no config can be found on this machine, UsageError for an unknown family.
+    Raises ConfigNotHereError when no config can be found on this machine, UsageError for an unknown family or a folder
+    that does not exist.
     """
     return from_config(find_config(spec.recipe.model.id, spec.recipe.model.revision))
 
@@ -189,13 +190,15 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
     local = Path(model).expanduser()
     if local.is_dir():
         return _read_json(local / "config.json")
+    if local.is_absolute() or model.startswith("."):
+        raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
     cached = _cached_config(model, revision)
     if cached is not None:
         return _read_json(cached)
     shipped = shipped_configs().get(model.lower())
     if shipped is not None:
         return dict(shipped)
-    raise EnvironmentProblem(
+    raise ConfigNotHereError(
         f"no config.json of {model!r} on this machine",
         expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
         fix=f"download it once with: hf download {model} config.json",
@@ -253,13 +256,13 @@ def _hub_cache() -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A config file as a dict; raises EnvironmentProblem when it is absent or not JSON."""
+    """A config file as a dict; raises UsageError when it is absent or not JSON."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise EnvironmentProblem(
-            f"cannot read {path}: {error}", expected="the model's config.json", fix="check the folder named by model.id"
+        raise UsageError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}", expected="the model's config.json", fix="check the folder named by model.id"
         ) from error
     if not isinstance(loaded, dict):
-        raise EnvironmentProblem(f"{path} does not hold a JSON object", fix="check the folder named by model.id")
+        raise UsageError(f"{path} does not hold a JSON object", fix="check the folder named by model.id")
     return loaded

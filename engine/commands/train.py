@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.commands.options import JsonOption, RunArgument, RunsOption, SetOption, runs_folder
-from engine.errors import DoesNotFitError, EnvironmentProblem, UsageError
+from engine.errors import ConfigNotHereError, DoesNotFitError, EnvironmentProblem, UnknownArchitectureError, UsageError
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
@@ -135,6 +135,11 @@ def _device_indices(text: str | None) -> list[int]:
 
 def _check_devices(spec: RunSpec) -> None:
     given, count = spec.limits.devices, spec.profile.device.count
+    if given and spec.profile.device.kind != "cuda":
+        raise UsageError(
+            f"--devices names GPUs, and profile {spec.profile.name!r} has device.kind = {spec.profile.device.kind!r}",
+            fix="leave --devices out, or choose a profile for GPUs",
+        )
     if given and len(given) != count:
         raise UsageError(
             f"--devices names {len(given)}, and profile {spec.profile.name!r} is made for {count}",
@@ -152,14 +157,19 @@ def _create(spec: RunSpec, folder: Path, *, force: bool) -> RunDirectory:
     from engine.spec.load import dump_run_spec
 
     refuse_unbuilt(spec)
-    plan = make_plan(spec)
-    if plan.verdict == "does_not_fit" and not force:
+    try:
+        plan = make_plan(spec)
+    except (UnknownArchitectureError, ConfigNotHereError) as unknown:
+        # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
+        _say([f"no plan before the start: {unknown.found}"])
+        plan = None
+    if plan is not None and plan.verdict == "does_not_fit" and not force:
         raise DoesNotFitError(
-            f"this does not fit: one sequence with every remedy needs {plan.peak_bytes / 2**30:.2f} GiB "
-            f"of {plan.capacity_bytes / 2**30:.2f} GiB",
+            f"this does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
+            f"of {plan.capacity_bytes / 2**30:.3g} GiB, and even one sequence with every remedy needs too much",
             fix="see what takes it: tunedeck plan with the same arguments; --force trains anyway",
         )
-    directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json())
+    directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
     warning = note_run(directory)
     _say([warning] if warning else [])
     return directory

@@ -23,7 +23,7 @@ from engine.spec.load import load_run_spec, resolve
 from engine.spec.run import RunSpec
 from engine.train.checkpoint import Checkpoint, best_step, damage, find_checkpoints
 from engine.train.failure import Failure
-from engine.train.setup import starting_costs
+from engine.train.pricing import price
 
 
 def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkpoint]:
@@ -43,9 +43,11 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
         number = wanted.removeprefix("step-").lstrip("0")
         chosen = [checkpoint for checkpoint in found if str(checkpoint.step) == number]
     if not chosen:
-        steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found)
         raise UsageError(
-            f"{place.name} has no checkpoint {wanted or ''}".rstrip(), expected=f"one of: {steps}, best, all"
+            f"{place.name} has no checkpoint {wanted or ''}".rstrip(),
+            expected=f"one of: {steps}, best, all" if found else "a run that has written one",
+            fix="" if found else f"train it further: tunedeck resume {place.name}",
         )
     for checkpoint in chosen:
         problem = damage(checkpoint)
@@ -98,7 +100,7 @@ def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple
 def _judge(
     spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, say: Callable[[str], None]
 ) -> Judge:
-    cost, rows = starting_costs(spec, int(data.lengths.max()))
+    pricing = price(spec, int(data.lengths.max()))
     loss = make_loss(
         loaded, implementation=spec.recipe.train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
     )
@@ -106,8 +108,7 @@ def _judge(
     def report(failure: Failure, remedy: str, before: Any, after: Any) -> None:
         say(f"out of memory in {failure.phase}: {remedy} {before} -> {after}")
 
-    budget = cost(rows, int(data.lengths.max()))
-    return Judge(device, loaded, loss, cost, budget, spec.recipe.generate, report)
+    return Judge(device, loaded, loss, pricing.cost, pricing.budget.budget_bytes, spec.recipe.generate, report)
 
 
 def _score(judge: Judge, data: TokenData, spec: RunSpec) -> Scores:

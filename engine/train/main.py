@@ -76,7 +76,10 @@ def _recorded(
         traceback.print_exc()
         found = classify(failure)
         status, code = ("oom", MemoryExhaustedError.exit_code) if found else ("failed", 1)
-        error = f"{type(failure).__name__}: {failure}"
+        error = TunedeckError(
+            f"{'' if found else 'unexpected '}{type(failure).__name__}: {failure}",
+            fix=f"the traceback is in the run's log: tunedeck log {place.name}",
+        ).render()
     journal.write(
         "run_finished",
         status=status,

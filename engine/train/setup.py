@@ -7,26 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from engine.budget.architecture import Architecture, from_config
-from engine.budget.plan import Plan, make_plan
-from engine.budget.predict import cost_model
+from engine.budget.plan import Plan
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
-from engine.errors import UsageError
-from engine.model.config import model_config_dict
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.run import RunSpec
-from engine.train.costbudget import CostBudget
 from engine.train.journal import Journal
-from engine.train.microbatch import Cost
 from engine.train.optimizer import StepGuard, allocate_state, build_optimizer
+from engine.train.pricing import Pricing, price, with_remedies
 from engine.train.run_state import Identity
 from engine.train.scaler import LossScaler
 from engine.train.schedule import Schedule
@@ -59,6 +53,8 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     with device.host_region():
         prepared = prepare_data(spec, tokenizer, say=lambda text: journal.phase("tokenising", text))
     order, total_steps = make_order(prepared.train, spec)
+    spec, pricing = planned(spec, device, int(prepared.train.lengths.max()), journal)
+    recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
     loaded = load_model(spec, device, tokenizer)
     for notice in loaded.notices:
@@ -72,7 +68,6 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     )
     optimizer = build_optimizer(recipe.train, loaded.trainable())
     allocate_state(optimizer)
-    cost, budget = starting_budget(spec, prepared.train, journal)
     parts = Parts(
         device=device,
         loaded=loaded,
@@ -81,8 +76,8 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
         guard=StepGuard(optimizer, loaded.trainable(), device),
         scaler=LossScaler.start(loaded.needs_loss_scaling),
         data=prepared.train,
-        cost=cost,
-        budget=budget,
+        cost=pricing.cost,
+        budget=pricing.budget,
         ladder=list(recipe.backoff.ladder),
         pad_id=int(tokenizer.pad_token_id),
         seed=recipe.train.seed,
@@ -119,53 +114,27 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
     return order, order.steps(epochs, train.max_steps)
 
 
-def starting_budget(spec: RunSpec, data: TokenData, journal: Journal) -> tuple[Cost, CostBudget]:
-    """How micro-batches are priced, and how dear the first may be; the plan goes into the journal.
+def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, Pricing]:
+    """The plan for the longest kept sequence, told to the journal, and the spec as the run starts it.
 
-    micro_batch = N starts at N sequences of the longest kept length, as written, and never grows above that. auto
-    starts where the prediction says that it fits and may grow up to the whole step at once.
+    A tight plan starts with its remedies, except on the metered device: there a run starts as it is written, to show
+    what happens, and nothing can be harmed.
     """
-    longest, train = int(data.lengths.max()), spec.recipe.train
-    if known_architecture(spec) is None:
+    pricing = price(spec, longest)
+    if pricing.plan is None:
         journal.warn(
             "unknown_architecture",
-            "memory cannot be predicted for this architecture; micro-batches start small and the budget is learned",
-            'set train.micro_batch to a number you know to fit, or leave "auto"',
+            "memory cannot be predicted for this architecture; micro-batches start small and what fits is learned",
+            "set train.micro_batch to a number you know to fit",
         )
-    else:
-        _tell_plan(make_plan(spec, longest=longest), journal)
-    cost, rows = starting_costs(spec, longest)
-    expected = 0.0 if known_architecture(spec) is None else 1.0
-    top = train.batch_size
-    if train.micro_batch != "auto":
-        rows = top = min(train.micro_batch, train.batch_size)
-    return cost, CostBudget(cost(rows, longest), top_bytes=cost(top, longest), expected_slope=expected)
-
-
-def starting_costs(spec: RunSpec, longest: int) -> tuple[Cost, int]:
-    """The price of a micro-batch, and how many sequences of `longest` tokens to start with (1 when in the dark)."""
-    architecture = known_architecture(spec)
-    if architecture is None:
-        return generic_cost(model_config_dict(spec)), 1
-    return cost_model(architecture, spec).bytes, make_plan(spec, longest=longest).micro_batch
-
-
-def known_architecture(spec: RunSpec) -> Architecture | None:
-    """What the budget knows of the model; None for architectures it has no closed form for."""
-    try:
-        return from_config(model_config_dict(spec))
-    except UsageError:
-        return None
-
-
-def generic_cost(config: dict[str, Any]) -> Cost:
-    """Activations of a transformer nobody described: s·b·h·(34 + 5·a·s/h) per layer in 16 bits (Korthikanti et al.
-    2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1). Orders micro-batches; the scale
-    is learned."""
-    hidden = int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 1024)
-    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or config.get("num_layers") or 24)
-    heads = int(config.get("num_attention_heads") or config.get("n_head") or 16)
-    return lambda rows, length: rows * length * layers * (34 * hidden + 5 * heads * length)
+        return spec, pricing
+    _tell_plan(pricing.plan, journal)
+    if pricing.plan.verdict != "tight" or device.simulated:
+        return spec, pricing
+    changes = ", ".join(f"{key} = {value}" for key, value in pricing.plan.remedies.items())
+    journal.warn("tight", f"as written this does not fit; it starts with {changes}, which learns the same", "")
+    spec = with_remedies(spec, pricing.plan)
+    return spec, price(spec, longest)
 
 
 def flops_per_token(loaded: LoadedModel) -> float:

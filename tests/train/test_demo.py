@@ -1,0 +1,68 @@
+"""The demo, as a newcomer meets it: one command, a model that learns, an OOM that costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.journal.directory import RunDirectory
+from engine.journal.events import read_events
+from engine.spec.load import resolve
+from tests.train.harness import losses, new_run, of_kind, train
+
+COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"
+
+
+def test_the_demo_learns_and_survives_without_losing_a_sample(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-P", COMMAND, "train", "-p", "demo", "-r", "demo", "--json", "--runs", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    scores = [event["metrics"]["exact_match"] for event in of_kind(events, "eval")]
+    assert scores[0] == 0.0
+    assert scores[-1] >= 0.95
+    assert len(of_kind(events, "backoff")) >= 1
+    finished = of_kind(events, "run_finished")[0]
+    assert (finished["status"], finished["samples_lost"]) == ("done", 0)
+    assert {event["samples"] for event in of_kind(events, "step")} == {64}
+    assert (next(tmp_path.iterdir()) / "model" / "model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    """Events of 40 demo steps on a roomy and on a tight device."""
+    folder = tmp_path_factory.mktemp("curves")
+
+    def run(gib: float):
+        sets = [f"device.memory_gib={gib}", "train.max_steps=40", "eval.every_steps=", "data.sources.dates.limit=4000"]
+        place: RunDirectory = new_run(folder, resolve("demo", "demo", sets).spec)
+        code, _ = train(place)
+        assert code == 0
+        return list(read_events(place.events))
+
+    return run(4.0), run(0.03)
+
+
+def test_a_tight_run_has_the_curve_of_a_roomy_one(curves):
+    roomy, tight = curves
+    assert not of_kind(roomy, "backoff")
+    assert len(of_kind(tight, "backoff")) >= 1
+    assert losses(tight).keys() == losses(roomy).keys() == set(range(1, 41))
+    assert list(losses(tight).values()) == pytest.approx(list(losses(roomy).values()), rel=1e-4)
+
+
+def test_a_tight_run_consumes_the_same_samples_in_as_many_steps(curves):
+    roomy, tight = curves
+    for name in ("samples", "tokens", "target_tokens", "learning_rate"):
+        assert [e[name] for e in of_kind(tight, "step")] == [e[name] for e in of_kind(roomy, "step")]
+    assert max(event["micro_batches"] for event in of_kind(tight, "step")) > 1
