@@ -86,9 +86,11 @@ def _environment() -> dict[str, str]:
     PYTHONSAFEPATH repeats -P for Python processes the engine starts in turn. A user's PYTHONPATH stays: `tunedeck.py`
     puts its own folder before it, and their data or model code may need theirs.
     """
-    # Beside another busy process OpenMP's threads spend their time slices spinning for each other: on two cores, 40 demo
-    # steps next to one two-thread program took over 60 s, with a bounded spin 13 s, and 6 s either way when alone.
-    return {"GOMP_SPINCOUNT": "30000", **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Beside another busy process OpenMP's threads spend their time slices spinning for each other: on two cores, 40
+    # demo steps next to a two-thread program took over 60 s, with a bounded spin 13 s, and alone 6 s either way.
+    defaults = {"GOMP_SPINCOUNT": "30000"}
+    always = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**defaults, **os.environ, **always}
 
 
 def wait_until_running(

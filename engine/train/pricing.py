@@ -49,7 +49,7 @@ def price(spec: RunSpec, longest: int) -> Pricing:
 
 
 def with_remedies(spec: RunSpec, plan: Plan) -> RunSpec:
-    """The spec as a tight plan starts it: smaller micro-batches, recomputation, a chunked loss; learning is unchanged."""
+    """The spec as a tight plan starts it: smaller micro-batches, recomputation, chunked loss; learning is unchanged."""
     changes = {key.removeprefix("train."): value for key, value in plan.remedies.items()}
     train = spec.recipe.train.model_copy(update=changes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})})
