@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from engine.evaluate.scores import Scores
 
 
+SHOWN_CHARACTERS = 80
+"""Of a prompt or an answer; --json has all of it."""
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
     app.command("eval")(evaluate)
@@ -34,7 +38,9 @@ def evaluate(
     from engine.errors import UsageError
     from engine.evaluate.run import score_model, score_run, spec_for_model
     from engine.journal.index import resolve_run
+    from engine.model.quiet import without_chatter
 
+    without_chatter()
     if recipe is not None:
         if checkpoint is not None or profile is None:
             raise UsageError("scoring a model needs -p PROFILE and -r RECIPE, and takes no --checkpoint")
@@ -69,8 +75,14 @@ def _print(results: list[tuple[int | None, Scores]]) -> None:
     console.print(table)
     for sample in results[-1][1].samples:
         # Text, never markup: what a model writes must not colour or move the screen.
-        line = f"{sample['prompt']!r} -> {sample['answer']!r} (reference {sample['reference']!r})"
-        console.print(Text(line), soft_wrap=True)
+        prompt, answer, reference = (_short(sample[key]) for key in ("prompt", "answer", "reference"))
+        console.print(Text(f"{prompt} -> {answer} (reference {reference})"), soft_wrap=True)
+
+
+def _short(text: str) -> str:
+    """Text as it can be shown on a line: quoted, control characters escaped, cut in the middle."""
+    shown = repr(text)
+    return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS // 2]}...{shown[-16:]}"
 
 
 def _say(text: str) -> None:

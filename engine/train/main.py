@@ -18,9 +18,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import datasets
-from transformers.utils import logging as transformers_logging
-
 from engine.device import open_device
 from engine.device.base import Device
 from engine.device.oom import classify
@@ -30,6 +27,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.heartbeat import beating
 from engine.journal.liveness import claim
+from engine.model.quiet import without_bars
 from engine.spec.load import load_run_spec
 from engine.spec.run import RunSpec
 from engine.train.control import Wishes
@@ -179,6 +177,4 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    # Bars redraw themselves and fill a log file with half-drawn copies; phases in the journal say the same.
-    transformers_logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    without_bars()
