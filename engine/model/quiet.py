@@ -15,7 +15,7 @@ def without_bars() -> None:
 
 
 def without_chatter() -> None:
-    """No progress bars, and none of the libraries' warnings to their own developers: for commands that print results."""
+    """No progress bars, no warnings meant for the libraries' own developers: for commands that print results."""
     without_bars()
     transformers_logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)
