@@ -233,7 +233,8 @@ def result_rows(summary: RunSummary) -> list[tuple[str, str]]:
             label = {"loss": "validation loss"}.get(name, clean(name).replace("_", " "))
             before = f"{score(name, first[name])} -> " if name in first else ""
             rows.append((label, before + score(name, value)))
-    rows.append(("out of memory", f"{summary.backoffs} times, survived" if summary.backoffs else "never"))
+    times = {0: "never", 1: "once, survived"}
+    rows.append(("out of memory", times.get(summary.backoffs, f"{summary.backoffs} times, survived")))
     rows.append(("samples lost", f"{summary.samples_lost:,}"))
     rows += _memory_rows(summary)
     if summary.seconds is not None:
