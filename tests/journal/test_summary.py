@@ -9,7 +9,7 @@ import time
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter, encode
+from engine.journal.events import EventWriter, encode, read_events
 from engine.journal.kinds import FINAL_STATUSES
 from engine.journal.liveness import FOREIGN_SILENT_SECONDS, SILENT_SECONDS, claim, identify, note_engine
 from engine.journal.summary import SummaryReader, summarise
@@ -134,8 +134,8 @@ def test_a_reader_that_refreshes_says_the_same_as_one_that_begins_anew(run: RunD
             assert reader.refresh() == summarise(run)
 
 
-def test_a_million_steps_open_in_about_a_second(run: RunDirectory) -> None:
-    """0.9 s of CPU for 400 MB on a slow core; a tenth of it here, with a bound that parsing every line breaks."""
+def test_a_long_run_is_summarised_without_parsing_every_line(run: RunDirectory) -> None:
+    """Held by ratio: reading every event costs several times as much."""
     lines = []
     for step in range(1, 100_001):
         common = {"seq": step, "time": "2026-11-20T20:58:00.123Z", "kind": "step", "stage": "", "rank": 0}
@@ -143,5 +143,8 @@ def test_a_million_steps_open_in_about_a_second(run: RunDirectory) -> None:
     run.events.write_bytes(b"".join(lines))
     begun = time.process_time()
     summary = summarise(run)
-    assert time.process_time() - begun < 0.35
+    summarised = time.process_time() - begun
+    begun = time.process_time()
+    assert sum(1 for _ in read_events(run.events)) == 100_000
+    assert summarised < 0.6 * (time.process_time() - begun)
     assert (summary.step, summary.measured["peak_bytes"]) == (100_000, (200 << 20) + 100_000)
