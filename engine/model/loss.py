@@ -61,11 +61,18 @@ class LossFunction:
             return self._sum(hidden_NH, targets_N)
 
     def _hidden_at_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states whose next token is a target, and those targets."""
+        """Hidden states whose next token is a target, and those targets.
+
+        Their number was counted on the host, so nothing here waits for the device.
+        """
         hidden_BSH = hidden_states(self.loaded, batch)
-        next_BS = batch.labels_BS[:, 1:]
-        counts_BS = next_BS != IGNORED
-        return hidden_BSH[:, :-1][counts_BS], next_BS[counts_BS]
+        next_T = batch.labels_BS[:, 1:].flatten()
+        if batch.target_tokens == len(next_T):
+            return hidden_BSH[:, :-1].flatten(0, 1), next_T
+        index_N = torch.nonzero_static(next_T != IGNORED, size=batch.target_tokens).squeeze(1)
+        # A row of hidden states has one more position than a row of next tokens.
+        position_N = index_N + index_N // (hidden_BSH.shape[1] - 1)
+        return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
     def _sum(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
         head, smoothing = self.head, self.label_smoothing
