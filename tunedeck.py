@@ -1,4 +1,4 @@
-"""The `tunedeck` command: fixes the import path, then opens the console (no arguments) or runs the command line.
+"""The `tunedeck` command: fixes the import path, then runs the command line (without arguments: its help).
 
 The path comes first because the import packages are called `engine`, `tui` and `profiles`, names that a user's own
 repository may well hold too: with `PYTHONPATH=.` or `python -m`, Python would import theirs. This file's folder goes to
@@ -22,14 +22,9 @@ def _own_packages_first() -> None:
 def main() -> None:
     """Entry point of the `tunedeck` command. Exits with the codes of the command line (see `tunedeck --help`)."""
     _own_packages_first()
-    if len(sys.argv) > 1:
-        from engine.cli import run
+    from engine.cli import run
 
-        run()
-    else:
-        from tui.app import run as open_console
-
-        open_console()
+    run()
 
 
 if __name__ == "__main__":

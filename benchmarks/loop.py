@@ -142,17 +142,19 @@ def ours(job: Job, device: Device) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step of a Trainer."""
+    """Seconds from the end of one optimizer step of a Trainer to the end of the next, batches fetched in between."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._began = 0.0
+        self._last = 0.0
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._began = time.perf_counter()
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._last = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
 
 
 def their_arguments(job: Job, folder: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import traceback
 import typer
 
 from engine.commands import control, data, doctor, evaluate, library, plan, runs, train
-from engine.errors import TunedeckError
+from engine.errors import TunedeckError, UsageError
 
 app = typer.Typer(
     name="tunedeck",
@@ -20,8 +20,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Fine-tune language models without dying of memory. Without arguments: opens the console.",
+    help="Fine-tune language models without dying of memory.",
 )
+
+BAD_ARGUMENTS = typer.BadParameter.__mro__[1]
+"""What typer raises for arguments that it cannot parse. It has no public name; its base is the parser's own error."""
 
 for room in (plan, train, control, runs, evaluate, data, library, doctor):
     room.register(app)
@@ -32,12 +35,15 @@ def run() -> None:
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        app(arguments)
+        sys.exit(app(arguments, prog_name="tunedeck", standalone_mode=False) or 0)
     except TunedeckError as error:
         if debug:
             traceback.print_exc()
         _complain(error.render())
         sys.exit(error.exit_code)
+    except BAD_ARGUMENTS as error:
+        _complain_of_arguments(error)
+        sys.exit(UsageError.exit_code)
     except BrokenPipeError:
         # The reader of our stdout went away (`| head`); the null device keeps the interpreter's last flush quiet.
         sys.stdout = open("/dev/null", "w")  # noqa: SIM115
@@ -47,6 +53,16 @@ def run() -> None:
             raise
         _complain(f"unexpected {type(error).__name__}: {error}\nfix: run again with --debug and report the traceback")
         sys.exit(1)
+
+
+def _complain_of_arguments(error: Exception) -> None:
+    """The parser's complaint as one of our blocks; the help itself where a group was named without a command."""
+    context, message = getattr(error, "ctx", None), error.format_message()
+    if context is not None and message == context.get_help():
+        sys.stderr.write(message + "\n")
+        return
+    command = context.command_path if context is not None else "tunedeck"
+    _complain(UsageError(message, fix=f"{command} --help").render())
 
 
 def _complain(text: str) -> None:

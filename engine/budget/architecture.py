@@ -261,7 +261,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}", expected="the model's config.json", fix="check the folder named by model.id"
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
+            expected="the model's config.json",
+            fix="check the folder named by model.id",
         ) from error
     if not isinstance(loaded, dict):
         raise UsageError(f"{path} does not hold a JSON object", fix="check the folder named by model.id")

@@ -65,8 +65,16 @@ def _print_table(summaries: list[RunSummary]) -> None:
     from engine.commands.sentences import clean, number
 
     table = Table(box=None, pad_edge=False, header_style="bold")
+    longest = max(len(clean(summary.run)) for summary in summaries)
     for title in ("run", "status", "step", "loss", "backoffs", "model"):
-        table.add_column(title, overflow="fold", justify="right" if title in ("step", "loss", "backoffs") else "left")
+        # A run's name is there to be copied: it is never broken, the other columns give way.
+        table.add_column(
+            title,
+            overflow="fold",
+            no_wrap=title == "run",
+            min_width=longest if title == "run" else None,
+            justify="right" if title in ("step", "loss", "backoffs") else "left",
+        )
     for summary in summaries:
         step = f"{summary.step:,}" + (f"/{summary.max_steps:,}" if summary.max_steps else "")
         loss = number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else "-"

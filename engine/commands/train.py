@@ -197,10 +197,23 @@ def resume(
 
     directory = resolve_run(run, runs_folder(runs))
     refuse_if_claimed(directory)
+    _check_step(directory, from_step)
     _say(_respecify(directory, profile, sets or [], from_step))
     warning = note_run(directory)
     _say([warning] if warning else [])
     start_and_follow(directory, resume=True, from_step=from_step, detach=detach, as_json=json)
+
+
+def _check_step(directory: RunDirectory, step: int | None) -> None:
+    """Raise UsageError when `--from` names a checkpoint that is not there."""
+    if step is None or directory.checkpoint(step).is_dir():
+        return
+    there = [path.name.removeprefix("step-").lstrip("0") for path in sorted(directory.checkpoints.glob("step-*"))]
+    raise UsageError(
+        f"{directory.name} has no checkpoint of step {step}",
+        expected=f"--from {' or '.join(there)}" if there else "a run that has written one",
+        fix="leave --from out to go on from the newest",
+    )
 
 
 def _respecify(directory: RunDirectory, profile: str | None, sets: list[str], from_step: int | None) -> list[str]:

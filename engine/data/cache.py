@@ -6,6 +6,7 @@ same name on every machine.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -45,6 +46,23 @@ def hash_files(files: Sequence[Path], root: Path | None = None) -> str:
     return hash_text(*parts)
 
 
+def make_cache_folder(folder: Path) -> None:
+    """Make a folder of the cache. Raises EnvironmentProblem when it cannot be made or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"the cache folder {folder} cannot be written: {error.strerror}",
+        fix="make it writable, or set TUNEDECK_CACHE to a folder that is",
+    )
+
+
 @contextmanager
 def locked(entry: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of one cache entry; a second process waits here, without a limit, and says so.
@@ -52,14 +70,11 @@ def locked(entry: Path, say: Callable[[str], None]) -> Iterator[None]:
     The operating system drops the lock with the process, so a killed one leaves nothing to clean up.
     Raises EnvironmentProblem when the cache folder cannot be written.
     """
+    make_cache_folder(entry.parent)
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(entry.with_name(entry.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise EnvironmentProblem(
-            f"the cache folder {entry.parent} cannot be written: {error.strerror}",
-            fix="make it writable, or set TUNEDECK_CACHE to a folder that is",
-        ) from error
+        raise _not_writable(entry.parent, error) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

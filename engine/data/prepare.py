@@ -109,7 +109,7 @@ def _prepare_sources(
             writer.add_source(each.source.name, each.format.name, _progress(results, each, say))
         if not any(count.kept for count in writer.counts):
             raise DataError(
-                f"no sample of the {part} data is left: {dropped_text(writer.counts)}",
+                f"no sample of the {part} data is left; dropped: {dropped_text(writer.counts)}",
                 expected="at least one sample with a token to learn",
                 fix="look at them with `tunedeck data`; raise data.max_length, or check the columns and the loss mask",
             )

@@ -96,7 +96,7 @@ def histogram(lengths: NDArray[np.int32], bars: int = BARS) -> list[tuple[int, i
 def dropped_text(counts: Sequence[SourceCount]) -> str:
     """Reasons rows were dropped for, most frequent first, over several sources."""
     total: Counter[str] = sum((Counter(count.dropped) for count in counts), start=Counter())
-    return ", ".join(f"{number:,} {reason}" for reason, number in total.most_common())
+    return ", ".join(f"{number:,} x {reason}" for reason, number in total.most_common())
 
 
 def _source_line(count: SourceCount, part: str) -> str:

@@ -24,7 +24,7 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
 from engine.data.builtin import ROWS, dates
-from engine.data.cache import cache_folder, hash_files, hash_text
+from engine.data.cache import cache_folder, hash_files, hash_text, make_cache_folder
 from engine.data.diagnose import first_bad_json
 from engine.errors import DataError, EnvironmentProblem
 from engine.spec.recipe import Source
@@ -82,6 +82,7 @@ def open_rows(source: Source, *, seed: int) -> Rows:
         rows = _open_builtin(source, seed)
     else:
         with _quiet():
+            make_cache_folder(cache_folder() / "datasets")
             rows = _open_hub(source) if source.path is None else _open_local(source, Path(source.path).expanduser())
     if rows.count == 0:
         raise _no_rows(source)
@@ -189,12 +190,19 @@ def _data_files(source: Source, path: Path) -> list[Path]:
     files = sorted(Path(name) for name in names if Path(name).is_file())
     if not files:
         raise DataError(
-            f"source {source.name}: {path} does not exist" if not glob.has_magic(pattern)
-            else f"source {source.name}: no file matches {path}",
+            f"source {source.name}: {_why_no_file(path)}",
             fix="check the path; a relative one starts from the recipe's folder when that was given as a path",
         )
     _check_suffixes(source, files)
     return files
+
+
+def _why_no_file(path: Path) -> str:
+    if glob.has_magic(str(path)):
+        return f"no file matches {path}"
+    if path.is_symlink() and not path.exists():
+        return f"{path} is a link to {os.readlink(path)}, which does not exist"
+    return f"{path} is neither a file nor a folder" if path.exists() else f"{path} does not exist"
 
 
 def _check_suffixes(source: Source, files: Sequence[Path]) -> None:

@@ -22,6 +22,9 @@ from engine.journal.directory import RunDirectory
 STAMPED = re.compile(r"^(\d{8}T\d{6}Z)-(.+)$")
 """TIMESTAMP-NAME, as `create_run` makes it."""
 
+EXPECTED_RUN = "a path, a run's directory name, its --name, a unique prefix, or 'last'"
+LIST_RUNS = "list them: tunedeck runs"
+
 
 def state_folder() -> Path:
     """Where notes about runs are kept: $TUNEDECK_STATE, else the platform's folder for user state."""
@@ -75,6 +78,8 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
     `runs_dir` is asked first, the user's noted runs next, so a project's own runs win over those of another.
     Raises UsageError when nothing matches, or several do.
     """
+    if not text:
+        raise UsageError("RUN is empty", expected=EXPECTED_RUN, fix=LIST_RUNS)
     if os.sep in text or text in (".", ".."):
         return _at_path(Path(text).expanduser())
     places: list[Callable[[], list[RunDirectory]]] = [noted_runs]
@@ -84,12 +89,12 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
         found = _among(text, runs())
         if found is not None:
             return found
-    if text and RunDirectory(Path(text)).exists():
+    if RunDirectory(Path(text)).exists():
         return _at_path(Path(text))
     raise UsageError(
         f"no run matches {text!r}" + (f" in {runs_dir} or among your earlier runs" if runs_dir else ""),
-        expected="a path, a run's directory name, its --name, a unique prefix, or 'last'",
-        fix="list them: tunedeck runs",
+        expected=EXPECTED_RUN,
+        fix=LIST_RUNS,
     )
 
 
@@ -151,7 +156,7 @@ def _at_path(path: Path) -> RunDirectory:
     raise UsageError(
         f"{path} is not a run" + (": it has no run.toml" if path.is_dir() else ": no such folder"),
         expected="a run directory, such as runs/20261120T205800Z-demo",
-        fix="list them: tunedeck runs",
+        fix=LIST_RUNS,
     )
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from engine.spec import describe
 from engine.spec.base import SCHEMA_VERSION, Table
-from engine.spec.document import Problem, key_text, merge_tables, value_at
+from engine.spec.document import WHOLE_NUMBERS, Problem, key_text, merge_tables, value_at
 from engine.spec.foreign import CHOICES, translate
 from engine.spec.lines import Place
 from engine.spec.profile import Profile
@@ -80,7 +80,7 @@ def check(model: type[Spec], data: Data) -> tuple[Spec | None, list[Problem]]:
     if foreign_file := _wrong_file(model, data):
         return None, foreign_file
     data = _visible_notes(data)
-    problems = [*_unsafe_text(model, data), *_field_problems(model, data)]
+    problems = [*_unsafe_values(model, data), *_field_problems(model, data)]
     bad = {problem.place for problem in problems}
     sound = _validated_remainder(model, data)
     for problem in _rule_problems(sound, data) if sound is not None else ():
@@ -112,14 +112,17 @@ def _visible_notes(data: Data) -> Data:
     return {**data, **cleaned, **nested}
 
 
-def _unsafe_text(model: type[Table], node: Any, place: Place = ()) -> Iterator[Problem]:
-    """Keys and values that would carry escape codes, line breaks or direction overrides to wherever they are shown."""
+def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator[Problem]:
+    """Values no layer below can take: text with escape codes, line breaks or direction overrides, numbers of more than
+    64 bits."""
     if isinstance(node, str) and (hit := UNSAFE.search(node)):
         yield Problem(place, f"{quoted(node)} holds the control character {visible(hit[0])}", "plain text is allowed")
+    if isinstance(node, int) and not -(2**63) <= node < 2**63:
+        yield Problem(place, quoted(node), WHOLE_NUMBERS)
     children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for part, child in children:
         if part not in FREE_TEXT and part not in ANY_TEXT:
-            yield from _unsafe_text(model, child, (*place, part))
+            yield from _unsafe_values(model, child, (*place, part))
 
 
 def _field_problems(model: type[Table], data: Data) -> list[Problem]:

@@ -26,6 +26,8 @@ from engine.spec.text import visible
 MAX_FILE_BYTES = 1 << 20
 """A profile or recipe is a page of text; anything larger is not one."""
 
+WHOLE_NUMBERS = "TOML's whole numbers have 64 bits, at most 9223372036854775807"
+
 BY_SET = "--set"
 """Label of values that came from the command line."""
 
@@ -88,6 +90,9 @@ def read_document(path: str | Path) -> Document:
         data = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise SpecError([_syntax_problem(label, error, text)], fix="see https://toml.io for the format") from None
+    except ValueError:
+        # The only one tomli passes on: Python refuses to read whole numbers of thousands of digits.
+        raise SpecError([f"{label}: a whole number too long to read; {WHOLE_NUMBERS}"]) from None
     except RecursionError:
         raise SpecError([f"{label}:1: tables or lists nested too deeply; no key of Tunedeck needs that"]) from None
     where = {place: f"{label}:{line}" for place, line in key_lines(text.replace("\r\n", "\n")).items()}
@@ -132,6 +137,8 @@ def _syntax_problem(label: str, error: tomli.TOMLDecodeError, text: str) -> str:
     while line > 1 and (line > len(lines) or not lines[line - 1].strip()):
         line -= 1
     shown = visible(lines[line - 1].strip()[:60]) if lines else ""
+    if error.msg.startswith(("Cannot overwrite a value", "Cannot declare")):
+        return f"{label}:{line}: a key or table that the file already has: {shown}"
     return f"{label}:{line}: not TOML: {visible(error.msg)} at column {error.colno}: {shown}"
 
 

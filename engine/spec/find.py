@@ -89,6 +89,9 @@ def locate(kind: Kind, text: str, cwd: Path | None = None) -> Located:
 
 def _unknown(kind: Kind, text: str, cwd: Path) -> str:
     names = [located.name for located in available(kind, cwd)]
+    other: Kind = "recipe" if kind == "profile" else "profile"
     meant = nearest(text, names)
     hint = f"; did you mean {meant}?" if meant else ""
+    if not meant and any(located.name == text for located in available(other, cwd)):
+        hint = f"; there is a {other} of that name, for -{other[0]}"
     return f"no {kind} named {quoted(text)}{hint}; known: {', '.join(names)}; a path holds a slash or ends in .toml"

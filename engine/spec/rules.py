@@ -182,7 +182,7 @@ def micro_batch_within_batch(recipe: Recipe) -> Problems:
     if micro != "auto" and micro > batch:
         yield Problem(
             ("train", "micro_batch"),
-            f"{micro} above batch_size = {batch}",
+            f"micro_batch = {micro} is above batch_size = {batch}",
             f'{batch} or less, or "auto": batch_size is the effective batch of a whole step',
             (("train", "batch_size"),),
         )

@@ -65,7 +65,7 @@ def _key_parts(key: str) -> tuple[str, ...] | None:
     """TOML's own rules for a dotted key, quotes included."""
     try:
         node: Any = tomli.loads(f"{key} = 0") if "\n" not in key else {}
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # ValueError: not TOML, or a number of thousands of digits
         return None
     parts = []
     while isinstance(node, dict) and len(node) == 1:
@@ -80,7 +80,7 @@ def _value(text: str) -> Any:
         return UNSET
     try:
         parsed = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # ValueError: not TOML, or a number of thousands of digits
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

@@ -1,0 +1,26 @@
+"""What all tests share: nothing they do reaches the user's own folders, caches or the network."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+FOLDERS = ("TUNEDECK_STATE", "TUNEDECK_CACHE", "TUNEDECK_CONFIG", "HF_HOME")
+ISOLATED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything is imported: the hub's client reads its folders and its offline switch once, at import."""
+    folder = tempfile.TemporaryDirectory(prefix="tunedeck-tests-", ignore_cleanup_errors=True)
+    config.stash[ISOLATED] = folder
+    os.environ.update({name: str(Path(folder.name, name.lower())) for name in FOLDERS})
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.pop("TUNEDECK_RUNS", None)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folders again."""
+    config.stash[ISOLATED].cleanup()
