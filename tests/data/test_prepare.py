@@ -88,7 +88,7 @@ def test_broken_rows_are_counted_by_reason(jsonl: Write) -> None:
 
 def test_nothing_left_to_learn_is_a_data_error_that_says_why(jsonl: Write, own_cache: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 3
-    with pytest.raises(DataError, match="3 no token to learn") as caught:
+    with pytest.raises(DataError, match="3 x no token to learn") as caught:
         prepared({"sources": one(jsonl(rows))})
     assert caught.value.exit_code == 5
     assert not [path for path in (own_cache / "tokens").iterdir() if path.is_dir()]

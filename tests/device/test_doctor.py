@@ -41,6 +41,7 @@ def test_the_report_names_versions_disk_and_driver(app: typer.Typer, tmp_path: P
 
 def test_the_text_report_shows_a_word_and_a_fix(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     result = RUNNER.invoke(app, ["doctor"])
     assert result.exit_code == 0
     assert "problem  http://127.0.0.1:9 is not reachable" in result.stdout

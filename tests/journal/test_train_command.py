@@ -66,7 +66,7 @@ def ended(run: RunDirectory) -> RunDirectory:
         (["-p", "demo"], "missing: -r RECIPE"),
         (["-p", "demo", "-r", "demo", "--devices", "0,x"], "--devices '0,x'"),
         (["-p", "demo", "-r", "demo", "--devices", "1,1"], "--devices '1,1'"),
-        (["-p", "demo", "-r", "demo", "--devices", "0,1"], "names 2"),
+        (["-p", "demo", "-r", "demo", "--devices", "0,1"], "names GPUs"),
         (["-p", "demo", "-r", "demo", "--name", "../up"], "up"),
         (["-p", "demo", "-r", "demo", "--run-spec", "x"], "--run-spec and -r"),
     ],
