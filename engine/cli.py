@@ -6,13 +6,15 @@ of CPU, so nothing here or in `engine.commands` imports torch, transformers, pyd
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
 
 import typer
 
 from engine.commands import control, data, doctor, evaluate, library, plan, runs, train
-from engine.errors import TunedeckError, UsageError
+from engine.errors import EnvironmentProblem, StoppedError, TunedeckError, UsageError
 
 app = typer.Typer(
     name="tunedeck",
@@ -26,6 +28,8 @@ app = typer.Typer(
 BAD_ARGUMENTS = typer.BadParameter.__mro__[1]
 """What typer raises for arguments that it cannot parse. It has no public name; its base is the parser's own error."""
 
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+
 for room in (plan, train, control, runs, evaluate, data, library, doctor):
     room.register(app)
 
@@ -35,7 +39,7 @@ def run() -> None:
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        sys.exit(app(arguments, prog_name="tunedeck", standalone_mode=False) or 0)
+        sys.exit(_run_command(arguments))
     except TunedeckError as error:
         if debug:
             traceback.print_exc()
@@ -46,13 +50,38 @@ def run() -> None:
         sys.exit(UsageError.exit_code)
     except BrokenPipeError:
         # The reader of our stdout went away (`| head`); the null device keeps the interpreter's last flush quiet.
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         sys.exit(0)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            _complain_of_full_disk(error)
+            sys.exit(EnvironmentProblem.exit_code)
         if debug:
             raise
         _complain(f"unexpected {type(error).__name__}: {error}\nfix: run again with --debug and report the traceback")
         sys.exit(1)
+
+
+def _run_command(arguments: list[str]) -> int:
+    """Run one command; returns its exit code. Calling `app` itself would turn a closed pipe into exit code 1."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("tunedeck", arguments) as context:
+            command.invoke(context)
+        code = 0
+    except typer.Exit as ending:
+        code = ending.exit_code
+    except KeyboardInterrupt:
+        code = StoppedError.exit_code
+    sys.stdout.flush()  # here an error can still be told
+    return code
+
+
+def _complain_of_full_disk(error: OSError) -> None:
+    place = error.filename or "standard output"
+    _complain(EnvironmentProblem(f"{place} cannot be written: {error.strerror}", fix="make room on that disk").render())
+    # What is still buffered cannot be written either; the null device keeps the interpreter's last flush quiet.
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _complain_of_arguments(error: Exception) -> None:
@@ -66,6 +95,8 @@ def _complain_of_arguments(error: Exception) -> None:
 
 
 def _complain(text: str) -> None:
-    """Write one block to stderr, each line as it is: never parsed as markup."""
-    first, *rest = text.splitlines() or [""]
+    """Write one block to stderr, each line as it is: never parsed as markup, control characters made visible."""
+    from engine.spec.text import visible
+
+    first, *rest = [visible(line) for line in text.splitlines()] or [""]
     sys.stderr.write("\n".join([f"tunedeck: {first}", *(f"  {line}" for line in rest)]) + "\n")

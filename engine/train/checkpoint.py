@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from typing import Any
 MANIFEST = "manifest.json"
 BEST = "best"
 PREFIX = "step-"
+
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How Rust words a failed system call. safetensors and tokenizers, which write most of a checkpoint, raise errors of
+their own, or plain Exception, with this in the text."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,12 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> C
         _write_manifest(draft, step)
         replaced = _step_aside(final)
         os.rename(draft, final)
-    except OSError:
+    except Exception as error:
         shutil.rmtree(draft, ignore_errors=True)
-        raise
+        found = OS_ERROR.search(str(error))
+        if found is None or isinstance(error, OSError):
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(draft)) from error
     _flush(folder)
     if replaced:
         shutil.rmtree(replaced, ignore_errors=True)

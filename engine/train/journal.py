@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from engine.errors import EnvironmentProblem
 from engine.journal.events import EventWriter
 
 WAIT_SECONDS = 2.0
@@ -21,16 +22,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def until_there_is_room(action: Callable[[], T], interrupted: Callable[[], bool] = lambda: False) -> T:
-    """Run `action`; while it fails for want of disk space, wait and run it again. Other errors, and being
-    `interrupted` while waiting, let the OSError through."""
+def until_there_is_room(
+    action: Callable[[], T],
+    interrupted: Callable[[], bool] = lambda: False,
+    tell: Callable[[], None] = lambda: None,
+) -> T:
+    """Run `action`; while it fails for want of disk space, wait and run it again. `tell` is called at the first
+    failure. Other errors pass through. Raises EnvironmentProblem when `interrupted` says that waiting is over."""
+    told = False
     while True:
         try:
             return action()
         except OSError as error:
-            if error.errno not in FULL or interrupted():
+            if error.errno not in FULL:
                 raise
+            if interrupted():
+                raise EnvironmentProblem(
+                    "the disk is full, and the run was asked to end while it waited for room",
+                    fix="make room, then go on from the last checkpoint with: tunedeck resume",
+                ) from error
             log.warning("the disk is full (%s); waiting for room", error.filename or "events.jsonl")
+        if not told:
+            tell()
+            told = True
         time.sleep(WAIT_SECONDS)
 
 
@@ -47,6 +61,15 @@ class Journal:
     def phase(self, name: str, detail: str = "") -> None:
         """Say what the engine is busy with."""
         self.write("phase", name=name, detail=detail)
+
+    def warn_of_full_disk(self) -> None:
+        """Warn that the run waits for room. A few bytes often still fit; where they do not, engine.log has to do."""
+        fix = "make room and the run goes on by itself; or stop it, and resume later"
+        try:
+            self.writer.write("warning", code="disk_full", text="the disk is full: the run waits for room", fix=fix)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def warn(self, code: str, text: str, fix: str = "") -> None:
         """Say something the user should know, and what to do about it."""

@@ -96,7 +96,7 @@ class Training:
             return
         self.journal.phase("saving")
         began = time.perf_counter()
-        checkpoint = until_there_is_room(self._write_checkpoint, self.wishes.look)
+        checkpoint = until_there_is_room(self._write_checkpoint, self.wishes.look, self.journal.warn_of_full_disk)
         self.last_saved, self._saved_at = self.state.step, time.monotonic()
         prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
         self.journal.write(

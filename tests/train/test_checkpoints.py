@@ -6,6 +6,7 @@ import errno
 import json
 
 import pytest
+from safetensors import SafetensorError
 
 from engine.train.checkpoint import (
     best_step,
@@ -47,6 +48,17 @@ def test_a_full_disk_leaves_nothing_that_looks_like_a_checkpoint(tmp_path):
         write_checkpoint(tmp_path, 2, full)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+
+
+def test_a_full_disk_is_recognised_in_the_words_of_the_library_that_met_it(tmp_path):
+    def full(path):
+        fill(path)
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(OSError) as caught:
+        write_checkpoint(tmp_path, 1, full)
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("harm", ["flip", "shorten", "remove", "manifest", "no manifest"])
