@@ -1,0 +1,55 @@
+"""A disk that fills up makes a run wait, and say so; with room again it goes on, and nothing is lost.
+
+Needs a file system of its own that may be filled, so it runs only where one can be mounted (as root on Linux).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.start import COMMAND
+from tests.cli.harness import write_profile, write_recipe
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]
+        mounted = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command here")
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted: {mounted.stderr.decode().strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_full_disk_makes_the_run_wait_and_room_lets_it_go_on(small_disk: Path, tmp_path: Path) -> None:
+    ballast = small_disk / "ballast"
+    room = os.statvfs(small_disk)
+    # Room for the journal, none for a checkpoint of 3 MiB.
+    ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - (2 << 20)))
+    command = [sys.executable, "-P", COMMAND, "train", "-p", write_profile(tmp_path), "-r", write_recipe(tmp_path)]
+    with subprocess.Popen([*command, "--runs", small_disk / "runs", "--json"], stdout=subprocess.PIPE) as process:
+        kinds = []
+        for line in process.stdout or ():
+            event = json.loads(line)
+            kinds.append(event["kind"])
+            if event.get("code") == "disk_full":
+                assert not list(small_disk.glob("runs/*/checkpoints/*")), "nothing half-written is left"
+                ballast.unlink(missing_ok=True)
+    assert process.returncode == 0
+    assert kinds.index("warning") < kinds.index("checkpoint_saved")
+    assert len(list(small_disk.glob("runs/*/model/model.safetensors"))) == 1
