@@ -77,20 +77,16 @@ class Head:
 
 
 def gather(walk: Walk, hidden: Ghost) -> Ghost:
-    """`hidden[:, :-1][positions]`: a copy of the target rows, whose row and column numbers (int64) are saved.
+    """`hidden.index_select(0, positions)`: a copy of the target rows, whose numbers (int64) are saved.
 
-    Backward scatters into zeros of the full size, and once more for the slice.
+    Backward adds into zeros of the full size. Where every position has a target nothing is copied.
     """
     size = hidden.size
 
     def back(gradient: Storage) -> list[Storage | None]:
-        scattered = walk.allocate(size)
-        del gradient
-        full = walk.allocate(size)
-        del scattered
-        return [full]
+        return [walk.allocate(size)]
 
-    saved = walk.save(walk.new(2 * TOKEN, 8)) if hidden.node is not None else None
+    saved = walk.save(walk.new(TOKEN, 8)) if hidden.node is not None else None
     return walk.result(hidden.elements, hidden.itemsize, [hidden], back, saved)
 
 

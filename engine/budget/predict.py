@@ -52,18 +52,15 @@ class CostModel:
     """Predicted bytes of a micro-batch above what the run holds anyway. Monotone in both arguments."""
 
     static_bytes: int
-    alone: tuple[Growth, ...]
-    """Live sets of one sequence."""
-    padded: tuple[Growth, ...]
-    """Live sets of several, whose different lengths bring a mask."""
+    growths: tuple[Growth, ...]
+    """Live sets, one of which decides at any shape."""
     position_bytes: int
     chunk_tokens: int
 
     def bytes(self, rows: int, length: int) -> int:
         """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
         _, tokens, squares, chunk, following = shape_of(rows, length, self.chunk_tokens)
-        growths = self.alone if rows == 1 else self.padded
-        peaks = [g[0] + g[1] * tokens + g[2] * squares + g[3] * chunk + g[4] * following for g in growths]
+        peaks = [g[0] + g[1] * tokens + g[2] * squares + g[3] * chunk + g[4] * following for g in self.growths]
         return max(peaks) + length * self.position_bytes
 
 
@@ -72,16 +69,14 @@ def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
 
     It is that of a micro-batch after the first of its step, when earlier gradients are held: the dearer kind.
     """
-    alone, padded = setting_of(arch, spec), setting_of(arch, spec, padded=True)
-    return _cost_model(arch, alone, padded, spec.recipe.train.batch_size > 1)
+    return _cost_model(arch, setting_of(arch, spec), spec.recipe.train.batch_size > 1)
 
 
 @lru_cache(maxsize=256)
-def _cost_model(arch: Architecture, alone: Setting, padded: Setting, accumulating: bool) -> CostModel:
-    one, several = (_growths(arch, setting, accumulating) for setting in (alone, padded))
-    static = static_bytes(arch, alone).total.static
-    # Kept monotone: several rows are never cheaper than one of the same length.
-    return CostModel(static, one, prune([*one, *several]), position_bytes(arch, alone), alone.chunk_tokens)
+def _cost_model(arch: Architecture, setting: Setting, accumulating: bool) -> CostModel:
+    static = static_bytes(arch, setting).total.static
+    growths = _growths(arch, setting, accumulating)
+    return CostModel(static, growths, position_bytes(arch, setting), setting.chunk_tokens)
 
 
 def _growths(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
@@ -93,14 +88,9 @@ def _growths(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[
     return prune(candidates)
 
 
-def predict(
-    arch: Architecture, spec: RunSpec, *, rows: int, length: int, padded: bool | None = None
-) -> Prediction:
-    """The whole table for a micro-batch of `rows` sequences of `length` tokens.
-
-    `padded` says whether their lengths differ, which brings a mask; by default they do where there is more than one.
-    """
-    setting = setting_of(arch, spec, padded=rows > 1 if padded is None else padded)
+def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
+    """The whole table for a micro-batch of `rows` sequences padded to `length` tokens."""
+    setting = setting_of(arch, spec)
     shape = shape_of(rows, length, setting.chunk_tokens)
     positions = position_bytes(arch, setting) * length
     total = static_bytes(arch, setting).total

@@ -47,7 +47,8 @@ class Setting:
     momentum: bool
     attention: Literal["flash", "sdpa", "eager"]
     masked: bool
-    """Whether attention gets a mask: padding, packed documents, or a sliding window shorter than the sequence."""
+    """Whether attention gets a mask: packed documents, or a sliding window shorter than the sequence. Padding on the
+    right needs none."""
     quantized: bool
     metered: bool
     """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
@@ -68,11 +69,11 @@ class Setting:
         return DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
 
 
-def setting_of(arch: Architecture, spec: RunSpec, *, padded: bool = False) -> Setting:
-    """Resolve a run spec for this architecture; `padded` for a micro-batch of sequences of different lengths."""
+def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
+    """Resolve a run spec for this architecture."""
     recipe = spec.recipe
     slides = arch.sliding_window is not None and recipe.data.max_length > arch.sliding_window
-    masked = padded or recipe.data.packing or slides
+    masked = recipe.data.packing or slides
     method, lora = recipe.method, recipe.method.kind == "lora"
     return Setting(
         dtype=resolved_dtype(spec),

@@ -34,9 +34,9 @@ class Shape(NamedTuple):
 
     one: int
     tokens: int
-    """rows × length, padding included."""
+    """rows × positions, padding included; a sequence has one position less than tokens."""
     squares: int
-    """rows × length²."""
+    """rows × positions²."""
     chunk: int
     """Tokens of the first chunk of the loss."""
     following: int
@@ -44,10 +44,11 @@ class Shape(NamedTuple):
 
 
 def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
-    """The shape of `rows` sequences padded to `length` tokens."""
-    tokens = rows * length
+    """The shape of `rows` sequences padded to `length` tokens, the last of which predicts nothing and is left out."""
+    positions = max(1, length - 1)
+    tokens = rows * positions
     chunk = min(tokens, chunk_tokens)
-    return Shape(1, tokens, tokens * length, chunk, min(tokens - chunk, chunk_tokens))
+    return Shape(1, tokens, tokens * positions, chunk, min(tokens - chunk, chunk_tokens))
 
 
 class Growth(NamedTuple):

@@ -23,7 +23,8 @@ class Batch:
     input_ids_BS: Tensor
     labels_BS: Tensor
     attention_mask_BS: Tensor | None
-    """None when nothing is padded, and for packed rows, whose position ids keep documents and padding apart."""
+    """None when nothing is padded, and for packed rows, whose position ids keep documents and padding apart. Causal
+    models are run without it (`engine.model.loss.hidden_states`)."""
     position_ids_BS: Tensor | None
     """Only for packed rows: restarts at 0 with every document."""
     sample_ids: tuple[int, ...]

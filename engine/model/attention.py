@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.device.base import Device
@@ -78,6 +78,15 @@ def resolve_attention(config: PreTrainedConfig, asked: Asked, device: Device, dt
             fix='set model.attention = "auto"',
         )
     return "eager"
+
+
+def looks_ahead(model: PreTrainedModel) -> bool:
+    """False when every attention of the model says that it is causal: nothing on the right reaches a token.
+
+    True also for models that do not say, such as those that build position biases from the mask (Bloom).
+    """
+    said = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    return not said or not all(said)
 
 
 def _sdpa_is_right(config: PreTrainedConfig) -> bool:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
 from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers
-from engine.model.attention import resolve_attention
+from engine.model.attention import looks_ahead, resolve_attention
 from engine.model.config import load_config
 from engine.model.dropout import key_dropout
 from engine.model.freezing import freeze_parameters
@@ -66,6 +66,7 @@ def load_model(spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase
         attention=attention,
         base_exists_elsewhere=not _made_here(spec, start),
         notices=list(precision.notices),
+        sees_padding=looks_ahead(trained),
     )
     loaded.model.train()
     loaded.set_checkpointing(recipe.train.gradient_checkpointing)

@@ -59,6 +59,8 @@ class LoadedModel:
     """Sentences the user should see before the run starts."""
     checkpointing: bool = False
     """Whether activations are recomputed in backward."""
+    sees_padding: bool = True
+    """Whether padding on the right could change what a token before it becomes; see `attention.looks_ahead`."""
 
     @property
     def base(self) -> PreTrainedModel:

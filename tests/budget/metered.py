@@ -57,12 +57,9 @@ def folder_of(config: dict[str, Any], folder: Path) -> Path:
 
 
 def measured_step(
-    spec: RunSpec, rows: int, length: int, micro_batches: int = 1, *, padded: bool = False
+    spec: RunSpec, rows: int, length: int, micro_batches: int = 1
 ) -> tuple[int, int]:
-    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences, nearly every token a target.
-
-    With `padded` each row but the first lacks its last token.
-    """
+    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences, all but one token a target."""
     import torch
 
     from engine.data.batch import Batch
@@ -89,15 +86,15 @@ def measured_step(
         for _ in range(micro_batches):
             with device.host_region():
                 ids = torch.randint(0, 200, (rows, length))
-                mask = torch.ones_like(ids)
-                mask[1:, -1] = 0
+                labels = ids.clone()
+                labels[0, 0:2] = -100  # one is not, so that targets are gathered
             batch = Batch(
                 input_ids_BS=device.upload(ids),
-                labels_BS=device.upload(ids),
-                attention_mask_BS=device.upload(mask) if padded else None,
+                labels_BS=device.upload(labels),
+                attention_mask_BS=None,
                 position_ids_BS=None,
                 sample_ids=tuple(range(rows)),
-                target_tokens=rows * (length - 1),
+                target_tokens=rows * (length - 1) - 1,
             )
             with keyed(loaded.model, seed=0, step=1, sample_ids=batch.sample_ids):
                 value = loss(batch) / (rows * length)

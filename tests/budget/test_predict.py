@@ -48,27 +48,27 @@ def test_layer_window_is_the_one_of_the_specification(model: str, method: str, t
 
 LORA, LORA16, FULL = {"rank": 8}, {"rank": 8, "adapter_dtype": "bfloat16"}, {"kind": "full"}
 CELLS = [
-    (QWEN2, LORA, "float32", {"gradient_checkpointing": True}, 3, 200, 1, False),
-    (QWEN2, FULL, "bfloat16", {"gradient_checkpointing": True}, 2, 256, 2, False),
-    (QWEN2, FULL, "float32", {"gradient_checkpointing": False, "loss": "plain"}, 2, 128, 1, False),
-    (QWEN2, LORA, "bfloat16", {"gradient_checkpointing": True}, 4, 96, 2, True),
-    (QWEN2, LORA16, "bfloat16", {"gradient_checkpointing": False}, 2, 160, 2, False),
-    (QWEN2, FULL, "float32", {"gradient_checkpointing": True, "optimizer": "sgd"}, 2, 200, 2, True),
-    (QWEN3, FULL, "bfloat16", {"gradient_checkpointing": True}, 2, 192, 1, False),
-    (QWEN3, LORA, "float32", {"gradient_checkpointing": False}, 1, 300, 2, False),
-    (QWEN3, {"rank": 4, "targets": "attention"}, "float32", {"gradient_checkpointing": True}, 2, 200, 1, False),
-    (LLAMA, LORA, "float32", {"gradient_checkpointing": True}, 5, 64, 1, True),
-    (LLAMA, FULL, "float32", {"gradient_checkpointing": True, "loss": "plain"}, 2, 256, 2, False),
-    (MISTRAL, LORA, "bfloat16", {"gradient_checkpointing": False}, 2, 160, 2, False),
-    (MISTRAL, FULL, "float32", {"gradient_checkpointing": False}, 3, 100, 1, True),
-    (GEMMA2, LORA, "float32", {"gradient_checkpointing": True}, 2, 160, 1, False),
-    (GEMMA2, FULL, "bfloat16", {"gradient_checkpointing": False}, 2, 200, 2, False),
+    (QWEN2, LORA, "float32", {"gradient_checkpointing": True}, 3, 200, 1),
+    (QWEN2, FULL, "bfloat16", {"gradient_checkpointing": True}, 2, 256, 2),
+    (QWEN2, FULL, "float32", {"gradient_checkpointing": False, "loss": "plain"}, 2, 128, 1),
+    (QWEN2, LORA, "bfloat16", {"gradient_checkpointing": True}, 4, 96, 2),
+    (QWEN2, LORA16, "bfloat16", {"gradient_checkpointing": False}, 2, 160, 2),
+    (QWEN2, FULL, "float32", {"gradient_checkpointing": True, "optimizer": "sgd"}, 2, 200, 2),
+    (QWEN3, FULL, "bfloat16", {"gradient_checkpointing": True}, 2, 192, 1),
+    (QWEN3, LORA, "float32", {"gradient_checkpointing": False}, 1, 300, 2),
+    (QWEN3, {"rank": 4, "targets": "attention"}, "float32", {"gradient_checkpointing": True}, 2, 200, 1),
+    (LLAMA, LORA, "float32", {"gradient_checkpointing": True}, 5, 64, 1),
+    (LLAMA, FULL, "float32", {"gradient_checkpointing": True, "loss": "plain"}, 2, 256, 2),
+    (MISTRAL, LORA, "bfloat16", {"gradient_checkpointing": False}, 2, 160, 2),
+    (MISTRAL, FULL, "float32", {"gradient_checkpointing": False}, 3, 100, 1),
+    (GEMMA2, LORA, "float32", {"gradient_checkpointing": True}, 2, 160, 1),
+    (GEMMA2, FULL, "bfloat16", {"gradient_checkpointing": False}, 2, 200, 2),
 ]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]['model_type']}-{cell[1]}-{cell[2]}-{cell[3]}")
 def test_peak_is_the_one_the_metered_device_counts(cell: tuple[Any, ...], tmp_path: Path) -> None:
-    config, method, dtype, train, rows, length, micro_batches, padded = cell
+    config, method, dtype, train, rows, length, micro_batches = cell
     spec = run_spec(
         folder_of(config, tmp_path / "model"),
         method=method,
@@ -76,8 +76,8 @@ def test_peak_is_the_one_the_metered_device_counts(cell: tuple[Any, ...], tmp_pa
         train={**train, "batch_size": rows * micro_batches},
         data={"max_length": 512},
     )
-    predicted = predict(find_architecture(spec), spec, rows=rows, length=length, padded=padded)
-    static, peak = measured_step(spec, rows, length, micro_batches, padded=padded)
+    predicted = predict(find_architecture(spec), spec, rows=rows, length=length)
+    static, peak = measured_step(spec, rows, length, micro_batches)
     assert cost_model(find_architecture(spec), spec).static_bytes == pytest.approx(static, abs=4096)
     assert -0.001 <= predicted.peak_bytes / peak - 1 <= 0.01
 
@@ -89,7 +89,7 @@ def test_metered_device_judges_the_prediction(method: dict[str, Any], tmp_path: 
     folder = folder_of(QWEN2, tmp_path / "model")
     tables: dict[str, Any] = {"method": method, "model": {"dtype": "float32"}, "train": {"batch_size": 4}}
     spec = run_spec(folder, **tables)
-    peak = predict(find_architecture(spec), spec, rows=4, length=150, padded=False).peak_bytes
+    peak = predict(find_architecture(spec), spec, rows=4, length=150).peak_bytes
     for share, fits in ((1.01, True), (0.99, False)):
         capped = run_spec(folder, {"kind": "metered", "memory_gib": share * peak / 2**30}, **tables)
         if fits:
