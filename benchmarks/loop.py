@@ -1,10 +1,11 @@
 """Our training loop beside transformers' Trainer and TRL's SFTTrainer: same small model, same samples, same updates.
 
-Run: python -m benchmarks.loop [--rounds 8] [--steps 6]        (needs tunedeck[bench]; CPU, about five minutes)
+Run: python -m benchmarks.loop [--steps 30]        (needs tunedeck[bench]; CPU, about five minutes)
 
-Speed: tokens/s of real (unpadded) tokens, contestants in turn (A B C C B A ...) in one process; the first step of each
-round and the whole first round are left out; medians, and the ratio round by round. Lengths once all equal, once mixed
-as chat data is (log-normal). Everybody gets the same effective batch and the same largest micro-batch.
+Speed: tokens/s of real (unpadded) tokens. The three train side by side in one process, in turn step by step (A B C C B
+A ...), each stopped while another steps, so that every ratio compares the same samples within a few seconds; the first
+steps are left out. Lengths once all equal, once mixed as chat data is (log-normal). Everybody gets the same effective
+batch and the same largest micro-batch.
 Memory: bytes of tensors at the peak of a step, counted by the metered device around each contestant, at a vocabulary
 of 32k. Workspace inside single operations is not counted, for nobody.
 """
@@ -17,6 +18,7 @@ import json
 import random
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -54,6 +56,11 @@ from engine.train.transaction import StepTransaction
 RECIPE_MODEL = Model(id="builtin:tiny", tokenizer="builtin:bytes", init="random")
 BATCH, MICRO = 32, 8
 RATE = 1e-3
+WARM_UP_STEPS = 3
+"""Left out: they pay for the process, its heap and its kernels."""
+
+StepDone = Callable[[], None]
+"""Called by a contestant after each optimizer step; returns when it may go on."""
 
 
 @dataclass
@@ -124,37 +131,61 @@ def spec_of(job: Job, device: str) -> RunSpec:
     return RunSpec.model_validate({"name": "bench", "profile": profile, "recipe": recipe})
 
 
-def ours(job: Job, device: Device) -> list[float]:
-    """Seconds of each step of the engine's own step transaction."""
+def ours(job: Job, device: Device, step_done: StepDone) -> None:
+    """The engine's own step transaction."""
     with tempfile.TemporaryDirectory() as folder:
         place = RunDirectory(Path(folder))
         with EventWriter(place) as writer:
             journal = Journal(writer)
             bench = set_up(spec_of(job, device.kind), device, journal, reporter(journal, device.capacity_bytes))
             transaction = StepTransaction(bench.parts)
-            seconds = []
             for step in range(1, job.steps + 1):
-                began = time.perf_counter()
                 set_learning_rates(bench.parts.optimizer, bench.schedule.factor(step))
                 transaction.run(step, bench.order.step(step))
-                seconds.append(time.perf_counter() - began)
-            return seconds
+                step_done()
 
 
-class Clock(TrainerCallback):
-    """Seconds from the end of one optimizer step of a Trainer to the end of the next, batches fetched in between."""
+class StepEnd(TrainerCallback):
+    """Reports the end of each optimizer step of a Trainer; fetching the next batches belongs to the next step."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._last = 0.0
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, step_done: StepDone) -> None:
+        self._step_done = step_done
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self._last)
-        self._last = now
+        self._step_done()
+
+
+class InTurn:
+    """A contestant in a thread of its own, at rest between its steps until `step` lets it do one more."""
+
+    def __init__(self, contestant: Contestant, job: Job, device: Device) -> None:
+        self.seconds: list[float] = []
+        """Of each step so far; the first includes getting ready."""
+        self._error: BaseException | None = None
+        self._go, self._rests = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self._run, args=(contestant, job, device), daemon=True).start()
+
+    def step(self) -> None:
+        """Let it do one step and wait for the end of it."""
+        self._go.release()
+        self._rests.acquire()
+        if self._error:
+            raise self._error
+
+    def _run(self, contestant: Contestant, job: Job, device: Device) -> None:
+        self._go.acquire()
+        self._began = time.perf_counter()
+        try:
+            contestant(job, device, self._step_done)
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+            self._error = error
+        self._rests.release()
+
+    def _step_done(self) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+        self._rests.release()
+        self._go.acquire()
+        self._began = time.perf_counter()
 
 
 def their_arguments(job: Job, folder: str) -> dict[str, Any]:
@@ -178,30 +209,28 @@ def their_arguments(job: Job, folder: str) -> dict[str, Any]:
     }
 
 
-def trainer(job: Job, _device: Device) -> list[float]:
-    """Seconds of each step of transformers' Trainer."""
+def trainer(job: Job, _device: Device, step_done: StepDone) -> None:
+    """transformers' Trainer."""
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
     rows = [{"input_ids": ids, "labels": ids} for ids in job.sequences]
-    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(**their_arguments(job, folder), remove_unused_columns=False)
-        quietly(Trainer(model=model, args=arguments, train_dataset=rows, data_collator=padded, callbacks=[clock]))
-    return clock.seconds
+        callbacks = [StepEnd(step_done)]
+        quietly(Trainer(model=model, args=arguments, train_dataset=rows, data_collator=padded, callbacks=callbacks))
 
 
-def sft(job: Job, _device: Device) -> list[float]:
-    """Seconds of each step of TRL's SFTTrainer."""
+def sft(job: Job, _device: Device, step_done: StepDone) -> None:
+    """TRL's SFTTrainer."""
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
-    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         prepared = {"skip_prepare_dataset": True}
         arguments = SFTConfig(**their_arguments(job, folder), max_length=None, dataset_kwargs=prepared)
         rows = Dataset.from_list([{"input_ids": ids} for ids in job.sequences])
         tokenizer = load_tokenizer(RECIPE_MODEL)
+        callbacks = [StepEnd(step_done)]
         quietly(
-            SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[clock])
+            SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks)
         )
-    return clock.seconds
 
 
 def quietly(trainer: Trainer) -> None:
@@ -222,26 +251,25 @@ def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-CONTESTANTS: dict[str, Callable[[Job, Device], list[float]]] = {"tunedeck": ours, "Trainer": trainer, "SFTTrainer": sft}
+Contestant = Callable[[Job, Device, StepDone], None]
+CONTESTANTS: dict[str, Contestant] = {"tunedeck": ours, "Trainer": trainer, "SFTTrainer": sft}
 
 
-def compare_speed(job: Job, rounds: int) -> dict[str, Any]:
-    """Tokens/s of everybody, in turn, and our ratio to each of the others round by round."""
+def compare_speed(job: Job) -> dict[str, Any]:
+    """Tokens/s of everybody, and our ratio to each of the others step by step: median and quartiles."""
     device = open_device(spec_of(job, "cpu"))
-    tokens = sum(job.tokens_per_step[1:])
-    speeds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    for number in range(rounds + 1):
-        # Every other round in reverse: nobody always runs on the heap that the same neighbour left behind.
-        for name, contestant in list(CONTESTANTS.items())[:: 1 if number % 2 else -1]:
-            speed = tokens / sum(contestant(job, device)[1:])
-            # The first round pays for the process: pages of the heap, kernels, caches.
-            if number:
-                speeds[name].append(speed)
-            gc.collect()
-    table: dict[str, Any] = {name: round(statistics.median(values)) for name, values in speeds.items()}
+    running = {name: InTurn(contestant, job, device) for name, contestant in CONTESTANTS.items()}
+    for number in range(job.steps):
+        # Every other time in reverse: nobody always follows the same neighbour.
+        for contestant in list(running.values())[:: 1 if number % 2 else -1]:
+            contestant.step()
+    tokens = job.tokens_per_step[WARM_UP_STEPS:]
+    seconds = {name: contestant.seconds[WARM_UP_STEPS:] for name, contestant in running.items()}
+    table: dict[str, Any] = {name: round(sum(tokens) / sum(spent)) for name, spent in seconds.items()}
     for name in list(CONTESTANTS)[1:]:
-        ratios = [mine / other for mine, other in zip(speeds["tunedeck"], speeds[name], strict=True)]
-        table[f"ratio to {name}"] = [round(statistics.median(ratios), 2), round(min(ratios), 2), round(max(ratios), 2)]
+        ratios = [theirs / mine for mine, theirs in zip(seconds["tunedeck"], seconds[name], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        table[f"ratio to {name}"] = [round(middle, 3), round(low, 3), round(high, 3)]
     return table
 
 
@@ -252,7 +280,7 @@ def compare_memory(job: Job) -> dict[str, float]:
         device = open_device(spec_of(job, "metered"))
         peak = PeakOfRun(device)
         with device.activate():
-            contestant(job, peak)  # type: ignore[arg-type]
+            contestant(job, peak, lambda: None)  # type: ignore[arg-type]
         peaks[name] = round(device.memory().peak_bytes / 2**20, 1)
         gc.collect()
     return peaks
@@ -274,8 +302,7 @@ class PeakOfRun:
 def main() -> None:
     """Print the three tables."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--rounds", type=int, default=8)
-    arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=30)
     asked = arguments.parse_args()
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
@@ -283,7 +310,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, mixed in (("fixed", False), ("mixed", True)):
             job = make_job(Path(folder, name), mixed=mixed, vocabulary=264, steps=asked.steps)
-            print(f"{name} lengths, tokens/s (ratios: median, min, max):", json.dumps(compare_speed(job, asked.rounds)))
+            figures = json.dumps(compare_speed(job))
+            print(f"{name} lengths, tokens/s (ratios of a step: median, quartiles):", figures, flush=True)
         job = make_job(Path(folder, "memory"), mixed=False, vocabulary=32768, steps=2, hidden=128)
         print("peak MiB of tensors at a vocabulary of 32768:", json.dumps(compare_memory(job)))
 
