@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
@@ -22,13 +23,30 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Fine-tune language models without dying of memory.",
 )
 
 BAD_ARGUMENTS = typer.BadParameter.__mro__[1]
 """What typer raises for arguments that it cannot parse. It has no public name; its base is the parser's own error."""
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"tunedeck {version('tunedeck')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Fine-tune language models without dying of memory."""
+
 
 for room in (plan, train, control, runs, evaluate, data, library, doctor):
     room.register(app)

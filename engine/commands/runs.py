@@ -61,24 +61,25 @@ def _print_table(summaries: list[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from engine.commands.progress import make_console, status_words
+    from engine.commands.progress import make_console
     from engine.commands.sentences import clean, number
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     longest = max(len(clean(summary.run)) for summary in summaries)
-    for title in ("run", "status", "step", "loss", "backoffs", "model"):
+    for title in ("run", "status", "step", "loss", "ooms", "device", "model"):
         # A run's name is there to be copied: it is never broken, the other columns give way.
         table.add_column(
             title,
             overflow="fold",
             no_wrap=title == "run",
             min_width=longest if title == "run" else None,
-            justify="right" if title in ("step", "loss", "backoffs") else "left",
+            justify="right" if title in ("step", "loss", "ooms") else "left",
         )
     for summary in summaries:
         step = f"{summary.step:,}" + (f"/{summary.max_steps:,}" if summary.max_steps else "")
         loss = number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else "-"
-        cells = (summary.run, status_words(summary), step, loss, str(summary.backoffs), summary.model)
+        device = "simulated" if summary.simulated else summary.profile
+        cells = (summary.run, summary.status, step, loss, str(summary.backoffs), device, summary.model)
         table.add_row(*(Text(clean(cell)) for cell in cells))
     make_console().print(table)
 

@@ -10,7 +10,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,6 +87,13 @@ def open_rows(source: Source, *, seed: int) -> Rows:
     if rows.count == 0:
         raise _no_rows(source)
     return rows if source.limit is None else replace(rows, count=min(rows.count, source.limit))
+
+
+def require_files(sources: Iterable[Source]) -> None:
+    """Raise DataError where a source that is switched on names local files that are not there; reads none of them."""
+    for source in sources:
+        if source.enabled and source.path is not None and not source.path.startswith("builtin:"):
+            _data_files(source, Path(source.path).expanduser())
 
 
 def _open_builtin(source: Source, seed: int) -> Rows:

@@ -5,6 +5,7 @@ Try: `tunedeck eval last --checkpoint best`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from engine.evaluate.scores import Judge, Scores, evaluate
 from engine.journal.directory import RunDirectory
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
+from engine.model.reference import BUILTIN_PREFIX
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.load import load_run_spec, resolve
 from engine.spec.run import RunSpec
@@ -118,6 +120,13 @@ def _score(judge: Judge, data: TokenData, spec: RunSpec) -> Scores:
 
 
 def spec_for_model(model: str, recipe: str, profile: str, sets: list[str]) -> RunSpec:
-    """The spec that scores `model` (hub id or folder) on a recipe's data."""
+    """The spec that scores `model` (hub id, folder, builtin:NAME) on a recipe's data.
+
+    What the recipe says of its own model (random weights, an adapter, a tokenizer) does not hold for this one; the
+    user's `sets` come last.
+    """
     chosen = str(Path(model).absolute()) if Path(model).is_dir() else model
-    return resolve(profile, recipe, [*sets, f'model.id="{chosen}"']).spec
+    own = ["model.adapter=", "model.revision="]
+    if not model.startswith(BUILTIN_PREFIX):
+        own += ["model.init=", "model.tokenizer="]
+    return resolve(profile, recipe, [*own, f"model.id={json.dumps(chosen)}", *sets]).spec

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.budget.architecture import builtin_config
 from engine.errors import UsageError
-from engine.model.hub import HUB_ERRORS, explain
+from engine.model.hub import HUB_ERRORS, explain, require_hub
 from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
 from engine.spec.run import RunSpec
 
@@ -38,6 +38,7 @@ def load_config(start: Starting, trust_remote_code: bool) -> PreTrainedConfig:
         facts = builtin_config(start.base)
         return AutoConfig.for_model(facts.pop("model_type"), **facts)
     _expect_config_file(start)
+    require_hub(start.base, "model", start.revision)
     try:
         config = AutoConfig.from_pretrained(
             start.base, revision=start.revision or "main", trust_remote_code=trust_remote_code

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from huggingface_hub import constants, get_session, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
@@ -20,6 +22,9 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
+
+ANSWER_SECONDS = 10.0
+"""How long the hub may take for its first answer."""
 
 HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError, SafetensorError)
 """What transformers raises for anything between a missing file and a network that is down. KeyError: some configs."""
@@ -34,6 +39,23 @@ OFFLINE_SIGNS = (
     "max retries exceeded",
     "name resolution",
 )
+
+
+def require_hub(model: str, what: str, revision: str | None) -> None:
+    """Raise EnvironmentProblem where `model` is neither a folder nor in the cache, and the hub does not answer.
+
+    One attempt: transformers' own retries add up to most of a minute before it gives up on a network that is down.
+    """
+    if Path(model).is_dir() or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+            return
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
+    except HFValidationError:
+        return  # no hub id at all, which transformers says better
+    except HTTPError as error:
+        raise explain(error, model, what) from error
 
 
 def explain(error: BaseException, model: str, what: str = "model") -> TunedeckError:

@@ -55,6 +55,11 @@ def find_start(model: Model) -> Starting:
             f"model.id = {model.id!r} is itself an adapter, and model.adapter names another",
             fix="remove one of the two, or merge the first into its base",
         )
+    if model.init == "random":
+        raise UsageError(
+            f'model.id = {model.id!r} is an adapter, and model.init = "random" would put it on a base it does not know',
+            fix='set model.init = "pretrained"',
+        )
     base, revision = base_of_adapter(Path(place))
     return Starting(base, revision, place)
 

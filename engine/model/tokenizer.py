@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import UsageError
-from engine.model.hub import HUB_ERRORS, explain
+from engine.model.hub import HUB_ERRORS, explain, require_hub
 from engine.model.reference import RUN_PREFIX, resolve_weights
 from engine.spec.recipe import Model
 
@@ -114,6 +114,7 @@ def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> P
     folder = Path(where).expanduser()
     if folder.is_dir():
         where = str(folder)
+    require_hub(where, "tokenizer", revision)
     opener = PreTrainedTokenizerFast if _says_generic(folder) else AutoTokenizer
     try:
         return opener.from_pretrained(where, revision=revision or "main", trust_remote_code=trust_remote_code)

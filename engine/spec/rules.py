@@ -150,8 +150,8 @@ def warmup_ends(recipe: Recipe) -> Problems:
     if steps is not None and end is not None and steps > end:
         yield Problem(
             ("train", "warmup_steps"),
-            f"{steps} above max_steps = {end}",
-            f"{end} or less is allowed",
+            f"warmup_steps = {steps} is above max_steps = {end}",
+            f"warm-up ends with the run at the latest: set train.warmup_steps={end} or less",
             (("train", "max_steps"),),
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from engine.budget.plan import Plan
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
+from engine.data.sources import require_files
 from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
@@ -49,6 +50,8 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     """
     recipe = spec.recipe
     journal.phase("tokenising")
+    # Before anything is fetched from the hub: a wrong path should not cost a download.
+    require_files([*recipe.data.sources, *recipe.data.validation])
     tokenizer = load_tokenizer(recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     with device.host_region():
         prepared = prepare_data(spec, tokenizer, say=lambda text: journal.phase("tokenising", text))

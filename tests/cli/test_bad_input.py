@@ -232,6 +232,12 @@ def test_a_hub_model_without_a_network_is_exit_6(tunedeck: Tunedeck, tmp_path: P
     assert "the hub is not reachable" in outcome.err and "fix: download it" in outcome.err
 
 
+def test_a_missing_file_is_told_before_the_hub_is_asked_for_anything(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, ("builtin:tiny", "nobody/nothing"), data=None)
+    outcome = tunedeck("train", "-p", "demo", "-r", recipe)
+    assert outcome.code == 5 and "data.jsonl does not exist" in outcome.err
+
+
 @pytest.mark.parametrize("kind", ["a file", "not to be made"])
 def test_a_cache_that_cannot_be_written_is_exit_6(
     tunedeck: Tunedeck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -1,0 +1,22 @@
+"""`tunedeck eval`: a run's result scores the same whether it is named as a run or as a model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tests.cli.conftest import Tunedeck
+
+SHORT = ("train.max_steps=4", "train.warmup_steps=0", "eval.limit=16", "evaluate.limit=32", "evaluate.log_samples=2")
+
+
+def test_a_result_scores_the_same_as_a_run_and_as_a_model(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    sets = [part for text in SHORT for part in ("--set", text)]
+    assert tunedeck("train", "-p", "demo", "-r", "demo", *sets).code == 0
+    (name,) = os.listdir(tmp_path / "runs")
+    (of_run,) = json.loads(tunedeck("eval", "last", "--json").out)
+    model = str(tmp_path / "runs" / name / "model")
+    (of_model,) = json.loads(tunedeck("eval", model, "-p", "demo", "-r", "demo", *sets, "--json").out)
+    assert of_run["metrics"] == of_model["metrics"] and of_run["samples"] == of_model["samples"]
+    assert of_run["count"] == of_model["count"] == 32
