@@ -83,7 +83,7 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("train", "micro_batch = 32", 10, ["micro_batch = 32 is above batch_size = 16", "effective batch"]),
     ("train", "restarts = 3", 10, ["cosine_with_restarts"]),
     ("train", "momentum = 0.9", 10, ['optimizer = "sgd"']),
-    ("train", "max_steps = 10\nwarmup_steps = 20", 11, ["20 above max_steps = 10"]),
+    ("train", "max_steps = 10\nwarmup_steps = 20", 11, ["warmup_steps = 20 is above max_steps = 10"]),
     ("train", 'groups = [{match = "**"}]', 10, ["train.groups.0", "sets nothing"]),
     ("method", 'kind = "qlora"', 8, ['method.kind = "lora" with model.quantize = "nf4"']),
     ("method", "lora_r = 64", 8, ["Axolotl", "method.rank = 64"]),
