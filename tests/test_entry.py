@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "transformers", "peft", "accelerate", "datasets", "textual")
 
 LIGHT_MODULES = sorted(
-    ["engine.errors", "engine.start", "engine.cli"]
+    ["engine.errors", "engine.start", "engine.creation", "engine.keeper", "engine.cli"]
     + [
         module.name
         for package in (engine.spec, engine.budget, engine.journal, engine.commands)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.commands.options import JsonOption, RunArgument, RunsOption, SetOption, runs_folder
-from engine.errors import ConfigNotHereError, DoesNotFitError, EnvironmentProblem, UnknownArchitectureError, UsageError
+from engine.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
     from engine.spec.load import Resolved
-    from engine.spec.run import Limits, RunSpec
+    from engine.spec.run import RunSpec
 
 Profile = Annotated[
     str | None, typer.Option("-p", "--profile", help="Hardware profile: a name, or a path to a TOML file.")
@@ -67,6 +67,30 @@ def train(
     runs: RunsOption = None,
 ) -> None:
     """Train a recipe on a hardware profile: start the engine and follow it."""
+    from engine.commands.follow import start_and_follow
+    from engine.creation import new_run
+
+    resolved = resolve_arguments(
+        profile, recipe, run_spec, sets or [], name,
+        devices=devices, trust_remote_code=trust_remote_code, max_hours=max_hours, on_finish=on_finish,
+        wait_seconds=wait,
+    )  # fmt: skip
+    say(resolved.notices)
+    directory, notices = new_run(resolved.spec, runs_folder(runs), force=force)
+    say(notices)
+    start_and_follow(directory, detach=detach, as_json=json)
+
+
+def resolve_arguments(
+    profile: str | None, recipe: str | None, run_spec: Path | None, sets: list[str], name: str | None, *,
+    devices: str | None, trust_remote_code: bool, max_hours: float | None, on_finish: str | None,
+    wait_seconds: float | None,
+) -> Resolved:  # fmt: skip
+    """The spec from -p and -r, or from an earlier run's file, with the limits of this start.
+
+    Raises UsageError and what the spec raises.
+    """
+    from engine.spec.load import Resolved, load_run_spec, override, resolve
     from engine.spec.run import Limits
 
     limits = Limits(
@@ -74,21 +98,8 @@ def train(
         on_finish=on_finish,
         devices=_device_indices(devices),
         trust_remote_code=trust_remote_code,
-        wait_seconds=wait,
+        wait_seconds=wait_seconds,
     )
-    resolved = _resolve(profile, recipe, run_spec, sets or [], name, limits)
-    _say(resolved.notices)
-    directory = _create(resolved.spec, runs_folder(runs), force=force)
-    from engine.commands.follow import start_and_follow
-
-    start_and_follow(directory, detach=detach, as_json=json)
-
-
-def _resolve(
-    profile: str | None, recipe: str | None, run_spec: Path | None, sets: list[str], name: str | None, limits: Limits
-) -> Resolved:
-    """The spec from -p and -r, or from an earlier run's file. Raises UsageError and what the spec raises."""
-    from engine.spec.load import Resolved, load_run_spec, override, resolve
 
     if run_spec is None:
         if not profile or not recipe:
@@ -148,34 +159,7 @@ def _check_devices(spec: RunSpec) -> None:
         )
 
 
-def _create(spec: RunSpec, folder: Path, *, force: bool) -> RunDirectory:
-    """Plan the run and make its directory. Raises DoesNotFitError unless forced."""
-    from engine.budget.plan import make_plan
-    from engine.journal.directory import create_run
-    from engine.journal.index import note_run
-    from engine.spec.later import refuse_unbuilt
-    from engine.spec.load import dump_run_spec
-
-    refuse_unbuilt(spec)
-    try:
-        plan = make_plan(spec)
-    except (UnknownArchitectureError, ConfigNotHereError) as unknown:
-        # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
-        _say([f"no plan before the start: {unknown.found}"])
-        plan = None
-    if plan is not None and plan.verdict == "does_not_fit" and not force:
-        raise DoesNotFitError(
-            f"this does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
-            f"of {plan.capacity_bytes / 2**30:.3g} GiB, and even one sequence with every remedy needs too much",
-            fix="see what takes it: tunedeck plan with the same arguments; --force trains anyway",
-        )
-    directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
-    warning = note_run(directory)
-    _say([warning] if warning else [])
-    return directory
-
-
-def _say(notices: list[str]) -> None:
+def say(notices: list[str]) -> None:
     """Notices go to stderr: standard output is for the run."""
     for notice in notices:
         sys.stderr.write(f"tunedeck: {notice}\n")
@@ -198,9 +182,9 @@ def resume(
     directory = resolve_run(run, runs_folder(runs))
     refuse_if_claimed(directory)
     _check_step(directory, from_step)
-    _say(_respecify(directory, profile, sets or [], from_step))
+    say(_respecify(directory, profile, sets or [], from_step))
     warning = note_run(directory)
-    _say([warning] if warning else [])
+    say([warning] if warning else [])
     start_and_follow(directory, resume=True, from_step=from_step, detach=detach, as_json=json)
 
 

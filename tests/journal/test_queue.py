@@ -1,0 +1,112 @@
+"""The queue: order, what may wait in it, and who may work on it. Runs here are directories without an engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.errors import EnvironmentProblem, UsageError
+from engine.journal.directory import RunDirectory, create_run
+from engine.journal.events import EventWriter
+from engine.journal.liveness import ProcessIdentity, identify
+from engine.journal.queue import Queue
+from engine.journal.trash import discard, empty_trash
+
+
+def waiting_run(folder: Path, name: str) -> RunDirectory:
+    return create_run(folder, name, f'name = "{name}"\n', {})
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> tuple[Queue, list[str]]:
+    queue = Queue(tmp_path)
+    runs = [waiting_run(tmp_path, name) for name in ("a", "b", "c")]
+    for run in runs:
+        queue.add(run)
+    return queue, [run.name for run in runs]
+
+
+def myself() -> ProcessIdentity:
+    found = identify(os.getpid())
+    assert found is not None
+    return found
+
+
+def test_runs_wait_in_the_order_they_came(three: tuple[Queue, list[str]]) -> None:
+    queue, names = three
+    assert queue.look().waiting == names
+
+
+def test_a_run_can_be_put_first_moved_and_removed(three: tuple[Queue, list[str]], tmp_path: Path) -> None:
+    queue, (a, b, c) = three
+    urgent = waiting_run(tmp_path, "urgent")
+    assert queue.add(urgent, first=True).waiting == [urgent.name, a, b, c]
+    queue.move(a, 99)
+    queue.move(c, 1)
+    queue.remove(b)
+    assert queue.look().waiting == [c, urgent.name, a]
+
+
+def test_what_does_not_wait_cannot_be_moved(three: tuple[Queue, list[str]]) -> None:
+    queue, names = three
+    with pytest.raises(UsageError, match="does not wait"):
+        queue.move("nobody", 1)
+    assert queue.look().waiting == names
+
+
+def test_a_run_that_was_started_by_hand_no_longer_waits(three: tuple[Queue, list[str]], tmp_path: Path) -> None:
+    queue, (a, b, c) = three
+    with EventWriter(RunDirectory(tmp_path / b)) as writer:
+        writer.write("run_started", run=b, pid=1, world_size=1, versions={})
+    assert queue.look().waiting == [a, c]
+    with pytest.raises(UsageError, match="started already"):
+        queue.add(RunDirectory(tmp_path / b))
+
+
+def test_a_run_that_vanished_no_longer_waits(three: tuple[Queue, list[str]], tmp_path: Path) -> None:
+    queue, (a, b, c) = three
+    discard(RunDirectory(tmp_path / a))
+    assert queue.look().waiting == [b, c]
+
+
+def test_a_keeper_takes_one_after_another_and_leaves_an_empty_queue(three: tuple[Queue, list[str]]) -> None:
+    queue, names = three
+    taken = []
+    while (run := queue.take(myself())) is not None:
+        assert queue.look().current == run.name and queue.look().keeper == myself()
+        taken.append(run.name)
+    assert taken == names
+    assert queue.look().keeper is None and queue.look().current is None
+
+
+def test_a_second_keeper_is_refused_and_a_dead_one_replaced(three: tuple[Queue, list[str]]) -> None:
+    queue, _ = three
+    parent = identify(os.getppid())
+    assert parent is not None
+    queue.take(parent)
+    with pytest.raises(EnvironmentProblem, match="already works"):
+        queue.take(myself())
+    queue.dismiss()
+    queue.take(ProcessIdentity(2**22 + 1, "long ago", parent.host))
+    assert queue.look().keeper is None
+    assert queue.take(myself()) is not None
+
+
+def test_a_damaged_list_is_said_and_nothing_is_overwritten(three: tuple[Queue, list[str]]) -> None:
+    queue, names = three
+    (queue.folder / "order.json").write_text("{", "utf-8")
+    with pytest.raises(EnvironmentProblem, match="cannot be read"):
+        queue.remove(names[0])
+    assert (queue.folder / "order.json").read_text("utf-8") == "{"
+
+
+def test_discarded_runs_lie_in_the_trash_until_it_is_emptied(tmp_path: Path) -> None:
+    run = waiting_run(tmp_path, "a")
+    place = discard(run)
+    assert RunDirectory(place).exists() and not run.exists()
+    run.path.mkdir()
+    run.run_toml.write_text("", "utf-8")
+    assert discard(run).name == f"{run.name}-2"
+    assert empty_trash(tmp_path) == 2 and not place.exists()
