@@ -1,11 +1,11 @@
-"""The `tunedeck` command: fixes the import path, then runs the command line (without arguments: its help).
+"""The `tunedeck` command: fixes the import path, then opens the console or runs a command.
 
 The path comes first because the import packages are called `engine`, `tui` and `profiles`, names that a user's own
 repository may well hold too: with `PYTHONPATH=.` or `python -m`, Python would import theirs. This file's folder goes to
 the front of `sys.path` before anything else of Tunedeck is imported. Child processes are started through this file's
 absolute path with `-P` (see `engine.start`), so the same holds there.
 
-Try: `tunedeck --help`, or `python -m tunedeck --help`.
+Try: `tunedeck`, `tunedeck --help`, or `python -m tunedeck --help`.
 """
 
 import os
@@ -20,8 +20,19 @@ def _own_packages_first() -> None:
 
 
 def main() -> None:
-    """Entry point of the `tunedeck` command. Exits with the codes of the command line (see `tunedeck --help`)."""
+    """Entry point of the `tunedeck` command. Exits with the codes of the command line (see `tunedeck --help`).
+
+    Without a command the console is opened, with none of the command line's imports on the way; where there is no
+    terminal, the help is printed.
+    """
     _own_packages_first()
+    from tui.arguments import on_a_terminal, parse
+
+    flags = parse(sys.argv[1:])
+    if flags is not None and (sys.argv[1:] or on_a_terminal()):
+        from tui.app import run as open_console
+
+        open_console(flags)
     from engine.cli import run
 
     run()

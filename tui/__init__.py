@@ -1,1 +1,1 @@
-"""The console's place. The import contracts already hold it apart from torch and from the heavy half of the engine."""
+"""The Textual console. Imports light rooms of the engine only: no torch in its process, ever."""

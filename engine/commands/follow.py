@@ -15,9 +15,9 @@ import sys
 import typer
 
 from engine.commands.progress import Reporter, print_rows, reporter, result_rows
-from engine.commands.sentences import clean
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, end_of_events
+from engine.journal.sentences import clean
 from engine.journal.summary import RunSummary, summarise
 from engine.start import DETACHED_CODE, follow, start_engine, wait_until_running
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -34,4 +33,6 @@ RunArgument = Annotated[
 
 def runs_folder(given: Path | None) -> Path:
     """The folder of runs: `--runs`, else $TUNEDECK_RUNS, else ./runs. Absolute."""
-    return Path(given or os.environ.get("TUNEDECK_RUNS") or "runs").expanduser().absolute()
+    from engine.journal.index import runs_folder as found
+
+    return found(given)

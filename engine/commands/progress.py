@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from engine.commands.sentences import clean, duration, number, phase_line, score, sentence, size
+from engine.journal.sentences import clean, duration, number, phase_line, score, sentence, size
 from engine.journal.summary import RunState, RunSummary
 
 if TYPE_CHECKING:

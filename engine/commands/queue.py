@@ -202,7 +202,7 @@ def _follow(waiting: Queue, pid: int) -> int:
 
 
 def _ending(summary: RunSummary) -> str:
-    from engine.commands.sentences import clean
+    from engine.journal.sentences import clean
 
     error = clean((summary.last_error or "").splitlines()[0]) if summary.last_error else ""
     return f"{summary.status} at step {summary.step}" + (f": {error}" if error else "")

@@ -62,7 +62,7 @@ def _print_table(summaries: list[RunSummary]) -> None:
     from rich.text import Text
 
     from engine.commands.progress import make_console
-    from engine.commands.sentences import clean, number
+    from engine.journal.sentences import clean, number
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     longest = max(len(clean(summary.run)) for summary in summaries)
@@ -108,7 +108,7 @@ def show(
 def _print_summary(summary: RunSummary) -> None:
     from engine.commands.follow import next_steps
     from engine.commands.progress import print_rows, result_rows
-    from engine.commands.sentences import clean, size
+    from engine.journal.sentences import clean, size
 
     rows = result_rows(summary)
     rows += [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
@@ -128,7 +128,7 @@ def _print_summary(summary: RunSummary) -> None:
 
 
 def _print_oom(backoffs: list[dict[str, Any]], reports: list[str]) -> None:
-    from engine.commands.sentences import clean, sentence
+    from engine.journal.sentences import clean, sentence
 
     lines = [sentence(event) or "" for event in backoffs] or ["memory never ran out"]
     sys.stdout.write("\n".join(lines + [f"report: {clean(path)}" for path in reports]) + "\n")
@@ -161,7 +161,7 @@ def log(
 
 def _print_log(directory: RunDirectory, offset: int) -> int:
     """Print the log from `offset` on with its control characters taken out; returns where it ends now."""
-    from engine.commands.sentences import clean
+    from engine.journal.sentences import clean
 
     try:
         with directory.log.open("rb") as file:

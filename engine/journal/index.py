@@ -26,6 +26,11 @@ EXPECTED_RUN = "a path, a run's directory name, its --name, a unique prefix, or 
 LIST_RUNS = "list them: tunedeck runs"
 
 
+def runs_folder(given: str | Path | None) -> Path:
+    """The folder of runs: `--runs`, else $TUNEDECK_RUNS, else ./runs. Absolute."""
+    return Path(given or os.environ.get("TUNEDECK_RUNS") or "runs").expanduser().absolute()
+
+
 def state_folder() -> Path:
     """Where notes about runs are kept: $TUNEDECK_STATE, else the platform's folder for user state."""
     given = os.environ.get("TUNEDECK_STATE")

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from engine.commands.changes import aloud, changed, is_longer, refused
 from engine.commands.progress import LiveReporter, PlainReporter, Progress
-from engine.commands.sentences import SENTENCES, clean, sentence, size
 from engine.journal.kinds import KINDS
+from engine.journal.sentences import SENTENCES, clean, sentence, size
 from tests.journal.samples import backoff_fields, step_fields
 
 

@@ -1,0 +1,39 @@
+"""The console as a user meets it: `console(width, height)` opens it here, on the test's own folder of runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.tui.harness import Desk
+from tui.app import TunedeckApp
+from tui.arguments import Flags
+
+Opener = Callable[..., AbstractAsyncContextManager[Desk]]
+
+SIZES = [(80, 24), (120, 36), (60, 15)]
+"""What every screen is tried at."""
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """The folder of runs; empty."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def console(runs: Path) -> Opener:
+    """Open the console at a size, with these flags; yields a Desk."""
+
+    @asynccontextmanager
+    async def opener(width: int = 80, height: int = 24, **flags: object) -> AsyncIterator[Desk]:
+        app = TunedeckApp(Flags(runs=str(runs), **flags))
+        async with app.run_test(size=(width, height)) as pilot:
+            yield Desk(app, pilot)
+
+    return opener

@@ -1,0 +1,51 @@
+"""What the console's tests are made of: a desk to press keys at and to read the screen from."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from textual.pilot import Pilot
+
+from tui.app import TunedeckApp
+
+PATIENCE_SECONDS = 10.0
+"""How long a test waits for something to appear on the screen."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """The console, open."""
+
+    app: TunedeckApp
+    pilot: Pilot[None]
+
+    @property
+    def text(self) -> str:
+        """The whole screen as text, line by line."""
+        return "\n".join(strip.text for strip in self.app.screen._compositor.render_strips())
+
+    @property
+    def screen(self) -> Any:
+        """The screen that is shown."""
+        return self.app.screen
+
+    async def press(self, *keys: str) -> None:
+        """Press keys and let the console settle."""
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    async def until(self, holds: Callable[[], object], what: str = "") -> None:
+        """Wait until something holds. Fails with the screen's text after PATIENCE_SECONDS."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            assert time.monotonic() < deadline, f"never came: {what}\n{self.text}"
+            await asyncio.sleep(0.02)
+            await self.pilot.pause()
+
+    async def sees(self, *texts: str) -> None:
+        """Wait until all of these stand on the screen."""
+        await self.until(lambda: all(text in self.text for text in texts), " and ".join(texts))

@@ -1,0 +1,102 @@
+"""The console as a whole: what it imports, what it is opened with, the key table, the way around."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.tui.conftest import SIZES, Opener
+from tui import keys
+from tui.arguments import Flags, parse
+from tui.screens import SCREENS
+from tui.theme import STATES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FORBIDDEN_KEYS = {"ctrl+a", "ctrl+b", "ctrl+s"}
+
+OPEN_ALL = """
+import asyncio, sys
+sys.argv = ["tunedeck"]
+from tui.app import TunedeckApp
+from tui.arguments import Flags
+from tui.screens import SCREENS
+async def main():
+    app = TunedeckApp(Flags(runs=sys.argv[0] + "-nowhere"))
+    async with app.run_test(size=(80, 24)) as pilot:
+        for row in SCREENS:
+            if row.key:
+                await pilot.press(row.key)
+        await pilot.pause()
+asyncio.run(main())
+heavy = ("torch", "transformers", "peft", "datasets", "numpy", "typer")
+print("LOADED", [name for name in heavy if name in sys.modules])
+"""
+
+
+def test_every_screen_opens_without_torch_or_typer_in_the_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN_ALL], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["LOADED []"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        ([], Flags()),
+        (["--ascii", "--runs", "there"], Flags(runs="there", ascii=True)),
+        (["--runs=there", "--theme", "light"], Flags(runs="there", theme="light")),
+        (["-p", "demo", "-r", "demo"], Flags(profile="demo", recipe="demo")),
+        (["runs"], None),
+        (["--runs", "there", "runs"], None),
+        (["--runs"], None),
+        (["--help"], None),
+    ],
+)
+def test_the_console_is_meant_where_only_its_own_flags_are_given(arguments: list[str], flags: Flags | None) -> None:
+    assert parse(arguments) == flags
+
+
+def test_without_a_terminal_its_flags_are_answered_with_the_way_out() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", str(ROOT / "tunedeck.py"), "--ascii"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tunedeck: the console needs a terminal")
+
+
+def test_no_key_is_one_that_tmux_screen_or_the_terminal_keeps_for_itself() -> None:
+    used = {key for row in keys.KEYS for key in row.keys.split(",")}
+    assert not used & FORBIDDEN_KEYS
+
+
+def test_no_key_means_two_things_on_one_screen() -> None:
+    everywhere = [*keys.of(keys.EVERYWHERE)]
+    for where in {row.where for row in keys.KEYS} - {keys.EVERYWHERE}:
+        used = [key for row in [*keys.of(where), *everywhere] for key in row.keys.split(",")]
+        used += [row.key for row in SCREENS if row.key]
+        assert len(used) == len(set(used)), where
+
+
+def test_every_key_of_a_screen_does_something() -> None:
+    for screen in SCREENS:
+        made = getattr(import_module(screen.module), screen.class_name)
+        missing = [row.action for row in keys.of(screen.name) if not hasattr(made, f"do_{row.action}")]
+        assert not missing, screen.name
+
+
+def test_states_can_be_told_apart_without_colour_and_in_ascii() -> None:
+    assert len({state.glyph for state in STATES.values()}) == len(STATES)
+    assert all(state.letter.isascii() for state in STATES.values())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("width", "height"), SIZES)
+async def test_an_empty_folder_says_so(console: Opener, width: int, height: int) -> None:
+    async with console(width, height) as desk:
+        await desk.sees("no runs in", "? help", "q quit")

@@ -1,0 +1,68 @@
+"""The key table: every key of the console, once. Bindings, footer, help and command palette are made from it.
+
+Data, and the few functions that turn it into what Textual wants. A row names a method: key `p` of the screen `run` with
+the action `pause` calls `do_pause` there, unless the screen's `why_not("pause")` says why it cannot be done now.
+Never ctrl+b, ctrl+a (the prefixes of tmux and screen) or ctrl+s (stops a terminal's output).
+
+Try: `?` in the console.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from textual.binding import Binding
+
+EVERYWHERE = "everywhere"
+
+
+class Key(NamedTuple):
+    """One row. `keys` as Textual spells them, separated by commas; the first is the one shown."""
+
+    where: str
+    """The screen's name, or EVERYWHERE."""
+    keys: str
+    action: str
+    label: str
+    """One or two words for the footer; empty keeps the key out of it."""
+    help: str
+
+
+KEYS: tuple[Key, ...] = (
+    Key(EVERYWHERE, "question_mark,f1", "help", "help", "what the keys do here"),
+    Key(EVERYWHERE, "escape", "back", "", "back; out of a field; out of a filter"),
+    Key(EVERYWHERE, "q", "leave", "quit", "leave the console; training goes on"),
+    Key(EVERYWHERE, "colon", "palette", "", "everything by name (also ctrl+p)"),
+    Key(EVERYWHERE, "T", "theme", "", "next theme: dark, light, ansi"),
+    Key("runs", "enter", "open", "open", "watch this run"),
+    Key("runs", "slash", "filter", "filter", "words, or state:running model:qwen recipe: profile: name:"),
+)
+"""In the order of footer and help."""
+
+SHOWN = {"question_mark": "?", "slash": "/", "colon": ":", "escape": "esc", "comma": ",", "full_stop": ".",
+         "plus": "+", "minus": "-", "left_square_bracket": "[", "right_square_bracket": "]"}  # fmt: skip
+"""How keys are written whose name is not what is printed on them."""
+
+
+def shown(keys: str) -> str:
+    """The first of the keys, as a person writes it."""
+    first = keys.partition(",")[0]
+    return SHOWN.get(first, first)
+
+
+def all_shown(keys: str) -> str:
+    """All of the keys, as a person writes them."""
+    return " ".join(SHOWN.get(key, key) for key in keys.split(","))
+
+
+def of(where: str) -> list[Key]:
+    """The rows of one screen."""
+    return [key for key in KEYS if key.where == where]
+
+
+def bindings(where: str) -> list[Binding]:
+    """The rows of one screen as Textual's bindings. Each goes through `press`, which asks `why_not` first."""
+    from textual.binding import Binding
+
+    return [Binding(key.keys, f"press({key.action!r})", key.label or key.help, show=False) for key in of(where)]

@@ -1,0 +1,34 @@
+"""The table of screens. A screen's module is imported when it is first opened, so none costs the start anything.
+
+Data only. A screen that is kept lives on when another is looked at, and is found as it was left.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ScreenRow(NamedTuple):
+    """One screen: its name in the key table, the digit that opens it (empty: reached from another), and its class."""
+
+    name: str
+    key: str
+    title: str
+    module: str
+    class_name: str
+    kept: bool
+
+
+SCREENS: tuple[ScreenRow, ...] = (
+    ScreenRow("runs", "1", "Runs", "tui.screens.runs", "RunsScreen", kept=True),
+)
+
+
+def screen_row(name: str) -> ScreenRow:
+    """The row of this name. Raises KeyError for a name that is not in the table."""
+    return {row.name: row for row in SCREENS}[name]
+
+
+def has_screen(name: str) -> bool:
+    """Whether the table has this screen."""
+    return any(row.name == name for row in SCREENS)

@@ -1,0 +1,111 @@
+"""What every screen has: a title line, a body, a footer made from the key table, messages, and keys that say why not.
+
+A screen gives `where` (its name in the key table) and `body`. A key's action calls `do_ACTION`; before, `why_not` may
+refuse it with a sentence, which the footer shows as a grey key and a press of the key spells out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from textual import events
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.screen import Screen
+
+from tui import keys
+from tui.screens import SCREENS
+from tui.theme import draw
+from tui.widgets.bars import FooterLine, TitleLine
+
+if TYPE_CHECKING:
+    from tui.app import TunedeckApp
+
+SMALLEST = (80, 24)
+"""Below this, in either direction, one pane is shown at a time."""
+
+
+class BaseScreen(Screen[None]):
+    """A screen of the console. Below 80x24 it has the class `-one-pane`; from 110 columns on, `-wide`."""
+
+    where: ClassVar[str] = ""
+    """Its name in the tables of screens and keys."""
+    AUTO_FOCUS = "Rows"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (SMALLEST[0], "-normal"), (110, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (SMALLEST[1], "-regular"), (32, "-tall")]  # noqa: RUF012
+
+    @property
+    def console(self) -> TunedeckApp:
+        """The application, by its own class."""
+        return cast("TunedeckApp", self.app)
+
+    def compose(self) -> ComposeResult:
+        """Title, body, footer."""
+        yield TitleLine()
+        yield from self.body()
+        yield FooterLine()
+
+    def body(self) -> ComposeResult:
+        """The widgets between title and footer."""
+        raise NotImplementedError
+
+    def receive(self, argument: object) -> None:
+        """Take what the screen was opened with, if anything. Called each time it is opened, before it is shown: the
+        first time its widgets are not there yet, so keep it for `on_screen_resume`."""
+
+    def why_not(self, action: str) -> str | None:
+        """Why the key of this action can do nothing now; None when it can. A sentence without a full stop."""
+        return None
+
+    def about(self) -> str:
+        """What stands beside the screen's name in the title line. Plain text."""
+        return ""
+
+    def action_press(self, action: str) -> None:
+        """A key of this screen was pressed."""
+        refusal = self.why_not(action)
+        if refusal is not None:
+            self.say(refusal, "$caution")
+        else:
+            getattr(self, f"do_{action}")()
+
+    def say(self, text: str, style: str = "") -> None:
+        """A message in place of the keys, for a few seconds."""
+        self.query_one(FooterLine).say(text, style)
+
+    def key_rows(self) -> list[keys.Key]:
+        """The rows of the key table that hold here."""
+        return [*keys.of(self.where), *keys.of(keys.EVERYWHERE)]
+
+    def refresh_bars(self) -> None:
+        """Write title and footer anew: call it when what `about` or `why_not` answers may have changed."""
+        self.query_one(TitleLine).put(self._left(), self._right())
+        self.query_one(FooterLine).put([(key, self.why_not(key.action) is None) for key in self.key_rows()])
+
+    def draw(self, text: str) -> str:
+        """Our own glyphs, in ASCII where that was asked for."""
+        return draw(text, ascii_only=self.console.ascii_only)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Choose between all panes and one, and fill the bars for the new width."""
+        self.set_class(event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1], "-one-pane")
+        self.call_after_refresh(self.refresh_bars)
+
+    def on_screen_resume(self) -> None:
+        """Shown again: what the bars say may have changed meanwhile."""
+        self.call_after_refresh(self.refresh_bars)
+
+    def _left(self) -> Content:
+        name = next((row.title for row in SCREENS if row.name == self.where), self.where)
+        about = self.about()
+        return Content.assemble((" Tunedeck ", "bold $info"), (name, "bold"), ("  " + about if about else "", "$muted"))
+
+    def _right(self) -> Content:
+        return Content.assemble(*self._tabs())
+
+    def _tabs(self) -> Iterable[Content]:
+        for row in SCREENS:
+            if row.key:
+                here = row.name == self.where
+                yield Content.assemble((f" {row.key}", "bold $info"), (f" {row.title} ", "bold" if here else "$muted"))

@@ -1,0 +1,96 @@
+"""Colours, states and glyphs: the one place that says how anything looks. The layout is in `console.tcss`.
+
+Colours are the palette of Okabe and Ito (jfly.uni-koeln.de/color), which stays apart for every common kind of colour
+blindness; on a light ground its pale ones are darkened until text in them is readable. No meaning hangs on colour
+alone: every state has a word and a glyph beside it, and with `--ascii` the glyph is a letter.
+
+Try: `T` in the console.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from textual.theme import Theme
+
+
+class State(NamedTuple):
+    """How a run's state is shown."""
+
+    glyph: str
+    letter: str
+    """The glyph where only ASCII can be drawn."""
+    style: str
+
+
+STATES: dict[str, State] = {
+    "queued": State("○", "q", "$muted"),
+    "running": State("●", "R", "bold $good"),
+    "stopping": State("◐", "S", "bold $caution"),
+    "paused": State("‖", "P", "$caution"),
+    "done": State("✓", "D", "$info"),
+    "stopped": State("■", "S", "$muted"),
+    "failed": State("✗", "F", "bold $bad"),
+    "oom": State("▲", "O", "bold $bad"),
+    "stale": State("?", "?", "bold $caution"),
+}
+"""The journal's vocabulary, and `stopping`: a running one that was asked to stop."""
+
+ASCII = {"●": "*", "○": "o", "▲": "^", "▼": "v", "✓": "+", "✗": "x", "■": "#", "‖": "=", "◐": "%", "│": "|", "─": "-",
+         "█": "#", "▓": "%", "▒": "+", "░": ".", "→": ">", "·": "-", "▶": ">", "…": "~", "×": "x", "┊": ":",
+         "├": "|", "└": "`", "┤": "|", "⚠": "!", "▏": "|", "°": " "}  # fmt: skip
+"""What is drawn instead, glyph by glyph."""
+
+TO_ASCII = str.maketrans(ASCII)
+
+
+def draw(text: str, *, ascii_only: bool) -> str:
+    """Our own glyphs as the terminal can show them. Not for text from outside, which is cleaned and left as it is."""
+    return text.translate(TO_ASCII) if ascii_only else text
+
+
+def _theme(name: str, *, dark: bool, ground: tuple[str, str, str], text: str, variables: dict[str, str]) -> Theme:
+    background, surface, panel = ground
+    return Theme(
+        name=name, dark=dark, foreground=text, background=background, surface=surface, panel=panel,
+        primary=variables["info"], secondary=variables["mark"], accent=variables["caution"], success=variables["good"],
+        warning=variables["caution"], error=variables["bad"],
+        variables={**variables, "border": variables["line"], "border-blurred": variables["line"]},
+    )  # fmt: skip
+
+
+DARK = _theme(
+    "dark", dark=True, ground=("#11151a", "#181e25", "#222a33"), text="#d9dee4",
+    variables={
+        "good": "#1fb98a", "info": "#56b4e9", "caution": "#e69f00", "bad": "#f0743a", "mark": "#cc79a7",
+        "band": "#2d5f7c", "muted": "#8b96a3", "line": "#3a4552", "chosen": "#2b3947", "series-4": "#f0e442",
+    },
+)  # fmt: skip
+
+LIGHT = _theme(
+    "light", dark=False, ground=("#fbfbf9", "#f1f1ee", "#e6e6e2"), text="#1c2126",
+    variables={
+        "good": "#00704f", "info": "#00619a", "caution": "#8a5a00", "bad": "#b34700", "mark": "#96457a",
+        "band": "#a9cfe6", "muted": "#5e6872", "line": "#b9bec4", "chosen": "#d5e3ee", "series-4": "#6d6500",
+    },
+)  # fmt: skip
+
+ANSI = Theme(
+    name="ansi", ansi=True, dark=True, foreground="ansi_default", background="ansi_default", surface="ansi_default",
+    panel="ansi_default", boost="ansi_default", primary="ansi_cyan", secondary="ansi_magenta", accent="ansi_yellow",
+    success="ansi_green", warning="ansi_yellow", error="ansi_red",
+    variables={
+        "good": "ansi_green", "info": "ansi_cyan", "caution": "ansi_yellow", "bad": "ansi_bright_red",
+        "mark": "ansi_magenta", "band": "ansi_blue", "muted": "ansi_bright_black", "line": "ansi_bright_black",
+        "chosen": "ansi_blue", "series-4": "ansi_bright_yellow",
+        "ansi-background": "ansi_black", "ansi-foreground": "ansi_white", "border": "ansi_bright_black",
+        "border-blurred": "ansi_bright_black", "block-cursor-foreground": "ansi_black",
+        "block-cursor-background": "ansi_white", "input-cursor-background": "ansi_white",
+        "input-cursor-foreground": "ansi_black", "input-cursor-text-style": "none",
+        "input-selection-background": "ansi_bright_blue", "input-selection-foreground": "ansi_black",
+        "screen-selection-background": "ansi_bright_blue", "screen-selection-foreground": "ansi_black",
+    },
+)  # fmt: skip
+"""The terminal's own sixteen colours on its own ground."""
+
+THEMES = (DARK, LIGHT, ANSI)

@@ -1,0 +1,84 @@
+"""Lines of text drawn cheaply: the ground on which most of the console's widgets stand.
+
+`Lines` draws one `Content` per line, keeps what it has drawn, and when it is given new lines repaints only those that
+changed. It never asks for a layout pass, wraps nothing and reads no markup: whoever makes a line decides what is in it.
+A watched run at 120x36 repaints most of its screen twice a second; with `Static` that alone cost several per cent of a
+core, because every update there is a layout pass and every span a style with its own offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.content import Content
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.style import Style
+from textual.widget import Widget
+
+BLANK = Content("")
+
+
+class Lines(Widget):
+    """Draws the lines it was given last, from the top; what does not fit is cut."""
+
+    ALLOW_SELECT = False
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._lines: list[Content] = []
+        self._strips: dict[int, Strip] = {}
+
+    def show(self, lines: Sequence[Content]) -> None:
+        """Draw these lines from now on."""
+        before, self._lines = self._lines, list(lines)
+        for y in range(max(len(before), len(self._lines))):
+            old = before[y] if y < len(before) else BLANK
+            new = self._lines[y] if y < len(self._lines) else BLANK
+            if not old.is_same(new):
+                self.redraw(y)
+
+    @property
+    def text(self) -> str:
+        """What it shows, as plain text."""
+        return "\n".join(line.plain for line in self._lines)
+
+    def redraw(self, y: int) -> None:
+        """Forget how line `y` was drawn, and draw it again."""
+        self._strips.pop(y, None)
+        if 0 <= y < self.size.height:
+            self.refresh(Region(0, y, self.size.width, 1))
+
+    def redraw_all(self) -> None:
+        """Draw every line again."""
+        self._strips.clear()
+        self.refresh()
+
+    def line_at(self, y: int) -> Content:
+        """The content of the widget's line `y`."""
+        return self._lines[y] if y < len(self._lines) else BLANK
+
+    def line_style(self, y: int) -> Style:
+        """The style under line `y`."""
+        return self.visual_style
+
+    def render_line(self, y: int) -> Strip:
+        """Textual asks for one line at a time."""
+        strip = self._strips.get(y)
+        if strip is None:
+            strip = self._strips[y] = self._draw(y)
+        return strip
+
+    def _draw(self, y: int) -> Strip:
+        style, width = self.line_style(y), self.content_size.width
+        content = self.line_at(y).truncate(width, ellipsis=True)
+        return Strip(content.render_segments(style)).adjust_cell_length(width, style.rich_style)
+
+    def on_resize(self) -> None:
+        """Another width, other strips."""
+        self._strips.clear()
+
+    def notify_style_update(self) -> None:
+        """Another theme or focus: other colours."""
+        super().notify_style_update()
+        self._strips.clear()
