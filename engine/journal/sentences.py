@@ -63,7 +63,8 @@ def number(value: object, digits: int = 4) -> str:
     """A number as text; a loss that was not finite is recorded as null and shown as such."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not finite" if value is None else clean(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+    whole = isinstance(value, int) or abs(value) >= 10**digits
+    return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,126 @@
+"""Runs side by side: only the settings that differ, the scores, and who is best in each.
+
+Pure: summaries and specs in, a `Comparison` out; the command line and the console draw it.
+
+Try: `tunedeck compare RUN RUN`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine.journal.directory import RunDirectory
+from engine.journal.summary import RunSummary, read_spec, summarise
+
+LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
+"""Of what is compared, the numbers of which less is better; of all others more is."""
+
+NOT_COMPARED = ("name", "title", "notes", "schema", "kind", "provenance", "limits")
+"""Keys of a run spec's outer tables that name, describe or bound a run and change nothing in it."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs in the order they were named; every list below is in that order, None where a run has no such thing."""
+
+    runs: list[str]
+    statuses: list[str]
+    scores: dict[str, list[float | None]]
+    """Latest evaluation, training loss, speed, memory, time."""
+    settings: dict[str, list[Any]]
+    """Dotted key = values, only of settings that are not the same everywhere."""
+    best: dict[str, list[str]]
+    """Score = the runs that are best in it; several on a draw, none where fewer than two have it or all are equal."""
+    warnings: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON document."""
+        return asdict(self)
+
+
+def compare(directories: Sequence[RunDirectory]) -> Comparison:
+    """Compare runs by what is on disk."""
+    return compare_summaries(
+        [summarise(directory) for directory in directories], [read_spec(directory) for directory in directories]
+    )
+
+
+def compare_summaries(summaries: Sequence[RunSummary], specs: Sequence[dict[str, Any]]) -> Comparison:
+    """Compare runs by their summaries and resolved specs."""
+    names = [summary.run for summary in summaries]
+    columns = [_scores(summary) for summary in summaries]
+    scores = {key: [column.get(key) for column in columns] for key in dict.fromkeys(key for c in columns for key in c)}
+    judged = {key: [value if summary.step else None for value, summary in zip(values, summaries, strict=True)]
+              for key, values in scores.items()}  # fmt: skip
+    settings = _differing(specs)
+    return Comparison(
+        runs=names,
+        statuses=[summary.status for summary in summaries],
+        scores=scores,
+        settings=settings,
+        best={key: winners for key, values in judged.items() if (winners := _best(key, names, values))},
+        warnings=_warnings(summaries, settings),
+    )
+
+
+def _scores(summary: RunSummary) -> dict[str, float]:
+    measured = summary.measured.get("peak_bytes")
+    found = {
+        **summary.metrics,
+        "seconds": summary.seconds,
+        "peak_bytes": measured,
+        "step": summary.step,
+        "backoffs": summary.backoffs,
+        "samples_lost": summary.samples_lost,
+    }
+    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+
+
+NEITHER = frozenset({"step", "backoffs", "samples_lost"})
+"""Shown, but nobody is best in them."""
+
+
+def _best(key: str, names: Sequence[str], values: Sequence[float | None]) -> list[str]:
+    """Runs with the best value; `values` are None for those out of the running."""
+    known = [value for value in values if value is not None]
+    if key in NEITHER or len(known) < 2 or len(set(known)) == 1:
+        return []
+    best = min(known) if key in LOWER_IS_BETTER else max(known)
+    return [name for name, value in zip(names, values, strict=True) if value == best]
+
+
+def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    flat = [dict(flatten(spec)) for spec in specs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = {key: [one.get(key) for one in flat] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every setting; entries of a list of tables are addressed by name, as --set does."""
+    for key, value in table.items():
+        if key in NOT_COMPARED and prefix in ("", "profile."):
+            continue
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from flatten(value, "" if path == "recipe" else f"{path}.")
+        elif isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            for number, entry in enumerate(value):
+                yield from flatten(entry, f"{path}.{entry.get('name', number)}.")
+        else:
+            yield path, value
+
+
+def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -> list[str]:
+    said = []
+    judged = ("data.validation.", "data.valid_fraction", "eval.limit")
+    if any(key.startswith(judged) for key in settings):
+        said.append("the runs were not evaluated on the same samples, so their scores do not compare")
+    if len({summary.simulated for summary in summaries}) > 1:
+        said.append("some runs were on a simulated device: their speed and memory do not compare")
+    unfinished = [summary.run for summary in summaries if summary.status != "done"]
+    if unfinished and len({summary.step for summary in summaries}) > 1:
+        said.append(f"not done, so judged at another step: {', '.join(unfinished)}")
+    return said
