@@ -1,18 +1,22 @@
 # make demo    watch a small model learn, on a simulated device, without a GPU or a network
 # make test    lint, types, import contracts, tests
-# Both make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
+# make torture minutes of faults: engines killed anywhere, and everything else marked so
+# All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test torture lint clean
 
 demo: $(READY)
 	$(BIN)/tunedeck train -p demo -r demo
 
 test: $(READY) lint
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile
+
+torture: $(READY)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -m torture -s
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -92,6 +92,11 @@ class Device(Protocol):
         ...
 
     @property
+    def available_bytes(self) -> int:
+        """What the run could hold right now: the capacity, or less while others hold memory of the same device."""
+        ...
+
+    @property
     def supports_bfloat16(self) -> bool:
         """Whether bf16 arithmetic is native here."""
         ...

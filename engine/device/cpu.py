@@ -45,6 +45,11 @@ class CpuDevice:
                 f"but this machine has {total_bytes / 2**30:.1f} GiB of memory"
             )
 
+    @property
+    def available_bytes(self) -> int:
+        """The capacity: how much of host memory others leave says little, it is paged."""
+        return self.capacity_bytes
+
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Nothing to prepare."""

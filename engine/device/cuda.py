@@ -45,6 +45,12 @@ class CudaDevice:
         torch.cuda.set_per_process_memory_fraction(self.capacity_bytes / properties.total_memory, index)
 
     @property
+    def available_bytes(self) -> int:
+        """What the allocator holds and what the driver has free, up to the cap."""
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        return min(self.capacity_bytes, torch.cuda.memory_reserved(self.torch_device) + free_bytes)
+
+    @property
     def supports_bfloat16(self) -> bool:
         """True from Ampere on; emulation does not count, it is slower than fp16."""
         return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from engine.device.base import LiveTensor
+from engine.device.neighbour import SharedCount
 
 BLOCK_BYTES = 512
 _NEVER = -1
@@ -63,8 +64,9 @@ class _Entry(weakref.ref[Any]):
 class Ledger:
     """Live storages by address, their total, its peak, and the limit."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, neighbour: SharedCount | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self._neighbour = neighbour
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.allocations = 0
@@ -93,23 +95,33 @@ class Ledger:
         """Refuse the `allocation`-th request from now (1 is the next), once; None takes it back."""
         self._fail_at = _NEVER if allocation is None else self.allocations + allocation
 
+    @property
+    def available_bytes(self) -> int:
+        """The limit at this moment: the capacity, less what a neighbour holds."""
+        if self._neighbour is None:
+            return self.capacity_bytes
+        return max(0, self.capacity_bytes - self._neighbour.held_bytes)
+
     def _charge(self, size_bytes: int, operation: Any) -> None:
         """Count one request of `size_bytes` (rounded), or raise torch.OutOfMemoryError and count no bytes."""
         self.allocations += 1
         total = self.allocated_bytes + size_bytes
-        if total > self.capacity_bytes or self.allocations == self._fail_at:
+        if total > self.available_bytes or self.allocations == self._fail_at:
             raise self._refusal(size_bytes, operation)
         self.allocated_bytes = total
         if total > self.peak_bytes:
             self.peak_bytes = total
 
     def _refusal(self, size_bytes: int, operation: Any) -> torch.OutOfMemoryError:
-        free = self.capacity_bytes - self.allocated_bytes
+        available = self.available_bytes
+        free = available - self.allocated_bytes
+        elsewhere = self.capacity_bytes - available
+        neighbour = f" A neighbour holds {amount(elsewhere)}." if elsewhere else ""
         planned = " This request was refused on purpose (fault injection)." if size_bytes <= free else ""
         error = torch.OutOfMemoryError(
             f"Out of memory on the metered (simulated) device. Tried to allocate {amount(size_bytes)} in {operation}. "
             f"The device has a total capacity of {amount(self.capacity_bytes)} of which {amount(max(free, 0))} is "
-            f"free; {amount(self.allocated_bytes)} is allocated in {len(self.live)} blocks.{planned}"
+            f"free; {amount(self.allocated_bytes)} is allocated in {len(self.live)} blocks.{neighbour}{planned}"
         )
         error.requested_bytes = size_bytes  # type: ignore[attr-defined]  # the text is rounded; the backoff arithmetic should not be
         return error

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from engine.device.ledger import Ledger
+from engine.device.neighbour import SharedCount
 from engine.device.operations import DECOMPOSE, NOTHING, ONE, RESIZES, behaviour, behaviours, written_tensors
 
 COUNTING, HOST, OFF = 0, 1, 2
@@ -150,8 +151,8 @@ class _Shape:
 class Meter:
     """One set of books and everything that feeds it while it is active."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.ledger = Ledger(capacity_bytes)
+    def __init__(self, capacity_bytes: int, neighbour: SharedCount | None = None) -> None:
+        self.ledger = Ledger(capacity_bytes, neighbour)
         self._watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
         self._local = threading.local()
         self._lock = threading.Lock()

@@ -10,14 +10,17 @@ Try: `tunedeck train -p demo -r demo`.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.meter import Meter
+from engine.device.neighbour import NEIGHBOUR_VARIABLE, SharedCount
 
 if TYPE_CHECKING:
     from engine.spec.run import RunSpec
@@ -30,16 +33,22 @@ class MeteredDevice:
     simulated = True
     supports_bfloat16 = True
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, neighbour: SharedCount | None = None) -> None:
+        """A device of `capacity_bytes`, less what `neighbour` counts at each moment."""
         self.name = "metered host memory (simulated)"
         self.torch_device = torch.device("cpu")
         self.notices: list[str] = []
-        self._meter = Meter(capacity_bytes)
+        self._meter = Meter(capacity_bytes, neighbour)
 
     @property
     def capacity_bytes(self) -> int:
         """What may be allocated at once."""
         return self._meter.ledger.capacity_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """The capacity, less what a neighbour holds of it."""
+        return self._meter.ledger.available_bytes
 
     @property
     def allocations(self) -> int:
@@ -112,5 +121,13 @@ class MeteredDevice:
 
 
 def open_metered(spec: RunSpec) -> MeteredDevice:
-    """The metered device with the profile's capacity."""
-    return MeteredDevice(spec.profile.device.capacity_bytes)
+    """The metered device with the profile's capacity, shared with a neighbour where $TUNEDECK_NEIGHBOUR names its file.
+
+    Raises EnvironmentProblem when that file is none that a neighbour made.
+    """
+    shared = os.environ.get(NEIGHBOUR_VARIABLE)
+    neighbour = SharedCount.open(Path(shared)) if shared else None
+    device = MeteredDevice(spec.profile.device.capacity_bytes, neighbour)
+    if shared:
+        device.notices.append(f"the device is shared with whoever writes {shared} (${NEIGHBOUR_VARIABLE})")
+    return device

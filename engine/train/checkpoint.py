@@ -145,10 +145,15 @@ def best_step(folder: Path) -> int | None:
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
-    """Note that checkpoint `step` is the best so far."""
+    """Note that checkpoint `step` is the best so far. A crash leaves the old note or the new one."""
     draft = folder / f".{BEST}"
     draft.write_text(json.dumps({"step": step, "metric": metric, "value": value}) + "\n", "utf-8")
     os.replace(draft, folder / BEST)
+
+
+def unmark_best(folder: Path) -> None:
+    """Note that no checkpoint is the best."""
+    (folder / BEST).unlink(missing_ok=True)
 
 
 def size_bytes(path: Path) -> int:
@@ -161,10 +166,11 @@ def place_result(checkpoint: Checkpoint, target: Path) -> None:
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(checkpoint.weights, draft, copy_function=_share)
-    replaced = _step_aside(target)
+    _step_aside(target)
     os.rename(draft, target)
-    if replaced:
-        shutil.rmtree(replaced, ignore_errors=True)
+    # What stepped aside, and drafts of processes that died.
+    for debris in target.parent.glob(f".{target.name}.*"):
+        shutil.rmtree(debris, ignore_errors=True)
 
 
 def _share(source: str, target: str) -> None:

@@ -34,6 +34,18 @@ class Situation:
     static_bytes: int
     tried: list[str]
     """Rungs already used on this step."""
+    standing: list[Standing] = field(default_factory=list)
+    """Remedies that are on, first to last."""
+
+    @property
+    def room_bytes(self) -> int:
+        """What the step could hold above the static level right now."""
+        return self.device.available_bytes - self.static_bytes
+
+    @property
+    def squeezed(self) -> bool:
+        """A neighbour is seen to hold memory of this device."""
+        return self.device.available_bytes < self.device.capacity_bytes
 
 
 @dataclass(frozen=True)
@@ -45,13 +57,30 @@ class Remedy:
     after: Any = None
 
 
-@dataclass
-class InForce:
-    """Remedies that stay on, for checkpoints and resume."""
+@dataclass(frozen=True)
+class Standing:
+    """A remedy that stays on, and what has to be known to lift it again."""
 
-    checkpointing: bool = False
-    chunk_tokens: int | None = None
-    history: list[str] = field(default_factory=list)
+    name: str
+    before: Any
+    """The setting it replaced."""
+    after: Any
+    failed_bytes: int
+    """Predicted cost of the micro-batch that forced it."""
+    room_bytes: int
+    """Room above the static level at that moment."""
+    passing: bool
+    """A neighbour forced it."""
+    learned: dict[str, Any]
+    """What the budget knew before."""
+
+    @classmethod
+    def of(cls, now: Situation, remedy: Remedy) -> Standing:
+        """The record of a remedy that was just applied. From here on the budget learns anew."""
+        failed_bytes = now.micro_batch.cost_bytes if now.micro_batch else 0
+        passing = now.squeezed or 0 < failed_bytes <= max(now.budget.proven_bytes, now.budget.known_bytes)
+        learned = now.budget.start_over()
+        return cls(remedy.name, remedy.before, remedy.after, failed_bytes, now.room_bytes, passing, learned)
 
 
 def retry(now: Situation) -> Remedy | None:
@@ -78,7 +107,7 @@ def cut(now: Situation) -> Remedy | None:
     if now.micro_batch is None or now.micro_batch.rows == 1:
         return None
     before = now.budget.budget_bytes
-    now.budget.cut(now.micro_batch.cost_bytes, now.device.capacity_bytes - now.static_bytes)
+    now.budget.cut(now.micro_batch.cost_bytes, now.room_bytes, squeezed=now.squeezed)
     return Remedy("cut", before, now.budget.budget_bytes)
 
 
@@ -95,7 +124,9 @@ def chunk_loss(now: Situation) -> Remedy | None:
     before = now.loss.chunk_tokens
     if now.micro_batch is None or before is None or before <= SMALLEST_CHUNK_TOKENS:
         return None
-    now.loss.chunk_tokens = max(SMALLEST_CHUNK_TOKENS, before // 2)
+    # A chunk larger than the micro-batch is no chunk: halving it would change nothing.
+    held = min(before, now.micro_batch.rows * now.micro_batch.length)
+    now.loss.chunk_tokens = max(SMALLEST_CHUNK_TOKENS, held // 2)
     return Remedy("chunk_loss", before, now.loss.chunk_tokens)
 
 
@@ -108,10 +139,19 @@ RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
 }
 
 
+LIFTS: dict[str, Callable[[LoadedModel, LossFunction, Any], None]] = {
+    "checkpointing": lambda loaded, _loss, before: loaded.set_checkpointing(before),
+    "chunk_loss": lambda _loaded, loss, before: setattr(loss, "chunk_tokens", before),
+}
+"""How remedies that stay on are taken back, given the setting before."""
+
+
 def choose(ladder: Sequence[str], now: Situation) -> Remedy | None:
     """The first rung of the recipe's ladder that has something to offer; None when all are used up."""
     for name in ladder:
         remedy = RUNGS[name](now) if name in RUNGS else None
         if remedy is not None:
+            if name in LIFTS:
+                now.standing.append(Standing.of(now, remedy))
             return remedy
     return None

@@ -15,20 +15,23 @@ from engine.evaluate.scores import Interrupted, Judge, Scores, evaluate
 from engine.journal.directory import RunDirectory
 from engine.train.checkpoint import (
     Checkpoint,
+    damage,
     forget_after,
     mark_best,
     newest_sound,
     place_result,
     prune,
     size_bytes,
+    unmark_best,
     write_checkpoint,
 )
 from engine.train.control import Wishes
 from engine.train.failure import Failure
+from engine.train.growth import Growth
 from engine.train.journal import Journal, until_there_is_room
 from engine.train.measure import measured
 from engine.train.optimizer import set_learning_rates
-from engine.train.run_state import RunState, fill_checkpoint, restore
+from engine.train.run_state import Best, RunState, fill_checkpoint, restore
 from engine.train.setup import Bench
 from engine.train.transaction import Backoff, RolledBackTooFar, StepOutcome, StepTransaction
 
@@ -55,8 +58,8 @@ class Training:
         self.parts = bench.parts
         self.state = RunState()
         self.transaction = StepTransaction(self.parts)
+        self.growth = Growth(self.parts, journal)
         self.last_saved: int | None = None
-        self.last_evaluated: int | None = None
         self._saved_at = time.monotonic()
         self._gpu_read_at = 0.0
         self._judge = self._make_judge()
@@ -141,6 +144,7 @@ class Training:
         self.state.overflows += outcome.overflowed
         if step % self.bench.spec.recipe.train.log_every_steps == 0 or step == self.bench.total_steps:
             self._write_step(outcome, rate, time.perf_counter() - began)
+        self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
 
     def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:
         memory = self.parts.device.memory()
@@ -167,6 +171,7 @@ class Training:
             peak_bytes=self.transaction.peak_bytes,
             skipped=not outcome.applied,
             samples=outcome.samples,
+            budget=self.parts.budget.budget_bytes,
             **({"loss_scale": self.parts.scaler.scale} if self.parts.scaler.enabled else {}),
         )
 
@@ -207,7 +212,7 @@ class Training:
         return Ending("stopped", self.wishes.reason)
 
     def _finish(self) -> Ending:
-        if self._has_validation and self.last_evaluated != self.state.step:
+        if self._has_validation and self.state.last_evaluated != self.state.step:
             self._evaluate()
         self.save("end")
         self.journal.phase("saving", "result")
@@ -242,7 +247,7 @@ class Training:
             scores = evaluate(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
         except Interrupted:
             return
-        self.last_evaluated = self.state.step
+        self.state.last_evaluated = self.state.step
         self.journal.write(
             "eval",
             step=self.state.step,
@@ -269,8 +274,11 @@ class Training:
             mark_best(self.directory.checkpoints, self.state.step, name, value)
         else:
             best.since += 1
-        patience = spec.eval.early_stopping_patience
-        self._stop_early = patience is not None and best.since >= patience
+        self._stop_early = self._out_of_patience()
+
+    def _out_of_patience(self) -> bool:
+        patience = self.bench.spec.recipe.eval.early_stopping_patience
+        return patience is not None and self.state.best.since >= patience
 
     def _write_checkpoint(self) -> Checkpoint:
         return write_checkpoint(
@@ -298,13 +306,34 @@ class Training:
         )
         forget_after(self.directory.checkpoints, checkpoint.step)
         self.last_saved = checkpoint.step
+        self._agree_on_the_best()
+        prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
         same = saved["total_steps"] == here["total_steps"]
+        # A run that is made longer after it stopped early goes on; one that was killed while it ended does not.
+        self._stop_early = same and self._out_of_patience()
         self.journal.write(
             "resumed",
             step=self.state.step,
             schedule="unchanged" if same else f"recomputed for {here['total_steps']} steps",
             **{"from": str(checkpoint.path.relative_to(self.directory.path))},
         )
+
+    def _agree_on_the_best(self) -> None:
+        """Make the mark in the folder say what the state says: a crash may have come between the two. A best that is
+        gone or damaged is forgotten, and the next evaluation is the first to compare with."""
+        folder, best = self.directory.checkpoints, self.state.best
+        if best.step is not None and damage(Checkpoint(best.step, self.directory.checkpoint(best.step))):
+            self.journal.warn(
+                "best_checkpoint_lost",
+                f"the best checkpoint, of step {best.step}, is missing or damaged",
+                "the best is chosen anew among the evaluations to come",
+            )
+            self.state.best = Best()
+        if self.state.best.step is None or self.state.best.value is None:
+            unmark_best(folder)
+        else:
+            metric = self.bench.spec.recipe.checkpoint.best_metric
+            mark_best(folder, self.state.best.step, metric, self.state.best.value)
 
     def _reload_last(self) -> None:
         """An optimizer step failed half-way with nothing to undo it: go back to the last checkpoint."""

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import UsageError
 from engine.train.checkpoint import Checkpoint
 from engine.train.costbudget import CostBudget
+from engine.train.ladder import Standing
 from engine.train.optimizer import state_tensors
 from engine.train.scaler import LossScaler
 from engine.train.transaction import Parts
@@ -44,6 +45,8 @@ class RunState:
     skipped_steps: int = 0
     overflows: int = 0
     backoffs: int = 0
+    last_evaluated: int | None = None
+    """The step whose weights were scored last."""
     best: Best = field(default_factory=Best)
 
     @classmethod
@@ -89,6 +92,7 @@ def fill_checkpoint(
         "budget": parts.budget.as_json(),
         "scaler": parts.scaler.as_json(),
         "remedies": {"checkpointing": parts.loaded.checkpointing, "chunk_tokens": parts.loss.chunk_tokens},
+        "standing": [asdict(remedy) for remedy in parts.standing],
         "settings": settings,
         "torch": torch.__version__,
     }
@@ -113,6 +117,7 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
         parts.budget = CostBudget.from_json(saved["budget"])
         parts.loaded.set_checkpointing(saved["remedies"]["checkpointing"])
         parts.loss.chunk_tokens = saved["remedies"]["chunk_tokens"]
+        parts.standing[:] = [Standing(**remedy) for remedy in saved["standing"]]
     return RunState.from_json(saved["state"])
 
 

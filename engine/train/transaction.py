@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.costbudget import CostBudget
 from engine.train.failure import Failure, attempt
-from engine.train.ladder import Remedy, Situation, choose
+from engine.train.ladder import Remedy, Situation, Standing, choose
 from engine.train.microbatch import Cost, MicroBatch, plan_micro_batches
 from engine.train.optimizer import StepGuard
 from engine.train.rollback import StateBefore
@@ -92,6 +92,8 @@ class Parts:
     """The device's readings are exact (CUDA, metered), so the budget may learn from them."""
     report: Callable[[Backoff], None]
     static_bytes: int = 0
+    standing: list[Standing] = field(default_factory=list)
+    """Remedies in force, first to last."""
 
 
 class StepTransaction:
@@ -106,6 +108,8 @@ class StepTransaction:
         self._loss_total = torch.zeros((), dtype=torch.float32, device=parts.device.torch_device)
         self._grad_norm = 0.0
         self._mean_loss = 0.0
+        self.failures = 0
+        """Allocation failures that the last step outlived."""
         self.peak_bytes = 0
         """Most bytes allocated at once since the caller last set this to 0."""
 
@@ -166,6 +170,7 @@ class StepTransaction:
         while True:
             self._phase, self._current = "forward", None
             failure = attempt(lambda plan=plan: action(plan), parts.device, lambda: self._phase)  # type: ignore[misc]
+            self.failures = len(tried)
             if failure is None:
                 return plan
             self._recover(before)
@@ -227,7 +232,7 @@ class StepTransaction:
         return float(norm)
 
     def _conclude(self, step: int) -> bool:
-        """Close the step: gradients dropped, budget and scaler told. True when an fp16 overflow skipped it."""
+        """Close the step: gradients dropped, the scaler told. True when an fp16 overflow skipped it."""
         parts = self.parts
         self._drop_gradients()
         if not np.isfinite(self._mean_loss):
@@ -244,7 +249,6 @@ class StepTransaction:
                 fix="lower train.learning_rate or train.max_grad_norm",
             )
         parts.scaler.succeeded()
-        parts.budget.record_clean_step(parts.device.capacity_bytes - parts.static_bytes, parts.may_grow)
         return False
 
     def _recover(self, before: StateBefore) -> None:
@@ -268,7 +272,8 @@ class StepTransaction:
         remedy = choose(
             parts.ladder,
             Situation(
-                parts.device, parts.loaded, parts.loss, parts.budget, failure, current, parts.static_bytes, tried
+                parts.device, parts.loaded, parts.loss, parts.budget, failure, current, parts.static_bytes, tried,
+                parts.standing,
             ),
         )
         if remedy is None:

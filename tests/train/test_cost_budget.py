@@ -53,14 +53,84 @@ def test_growth_needs_measured_headroom():
     assert budget.budget_bytes <= 510
 
 
-def test_a_neighbours_ceiling_is_forgotten_in_time():
+def neighboured() -> CostBudget:
+    """1000 had succeeded in a room of 1000; then a neighbour left 400 of it."""
     budget = CostBudget(1000, top_bytes=1000)
     budget.record_success(1000, measured_bytes=1000)
-    budget.cut(1000, room_bytes=5000)
-    assert budget.ceiling_is_passing
-    clean_steps(budget, CLEAN_STEPS_TO_FORGET + 10 * CLEAN_STEPS_TO_GROW, room=5000)
-    assert budget.ceiling_bytes is None
+    budget.cut(1000, room_bytes=400, squeezed=True)
+    return budget
+
+
+def test_under_a_neighbour_the_budget_is_what_fits_beside_it():
+    budget = neighboured()
+    assert budget.budget_bytes == int(0.97 * 400)
+    clean_steps(budget, 3 * CLEAN_STEPS_TO_GROW, room=400)
+    assert budget.budget_bytes == int(0.97 * 400)
+
+
+def test_memory_that_is_seen_to_come_back_is_used_again_at_once_and_in_full():
+    budget, steps = neighboured(), 0
+    while budget.budget_bytes < 1000:
+        before = budget.budget_bytes
+        budget.record_clean_step(1000, may_grow=True)
+        steps += 1
+        assert before < budget.budget_bytes <= before * 1.05
+    assert budget.ceiling_bytes is None and budget.passing_bytes is None
+    assert steps <= 25
+
+
+def test_a_failure_nobody_explains_is_tried_again_in_time_and_each_time_later():
+    budget = CostBudget(1000, top_bytes=1000)
+    budget.record_success(1000, measured_bytes=1000)
+    waited = []
+    for _ in range(3):
+        budget.cut(1000, room_bytes=5000)
+        assert budget.ceiling_bytes is None
+        waited.append(0)
+        while budget.budget_bytes < 1000:
+            budget.record_clean_step(5000, may_grow=True)
+            waited[-1] += 1
+        budget.record_success(1000, measured_bytes=1000)
+    assert waited[0] >= CLEAN_STEPS_TO_FORGET
+    assert waited[1] > 1.5 * waited[0] and waited[2] > 1.5 * waited[1]
+
+
+def test_what_failed_while_the_device_was_ours_alone_is_never_tried_again():
+    budget = CostBudget(1000, top_bytes=1000)
+    budget.record_success(500, measured_bytes=100)
+    budget.cut(900, room_bytes=5000)
+    clean_steps(budget, 50 * CLEAN_STEPS_TO_FORGET, room=5000)
+    assert budget.budget_bytes == int(0.95 * 900)
+
+
+def test_a_budget_cut_to_nothing_comes_back():
+    budget = CostBudget(1000, top_bytes=1000, expected_slope=1.0)
+    budget.record_success(100, measured_bytes=100)
+    budget.cut(1000, room_bytes=-50, squeezed=True)
+    assert budget.budget_bytes == 1
+    budget.record_success(100, measured_bytes=100)
+    clean_steps(budget, 60 * CLEAN_STEPS_TO_GROW, room=2000)
     assert budget.budget_bytes == 1000
+
+
+def test_an_allocator_that_empties_its_cache_step_after_step_gets_less_to_do():
+    budget = CostBudget(1000, top_bytes=1000)
+    budget.record_success(1000, measured_bytes=900)
+    assert [budget.record_thrashing(retries) for retries in (2, 1, 0, 5, 1, 3)] == [False] * 5 + [True]
+    assert budget.budget_bytes == 900
+    clean_steps(budget, 20 * CLEAN_STEPS_TO_GROW, room=1000)
+    assert budget.budget_bytes <= 950
+
+
+def test_a_remedy_starts_a_new_page_and_lifting_it_turns_back():
+    budget = neighboured()
+    at_the_remedy = budget.budget_bytes
+    learned = budget.start_over()
+    budget.record_success(400, measured_bytes=100)
+    clean_steps(budget, CLEAN_STEPS_TO_GROW, room=400)
+    assert budget.slope == 0.25 and budget.budget_bytes > at_the_remedy
+    budget.think_back(learned)
+    assert budget.slope == 1.0 and budget.budget_bytes == at_the_remedy and budget.known_bytes == 1000
 
 
 def test_it_never_grows_when_told_not_to():

@@ -1,0 +1,171 @@
+"""Memory that comes back is used again: after a neighbour has gone, micro-batches are as large as before it came."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from engine.device.neighbour import NEIGHBOUR_VARIABLE, SharedCount
+from engine.errors import EnvironmentProblem
+from engine.journal import control
+from engine.journal.directory import RunDirectory
+from engine.journal.events import Event, EventTail, EventWriter, read_events
+from engine.start import start_engine
+from engine.train.growth import Growth
+from engine.train.journal import Journal
+from engine.train.transaction import StepTransaction
+from tests.train.harness import Workshop, make_spec, new_run, of_kind, train
+
+STEPS = 400
+CAPACITY_GIB = 1.0
+TABLES = {"train": {"max_steps": STEPS, "batch_size": 16}, "checkpoint": {"every_steps": 50, "every_minutes": 0}}
+
+
+@contextmanager
+def neighbour(count: Path) -> Iterator[Callable[[float], None]]:
+    """A second process on the device; the function given says how much it holds from now on, in GiB."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-P", "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+         f"from pathlib import Path; from engine.device.neighbour import live_beside\n"
+         f"live_beside(Path({str(count)!r}), iter(sys.stdin.readline, ''))"],
+        stdin=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+
+    def hold(gib: float) -> None:
+        process.stdin.write(f"{gib}\n")
+        process.stdin.flush()
+
+    try:
+        wait_for(lambda: count.exists() and count.stat().st_size == 8)
+        yield hold
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Watched:
+    """The steps of a running engine, as they come."""
+
+    def __init__(self, place: RunDirectory) -> None:
+        self.tail, self.events = EventTail(place.events), list[Event]()
+
+    def until(self, condition: Callable[[Event], bool]) -> int:
+        """Wait for a step that fulfils the condition, among those not seen yet; returns its number."""
+        found: list[int] = []
+
+        def look() -> bool:
+            fresh = self.tail.poll()
+            self.events += fresh
+            found.extend(event["step"] for event in of_kind(fresh, "step") if condition(event))
+            return bool(found)
+
+        wait_for(look)
+        return found[0]
+
+
+def even_samples(path: Path, length: int) -> Path:
+    """Of one length: then every step has the same shape, and its micro-batches only follow the memory."""
+    drawn = random.Random(0)
+    texts = ["".join(drawn.choices("abcdefgh ijkl", k=length)) for _ in range(64)]
+    path.write_text("".join(json.dumps({"prompt": text[:20], "completion": text[20:]}) + "\n" for text in texts))
+    return path
+
+
+def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(tmp_path, monkeypatch):
+    samples = even_samples(tmp_path / "samples.jsonl", 40)
+    calm = new_run(tmp_path / "calm", make_spec(samples, memory_gib=CAPACITY_GIB, **{**TABLES, "train": {
+        **TABLES["train"], "max_steps": 3}}))  # fmt: skip
+    first = of_kind(train(calm)[1], "step")[0]
+    static, peak = first["allocated_bytes"], first["peak_bytes"]
+    assert first["micro_batches"] == 1
+    left_bytes = static + (peak - static) / 2
+    count = tmp_path / "neighbour"
+    place = new_run(tmp_path / "runs", make_spec(samples, memory_gib=CAPACITY_GIB, **TABLES))
+    with neighbour(count) as hold:
+        monkeypatch.setenv(NEIGHBOUR_VARIABLE, str(count))
+        process = start_engine(place)
+        run = Watched(place)
+        run.until(lambda step: step["step"] >= 5)
+        hold(CAPACITY_GIB - left_bytes / 2**30)
+        squeezed = run.until(lambda step: step["micro_batches"] > 1)
+        run.until(lambda step: step["step"] >= squeezed + 30)
+        hold(0)
+        recovered = run.until(lambda step: step["micro_batches"] == 1)
+        run.until(lambda step: step["step"] >= recovered + 20)
+        control.request(place, "stop")
+        assert process.wait() == 130, place.log.read_text()
+    events = list(read_events(place.events))
+    steps = of_kind(events, "step")
+    failures = of_kind(events, "backoff")
+    assert {event["remedy"] for event in failures} <= {"retry", "cut"}
+    assert [event["step"] for event in failures if event["step"] > squeezed] == []
+    assert all(event["micro_batches"] > 1 for event in steps if squeezed <= event["step"] < recovered)
+    assert all(event["micro_batches"] == 1 for event in steps if event["step"] >= recovered)
+    assert [event["samples"] for event in steps] == [16] * len(steps)
+    budgets = [event["budget"] for event in steps]
+    assert all(after <= 1.05 * before for before, after in pairwise(budgets))
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """What a neighbour of this process's own device holds."""
+    count = SharedCount.create(tmp_path / "neighbour")
+    monkeypatch.setenv(NEIGHBOUR_VARIABLE, str(tmp_path / "neighbour"))
+    return count
+
+
+def test_a_remedy_that_a_neighbour_forced_is_lifted_when_it_has_gone(tmp_path, shared):
+    spec = make_spec(
+        even_samples(tmp_path / "samples.jsonl", 240), memory_gib=CAPACITY_GIB, data={"max_length": 256},
+        train={"batch_size": 4, "max_steps": 100, "gradient_checkpointing": False},
+    )  # fmt: skip
+    with (workshop := Workshop(spec, tmp_path / "place")) as bench:
+        parts, lifted = bench.parts, []
+        transaction = StepTransaction(parts)
+        with EventWriter(RunDirectory(tmp_path)) as writer:
+            growth = Growth(parts, Journal(writer))
+
+            def step(number: int) -> int:
+                outcome = transaction.run(number, bench.order.step(number))
+                growth.after_step(number, clean=not transaction.failures)
+                return outcome.micro_batches
+
+            assert step(1) == 1
+            roomy, parts.budget.budget_bytes, transaction.peak_bytes = parts.budget.budget_bytes, 1, 0
+            assert step(2) == 4
+            shared.hold(int(parts.device.capacity_bytes - 0.95 * transaction.peak_bytes))
+            parts.budget.budget_bytes = roomy
+            assert step(3) == 4
+            assert parts.loaded.checkpointing
+            for number in range(4, 10):
+                step(number)
+            assert parts.loaded.checkpointing
+            shared.hold(0)
+            taken = [step(number) for number in range(10, 60)]
+            lifted = of_kind(list(read_events(tmp_path / "events.jsonl")), "remedy_lifted")
+    assert not parts.loaded.checkpointing
+    assert ("checkpointing", True, False) in [(e["remedy"], e["before"], e["after"]) for e in lifted]
+    assert taken[-1] == 1
+    assert len([e for e in of_kind(workshop.events(), "backoff") if e["step"] > 3]) == 0
+
+
+def test_a_neighbour_that_does_not_exist_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(EnvironmentProblem, match="NEIGHBOUR"):
+        SharedCount.open(tmp_path / "nobody")
