@@ -51,7 +51,7 @@ def _print(found: Comparison) -> None:
     from rich.text import Text
 
     from engine.commands.progress import make_console
-    from engine.commands.sentences import clean
+    from engine.journal.sentences import clean
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
@@ -75,7 +75,7 @@ def _setting(value: Any) -> str:
 
 
 def _score(key: str, value: float | None, best: bool) -> str:
-    from engine.commands.sentences import number, size
+    from engine.journal.sentences import number, size
 
     if value is None:
         return "-"
