@@ -37,6 +37,12 @@ KEYS: tuple[Key, ...] = (
     Key(EVERYWHERE, "T", "theme", "", "next theme: dark, light, ansi"),
     Key("runs", "enter", "open", "open", "watch this run"),
     Key("runs", "slash", "filter", "filter", "words, or state:running model:qwen recipe: profile: name:"),
+    Key("queue", "s", "start", "start", "work on the queue: one run after another, without this console too"),
+    Key("queue", "K,shift+up", "sooner", "sooner", "this run one place up"),
+    Key("queue", "J,shift+down", "later", "later", "this run one place down"),
+    Key("queue", "x", "remove", "remove", "take this run out (twice); its folder goes to the trash"),
+    Key("queue", "e", "end", "end", "start no further run; the present one goes on"),
+    Key("queue", "enter", "open", "", "watch this run"),
 )
 """In the order of footer and help."""
 

@@ -21,6 +21,7 @@ class ScreenRow(NamedTuple):
 
 SCREENS: tuple[ScreenRow, ...] = (
     ScreenRow("runs", "1", "Runs", "tui.screens.runs", "RunsScreen", kept=True),
+    ScreenRow("queue", "4", "Queue", "tui.screens.queue", "QueueScreen", kept=True),
 )
 
 
