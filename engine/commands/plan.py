@@ -113,15 +113,15 @@ def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
 
 def _write(advice: Advice, recipe: str, sets: list[str], target: Path) -> None:
     """Save the recipe with the first suggestion. Raises UsageError when there is none."""
-    from engine.commands.rewrite import rewritten
     from engine.errors import UsageError
+    from engine.spec.rewrite import rewritten
     from engine.spec.share import write_new
 
     chosen = [*advice.suggestions, *advice.room][:1]
     if not chosen:
         raise UsageError("there is no suggestion to write", fix="run fit without --write to see the plan")
     changes = {key: after for key, (_, after) in chosen[0].changes.items()}
-    write_new(target, rewritten(recipe, sets, changes, target).encode(), force=False)
+    write_new(target, rewritten("recipe", recipe, sets, changes, target).encode(), force=False)
 
 
 def _print_plan(planned: Plan, spec: RunSpec) -> None:

@@ -90,13 +90,14 @@ def resolve_arguments(
 
     Raises UsageError and what the spec raises.
     """
+    from engine.spec.devices import check_devices, device_indices
     from engine.spec.load import Resolved, load_run_spec, override, resolve
     from engine.spec.run import Limits
 
     limits = Limits(
         max_hours=max_hours,
         on_finish=on_finish,
-        devices=_device_indices(devices),
+        devices=device_indices(devices),
         trust_remote_code=trust_remote_code,
         wait_seconds=wait_seconds,
     )
@@ -116,7 +117,7 @@ def resolve_arguments(
         resolved = override(load_run_spec(run_spec), sets, profile=profile)
         changes = {"limits": limits, **({"name": _checked_name(name)} if name else {})}
         resolved = Resolved(resolved.spec.model_copy(update=changes), resolved.notices)
-    _check_devices(resolved.spec)
+    check_devices(resolved.spec)
     return resolved
 
 
@@ -132,31 +133,6 @@ def _checked_name(name: str) -> str:
             f"--name {name!r} cannot name a run",
             expected="lower-case letters, digits, '.', '_' and '-', at most 80, beginning with a letter or digit",
         ) from error
-
-
-def _device_indices(text: str | None) -> list[int]:
-    """`2,3` as [2, 3]. Raises UsageError for anything else."""
-    if text is None:
-        return []
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts) or len(set(parts)) != len(parts):
-        raise UsageError(f"--devices {text!r} is no list of devices", expected="different indices such as 0 or 2,3")
-    return [int(part) for part in parts]
-
-
-def _check_devices(spec: RunSpec) -> None:
-    given, count = spec.limits.devices, spec.profile.device.count
-    if given and spec.profile.device.kind != "cuda":
-        raise UsageError(
-            f"--devices names GPUs, and profile {spec.profile.name!r} has device.kind = {spec.profile.device.kind!r}",
-            fix="leave --devices out, or choose a profile for GPUs",
-        )
-    if given and len(given) != count:
-        raise UsageError(
-            f"--devices names {len(given)}, and profile {spec.profile.name!r} is made for {count}",
-            expected=f"{count} {'index' if count == 1 else 'indices'}",
-            fix="name as many, or choose another profile",
-        )
 
 
 def say(notices: list[str]) -> None:

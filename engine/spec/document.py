@@ -85,7 +85,11 @@ def read_document(path: str | Path) -> Document:
     """Read and parse one TOML file. Raises SpecError with file and line for anything that cannot be read as TOML."""
     label = visible(str(path))
     raw = _read_bytes(Path(path), label)
-    text = _decode(raw, label)
+    return parse_document(_decode(raw, label), label, hashlib.sha256(raw).hexdigest())
+
+
+def parse_document(text: str, label: str, sha256: str = "") -> Document:
+    """Parse the text of a TOML file that is called `label`. Raises SpecError as `read_document` does."""
     try:
         data = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
@@ -96,7 +100,7 @@ def read_document(path: str | Path) -> Document:
     except RecursionError:
         raise SpecError([f"{label}:1: tables or lists nested too deeply; no key of Tunedeck needs that"]) from None
     where = {place: f"{label}:{line}" for place, line in key_lines(text.replace("\r\n", "\n")).items()}
-    return Document(label, data, where, hashlib.sha256(raw).hexdigest())
+    return Document(label, data, where, sha256)
 
 
 def _read_bytes(path: Path, label: str) -> bytes:

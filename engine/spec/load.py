@@ -22,7 +22,7 @@ from engine.errors import SpecError
 from engine.spec import describe
 from engine.spec.base import Table
 from engine.spec.check import check
-from engine.spec.document import Document, Problem, read_document, value_at
+from engine.spec.document import Document, Problem, parse_document, read_document, value_at
 from engine.spec.find import Kind, Located, locate
 from engine.spec.paths import make_absolute
 from engine.spec.profile import Profile
@@ -78,16 +78,26 @@ def read_checked(kind: Kind, located: Located, *, any_stem: bool = False) -> Tab
     """One profile or recipe on its own. Raises SpecError with every problem of the file."""
     document = read_document(located.path)
     table, problems = check(MODELS[kind], document.data)
-    problems += [] if any_stem else _name_problems(document, located)
+    problems += [] if any_stem else _name_problems(document, located.path.stem)
     if problems or table is None:
         raise SpecError(document.refuse(problems))
     return table
 
 
-def _name_problems(document: Document, located: Located) -> list[Problem]:
+def problems_of_text(kind: Kind, text: str, stem: str, label: str) -> list[str]:
+    """What is wrong with a text that is to become the file STEM.toml, each problem as `label:line: ...`."""
+    try:
+        document = parse_document(text, label)
+    except SpecError as error:
+        return error.problems
+    _, problems = check(MODELS[kind], document.data)
+    return document.refuse([*problems, *_name_problems(document, stem)])
+
+
+def _name_problems(document: Document, stem: str) -> list[Problem]:
     name = document.data.get("name")
-    if isinstance(name, str) and name != located.path.stem and re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-        return [Problem(("name",), quoted(name), f"it equals the file's name: {quoted(located.path.stem)}")]
+    if isinstance(name, str) and name != stem and re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+        return [Problem(("name",), quoted(name), f"it equals the file's name: {quoted(stem)}")]
     return []
 
 
@@ -109,7 +119,7 @@ def resolve(
     wrong_names = [
         line
         for document, file in ((profile_document, profile_file), (recipe_document, recipe_file))
-        for line in document.refuse(_name_problems(document, file))
+        for line in document.refuse(_name_problems(document, file.path.stem))
     ]
     provenance = Provenance.model_validate(
         {
