@@ -71,9 +71,12 @@ class Ledger:
         self.peak_bytes = 0
         self.allocations = 0
         """Allocations asked for so far, refused ones included."""
+        self.host_allocations = 0
+        """Storages that came about as host memory so far, refused ones included."""
         self.live: dict[int, _Entry] = {}
         self.host: dict[int, _Entry] = {}
-        self._fail_at = _NEVER
+        self._fail_at, self._host_fail_at = _NEVER, _NEVER
+        self._then: tuple[int, ...] = ()
         # Re-entrant: the collector may run the release callback while this thread holds the lock.
         self._lock = threading.RLock()
         self._on_release = self._make_release(self.live)
@@ -91,9 +94,15 @@ class Ledger:
 
         return release
 
-    def fail_at(self, allocation: int | None) -> None:
-        """Refuse the `allocation`-th request from now (1 is the next), once; None takes it back."""
+    def fail_at(self, allocation: int | None, *then: int) -> None:
+        """Refuse the `allocation`-th request from now (1 is the next), once; each of `then` counts from the refusal
+        before it. None takes all of it back."""
         self._fail_at = _NEVER if allocation is None else self.allocations + allocation
+        self._then = then
+
+    def fail_host_at(self, allocation: int | None) -> None:
+        """Let the `allocation`-th host allocation from now fail, once; None takes it back."""
+        self._host_fail_at = _NEVER if allocation is None else self.host_allocations + allocation
 
     @property
     def available_bytes(self) -> int:
@@ -113,6 +122,8 @@ class Ledger:
             self.peak_bytes = total
 
     def _refusal(self, size_bytes: int, operation: Any) -> torch.OutOfMemoryError:
+        if self.allocations == self._fail_at:
+            self.fail_at(*(self._then or (None,)))
         available = self.available_bytes
         free = available - self.allocated_bytes
         elsewhere = self.capacity_bytes - available
@@ -140,8 +151,17 @@ class Ledger:
             self.live[key] = entry
 
     def add_host(self, storage: torch.UntypedStorage) -> None:
-        """Remember `storage` as host memory: never counted, whatever operation returns it later."""
+        """Remember `storage` as host memory: never counted, whatever operation returns it later.
+
+        Raises RuntimeError, worded as torch's host allocator does, where `fail_host_at` asked for it.
+        """
         with self._lock:
+            self.host_allocations += 1
+            if self.host_allocations == self._host_fail_at:
+                raise RuntimeError(
+                    f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {storage.nbytes()} bytes. "
+                    "This host allocation was refused on purpose (fault injection)."
+                )
             entry = _Entry(storage, self._on_host_release)
             entry.key = storage._cdata
             self.host[entry.key] = entry

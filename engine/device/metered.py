@@ -55,6 +55,11 @@ class MeteredDevice:
         """Requests so far, refused ones included."""
         return self._meter.ledger.allocations
 
+    @property
+    def host_allocations(self) -> int:
+        """Host allocations made in host regions so far, refused ones included."""
+        return self._meter.ledger.host_allocations
+
     def activate(self) -> AbstractContextManager[None]:
         """Count in this thread and in threads started meanwhile."""
         return self._meter.active()
@@ -111,9 +116,14 @@ class MeteredDevice:
         """Empty: no GPU is involved."""
         return []
 
-    def fail_at(self, allocation: int | None) -> None:
-        """Refuse the `allocation`-th request from now (1 is the next), once; None takes it back. For torture tests."""
-        self._meter.ledger.fail_at(allocation)
+    def fail_at(self, allocation: int | None, *then: int) -> None:
+        """Refuse the `allocation`-th request from now (1 is the next), once, then the `then`-th after that refusal, and
+        so on; None takes it back. For torture tests."""
+        self._meter.ledger.fail_at(allocation, *then)
+
+    def fail_host_at(self, allocation: int | None) -> None:
+        """Let the `allocation`-th host allocation from now fail, once; None takes it back. For torture tests."""
+        self._meter.ledger.fail_host_at(allocation)
 
     def largest(self, count: int) -> list[LiveTensor]:
         """The largest counted allocations, largest first."""

@@ -2,6 +2,9 @@
 
 An exception's traceback holds every frame between the raise and the handler, and with them the tensors of the failed
 attempt; so a failure is turned into plain values inside the handler and everything else happens after it.
+
+`retried` is for whole actions that are simply done again (loading, writing a checkpoint); how an optimizer step is
+redone is `engine.train.transaction`'s affair.
 """
 
 from __future__ import annotations
@@ -9,9 +12,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.device.base import Device
-from engine.device.oom import classify
+from engine.device.oom import classify, flush_autograd
+from engine.errors import MemoryExhaustedError
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+"""How often an action is tried that nothing can be made smaller in: a passing shortage may strike twice."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +29,7 @@ class Failure:
     """An allocation that failed: where, what was asked, what was held at that moment (bytes)."""
 
     kind: str
-    """device, host or pinned."""
+    """device, host or pinned. On the plain CPU host memory is the device's."""
     phase: str
     requested_bytes: int | None
     allocated_bytes: int
@@ -31,14 +41,47 @@ def attempt(action: Callable[[], None], device: Device, phase: Callable[[], str]
     """Run `action`; None when it went through, a Failure when memory ran out. Every other exception passes through."""
     try:
         action()
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         found = classify(error)
         if found is None:
             raise
         memory = device.memory()
+        kind = "device" if device.kind == "cpu" else found.kind
         failure = Failure(
-            found.kind, phase(), found.requested_bytes, memory.allocated_bytes, memory.reserved_bytes, found.text
+            kind, phase(), found.requested_bytes, memory.allocated_bytes, memory.reserved_bytes, found.text
         )
-        traceback.clear_frames(error.__traceback__)
+        _clear_frames(error)
         return failure
     return None
+
+
+def retried(
+    action: Callable[[], T], phase: str, device: Device, report: Callable[[Failure, str, int], None]
+) -> T:
+    """The result of `action`, begun anew after each failure, ATTEMPTS times in all.
+
+    `report` gets each failure, what was done about it, and the number of the attempt.
+
+    Raises:
+        MemoryExhaustedError: memory ran out each time.
+    """
+    results: list[T] = []
+    for number in range(1, ATTEMPTS + 1):
+        failure = attempt(lambda: results.append(action()), device, lambda: phase)
+        if failure is None:
+            return results[0]
+        flush_autograd()
+        device.release_cached()
+        report(failure, "retry" if number < ATTEMPTS else "give_up", number)
+    raise MemoryExhaustedError(
+        f"{'out of memory' if failure.kind == 'device' else 'host memory ran out'} in {phase}: {failure.text}",
+        fix="close other programs that hold memory, or use a profile with more of it",
+    )
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the locals of every frame that the error, or one it was raised during, passed through."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__context__

@@ -14,7 +14,7 @@ from engine.device.base import Device
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.costbudget import CostBudget
-from engine.train.failure import Failure
+from engine.train.failure import ATTEMPTS, Failure
 from engine.train.microbatch import MicroBatch
 
 SMALLEST_CHUNK_TOKENS = 16
@@ -147,11 +147,20 @@ LIFTS: dict[str, Callable[[LoadedModel, LossFunction, Any], None]] = {
 
 
 def choose(ladder: Sequence[str], now: Situation) -> Remedy | None:
-    """The first rung of the recipe's ladder that has something to offer; None when all are used up."""
+    """The first rung of the recipe's ladder that has something to offer; None when all are used up.
+
+    Where nothing is left to make smaller, or nothing that would help (host memory ran out beside a device with its
+    own), the same is tried again a few times before giving up: a passing shortage may strike twice.
+    """
     for name in ladder:
-        remedy = RUNGS[name](now) if name in RUNGS else None
+        remedy = RUNGS[name](now) if name in RUNGS and _helps(name, now.failure) else None
         if remedy is not None:
             if name in LIFTS:
                 now.standing.append(Standing.of(now, remedy))
             return remedy
-    return None
+    return Remedy("retry") if "retry" in ladder and now.tried.count("retry") < ATTEMPTS - 1 else None
+
+
+def _helps(name: str, failure: Failure) -> bool:
+    """Every rung makes room on the device; host memory has only time on its side."""
+    return failure.kind == "device" or name == "retry"

@@ -26,7 +26,7 @@ from engine.train.checkpoint import (
     write_checkpoint,
 )
 from engine.train.control import Wishes
-from engine.train.failure import Failure
+from engine.train.failure import ATTEMPTS, Failure, retried
 from engine.train.growth import Growth
 from engine.train.journal import Journal, until_there_is_room
 from engine.train.measure import measured
@@ -64,6 +64,9 @@ class Training:
         self._gpu_read_at = 0.0
         self._judge = self._make_judge()
         self._stop_early = False
+        self._reloads = 0
+        self.sound = True
+        """False when weights and optimizer state belong to no step: they must not be saved."""
         self.peak_bytes = 0
         """Most bytes allocated at once in any step of this process."""
 
@@ -81,6 +84,8 @@ class Training:
     def run(self) -> Ending:
         """Train to the end, or until asked to stop. The caller turns exceptions into exit codes."""
         self._probe()
+        if self.state.step == 0 and not self.parts.guard.can_undo:
+            self.save("an optimizer step that fails half-way can only be undone by going back here")
         if self.bench.spec.recipe.eval.at_start and self.state.step == 0 and self._has_validation:
             self._evaluate()
         self.journal.phase("training")
@@ -94,12 +99,20 @@ class Training:
         return self._finish()
 
     def save(self, reason: str) -> None:
-        """Write a checkpoint of the state as it is, once per step; waits while the disk is full."""
+        """Write a checkpoint of the state as it is, once per step; waits while the disk is full.
+
+        Raises:
+            MemoryExhaustedError: host memory for it ran out again and again.
+        """
         if self.last_saved == self.state.step:
             return
         self.journal.phase("saving")
         began = time.perf_counter()
-        checkpoint = until_there_is_room(self._write_checkpoint, self.wishes.look, self.journal.warn_of_full_disk)
+        checkpoint = until_there_is_room(
+            lambda: retried(self._write_checkpoint, "checkpoint", self.parts.device, self._retried),
+            self.wishes.look,
+            self.journal.warn_of_full_disk,
+        )
         self.last_saved, self._saved_at = self.state.step, time.monotonic()
         prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
         self.journal.write(
@@ -135,6 +148,7 @@ class Training:
         except RolledBackTooFar:
             self._reload_last()
             return
+        self._reloads = 0
         self.peak_bytes = max(self.peak_bytes, self.transaction.peak_bytes)
         self.state.step = step
         self.state.tokens += outcome.tokens
@@ -301,8 +315,12 @@ class Training:
     def _go_back_to(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state()["settings"]
         here = self._settings()
-        self.state = restore(
-            checkpoint, self.parts, self.bench.identity, same_memory=saved["memory"] == here["memory"]
+        same_memory = saved["memory"] == here["memory"]
+        self.state = retried(
+            lambda: restore(checkpoint, self.parts, self.bench.identity, same_memory=same_memory),
+            "restore",
+            self.parts.device,
+            self._retried,
         )
         forget_after(self.directory.checkpoints, checkpoint.step)
         self.last_saved = checkpoint.step
@@ -338,12 +356,19 @@ class Training:
     def _reload_last(self) -> None:
         """An optimizer step failed half-way with nothing to undo it: go back to the last checkpoint."""
         checkpoint, _ = newest_sound(self.directory.checkpoints)
+        self._reloads += 1
         if checkpoint is None:
+            self.sound = False
             raise MemoryExhaustedError(
                 "out of memory inside the optimizer step, and there is no checkpoint to go back to",
-                fix='start again with checkpoint.every_steps set, or train.optimizer = "adamw"',
+                fix='start again with train.optimizer = "adamw", which allocates nothing in its step',
             )
         self._go_back_to(checkpoint)
+        if self._reloads >= ATTEMPTS:
+            raise MemoryExhaustedError(
+                f"out of memory inside the optimizer step, {self._reloads} times in a row",
+                fix='set train.optimizer = "adamw", which allocates nothing in its step, or method.kind = "lora"',
+            )
 
     def _make_judge(self) -> Judge:
         parts = self.parts
@@ -357,6 +382,10 @@ class Training:
             report=self._evaluation_failed,
             interrupted=self.wishes.look,
         )
+
+    def _retried(self, failure: Failure, remedy: str, number: int) -> None:
+        self.state.backoffs += 1
+        write_backoff(self.journal, self.state.step, failure, remedy, None, None, attempt=number)
 
     def _evaluation_failed(self, failure: Failure, remedy: str, before: Any, after: Any) -> None:
         self.state.backoffs += 1

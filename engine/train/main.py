@@ -125,7 +125,7 @@ def _checkpoint_on_failure(training: Training) -> Iterator[None]:
     try:
         yield
     except (MemoryExhaustedError, DivergedError):
-        if training.state.step:
+        if training.state.step and training.sound:
             training.save("before giving up")
         raise
 

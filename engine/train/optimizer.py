@@ -65,9 +65,11 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
                 if group["momentum"]:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
                 continue
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))  # type: ignore[attr-defined]
-            parameter.grad = None
+            try:
+                parameter.grad = torch.zeros_like(parameter)
+                optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))  # type: ignore[attr-defined]
+            finally:
+                parameter.grad = None
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float:
@@ -101,39 +103,62 @@ class StepGuard:
         self.optimizer, self.device = optimizer, device
         self.tensors = [parameter.data for _, parameter in named] + [t for _, t in state_tensors(optimizer, named)]
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
-        self.takes_copy = not _allocation_free(optimizer) and size_bytes <= SNAPSHOT_LIMIT_BYTES
-        self.counters = [tensor for name, tensor in state_tensors(optimizer, named) if name.endswith("::step")]
-        self._applied = 0.0
+        self.never_allocates = _allocation_free(optimizer)
+        self.takes_copy = not self.never_allocates and size_bytes <= SNAPSHOT_LIMIT_BYTES
+        self._counted = [parameter for _, parameter in named if "step" in optimizer.state.get(parameter, {})]
         self._copies: list[torch.Tensor] = []
+        self._stepping = False
+        self._counters: list[float] = []
         self.read_counters()
 
-    def read_counters(self) -> None:
-        """Take the counters as they stand; call after state was put back from a checkpoint."""
-        self._applied = float(self.counters[0]) if self.counters else 0.0
+    @property
+    def can_undo(self) -> bool:
+        """Whether a step that fails half-way can be taken back without a checkpoint."""
+        return self.takes_copy or self.never_allocates
 
-    def begin(self) -> None:
-        """Call right before `optimizer.step()`."""
-        if self.takes_copy:
-            self._copies = [self.device.download(tensor) for tensor in self.tensors]
+    def read_counters(self) -> None:
+        """Take the step counters as they stand; call after state was put back from a checkpoint."""
+        self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
+
+    def step(self) -> None:
+        """`optimizer.step()`. When it raises, `restore` says whether it could be undone."""
+        self._copies = [self.device.download(tensor) for tensor in self.tensors] if self.takes_copy else []
+        self._stepping = True
+        self.optimizer.step()
+        self._counters = [
+            counter + (parameter.grad is not None)
+            for counter, parameter in zip(self._counters, self._counted, strict=True)
+        ]
+        self._stepping = False
+        self._copies = []
 
     def restore(self) -> bool:
-        """Undo a step that raised. True when weights and state are exactly as before it.
+        """Undo a step that raised, if one did. True when weights and state are exactly as before it; may be repeated.
 
         Without a copy the step counters are the witness: fused optimizers advance them before they touch a weight, so
         counters that stand where they stood mean that nothing was applied.
         """
-        if self._copies:
+        if not self._stepping:
+            return True
+        if self.takes_copy:
             with torch.no_grad():
                 for tensor, copy in zip(self.tensors, self._copies, strict=True):
                     tensor.copy_(copy)
-            self._copies = []
-            return True
-        return bool(self.counters) and all(float(counter) == self._applied for counter in self.counters)
-
-    def end(self) -> None:
-        """Call after a step that succeeded."""
+        elif not self._counted or self._counters_moved():
+            return False
+        self._stepping = False
         self._copies = []
-        self._applied += 1.0
+        return True
+
+    def _counters_moved(self) -> bool:
+        now = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
+        return now != self._counters
+
+    def forget(self) -> None:
+        """The failed step is undone: state came back from a checkpoint."""
+        self._stepping = False
+        self._copies = []
+        self.read_counters()
 
 
 def _allocation_free(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,41 +1,107 @@
-"""Everything a step may change beside gradients and weights, put back when the step is redone.
+"""Everything a step may change beside gradients and weights, put back when the step is redone or not applied.
 
 Randomness is a function of (seed, step): it is set at the start of every attempt, so a retry, and a resume, draw what
-the undisturbed run drew. Buffers (BatchNorm statistics, router biases) are copied when a step has changed them.
+the undisturbed run drew. Buffers (BatchNorm statistics, router biases) are copied to the host before a step where they
+may have changed since the last copy.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from engine.device.base import Device
 
 
-@dataclass
-class StateBefore:
-    """State at the start of a step."""
+class _Buffer:
+    """One buffer and its copy on the host."""
 
-    seed: int
-    buffers: list[tuple[torch.Tensor, torch.Tensor, int]]
-    """(buffer, copy on the host, version counter when it was copied)."""
+    def __init__(self, name: str, module: torch.nn.Module, key: str) -> None:
+        self.name, self.module, self.key = name, module, key
+        # torch's batch_norm writes running statistics without advancing their version counter (tried, 2.13).
+        self.changes_unseen = isinstance(module, _NormBase)
+        self.tensor = self._now()
+        self.first_version = self.version = self.tensor._version
+        self.copy: torch.Tensor | None = None
 
-    @classmethod
-    def take(cls, model: torch.nn.Module, device: Device, seed: int, step: int) -> StateBefore:
-        """Copy the buffers to the host and set the random state of step `step`."""
-        copies = [(buffer, device.download(buffer), buffer._version) for buffer in model.buffers()]
-        before = cls(_mixed(seed, step), copies)
-        torch.manual_seed(before.seed)
-        return before
+    def _now(self) -> torch.Tensor:
+        tensor = self.module._buffers[self.key]
+        assert tensor is not None
+        return tensor
+
+    @property
+    def was_replaced(self) -> bool:
+        """The module holds another tensor under this name than when it was last copied."""
+        return self.module._buffers[self.key] is not self.tensor
+
+    @property
+    def moves(self) -> bool:
+        """Whether it changed, or may have, since the model was loaded."""
+        return self.changes_unseen or self.was_replaced or self.tensor._version != self.first_version
+
+    def refresh(self, device: Device) -> None:
+        """Copy it, if it may have changed since it was last copied."""
+        if self.was_replaced:
+            self.tensor, self.copy, self.first_version = self._now(), None, -1
+        if self.copy is None or self.changes_unseen or self.tensor._version != self.version:
+            self.copy, self.version = device.download(self.tensor), self.tensor._version
 
     def restore(self) -> None:
-        """Put back the buffers that changed, and the random state."""
+        """Put tensor and values back."""
+        if self.copy is None:
+            return
+        self.module._buffers[self.key] = self.tensor
+        self.tensor.copy_(self.copy)
+
+
+class Rollback:
+    """State at the start of a step: `take` before it, `restore` as often as need be."""
+
+    def __init__(self, model: torch.nn.Module, device: Device, seed: int) -> None:
+        self.device, self.seed = device, seed
+        self._drawn_from = 0
+        self._buffers = [
+            _Buffer(f"{path}.{key}" if path else key, module, key)
+            for path, module in model.named_modules()
+            for key, tensor in module._buffers.items()
+            if tensor is not None
+        ]
+
+    def take(self, step: int) -> None:
+        """Copy the buffers to the host and set the random state of step `step`. May be repeated after a failure."""
+        for buffer in self._buffers:
+            buffer.refresh(self.device)
+        self._drawn_from = _mixed(self.seed, step)
+        torch.manual_seed(self._drawn_from)
+
+    def restore(self) -> None:
+        """Put back buffers and random state. May be repeated after a failure."""
         with torch.no_grad():
-            for buffer, copy, version in self.buffers:
-                if buffer._version != version:
-                    buffer.copy_(copy)
-        torch.manual_seed(self.seed)
+            for buffer in self._buffers:
+                buffer.restore()
+        torch.manual_seed(self._drawn_from)
+
+    def moving(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, live tensor) of the buffers that training changes, for checkpoints."""
+        for buffer in self._buffers:
+            tensor = buffer.module._buffers[buffer.key]
+            if buffer.moves and tensor is not None:
+                yield buffer.name, tensor
+
+    def load(self, saved: dict[str, torch.Tensor]) -> None:
+        """Put back what `moving` gave. Raises KeyError for a name this model does not have."""
+        known = {buffer.name: buffer for buffer in self._buffers}
+        with torch.no_grad():
+            for name, value in saved.items():
+                buffer = known[name]
+                tensor = buffer.module._buffers[buffer.key]
+                if tensor is not None and tensor.shape == value.shape:
+                    tensor.copy_(value)
+                else:
+                    buffer.module._buffers[buffer.key] = self.device.upload(value)
+                buffer.first_version = -1
 
 
 def _mixed(seed: int, step: int) -> int:

@@ -22,6 +22,9 @@ from engine.train.optimizer import state_tensors
 from engine.train.scaler import LossScaler
 from engine.train.transaction import Parts
 
+BUFFERS = "buffers.safetensors"
+"""Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""
+
 
 @dataclass
 class Best:
@@ -86,6 +89,9 @@ def fill_checkpoint(
             for name, tensor in state_tensors(parts.optimizer, parts.loaded.trainable())
         }
         save_file(tensors, path / "optimizer.safetensors")
+        buffers = {name: parts.device.download(tensor) for name, tensor in parts.rollback.moving()}
+        if buffers:
+            save_file(buffers, path / BUFFERS)
     numbers = {
         "state": asdict(state),
         "identity": asdict(identity),
@@ -112,6 +118,7 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
     identity.check(saved["identity"])
     parts.loaded.load_weights(checkpoint.weights)
     _restore_optimizer(checkpoint, parts)
+    _restore_buffers(checkpoint, parts)
     parts.scaler = LossScaler(**saved["scaler"])
     if same_memory:
         parts.budget = CostBudget.from_json(saved["budget"])
@@ -134,4 +141,12 @@ def _restore_optimizer(checkpoint: Checkpoint, parts: Parts) -> None:
     with torch.no_grad():
         for name, tensor in present.items():
             tensor.copy_(saved[name])
-    parts.guard.read_counters()
+    parts.guard.forget()
+
+
+def _restore_buffers(checkpoint: Checkpoint, parts: Parts) -> None:
+    path = checkpoint.path / BUFFERS
+    if path.is_file():
+        with parts.device.host_region():
+            saved = load_file(path)
+        parts.rollback.load(saved)

@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 GROWTH_INTERVAL = 2000
+SMALLEST_SCALE = 1.0
+"""A gradient that is not finite although nothing was scaled up is no overflow of the scale: the data or the weights are
+broken. torch's scaler would halve for ever."""
 
 
 @dataclass
@@ -24,6 +27,11 @@ class LossScaler:
     def start(cls, enabled: bool) -> LossScaler:
         """A fresh scaler."""
         return cls(enabled, 2.0**16 if enabled else 1.0)
+
+    @property
+    def can_back_off(self) -> bool:
+        """Whether a gradient that is not finite may be the scale's doing."""
+        return self.enabled and self.scale > SMALLEST_SCALE
 
     def overflowed(self) -> None:
         """A gradient was not finite: the step is skipped and the scale halves."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from engine.budget.plan import Plan
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
@@ -16,12 +19,16 @@ from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.model.load import LoadedModel, load_model
-from engine.model.loss import make_loss
+from engine.model.loss import LossFunction, make_loss
 from engine.model.tokenizer import load_tokenizer
+from engine.spec.recipe import Train
 from engine.spec.run import RunSpec
+from engine.train.failure import Failure, retried
 from engine.train.journal import Journal
+from engine.train.ladder import Remedy
 from engine.train.optimizer import StepGuard, allocate_state, build_optimizer
 from engine.train.pricing import Pricing, price, with_remedies
+from engine.train.rollback import Rollback
 from engine.train.run_state import Identity
 from engine.train.scaler import LossScaler
 from engine.train.schedule import Schedule
@@ -59,24 +66,21 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     spec, pricing = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
-    loaded = load_model(spec, device, tokenizer)
+
+    def told(failure: Failure, remedy: str, number: int) -> None:
+        report(Backoff(0, failure, Remedy(remedy), 0, 0, number))
+
+    loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
     for notice in loaded.notices:
         journal.warn("model", notice)
-    loss = make_loss(
-        loaded,
-        implementation=recipe.train.loss,
-        label_smoothing=recipe.train.label_smoothing,
-        chunk_tokens=None,
-        device=device,
-    )
-    optimizer = build_optimizer(recipe.train, loaded.trainable())
-    allocate_state(optimizer)
+    optimizer = retried(lambda: _optimizer(recipe.train, loaded), "optimizer_state", device, told)
     parts = Parts(
         device=device,
         loaded=loaded,
         loss=loss,
         optimizer=optimizer,
         guard=StepGuard(optimizer, loaded.trainable(), device),
+        rollback=Rollback(loaded.model, device, recipe.train.seed),
         scaler=LossScaler.start(loaded.needs_loss_scaling),
         data=prepared.train,
         cost=pricing.cost,
@@ -101,6 +105,28 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
         identity=Identity(prepared.fingerprint, tokenizer_hash(tokenizer), recipe.train.seed),
         flops_per_token=flops_per_token(loaded),
     )
+
+
+def _model_and_loss(
+    spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase
+) -> tuple[LoadedModel, LossFunction]:
+    loaded = load_model(spec, device, tokenizer)
+    train = spec.recipe.train
+    loss = make_loss(
+        loaded,
+        implementation=train.loss,
+        label_smoothing=train.label_smoothing,
+        chunk_tokens=None,
+        device=device,
+    )
+    return loaded, loss
+
+
+def _optimizer(train: Train, loaded: LoadedModel) -> torch.optim.Optimizer:
+    """The optimizer with its state allocated."""
+    optimizer = build_optimizer(train, loaded.trainable())
+    allocate_state(optimizer)
+    return optimizer
 
 
 def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:

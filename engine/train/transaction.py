@@ -27,11 +27,11 @@ from engine.model.dropout import keyed
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.costbudget import CostBudget
-from engine.train.failure import Failure, attempt
+from engine.train.failure import ATTEMPTS, Failure, attempt, retried
 from engine.train.ladder import Remedy, Situation, Standing, choose
 from engine.train.microbatch import Cost, MicroBatch, plan_micro_batches
 from engine.train.optimizer import StepGuard
-from engine.train.rollback import StateBefore
+from engine.train.rollback import Rollback
 from engine.train.scaler import LossScaler
 
 
@@ -79,6 +79,7 @@ class Parts:
     loss: LossFunction
     optimizer: torch.optim.Optimizer
     guard: StepGuard
+    rollback: Rollback
     scaler: LossScaler
     data: TokenData
     cost: Cost
@@ -105,7 +106,6 @@ class StepTransaction:
         self._phase = "forward"
         self._current: MicroBatch | None = None
         self._data_wait_seconds = 0.0
-        self._loss_total = torch.zeros((), dtype=torch.float32, device=parts.device.torch_device)
         self._grad_norm = 0.0
         self._mean_loss = 0.0
         self.failures = 0
@@ -164,8 +164,8 @@ class StepTransaction:
     ) -> list[MicroBatch]:
         """Plan and run `action` until memory suffices; each failure costs its attempt and nothing else."""
         parts = self.parts
-        before = StateBefore.take(parts.loaded.model, parts.device, parts.seed, step)
         tried: list[str] = []
+        retried(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
         plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
         while True:
             self._phase, self._current = "forward", None
@@ -173,8 +173,8 @@ class StepTransaction:
             self.failures = len(tried)
             if failure is None:
                 return plan
-            self._recover(before)
             failure = replace(failure, phase=phase_prefix + failure.phase)
+            self._recover(step, failure, len(tried) + 1)
             remedy, rows = self._choose(failure, tried, step), self._rows_in_flight()
             plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
             tried.append(remedy.name)
@@ -183,23 +183,24 @@ class StepTransaction:
     def _accumulate_and_apply(
         self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
     ) -> None:
-        self._loss_total.zero_()
+        device = self.parts.device
+        total = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         for group in plan:
-            self._micro_batch(step, samples, group, target_tokens)
+            total += self._micro_batch(step, samples, group, target_tokens)
         self._current = None
         self._phase = "clip"
-        self.parts.device.reset_peak()
+        device.reset_peak()
         self._grad_norm = self._clip()
-        self._mean_loss = float(self._loss_total)
+        self._mean_loss = float(total)
         if np.isfinite(self._mean_loss) and np.isfinite(self._grad_norm):
             self._phase = "optimizer"
-            self.parts.guard.begin()
-            self.parts.optimizer.step()
-            self.parts.guard.end()
-        self.peak_bytes = max(self.peak_bytes, self.parts.device.memory().peak_bytes)
+            self.parts.guard.step()
+        self.peak_bytes = max(self.peak_bytes, device.memory().peak_bytes)
 
-    def _micro_batch(self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int) -> None:
-        """Forward and backward of one micro-batch, adding to the gradients and to the step's loss."""
+    def _micro_batch(
+        self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int
+    ) -> torch.Tensor:
+        """Forward and backward of one micro-batch, adding to the gradients; returns its share of the step's loss."""
         parts = self.parts
         self._phase, self._current = "forward", group
         parts.device.reset_peak()
@@ -208,10 +209,10 @@ class StepTransaction:
             loss = parts.loss(batch) / target_tokens
             self._phase = "backward"
             (loss * parts.scaler.scale).backward()
-        self._loss_total += loss.detach()
         peak_bytes = parts.device.memory().peak_bytes
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         parts.budget.record_success(group.cost_bytes, max(0, peak_bytes - parts.static_bytes) if parts.measures else 0)
+        return loss.detach()
 
     def _load(self, indices: NDArray[np.int64]) -> Batch:
         began = time.perf_counter()
@@ -235,34 +236,57 @@ class StepTransaction:
         """Close the step: gradients dropped, the scaler told. True when an fp16 overflow skipped it."""
         parts = self.parts
         self._drop_gradients()
+        if np.isfinite(self._mean_loss) and np.isfinite(self._grad_norm):
+            parts.scaler.succeeded()
+            return False
+        parts.rollback.restore()
         if not np.isfinite(self._mean_loss):
             raise DivergedError(
                 f"the loss of step {step} is {self._mean_loss}; the step was not applied",
                 fix="lower train.learning_rate, or look at the samples of this step for broken values",
             )
-        if not np.isfinite(self._grad_norm):
-            if parts.scaler.enabled:
-                parts.scaler.overflowed()
-                return True
+        if not parts.scaler.can_back_off:
             raise DivergedError(
                 f"the gradients of step {step} are not finite ({self._grad_norm}); the step was not applied",
                 fix="lower train.learning_rate or train.max_grad_norm",
             )
-        parts.scaler.succeeded()
-        return False
+        parts.scaler.overflowed()
+        return True
 
-    def _recover(self, before: StateBefore) -> None:
-        """After a failure, outside its handler: nothing of the attempt stays alive and all state is as before it."""
+    def _recover(self, step: int, failure: Failure, attempts: int) -> None:
+        """After a failure, outside its handler: nothing of the attempt stays alive and all state is as before it.
+
+        Memory may run out in here, too; each part of it may be repeated.
+
+        Raises:
+            RolledBackTooFar: the optimizer step cannot be undone here.
+        """
+        for _ in range(ATTEMPTS):
+            undone: list[bool] = []
+            again = attempt(lambda undone=undone: undone.append(self._put_back()), self.parts.device, lambda: "recover")  # type: ignore[misc]
+            if again is None and undone[0]:
+                return
+            if again is None:
+                break
+            self._reporter(step)(again, "retry", attempts)
+        self.parts.report(Backoff(step, failure, Remedy("reload"), self._rows_in_flight(), 0, attempts))
+        raise RolledBackTooFar
+
+    def _put_back(self) -> bool:
         self._drop_gradients()
         flush_autograd()
         self.parts.device.release_cached()
-        if self._phase == "optimizer" and not self.parts.guard.restore():
-            raise RolledBackTooFar
-        before.restore()
+        if not self.parts.guard.restore():
+            return False
+        self.parts.rollback.restore()
+        return True
 
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _reporter(self, step: int) -> Callable[[Failure, str, int], None]:
+        return lambda failure, remedy, number: self.parts.report(Backoff(step, failure, Remedy(remedy), 0, 0, number))
 
     def _rows_in_flight(self) -> int:
         return self._current.rows if self._current else 0
