@@ -59,8 +59,16 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     norms_per_layer: int = 2
-    unit_offset_norm: bool = False
+    wide_norm: bool = False
     sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    """For each layer, whether it attends within the window only; empty without one."""
+    rotary_share: float = 1.0
+    """Part of each head that is turned by position."""
+    rotary_tables: int = 1
+    """How many pairs of rotary tables a forward pass makes: one for all layers, or one for each kind."""
+    buffers: int = 2
+    """Small tensors that are not parameters: frequencies of the rotary tables, twice each, and Gemma's scale."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     positions: int | None = None
@@ -101,6 +109,7 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
     """Families whose configs share Llama's key names."""
     try:
         heads, hidden = int(facts["num_attention_heads"]), int(facts["hidden_size"])
+        tables = max(1, len(set(_sliding_layers(family, facts)))) if family.rotary_by_kind else 1
         biased = bool(facts.get(family.bias_key, False)) if family.bias_key else False
         return Architecture(
             model_type=model_type,
@@ -119,8 +128,12 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
             mlp_bias=bool(facts.get(family.mlp_bias_key, False)) if family.mlp_bias_key else False,
             qk_norm=family.qk_norm,
             norms_per_layer=family.norms_per_layer,
-            unit_offset_norm=family.unit_offset_norm,
+            wide_norm=family.wide_norm,
             sliding_window=_window(facts),
+            sliding_layers=_sliding_layers(family, facts),
+            rotary_share=_rotary_share(facts),
+            rotary_tables=tables,
+            buffers=2 * tables + family.scaled_embedding,
             attention_softcap=facts.get("attn_logit_softcapping"),
             logit_softcap=facts.get("final_logit_softcapping"),
             experts=_experts(facts) if family.layout in ("mixtral", "qwen3_moe", "gpt_oss") else None,
@@ -137,7 +150,26 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
 
 def _window(facts: Mapping[str, Any]) -> int | None:
     """Sliding window in tokens; Qwen2 configs carry one that `use_sliding_window = false` switches off."""
-    return facts.get("sliding_window") if facts.get("use_sliding_window", True) else None
+    switched_off = "max_window_layers" in facts and not facts.get("use_sliding_window", False)
+    return None if switched_off or facts.get("use_sliding_window") is False else facts.get("sliding_window")
+
+
+def _sliding_layers(family: Family, facts: Mapping[str, Any]) -> tuple[bool, ...]:
+    """`layer_types` where the config has them; else by the family's pattern. Qwen slides from max_window_layers on."""
+    layers = range(int(facts["num_hidden_layers"]))
+    if _window(facts) is None:
+        return ()
+    if "layer_types" in facts:
+        return tuple(kind == "sliding_attention" for kind in facts["layer_types"])
+    every = facts.get("sliding_window_pattern", family.full_every)
+    first = int(facts.get("max_window_layers", 0)) if "use_sliding_window" in facts else 0
+    return tuple(layer >= first and not (every and (layer + 1) % int(every) == 0) for layer in layers)
+
+
+def _rotary_share(facts: Mapping[str, Any]) -> float:
+    """Phi-4-mini turns three quarters of each head; the key moved into rope_parameters with transformers 5."""
+    rope = facts.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)))
 
 
 def _experts(facts: Mapping[str, Any]) -> Experts:
@@ -167,6 +199,7 @@ def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
+        buffers=0,
         positions=int(config.get("n_positions", 1024)),
         max_length=int(config.get("n_positions", 1024)),
     )

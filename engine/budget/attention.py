@@ -8,13 +8,53 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import SQUARE, TOKEN, Ghost, Storage, Walk
-from engine.budget.operations import FLOAT, add, cast, narrow, saves_output, scale
+from engine.budget.operations import (
+    FLOAT,
+    INDEX,
+    add,
+    add_number,
+    cast,
+    concatenate,
+    copy,
+    halves,
+    narrow,
+    saves_output,
+    scale,
+    subtract,
+)
 from engine.budget.setting import Setting
 
+HEADS_OUTSIDE = ("phi3", "gpt_oss")
+"""Layouts whose rotary embedding ends in a concatenation, which lays queries and keys out head by head."""
 
-def rotary(walk: Walk, x: Ghost) -> Ghost:
+
+def rotary(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
+    """`apply_rotary_pos_emb` of one of query and key."""
+    if arch.layout == "gpt_oss":
+        return _rotary_in_halves(walk, x)
+    if arch.layout == "phi3":
+        return _rotary_in_part(walk, x, arch.rotary_share)
+    return _rotary(walk, x)
+
+
+def _rotary(walk: Walk, x: Ghost) -> Ghost:
     """`x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved."""
     return add(walk, _times_table(walk, x), _times_table(walk, _rotate_half(walk, x)))
+
+
+def _rotary_in_part(walk: Walk, x: Ghost, share: float) -> Ghost:
+    """Phi-3: a share of each head is turned, the rest (which may be nothing) is joined on again."""
+    turned = x if share == 1.0 else narrow(walk, x, int(x.elements * share))
+    passed = narrow(walk, x, x.elements - turned.elements)
+    return concatenate(walk, [_rotary(walk, turned), passed])
+
+
+def _rotary_in_halves(walk: Walk, x: Ghost) -> Ghost:
+    """gpt-oss: first * cos - second * sin and second * cos + first * sin, joined."""
+    first, second = halves(walk, x)
+    left = subtract(walk, _times_table(walk, first), _times_table(walk, second))
+    right = add(walk, _times_table(walk, second), _times_table(walk, first))
+    return concatenate(walk, [left, right])
 
 
 def _times_table(walk: Walk, x: Ghost) -> Ghost:
@@ -26,21 +66,8 @@ def _times_table(walk: Walk, x: Ghost) -> Ghost:
 
 def _rotate_half(walk: Walk, x: Ghost) -> Ghost:
     """cat(-x2, x1). Backward: each half's gradient is placed into zeros of the full size, then both are added."""
-    x1, x2 = narrow(walk, x, 1, 2), narrow(walk, x, 1, 2)
-    return _concatenate(walk, _negate(walk, x2), x1)
-
-
-def _negate(walk: Walk, x: Ghost) -> Ghost:
-    """`-x`."""
-    size = x.size
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
-
-
-def _concatenate(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
-    """Backward hands on views of the gradient."""
-    return walk.result(
-        left.elements + right.elements, left.itemsize, [left, right], lambda gradient: [gradient, gradient]
-    )
+    x1, x2 = narrow(walk, x, x.elements // 2), narrow(walk, x, x.elements // 2)
+    return concatenate(walk, [scale(walk, x2), x1])
 
 
 def repeat_heads(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
@@ -59,7 +86,10 @@ def repeat_heads(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
 def flash(
     walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost, mask: Ghost | None = None
 ) -> Ghost:
-    """The flash kernels: save query, key, value, output and the log-sum-exp (fp32 per token and head)."""
+    """The flash kernels: save query, key, value, output and the log-sum-exp (fp32 per token and head).
+
+    The output is laid out like the query: where heads stand outside, the layer copies it to put tokens outside.
+    """
     sizes = [query.size, key.size, value.size]
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -71,7 +101,7 @@ def flash(
     log_sum_exp = walk.new(arch.heads * TOKEN, FLOAT)
     if saved is not None:
         walk.save_into(saved, output, log_sum_exp)
-    return output
+    return copy(walk, output) if arch.layout in HEADS_OUTSIDE else output
 
 
 def masked_sdpa(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
@@ -82,40 +112,48 @@ def masked_sdpa(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value:
     return flash(walk, arch, query, key, value, additive_mask)
 
 
-def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
-    """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back."""
-    key_states = repeat_heads(walk, arch, key) if 1 < arch.kv_heads < arch.heads else _copy(walk, key)
-    value_states = repeat_heads(walk, arch, value) if 1 < arch.kv_heads < arch.heads else _copy(walk, value)
-    query = _copy(walk, query)  # heads stand inside tokens; the batched product wants them outside
+def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> tuple[Ghost, Ghost]:
+    """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back; and given back, too.
+
+    The batched products want heads outside tokens; what is not laid out so is copied.
+    """
+    repeated = 1 < arch.kv_heads < arch.heads
+    outside = arch.layout in HEADS_OUTSIDE
+    key_states = repeat_heads(walk, arch, key) if repeated else key if outside else copy(walk, key)
+    value_states = repeat_heads(walk, arch, value) if repeated else copy(walk, value)
+    query = query if outside else copy(walk, query)
     weights = scale(walk, _matmul(walk, query, key_states, arch.heads * SQUARE))
     if arch.attention_softcap is not None:
         weights = scale(walk, weights)
         weights = saves_output(walk, weights, weights.itemsize)
         weights = scale(walk, weights)
-    weights = add_constant(walk, weights)
+    weights = add_number(walk, weights)
     if arch.layout == "gpt_oss":
-        weights = _softmax_with_sinks(walk, weights)
+        _joined, weights = _softmax_with_sinks(walk, arch, weights)
     else:
         weights = cast(walk, saves_output(walk, weights, FLOAT), query.itemsize)
     output = _matmul(walk, weights, value_states, query.elements)
-    return _copy(walk, output)
+    return copy(walk, output), weights
 
 
-def _softmax_with_sinks(walk: Walk, weights: Ghost) -> Ghost:
-    """A column of sinks is joined on, the maximum subtracted, and the column dropped after the softmax."""
-    joined = _copy(walk, weights)
-    joined = add_constant(walk, joined)
-    return narrow(walk, saves_output(walk, joined, joined.itemsize), 1, 1)
+def _softmax_with_sinks(walk: Walk, arch: Architecture, weights: Ghost) -> tuple[Ghost, Ghost]:
+    """A column of sinks is joined on, the maximum subtracted, and the column dropped after the softmax.
+
+    What goes into the softmax stays until the attention function returns.
+    """
+    sinks = Ghost(weights.storage, arch.heads * TOKEN, weights.itemsize)
+    joined = concatenate(walk, [weights, sinks])
+    joined = subtract(walk, joined, _maximum(walk, joined, arch.heads * TOKEN))
+    probabilities = saves_output(walk, joined, joined.itemsize)
+    return joined, narrow(walk, probabilities, weights.elements)
 
 
-def add_constant(walk: Walk, x: Ghost) -> Ghost:
-    """`x + mask`: a new tensor, the gradient passes through."""
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
-
-
-def _copy(walk: Walk, x: Ghost) -> Ghost:
-    """`transpose(1, 2).contiguous()`."""
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
+def _maximum(walk: Walk, x: Ghost, rows: int) -> Ghost:
+    """`x.max(-1, keepdim=True)`: saves where it was; backward scatters into zeros of the full size."""
+    size = x.size
+    index = walk.new(rows, INDEX)
+    saved = walk.save(index) if x.node is not None else None
+    return walk.result(rows, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
 
 
 def _matmul(walk: Walk, left: Ghost, right: Ghost, elements: int) -> Ghost:
@@ -131,10 +169,12 @@ def _matmul(walk: Walk, left: Ghost, right: Ghost, elements: int) -> Ghost:
     return walk.result(elements, left.itemsize, [left, right], back, saved)
 
 
-def attend(walk: Walk, arch: Architecture, setting: Setting, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
-    """The attention kernel the run uses."""
+def attend(
+    walk: Walk, arch: Architecture, setting: Setting, masked: bool, query: Ghost, key: Ghost, value: Ghost
+) -> tuple[Ghost, Ghost | None]:
+    """The attention kernel the run uses: its output, and the weights where the kernel makes them."""
     if setting.attention == "eager":
         return eager(walk, arch, query, key, value)
-    if setting.attention == "sdpa" and setting.masked:
-        return masked_sdpa(walk, arch, query, key, value)
-    return flash(walk, arch, query, key, value)
+    if setting.attention == "sdpa" and masked:
+        return masked_sdpa(walk, arch, query, key, value), None
+    return flash(walk, arch, query, key, value), None

@@ -30,8 +30,14 @@ class Family:
     """Config key that switches the biases of the feed-forward layers."""
     qk_norm: bool = False
     norms_per_layer: int = 2
-    unit_offset_norm: bool = False
-    """Gemma's RMSNorm: multiplies by (1 + weight) in fp32 before the cast."""
+    wide_norm: bool = False
+    """RMSNorm multiplies by its weight in fp32, before the cast."""
+    full_every: int | None = None
+    """Of the layers of a model with a sliding window, every so many attend to everything; None: not one does."""
+    rotary_by_kind: bool = False
+    """Full and sliding layers have rotary tables of their own."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by a number, which is a buffer."""
     default_attention: Literal["sdpa", "eager"] = "sdpa"
     """What transformers picks when nothing is asked for: gpt-oss has no sdpa path."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +52,9 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         bias_key="attention_bias",
         norms_per_layer=4,
-        unit_offset_norm=True,
+        wide_norm=True,
+        full_every=2,
+        scaled_embedding=True,
         defaults={
             "tie_word_embeddings": True,
             "head_dim": 256,
@@ -60,7 +68,10 @@ FAMILIES: dict[str, Family] = {
         bias_key="attention_bias",
         qk_norm=True,
         norms_per_layer=4,
-        unit_offset_norm=True,
+        wide_norm=True,
+        full_every=6,
+        rotary_by_kind=True,
+        scaled_embedding=True,
         defaults={
             "tie_word_embeddings": True,
             "vocab_size": 262208,
@@ -88,6 +99,8 @@ FAMILIES: dict[str, Family] = {
         layout="gpt_oss",
         bias_key="attention_bias",
         default_attention="eager",
-        defaults={"tie_word_embeddings": False, "attention_bias": True, "head_dim": 64},
+        wide_norm=True,
+        full_every=2,
+        defaults={"tie_word_embeddings": False, "attention_bias": True, "head_dim": 64, "sliding_window": 128},
     ),
 }

@@ -59,12 +59,14 @@ class Storage:
 class Node:
     """One operation on the tape: where its gradients go, how they are made, and what it saved for that."""
 
-    __slots__ = ("back", "inputs", "saved", "saves", "size")
+    __slots__ = ("back", "inputs", "joins", "saved", "saves", "size")
 
     def __init__(self, inputs: Sequence[Node | None], back: Back, size: int, saved: list[Storage] | None) -> None:
         self.inputs = inputs
         self.back = back
         self.size = size
+        self.joins = False
+        """Has several outputs: their gradients wait side by side instead of being added up."""
         self.saves = saved is not None
         self.saved = saved if saved is not None else []
 
@@ -214,7 +216,10 @@ class Walk:
         gradient = outgoing.pop()
         if gradient is None or target is None:
             return
-        if target not in gradients:
+        if target.joins:
+            target.saved.append(gradient)
+            gradients[target] = gradient
+        elif target not in gradients:
             gradients[target] = gradient
         elif not (self.in_place_sums and sys.getrefcount(gradients[target]) == 2):
             gradients[target] = Storage(self, target.size)

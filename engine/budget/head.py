@@ -39,7 +39,7 @@ class Head:
         trained = self.norm_name in self.trained
         if self.arch.layout == "gpt2":
             return layer_norm(self.walk, hidden, weight, trained)
-        return rms_norm(self.walk, hidden, TOKEN, weight, trained, unit_offset=self.arch.unit_offset_norm)
+        return rms_norm(self.walk, hidden, TOKEN, weight, trained, wide=self.arch.wide_norm)
 
     def plain(self, hidden: Ghost) -> Ghost:
         """Logits of all targets at once, in fp32, and cross entropy."""

@@ -6,6 +6,7 @@ from engine.budget.architecture import Architecture
 from engine.budget.attention import attend, rotary
 from engine.budget.experts import mixture
 from engine.budget.ghost import TOKEN, Ghost, Walk
+from engine.budget.kinds import Kind
 from engine.budget.operations import (
     FLOAT,
     activation,
@@ -13,6 +14,7 @@ from engine.budget.operations import (
     add_number,
     cast,
     cube,
+    halves,
     layer_norm,
     linear,
     multiply,
@@ -21,20 +23,22 @@ from engine.budget.operations import (
     saves_output,
     scale,
     scale_by_weight,
+    split,
 )
 from engine.budget.parameters import Parameter, layer_parameters, linear_shape
 from engine.budget.setting import Setting
-from engine.budget.static import Selection, rounded
+from engine.budget.static import rounded
 
 
 class Layer:
     """Operations of one layer: which of its weights are trained or adapted decides what they save."""
 
-    def __init__(self, walk: Walk, arch: Architecture, setting: Setting, chosen: Selection) -> None:
+    def __init__(self, walk: Walk, arch: Architecture, setting: Setting, kind: Kind) -> None:
         self.walk = walk
         self.arch = arch
         self.setting = setting
-        self.chosen = chosen
+        self.chosen = kind.chosen
+        self.masked = kind.masked
         self.parameters = {parameter.name: parameter for parameter in layer_parameters(arch)}
 
     def forward(self, x: Ghost) -> Ghost:
@@ -45,7 +49,7 @@ class Layer:
             return self._forward_four_norms(x)
         residual = x
         hidden = self.norm("input_layernorm", x)
-        hidden = self.attention(hidden)
+        hidden, _weights = self.attention(hidden)
         hidden = add(self.walk, residual, hidden)
         residual = hidden
         hidden = self.norm("post_attention_layernorm", hidden)
@@ -55,7 +59,7 @@ class Layer:
     def _forward_four_norms(self, x: Ghost) -> Ghost:
         residual = x
         hidden = self.norm("input_layernorm", x)
-        hidden = self.attention(hidden)
+        hidden, _weights = self.attention(hidden)
         hidden = self.norm("post_attention_layernorm", hidden)
         hidden = add(self.walk, residual, hidden)
         residual = hidden
@@ -65,12 +69,15 @@ class Layer:
         return add(self.walk, residual, hidden)
 
     def norm(self, name: str, x: Ghost, rows: int = TOKEN) -> Ghost:
-        """RMSNorm in fp32, cast back, then times the weight; Gemma multiplies before the cast."""
+        """RMSNorm in fp32, cast back, then times the weight; Gemma and gpt-oss multiply before the cast."""
         walk, (size, trained) = self.walk, self._weight(name)
-        return rms_norm(walk, x, rows, size, trained, unit_offset=self.arch.unit_offset_norm)
+        return rms_norm(walk, x, rows, size, trained, wide=self.arch.wide_norm)
 
-    def attention(self, x: Ghost) -> Ghost:
-        """Projections, rotary embedding, the kernel, the output projection."""
+    def attention(self, x: Ghost) -> tuple[Ghost, Ghost | None]:
+        """Projections, rotary embedding, the kernel, the output projection.
+
+        A kernel that makes attention weights hands them up, where the layer's frame holds them until its end.
+        """
         arch, walk = self.arch, self.walk
         if arch.layout == "phi3":
             return self._joint_attention(x, "self_attn.qkv_proj", "self_attn.o_proj")
@@ -81,9 +88,9 @@ class Layer:
         if arch.qk_norm:
             key = self.norm("self_attn.k_norm", key, arch.kv_heads * TOKEN)
         value = self.linear("self_attn.v_proj", x)
-        query, key = rotary_both(walk, query, key)
-        output = attend(walk, arch, self.setting, query, key, value)
-        return self.linear("self_attn.o_proj", output)
+        query, key = rotary_both(walk, arch, query, key)
+        output, weights = attend(walk, arch, self.setting, self.masked, query, key, value)
+        return self.linear("self_attn.o_proj", output), weights
 
     def feed_forward(self, x: Ghost) -> Ghost:
         """down(act(gate(x)) * up(x))."""
@@ -92,7 +99,7 @@ class Layer:
             return mixture(walk, arch, arch.experts, x, self._trained_bytes())
         if arch.layout == "phi3":
             joint = self.linear("mlp.gate_up_proj", x)
-            gate, up = narrow(walk, joint, 1, 2), narrow(walk, joint, 1, 2)
+            gate, up = halves(walk, joint)
             up = multiply(walk, up, activation(walk, gate))
             return self.linear("mlp.down_proj", up)
         return self.linear(
@@ -100,24 +107,25 @@ class Layer:
             multiply(walk, activation(walk, self.linear("mlp.gate_proj", x)), self.linear("mlp.up_proj", x)),
         )
 
-    def _joint_attention(self, x: Ghost, projection: str, output_projection: str) -> Ghost:
+    def _joint_attention(self, x: Ghost, projection: str, output_projection: str) -> tuple[Ghost, Ghost | None]:
         """One projection for query, key and value, which are slices of it."""
         arch, walk = self.arch, self.walk
         joint = self.linear(projection, x)
-        total = arch.query_width + 2 * arch.kv_width
-        query = narrow(walk, joint, arch.query_width, total)
-        key, value = narrow(walk, joint, arch.kv_width, total), narrow(walk, joint, arch.kv_width, total)
+        parts = [width * TOKEN for width in (arch.query_width, arch.kv_width, arch.kv_width)]
         if arch.layout == "phi3":
-            query, key = rotary_both(walk, query, key)
-        output = attend(walk, arch, self.setting, query, key, value)
-        return self.linear(output_projection, output)
+            query, key, value = (narrow(walk, joint, elements) for elements in parts)
+            query, key = rotary_both(walk, arch, query, key)
+        else:
+            query, key, value = split(walk, joint, parts)
+        output, weights = attend(walk, arch, self.setting, self.masked, query, key, value)
+        return self.linear(output_projection, output), weights
 
     def _forward_gpt2(self, x: Ghost) -> Ghost:
         """GPT-2: layer norms, no rotary embedding, an ungated feed-forward block."""
         walk = self.walk
         residual = x
         hidden = layer_norm(walk, x, *self._weight("ln_1"))
-        output = self._joint_attention(hidden, "attn.c_attn", "attn.c_proj")
+        output, _weights = self._joint_attention(hidden, "attn.c_attn", "attn.c_proj")
         hidden = add(walk, output, residual)
         residual = hidden
         hidden = layer_norm(walk, hidden, *self._weight("ln_2"))
@@ -187,12 +195,12 @@ class Layer:
         return rounded(parameter.elements * self.setting.base_bytes), name in self.chosen.trained
 
 
-def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, *, unit_offset: bool) -> Ghost:
-    """`Qwen2RMSNorm.forward`, or Gemma's with `unit_offset`; `rows` values are normalised each by their own root."""
+def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, *, wide: bool) -> Ghost:
+    """`Qwen2RMSNorm.forward`, or with `wide` that of Gemma and gpt-oss; each of `rows` has a root of its own."""
     itemsize = x.itemsize
     x = cast(walk, x, FLOAT)
     x = multiply(walk, x, power_mean(walk, x, rows))
-    if unit_offset:
+    if wide:
         return cast(walk, scale_by_weight(walk, x, weight, trained), itemsize)
     return scale_by_weight(walk, cast(walk, x, itemsize), weight, trained)
 
@@ -203,8 +211,8 @@ def new_gelu(walk: Walk, x: Ghost) -> Ghost:
     return multiply(walk, scale(walk, x), add_number(walk, inner))
 
 
-def rotary_both(walk: Walk, query: Ghost, key: Ghost) -> tuple[Ghost, Ghost]:
+def rotary_both(walk: Walk, arch: Architecture, query: Ghost, key: Ghost) -> tuple[Ghost, Ghost]:
     """`apply_rotary_pos_emb`; query and key stay referred to by the caller until it returns."""
-    rotated_query = rotary(walk, query)
-    rotated_key = rotary(walk, key)
+    rotated_query = rotary(walk, arch, query)
+    rotated_key = rotary(walk, arch, key)
     return rotated_query, rotated_key

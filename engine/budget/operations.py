@@ -7,9 +7,13 @@ Each is written after its torch counterpart (named in the docstring); derivative
 
 from __future__ import annotations
 
-from engine.budget.ghost import TOKEN, Ghost, Storage, Walk
+from collections.abc import Sequence
+
+from engine.budget.ghost import TOKEN, Back, Ghost, Storage, Walk
 
 FLOAT = 4
+INDEX = 8
+"""Bytes of an int64."""
 
 
 def linear(walk: Walk, x: Ghost, outputs: int, weight: int, trained: bool, bias: int = 0) -> Ghost:
@@ -64,6 +68,35 @@ def multiply(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
     needed = left_wanted or right_wanted
     saved = walk.save(left if right_wanted else None, right if left_wanted else None) if needed else None
     return walk.result(left.elements, max(left.itemsize, right.itemsize), [left, right], back, saved)
+
+
+def subtract(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
+    """`left - right`, where right may be broadcast: it gets the negated gradient, made in full and then summed."""
+    full, right_size = left.size, right.size
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        negated = walk.allocate(full)
+        return [gradient, negated if right_size == full else walk.allocate(right_size)]
+
+    return walk.result(left.elements, left.itemsize, [left, right], back)
+
+
+def concatenate(walk: Walk, parts: Sequence[Ghost]) -> Ghost:
+    """`torch.cat`: backward hands on views of the gradient."""
+    elements, count = sum(part.elements for part in parts), len(parts)
+    return walk.result(elements, parts[0].itemsize, parts, lambda gradient: [gradient] * count)
+
+
+def copy(walk: Walk, x: Ghost) -> Ghost:
+    """`contiguous()` where it has to copy."""
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
+
+
+def gather(walk: Walk, x: Ghost, index: Ghost, elements: int) -> Ghost:
+    """`x[index]`: the index is saved, backward adds into zeros."""
+    size = x.size
+    saved = walk.save(index) if x.node is not None else None
+    return walk.result(elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
 
 
 def scale(walk: Walk, x: Ghost) -> Ghost:
@@ -153,11 +186,30 @@ def saves_output(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
     return output
 
 
-def narrow(walk: Walk, x: Ghost, parts: int, of: int) -> Ghost:
-    """A slice, `parts` of `of`: shares the tensor's storage; backward puts the gradient into zeros of full size."""
+def narrow(walk: Walk, x: Ghost, elements: int) -> Ghost:
+    """A slice: shares the tensor's storage; backward puts the gradient into zeros of full size."""
     size = x.size
-    output = walk.result(0, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
-    output.storage, output.elements = x.storage, x.elements * parts // of
+    return _view(walk, x, elements, lambda gradient: [walk.allocate(size)])
+
+
+def split(walk: Walk, x: Ghost, parts: Sequence[int]) -> list[Ghost]:
+    """`Tensor.split` and `chunk`: views of one tensor, whose gradients are joined once all are there."""
+    size = x.size
+    whole = _view(walk, x, x.elements, lambda gradient: [walk.allocate(size)])
+    if whole.node is not None:
+        whole.node.joins = True
+    return [_view(walk, whole, elements, lambda gradient: [gradient]) for elements in parts]
+
+
+def halves(walk: Walk, x: Ghost) -> list[Ghost]:
+    """`chunk(2)`."""
+    return split(walk, x, [x.elements // 2] * 2)
+
+
+def _view(walk: Walk, x: Ghost, elements: int, back: Back) -> Ghost:
+    """`elements` of a tensor, in its own storage."""
+    output = walk.result(0, x.itemsize, [x], back)
+    output.storage, output.elements = x.storage, elements
     if output.node is not None:
         output.node.size = output.size
     return output

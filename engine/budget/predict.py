@@ -19,8 +19,6 @@ from engine.budget.step import (
     Growth,
     PhaseCost,
     Shape,
-    input_growth,
-    position_bytes,
     prune,
     shape_of,
     step_cost,
@@ -54,14 +52,12 @@ class CostModel:
     static_bytes: int
     growths: tuple[Growth, ...]
     """Live sets, one of which decides at any shape."""
-    position_bytes: int
     chunk_tokens: int
 
     def bytes(self, rows: int, length: int) -> int:
         """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
-        _, tokens, squares, chunk, following = shape_of(rows, length, self.chunk_tokens)
-        peaks = [g[0] + g[1] * tokens + g[2] * squares + g[3] * chunk + g[4] * following for g in self.growths]
-        return max(peaks) + length * self.position_bytes
+        shape = shape_of(rows, length, self.chunk_tokens)
+        return max(growth.at(shape) for growth in self.growths)
 
 
 def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
@@ -76,15 +72,16 @@ def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
 def _cost_model(arch: Architecture, setting: Setting, accumulating: bool) -> CostModel:
     static = static_bytes(arch, setting).total.static
     growths = _growths(arch, setting, accumulating)
-    return CostModel(static, growths, position_bytes(arch, setting), setting.chunk_tokens)
+    return CostModel(static, growths, setting.chunk_tokens)
 
 
 def _growths(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
     """Every live set that decides some shape, above the static bytes."""
     candidates = [Growth(static_bytes(arch, setting).total.gradients)]
-    for name, phase in step_cost(arch, setting, accumulating).items():
-        around = phase.saved.plus(input_growth(arch, setting, name)).plus(Growth(phase.gradients))
-        candidates.extend(around.plus(working) for working in phase.working)
+    for phases in step_cost(arch, setting, accumulating).values():
+        for phase in phases:
+            around = phase.saved.plus(phase.inputs).plus(Growth(phase.gradients))
+            candidates.extend(around.plus(working) for working in phase.working)
     return prune(candidates)
 
 
@@ -92,13 +89,11 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
     """The whole table for a micro-batch of `rows` sequences padded to `length` tokens."""
     setting = setting_of(arch, spec)
     shape = shape_of(rows, length, setting.chunk_tokens)
-    positions = position_bytes(arch, setting) * length
     total = static_bytes(arch, setting).total
     held = {"weights": total.weights, "adapters": total.adapters, "optimizer": total.optimizer}
     phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
-    for name, phase in step_cost(arch, setting, rows < spec.recipe.train.batch_size).items():
-        inputs = input_growth(arch, setting, name).at(shape) + positions
-        phases[name] = held | _components(phase, shape, inputs)
+    for name, costs in step_cost(arch, setting, rows < spec.recipe.train.batch_size).items():
+        phases[name] = held | _components(max(costs, key=lambda cost: cost.at(shape)), shape)
     phases["optimizer_step"] = {**held, "gradients": total.gradients}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
     deciding = max(sums, key=sums.__getitem__)
@@ -107,11 +102,11 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
     return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
 
 
-def _components(phase: PhaseCost, shape: Shape, inputs: int) -> dict[str, int]:
+def _components(phase: PhaseCost, shape: Shape) -> dict[str, int]:
     """One row of the table above the static bytes."""
     parts = dict.fromkeys(("gradients", "activations", "recompute", "loss", "buffers"), 0)
     parts["gradients"] += phase.gradients
     parts["activations"] += phase.saved.at(shape)
-    parts["buffers"] += inputs
+    parts["buffers"] += phase.inputs.at(shape)
     parts[phase.label] += max(working.at(shape) for working in phase.working)
     return {component: size for component, size in parts.items() if size}

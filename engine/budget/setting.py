@@ -46,9 +46,10 @@ class Setting:
     optimizer: Optimizer
     momentum: bool
     attention: Literal["flash", "sdpa", "eager"]
-    masked: bool
-    """Whether attention gets a mask: packed documents, or a sliding window shorter than the sequence. Padding on the
-    right needs none."""
+    packed: bool
+    """Several documents in a row, kept apart by the attention mask. Padding on the right needs no mask."""
+    window_reached: bool
+    """Sequences may be longer than the model's sliding window."""
     quantized: bool
     metered: bool
     """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
@@ -72,8 +73,6 @@ class Setting:
 def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
     """Resolve a run spec for this architecture."""
     recipe = spec.recipe
-    slides = arch.sliding_window is not None and recipe.data.max_length > arch.sliding_window
-    masked = recipe.data.packing or slides
     method, lora = recipe.method, recipe.method.kind == "lora"
     return Setting(
         dtype=resolved_dtype(spec),
@@ -91,7 +90,8 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         optimizer=recipe.train.optimizer,
         momentum=recipe.train.momentum > 0,
         attention=resolved_attention(arch, spec),
-        masked=masked,
+        packed=recipe.data.packing,
+        window_reached=arch.sliding_window is not None and recipe.data.max_length > arch.sliding_window,
         quantized=recipe.model.quantize == "nf4",
         metered=spec.profile.device.kind == "metered",
     )

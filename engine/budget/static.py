@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.parameters import (
+    HEAD,
     Parameter,
     compile_globs,
     layer_parameters,
@@ -60,7 +61,6 @@ class Tensors:
 class StaticBytes:
     """The whole model's tensors, split by where they sit."""
 
-    first_layer: Tensors
     layers: Tensors
     """All layers together."""
     outer: Tensors
@@ -89,15 +89,15 @@ def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
     for layer in range(arch.layers):
         chosen = select_layer(arch, setting, layer)
         layers[chosen] = layers.get(chosen, 0) + 1
-    per_kind = {chosen: _layer_tensors(arch, setting, chosen) for chosen in layers}
+    per_kind = {chosen: layer_tensors(arch, setting, chosen) for chosen in layers}
     total = Tensors()
     for chosen, count in layers.items():
         total = total.plus(per_kind[chosen], count)
     trained = selected_outer(arch, setting)
     outer = _tensors(((p, p.name in trained, False) for p in outer_parameters(arch)), setting)
+    outer = outer.plus(Tensors(weights=BLOCK_BYTES * arch.buffers))
     gradients = {p.name: rounded(p.elements * setting.base_bytes) for p in outer_parameters(arch) if p.name in trained}
     return StaticBytes(
-        first_layer=per_kind[select_layer(arch, setting, 0)],
         layers=total,
         outer=outer,
         embedding_gradient=gradients.get(outer_parameters(arch)[0].name, 0),
@@ -116,6 +116,12 @@ def select_layer(arch: Architecture, setting: Setting, layer: int) -> Selection:
 def selected_outer(arch: Architecture, setting: Setting) -> frozenset[str]:
     """Names outside the layers that are trained."""
     return frozenset(p.name for p in outer_parameters(arch) if is_trained(p.name, setting))
+
+
+def embedding_learns(arch: Architecture, setting: Setting) -> bool:
+    """Whether what goes into the first layer needs a gradient: a trained token or position table."""
+    tables = [p.name for p in outer_parameters(arch) if p.shape[-1] == arch.hidden and len(p.shape) == 2]
+    return any(name in selected_outer(arch, setting) for name in tables if name != HEAD)
 
 
 def is_trained(name: str, setting: Setting) -> bool:
@@ -140,7 +146,8 @@ def _named(patterns: tuple[str, ...], module: str) -> bool:
     return bool(compile_globs(patterns + tuple(f"**.{pattern}" for pattern in patterns)).fullmatch(module))
 
 
-def _layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
+@lru_cache(maxsize=256)
+def layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
     """Bytes of one layer."""
     return _tensors(((p, p.name in chosen.trained, p.name in chosen.adapted) for p in layer_parameters(arch)), setting)
 

@@ -9,7 +9,7 @@ Try: `python -m pytest tests/budget/test_step.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,16 +17,14 @@ from typing import NamedTuple
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import TOKEN, Ghost, Node, Walk, unpack
 from engine.budget.head import Head
+from engine.budget.kinds import Kind, body_learns, kinds_of
 from engine.budget.layer import Layer
+from engine.budget.operations import FLOAT, INDEX
 from engine.budget.setting import Setting
-from engine.budget.static import Selection, select_layer, static_bytes
+from engine.budget.static import layer_tensors, static_bytes
 
 INPUT_BYTES = 24
 """Per token: input ids, labels and the targets among them, int64."""
-
-
-TWO_MASKS = ("gemma2", "gemma3_text", "gpt_oss")
-"""Families that alternate full and sliding attention, and so hold a mask of each kind."""
 
 
 class Shape(NamedTuple):
@@ -41,6 +39,10 @@ class Shape(NamedTuple):
     """Tokens of the first chunk of the loss."""
     following: int
     """Tokens of its second chunk."""
+    positions: int
+    """Of one row."""
+    pairs: int
+    """positions²."""
 
 
 def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
@@ -48,7 +50,8 @@ def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
     positions = max(1, length - 1)
     tokens = rows * positions
     chunk = min(tokens, chunk_tokens)
-    return Shape(1, tokens, tokens * positions, chunk, min(tokens - chunk, chunk_tokens))
+    following = min(tokens - chunk, chunk_tokens)
+    return Shape(1, tokens, tokens * positions, chunk, following, positions, positions * positions)
 
 
 class Growth(NamedTuple):
@@ -59,6 +62,8 @@ class Growth(NamedTuple):
     square: int = 0
     chunk: int = 0
     following: int = 0
+    position: int = 0
+    pair: int = 0
 
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
@@ -80,6 +85,13 @@ class PhaseCost:
     """What else is live, at each local maximum that some shape may be decided by."""
     label: str
     """The component the working bytes are shown as."""
+    inputs: Growth
+    """The batch, its positions and masks."""
+
+    def at(self, shape: Shape) -> int:
+        """Bytes at a shape."""
+        around = self.gradients + self.saved.at(shape) + self.inputs.at(shape)
+        return around + max(working.at(shape) for working in self.working)
 
 
 @dataclass(frozen=True)
@@ -92,61 +104,102 @@ class Walked:
 
 
 @lru_cache(maxsize=256)
-def step_cost(arch: Architecture, setting: Setting, accumulating: bool) -> dict[str, PhaseCost]:
-    """Phases of one micro-batch; `accumulating` when an earlier one of the same step has left gradients."""
+def step_cost(arch: Architecture, setting: Setting, accumulating: bool) -> dict[str, tuple[PhaseCost, ...]]:
+    """Phases of one micro-batch, each as alternatives of which the largest counts.
+
+    `accumulating` when an earlier micro-batch of the same step has left gradients.
+    """
     static = static_bytes(arch, setting)
-    layer = walk_layer(arch, setting, select_layer(arch, setting, arch.layers - 1), accumulating)
-    below, through = _kept(arch, setting, layer, accumulating)
-    head = walk_head(arch, setting, accumulating)
     everything, table = static.total.gradients, static.embedding_gradient
     held = everything if accumulating else 0
     # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
     waiting = table if arch.tied else 0
+    kept, kinds = _kept(arch, setting, accumulating), kinds_of(arch, setting)
+    batch = inputs(arch, setting, kinds if setting.checkpointing else ())
+    head = PhaseCost(held, kept[-1], walk_head(arch, setting, accumulating), "loss", batch)
+    phases = {"forward": _forward(arch, setting, accumulating, held), "loss_backward": (head,)}
     early = held + waiting if accumulating else static.head_gradient + waiting
-    late = early if accumulating else early + static.layers.gradients - static.first_layer.gradients
-    label = "recompute" if setting.checkpointing else "activations"
-    phases = {
-        "forward": PhaseCost(held, below, layer.forward, label),
-        "loss_backward": PhaseCost(held, through, head, "loss"),
-        "layer_first": PhaseCost(early, below, layer.backward, label),
-        "layer_last": PhaseCost(late, Growth(), layer.backward, label),
-    }
+    phases |= _backward(arch, setting, accumulating, early)
     if table:
         # Tied: the head's gradient, the embedding's, and their sum are live at once.
         before = held + waiting if accumulating else everything - (0 if arch.tied else table)
         working = Growth((2 if arch.tied else 1) * table, arch.hidden * setting.base_bytes)
-        phases["embedding_backward"] = PhaseCost(before, Growth(), (working,), "gradients")
+        batch = inputs(arch, setting, ())
+        phases["embedding_backward"] = (PhaseCost(before, Growth(), (working,), "gradients", batch),)
     return phases
 
 
-def _kept(arch: Architecture, setting: Setting, layer: Walked, accumulating: bool) -> tuple[Growth, Growth]:
-    """What all layers but the last keep for backward, and what all of them keep.
+def _forward(arch: Architecture, setting: Setting, accumulating: bool, held: int) -> tuple[PhaseCost, ...]:
+    """The last layer of each kind, behind all that those before it keep."""
+    kinds, kept = kinds_of(arch, setting), _kept(arch, setting, accumulating)
+    last = {kind: layer for layer, kind in enumerate(kinds)}
+    label = "recompute" if setting.checkpointing else "activations"
+    batch, embeddings = inputs(arch, setting, kinds), _embeddings_held(arch, setting)
+    return tuple(
+        PhaseCost(
+            held,
+            kept[layer].plus(embeddings, int(layer > 0)),
+            walk_layer(arch, setting, kind, accumulating).forward,
+            label,
+            batch,
+        )
+        for kind, layer in last.items()
+    )
 
-    Nothing before the first layer learns in LoRA, so that its frozen parts save less.
-    """
-    first = layer.saved
-    if not setting.checkpointing and arch.layers > 1 and not static_bytes(arch, setting).embedding_gradient:
-        first = walk_layer(arch, setting, select_layer(arch, setting, 0), accumulating, False).saved
-    below = first.plus(layer.saved, arch.layers - 2) if arch.layers > 1 else Growth()
-    return below, below.plus(layer.saved)
+
+def _embeddings_held(arch: Architecture, setting: Setting) -> Growth:
+    """The model's frame holds what the embedding gave until all layers are done, saved by the first one or not."""
+    saved = setting.checkpointing or (kinds_of(arch, setting)[0].follows and setting.base_bytes == FLOAT)
+    summed = arch.layout == "gpt2"  # positions are added: the sum goes in, and the frame holds both
+    return Growth(token=arch.hidden * setting.base_bytes * (int(not saved) + int(summed)))
+
+
+def _backward(
+    arch: Architecture, setting: Setting, accumulating: bool, early: int
+) -> dict[str, tuple[PhaseCost, ...]]:
+    """The first and the last layer of each kind that backward comes to; in between sizes change evenly."""
+    kinds, kept = kinds_of(arch, setting), _kept(arch, setting, accumulating)
+    label = "recompute" if setting.checkpointing else "activations"
+    first: dict[Kind, PhaseCost] = {}
+    last: dict[Kind, PhaseCost] = {}
+    gradients = early
+    for layer in reversed(range(arch.layers)):
+        kind = kinds[layer]
+        if not kind.learns:
+            break
+        working = walk_layer(arch, setting, kind, accumulating).backward
+        batch = inputs(arch, setting, kinds[: layer + 1] if setting.checkpointing else ())
+        last[kind] = PhaseCost(gradients, kept[layer], working, label, batch)
+        first.setdefault(kind, last[kind])
+        gradients += 0 if accumulating else layer_tensors(arch, setting, kind.chosen).gradients
+    phases = {"layer_first": tuple(first.values()), "layer_last": tuple(last.values())}
+    return {name: costs for name, costs in phases.items() if costs}
 
 
 @lru_cache(maxsize=256)
-def walk_layer(
-    arch: Architecture, setting: Setting, chosen: Selection, accumulating: bool, input_gradient: bool = True
-) -> Walked:
-    """Forward and backward of one layer by itself; `input_gradient` where something before it learns."""
+def _kept(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
+    """What the layers below each layer keep for backward; the last entry is what all of them keep."""
+    kept = [Growth()]
+    for kind in kinds_of(arch, setting):
+        kept.append(kept[-1].plus(walk_layer(arch, setting, kind, accumulating).saved))
+    return tuple(kept)
+
+
+@lru_cache(maxsize=256)
+def walk_layer(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> Walked:
+    """Forward and backward of one layer by itself. Where nothing learns, nothing is saved and there is no backward."""
     walk = Walk(in_place_sums=not setting.metered, accumulating=accumulating)
-    layer = Layer(walk, arch, setting, chosen)
-    arguments = [_entry(walk, arch, setting, input_gradient)]
+    layer = Layer(walk, arch, setting, kind)
+    arguments = [_entry(walk, arch, setting, kind.follows)]
     if setting.checkpointing:  # the checkpoint holds its input until the layer's backward is over
         output = walk.checkpoint(lambda: layer.forward(arguments[0]))
     else:
         output = layer.forward(arguments.pop())
     forward = prune(growth(size) for size in walk.take_peaks())
+    if output.node is None:
+        return Walked(forward, Growth(), ())
     saved, size, node = walk.live - output.size, output.size, output.node
     del output
-    assert node is not None
     walk.backward(node, walk.allocate(size))
     return Walked(forward, growth(saved), prune(growth(size) for size in walk.take_peaks()))
 
@@ -154,14 +207,14 @@ def walk_layer(
 def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
     """Local maxima from the last layer's output to the loss and back to that output's gradient."""
     walk = Walk(in_place_sums=not setting.metered, accumulating=accumulating)
-    arguments = [_entry(walk, arch, setting)]
+    arguments = [_entry(walk, arch, setting, body_learns(arch, setting))]
     loss = Head(walk, arch, setting).forward(arguments.pop())
     assert loss.node is not None
     walk.backward(loss.node, walk.allocate(0))
     return prune(growth(size) for size in walk.take_peaks())
 
 
-def _entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool = True) -> Ghost:
+def _entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> Ghost:
     """Hidden states, as a rule with a gradient to come."""
     hidden = walk.new(arch.hidden * TOKEN, setting.base_bytes)
     if gradient:
@@ -183,16 +236,29 @@ def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
     return tuple(kept)
 
 
-def input_growth(arch: Architecture, setting: Setting, phase: str) -> Growth:
-    """What the batch itself and its masks hold; only checkpoints keep masks for after the forward pass."""
-    eager = setting.attention == "eager"
-    gone = phase != "forward" and not setting.checkpointing
-    if gone or not (setting.masked or eager) or setting.attention == "flash":
-        return Growth(token=INPUT_BYTES)
-    kinds = 2 if arch.sliding_window is not None and arch.model_type in TWO_MASKS else 1
-    return Growth(token=INPUT_BYTES + 8, square=kinds * (setting.base_bytes if eager else 1))
+def inputs(arch: Architecture, setting: Setting, kinds: Sequence[Kind]) -> Growth:
+    """What a batch holds beside activations: ids and targets, positions and their rotary tables, and a mask for each
+    way of attending among `kinds`. Rows share positions and masks unless each is packed differently, or eager."""
+    masks = len({_mask_of(arch, setting, kind) for kind in kinds} - {None})
+    if setting.attention == "eager":
+        shared = Growth(token=INPUT_BYTES, square=masks * setting.base_bytes)
+    elif setting.packed:
+        shared = Growth(token=INPUT_BYTES, square=masks)
+    else:
+        shared = Growth(token=INPUT_BYTES, pair=masks)
+    positions = _position_bytes(arch, setting)
+    return shared.plus(Growth(token=positions) if setting.packed else Growth(position=positions))
 
 
-def position_bytes(arch: Architecture, setting: Setting) -> int:
-    """Per position, shared by all rows: its id (int64) and its row of the rotary tables (cos and sin)."""
-    return 8 + 2 * arch.head_dim * setting.base_bytes
+def _mask_of(arch: Architecture, setting: Setting, kind: Kind) -> bool | None:
+    """Which mask a layer attends through: the full one (False), the window's (True), or none."""
+    if setting.attention == "flash" or not (setting.attention == "eager" or kind.masked):
+        return None
+    return kind.slides
+
+
+def _position_bytes(arch: Architecture, setting: Setting) -> int:
+    """A position's id (int64), and its rows of cos and sin, once for every kind of layer that has its own."""
+    turned = int(arch.head_dim * arch.rotary_share)
+    width = {"gpt2": 0, "gpt_oss": turned // 2}.get(arch.layout, turned)
+    return INDEX + 2 * width * setting.base_bytes * arch.rotary_tables

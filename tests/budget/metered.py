@@ -36,6 +36,28 @@ GEMMA3: dict[str, Any] = {
     "sliding_window": 64, "pad_token_id": 0,
 }
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0,
+}
+PHI3: dict[str, Any] = {"model_type": "phi3", **SMALL, "sliding_window": None}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 900, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", **SMALL, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96, "norm_topk_prob": True,
+}
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", **SMALL, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 64,
+}
+FAMILIES = (QWEN2, QWEN3, LLAMA, MISTRAL, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, QWEN3_MOE, GPT_OSS)
+
 
 def run_spec(start: str | Path = "builtin:tiny", device: dict[str, Any] | None = None, **tables: Any) -> RunSpec:
     """A run spec with any of the recipe's tables, on a roomy metered device."""

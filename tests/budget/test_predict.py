@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 
 from engine.budget.architecture import Architecture, builtin_config, find_architecture, find_config, from_config
+from engine.budget.kinds import kinds_of
 from engine.budget.parameters import layer_parameters
 from engine.budget.predict import COMPONENTS, cost_model, predict
 from engine.budget.setting import setting_of
-from engine.budget.static import select_layer
 from engine.budget.step import walk_layer
-from tests.budget.metered import GEMMA2, LLAMA, MISTRAL, QWEN2, QWEN3, folder_of, measured_step, run_spec
+from tests.budget.metered import (
+    FAMILIES,
+    GEMMA2,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    folder_of,
+    measured_step,
+    run_spec,
+)
 
 H100 = {"kind": "cuda", "memory_gib": 79.2, "compute_capability": 9.0}
 TINY = from_config(builtin_config("builtin:tiny"))
@@ -42,7 +52,7 @@ def published_window(arch: Architecture, method: str, rank: int) -> int:
 def test_layer_window_is_the_one_of_the_specification(model: str, method: str, table: dict[str, Any]) -> None:
     arch = from_config(find_config(model))
     setting = setting_of(arch, run_spec(model, H100, method=table, train={"gradient_checkpointing": True}))
-    walked = walk_layer(arch, setting, select_layer(arch, setting, 0), False)
+    walked = walk_layer(arch, setting, kinds_of(arch, setting)[-1], False)
     assert max(growth.token for growth in walked.backward) == published_window(arch, method, 128)
 
 
@@ -64,6 +74,9 @@ CELLS = [
     (GEMMA2, LORA, "float32", {"gradient_checkpointing": True}, 2, 160, 1),
     (GEMMA2, FULL, "bfloat16", {"gradient_checkpointing": False}, 2, 200, 2),
 ]
+CELLS += [(family, LORA, "bfloat16", {"gradient_checkpointing": True}, 2, 200, 1) for family in FAMILIES]
+CELLS += [(family, FULL, "bfloat16", {"gradient_checkpointing": False}, 2, 200, 2) for family in FAMILIES]
+CELLS += [(family, FULL, "float32", {"gradient_checkpointing": True}, 2, 200, 1) for family in FAMILIES]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]['model_type']}-{cell[1]}-{cell[2]}-{cell[3]}")
@@ -79,7 +92,7 @@ def test_peak_is_the_one_the_metered_device_counts(cell: tuple[Any, ...], tmp_pa
     predicted = predict(find_architecture(spec), spec, rows=rows, length=length)
     static, peak = measured_step(spec, rows, length, micro_batches)
     assert cost_model(find_architecture(spec), spec).static_bytes == pytest.approx(static, abs=4096)
-    assert -0.001 <= predicted.peak_bytes / peak - 1 <= 0.01
+    assert -0.002 <= predicted.peak_bytes / peak - 1 <= 0.005
 
 
 @pytest.mark.parametrize("method", [LORA, FULL], ids=str)

@@ -1,0 +1,46 @@
+"""Layers told apart by what learns in them, their attention mask, and where gradients stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.budget.architecture import Architecture, builtin_config, from_config
+from engine.budget.kinds import Kind, kinds_of
+from engine.budget.setting import setting_of
+from tests.budget.metered import GEMMA2, GEMMA3, GPT_OSS, MISTRAL, QWEN2, run_spec
+
+TINY = from_config(builtin_config("builtin:tiny"))
+
+
+def kinds(arch: Architecture, **tables: Any) -> tuple[Kind, ...]:
+    return kinds_of(arch, setting_of(arch, run_spec(**tables)))
+
+
+def test_nothing_below_the_first_adapter_learns() -> None:
+    assert [kind.follows for kind in kinds(TINY)] == [False] + [True] * (TINY.layers - 1)
+
+
+def test_training_the_embeddings_sends_gradients_through_every_layer() -> None:
+    assert all(kind.follows for kind in kinds(TINY, method={"kind": "full"}))
+
+
+def test_layers_below_the_lowest_one_that_learns_have_no_backward() -> None:
+    last = TINY.layers - 1
+    found = kinds(TINY, method={"kind": "full", "train_only": [f"model.layers.{last}.**"]})
+    assert [kind.learns for kind in found] == [False] * last + [True]
+
+
+def test_only_layers_with_a_window_that_sequences_exceed_need_a_mask() -> None:
+    gemma = from_config({**GEMMA3, "num_hidden_layers": 7})
+    long, short = {"data": {"max_length": 128}}, {"data": {"max_length": 64}}
+    assert [kind.masked for kind in kinds(gemma, **long)] == [True] * 5 + [False] + [True]
+    assert not any(kind.masked for kind in kinds(gemma, **short))
+
+
+def test_window_patterns_are_those_of_the_families() -> None:
+    sliding = {config["model_type"]: from_config(config).sliding_layers for config in (GEMMA2, GPT_OSS, MISTRAL)}
+    assert sliding["gemma2"] == (True, False, True)
+    assert sliding["gpt_oss"] == (True, False, True, False)
+    assert from_config({**MISTRAL, "sliding_window": 4096}).sliding_layers == (True,) * 3
+    switched_off = from_config({**QWEN2, "sliding_window": 99, "max_window_layers": 2})
+    assert sliding["mistral"] == () == switched_off.sliding_layers
