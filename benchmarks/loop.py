@@ -22,40 +22,27 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    PrinterCallback,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.job import BATCH, MICRO, RATE, RECIPE_MODEL, Job, padded, quietly, spec_of, write_job
 from engine.device import open_device
 from engine.device.base import Device
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.recipe import Model
-from engine.spec.run import RunSpec
 from engine.train.journal import Journal
 from engine.train.loop import reporter
 from engine.train.optimizer import set_learning_rates
 from engine.train.setup import set_up
 from engine.train.transaction import StepTransaction
 
-RECIPE_MODEL = Model(id="builtin:tiny", tokenizer="builtin:bytes", init="random")
-BATCH, MICRO = 32, 8
-RATE = 1e-3
 WARM_UP_STEPS = 3
 """Left out: they pay for the process, its heap and its kernels."""
 
@@ -63,72 +50,13 @@ StepDone = Callable[[], None]
 """Called by a contestant after each optimizer step; returns when it may go on."""
 
 
-@dataclass
-class Job:
-    """A model folder, token sequences, and the number of steps."""
-
-    folder: Path
-    sequences: list[list[int]]
-    steps: int
-
-    @property
-    def tokens_per_step(self) -> list[int]:
-        """Real tokens of each step, in order."""
-        lengths = [len(sequence) for sequence in self.sequences]
-        return [sum(lengths[start : start + BATCH]) for start in range(0, self.steps * BATCH, BATCH)]
-
-
 def make_job(folder: Path, *, mixed: bool, vocabulary: int, steps: int, hidden: int = 192) -> Job:
-    """A random Qwen2 of about 2 M parameters beside its embedding, and data: 256 tokens each, or log-normal lengths."""
-    folder.mkdir(parents=True)
-    torch.manual_seed(0)
-    tokenizer = load_tokenizer(RECIPE_MODEL)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """256 tokens each, or log-normal lengths."""
     drawn = random.Random(1)
     lengths = [
         max(8, min(512, int(drawn.lognormvariate(4.2, 0.9)))) if mixed else 256 for _ in range(steps * BATCH)
     ]
-    letters = "abcdefghijklmnopqrstuvwxyz     "
-    texts = ["".join(drawn.choices(letters, k=length - 1)) for length in lengths]
-    with (folder / "samples.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    return Job(folder, [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts], steps)
-
-
-def spec_of(job: Job, device: str) -> RunSpec:
-    """The engine's settings for a job."""
-    recipe = {
-        "name": "bench",
-        "model": {"id": str(job.folder), "dtype": "float32", "tokenizer": str(job.folder)},
-        "method": {"kind": "full"},
-        "data": {
-            "sources": [{"name": "main", "path": str(job.folder / "samples.jsonl")}],
-            "shuffle": False,
-            "max_length": 513,
-        },
-        "train": {
-            "max_steps": job.steps,
-            "batch_size": BATCH,
-            "micro_batch": MICRO,
-            "learning_rate": RATE,
-            "scheduler": "constant",
-            "gradient_checkpointing": False,
-        },
-    }
-    profile = {"name": "bench", "device": {"kind": device, "memory_gib": 64.0}}
-    return RunSpec.model_validate({"name": "bench", "profile": profile, "recipe": recipe})
+    return write_job(folder, lengths, vocabulary=vocabulary, hidden=hidden, steps=steps)
 
 
 def ours(job: Job, device: Device, step_done: StepDone) -> None:
@@ -231,24 +159,6 @@ def sft(job: Job, _device: Device, step_done: StepDone) -> None:
         quietly(
             SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks)
         )
-
-
-def quietly(trainer: Trainer) -> None:
-    """Train without a printed line per step."""
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-
-
-def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """What DataCollatorWithPadding does, for rows that carry labels."""
-    width = max(len(row["input_ids"]) for row in rows)
-    ids, labels, mask = (torch.full((len(rows), width), filler) for filler in (0, -100, 0))
-    for number, row in enumerate(rows):
-        length = len(row["input_ids"])
-        ids[number, :length] = torch.tensor(row["input_ids"])
-        labels[number, :length] = torch.tensor(row["labels"])
-        mask[number, :length] = 1
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
 Contestant = Callable[[Job, Device, StepDone], None]

@@ -130,7 +130,7 @@ class Ledger:
         neighbour = f" A neighbour holds {amount(elsewhere)}." if elsewhere else ""
         planned = " This request was refused on purpose (fault injection)." if size_bytes <= free else ""
         error = torch.OutOfMemoryError(
-            f"Out of memory on the metered (simulated) device. Tried to allocate {amount(size_bytes)} in {operation}. "
+            f"The metered (simulated) device is out of memory. Tried to allocate {amount(size_bytes)} in {operation}. "
             f"The device has a total capacity of {amount(self.capacity_bytes)} of which {amount(max(free, 0))} is "
             f"free; {amount(self.allocated_bytes)} is allocated in {len(self.live)} blocks.{neighbour}{planned}"
         )

@@ -84,9 +84,12 @@ class Standing:
 
 
 def retry(now: Situation) -> Remedy | None:
-    """Once a step, redo unchanged what has succeeded before: the cause was passing."""
+    """Once a step, redo unchanged what has succeeded before: the cause was passing. Not beside a neighbour that is seen
+    to have taken the room it needs."""
     cost = now.micro_batch.cost_bytes if now.micro_batch else 0
     if "retry" in now.tried or cost > now.budget.proven_bytes:
+        return None
+    if now.squeezed and cost * now.budget.slope > now.room_bytes:
         return None
     return Remedy("retry")
 

@@ -31,6 +31,7 @@ from engine.model.quiet import without_bars
 from engine.spec.load import load_run_spec
 from engine.spec.run import RunSpec
 from engine.train.control import Wishes
+from engine.train.failure import quick_to_collect
 from engine.train.journal import Journal
 from engine.train.loop import Ending, Training, reporter
 from engine.train.setup import set_up
@@ -101,7 +102,7 @@ def _train(
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)
-        with _checkpoint_on_failure(training):
+        with quick_to_collect(), _checkpoint_on_failure(training):
             ending = training.run()
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
