@@ -38,8 +38,8 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.model.tokenizer import load_tokenizer
 from engine.train.journal import Journal
-from engine.train.loop import reporter
 from engine.train.optimizer import set_learning_rates
+from engine.train.report import reporter
 from engine.train.setup import set_up
 from engine.train.transaction import StepTransaction
 
@@ -65,7 +65,7 @@ def ours(job: Job, device: Device, step_done: StepDone) -> None:
         place = RunDirectory(Path(folder))
         with EventWriter(place) as writer:
             journal = Journal(writer)
-            bench = set_up(spec_of(job, device.kind), device, journal, reporter(journal, device.capacity_bytes))
+            bench = set_up(spec_of(job, device.kind), device, journal, reporter(journal, device))
             transaction = StepTransaction(bench.parts)
             for step in range(1, job.steps + 1):
                 set_learning_rates(bench.parts.optimizer, bench.schedule.factor(step))

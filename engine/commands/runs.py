@@ -97,10 +97,10 @@ def show(
     reader = SummaryReader(resolve_run(run, runs_folder(runs)))
     summary = reader.refresh()
     if json:
-        extra = {"oom": {"events": reader.state.backoffs, "reports": summary.oom_reports}} if oom else {}
+        extra = {"oom": _oom(reader.directory, reader.state.backoffs, summary.oom_reports)} if oom else {}
         _print_json({**{key: getattr(summary, key) for key in SHOWN}, **extra})
     elif oom:
-        _print_oom(reader.state.backoffs, summary.oom_reports)
+        _print_oom(reader.directory, reader.state.backoffs, summary.oom_reports)
     else:
         _print_summary(summary)
 
@@ -127,11 +127,24 @@ def _print_summary(summary: RunSummary) -> None:
     print_rows(rows + next_steps(summary))
 
 
-def _print_oom(backoffs: list[dict[str, Any]], reports: list[str]) -> None:
+def _oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[str]) -> dict[str, Any]:
+    """Every failure as an event, and the reports that can be read, with their paths."""
+    from engine.journal.oom_page import read_report
+
+    found = [{"path": path, "report": read_report(directory.path / path)} for path in reports]
+    return {"events": backoffs, "reports": found}
+
+
+def _print_oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[str]) -> None:
+    """A line for each failure, then the newest report in full."""
+    from engine.journal.oom_page import page, read_report
     from engine.journal.sentences import clean, sentence
 
     lines = [sentence(event) or "" for event in backoffs] or ["memory never ran out"]
-    sys.stdout.write("\n".join(lines + [f"report: {clean(path)}" for path in reports]) + "\n")
+    lines += ["", *(f"report: {clean(path)}" for path in reports)] if reports else []
+    newest = read_report(directory.path / reports[-1]) if reports else None
+    lines += ["", *page(newest)] if newest else []
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def log(

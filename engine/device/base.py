@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # NVML readings must work where torch does not import
     import torch
@@ -61,6 +61,8 @@ class LiveTensor:
     shape: tuple[int, ...]
     dtype: str
     size_bytes: int
+    key: int
+    """Address of its storage object (`_cdata`), by which a tensor that is known by name is found among these."""
 
 
 class Device(Protocol):
@@ -160,4 +162,8 @@ class Device(Protocol):
 
     def largest(self, count: int) -> list[LiveTensor]:
         """The largest live allocations; empty where the device does not know them one by one."""
+        ...
+
+    def snapshot(self) -> Any:
+        """The allocator's own picture of its blocks, for pytorch.org/memory_viz; None where there is none."""
         ...

@@ -108,6 +108,9 @@ class CpuDevice:
         """Empty: tensors are not counted one by one here."""
         return []
 
+    def snapshot(self) -> None:
+        """None: the C library keeps no such picture."""
+
 
 def open_cpu(spec: RunSpec) -> CpuDevice:
     """The CPU, with the profile's capacity as a figure for planning only."""

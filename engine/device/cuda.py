@@ -13,7 +13,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -121,6 +121,10 @@ class CudaDevice:
     def largest(self, count: int) -> list[LiveTensor]:
         """Empty: the allocator knows blocks, not tensors."""
         return []
+
+    def snapshot(self) -> Any:
+        """Segments and blocks of the caching allocator, as `torch.cuda.memory._dump_snapshot` pickles them."""
+        return torch.cuda.memory._snapshot(self.torch_device)
 
 
 def open_cuda(spec: RunSpec) -> CudaDevice:

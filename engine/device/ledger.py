@@ -58,7 +58,7 @@ class _Entry(weakref.ref[Any]):
     def described(self) -> LiveTensor:
         """For reports."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return LiveTensor(str(self.operation), tuple(self.shape), dtype, self.size_bytes)
+        return LiveTensor(str(self.operation), tuple(self.shape), dtype, self.size_bytes, self.key)
 
 
 class Ledger:

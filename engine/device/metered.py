@@ -129,6 +129,9 @@ class MeteredDevice:
         """The largest counted allocations, largest first."""
         return self._meter.ledger.largest(count)
 
+    def snapshot(self) -> None:
+        """None: the books are in `largest`."""
+
 
 def open_metered(spec: RunSpec) -> MeteredDevice:
     """The metered device with the profile's capacity, shared with a neighbour where $TUNEDECK_NEIGHBOUR names its file.

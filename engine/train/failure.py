@@ -19,6 +19,7 @@ from typing import TypeVar
 from engine.device.base import Device
 from engine.device.oom import classify, flush_autograd
 from engine.errors import MemoryExhaustedError
+from engine.train.holdings import Holdings
 
 T = TypeVar("T")
 
@@ -37,10 +38,17 @@ class Failure:
     allocated_bytes: int
     reserved_bytes: int
     text: str
+    held: Holdings | None = None
+    """Who held it; None where nobody looked."""
 
 
-def attempt(action: Callable[[], None], device: Device, phase: Callable[[], str]) -> Failure | None:
-    """Run `action`; None when it went through, a Failure when memory ran out. Every other exception passes through."""
+def attempt(
+    action: Callable[[], None], device: Device, phase: Callable[[], str], stock: Callable[[], Holdings] | None = None
+) -> Failure | None:
+    """Run `action`; None when it went through, a Failure when memory ran out. Every other exception passes through.
+
+    `stock` is asked who holds the memory while it is still held.
+    """
     try:
         action()
     except (RuntimeError, MemoryError, OSError) as error:
@@ -50,8 +58,9 @@ def attempt(action: Callable[[], None], device: Device, phase: Callable[[], str]
         memory = device.memory()
         kind = "device" if device.kind == "cpu" else found.kind
         failure = Failure(
-            kind, phase(), found.requested_bytes, memory.allocated_bytes, memory.reserved_bytes, found.text
-        )
+            kind, phase(), found.requested_bytes, memory.allocated_bytes, memory.reserved_bytes, found.text,
+            stock() if stock else None,
+        )  # fmt: skip
         _clear_frames(error)
         return failure
     return None

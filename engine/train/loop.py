@@ -6,7 +6,6 @@ The loop owns the order of things and the journal's lines; how a step survives i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from engine.train.control import Wishes
 from engine.train.failure import ATTEMPTS, Failure, retried
 from engine.train.growth import Growth
 from engine.train.journal import Journal, until_there_is_room
+from engine.train.ladder import Remedy
 from engine.train.measure import measured
 from engine.train.optimizer import set_learning_rates
 from engine.train.run_state import Best, RunState, fill_checkpoint, restore
@@ -385,49 +385,8 @@ class Training:
 
     def _retried(self, failure: Failure, remedy: str, number: int) -> None:
         self.state.backoffs += 1
-        write_backoff(self.journal, self.state.step, failure, remedy, None, None, attempt=number)
+        self.parts.report(Backoff(self.state.step, failure, Remedy(remedy), None, None, number))
 
     def _evaluation_failed(self, failure: Failure, remedy: str, before: Any, after: Any) -> None:
         self.state.backoffs += 1
-        write_backoff(self.journal, self.state.step, failure, remedy, before, after, attempt=1)
-
-
-def write_backoff(
-    journal: Journal, step: int, failure: Failure, remedy: str, before: Any, after: Any, *, attempt: int, **more: Any
-) -> None:
-    """One line for one failure."""
-    journal.write(
-        "backoff",
-        step=step,
-        phase=failure.phase,
-        failed_rank=0,
-        cause=failure.kind,
-        requested_bytes=failure.requested_bytes,
-        allocated_bytes=failure.allocated_bytes,
-        reserved_bytes=failure.reserved_bytes,
-        remedy=remedy,
-        before=before,
-        after=after,
-        attempt=attempt,
-        **more,
-    )
-
-
-def reporter(journal: Journal, capacity_bytes: int) -> Callable[[Backoff], None]:
-    """What the step transaction calls with each failure."""
-
-    def report(backoff: Backoff) -> None:
-        write_backoff(
-            journal,
-            backoff.step,
-            backoff.failure,
-            backoff.remedy.name,
-            backoff.remedy.before,
-            backoff.remedy.after,
-            attempt=backoff.attempt,
-            capacity_bytes=capacity_bytes,
-            sequences_before=backoff.rows_before,
-            sequences_after=backoff.rows_after,
-        )
-
-    return report
+        self.parts.report(Backoff(self.state.step, failure, Remedy(remedy, before, after), None, None, 1))

@@ -33,7 +33,9 @@ from engine.spec.run import RunSpec
 from engine.train.control import Wishes
 from engine.train.failure import quick_to_collect
 from engine.train.journal import Journal
-from engine.train.loop import Ending, Training, reporter
+from engine.train.loop import Ending, Training
+from engine.train.oom_report import OomReports, as_it_stands
+from engine.train.report import reporter
 from engine.train.setup import set_up
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
@@ -97,7 +99,9 @@ def _train(
     device = _open(spec, journal, wishes)
     _tell_start(spec, place, journal, device, resume)
     with device.activate():
-        bench = set_up(spec, device, journal, reporter(journal, device.capacity_bytes))
+        reports = OomReports(place, device, lambda: spec)
+        bench = set_up(spec, device, journal, reporter(journal, device, reports))
+        reports.spec = lambda: as_it_stands(bench.spec, bench.parts.loaded)
         training = Training(bench, place, journal, wishes)
         _tell_stage(training, journal)
         if resume:

@@ -26,6 +26,7 @@ from engine.spec.run import RunSpec
 from engine.train.failure import Failure, retried
 from engine.train.journal import Journal
 from engine.train.ladder import Remedy
+from engine.train.oom_report import as_it_stands, avoidance, in_words
 from engine.train.optimizer import StepGuard, allocate_state, build_optimizer
 from engine.train.pricing import Pricing, price, with_remedies
 from engine.train.rollback import Rollback
@@ -92,6 +93,7 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
         may_grow=recipe.backoff.grow and device.kind != "cpu",
         measures=device.kind != "cpu",
         report=report,
+        advise=lambda failure, micro_batch: in_words(avoidance(as_it_stands(spec, loaded), failure, micro_batch)),
     )
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes

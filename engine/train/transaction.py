@@ -28,6 +28,7 @@ from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.costbudget import CostBudget
 from engine.train.failure import ATTEMPTS, Failure, attempt, retried
+from engine.train.holdings import Holdings, holdings
 from engine.train.ladder import Remedy, Situation, Standing, choose
 from engine.train.microbatch import Cost, MicroBatch, plan_micro_batches
 from engine.train.optimizer import StepGuard
@@ -59,11 +60,13 @@ class Backoff:
     step: int
     failure: Failure
     remedy: Remedy
-    rows_before: int
-    """Sequences in the micro-batch that was in flight; 0 when none was."""
-    rows_after: int
-    """Most sequences at a time in the next attempt; 0 when there is none."""
+    rows_before: int | None
+    """Sequences in the micro-batch that was in flight; 0 when none was, None where nothing is cut."""
+    rows_after: int | None
+    """Most sequences at a time in the next attempt; 0 when there is none, None where nothing is cut."""
     attempt: int
+    micro_batch: MicroBatch | None = None
+    """What was in flight."""
 
 
 class RolledBackTooFar(Exception):
@@ -92,6 +95,8 @@ class Parts:
     measures: bool
     """The device's readings are exact (CUDA, metered), so the budget may learn from them."""
     report: Callable[[Backoff], None]
+    advise: Callable[[Failure, MicroBatch | None], str]
+    """What would have helped, in words; empty where nothing can be predicted."""
     static_bytes: int = 0
     standing: list[Standing] = field(default_factory=list)
     """Remedies in force, first to last."""
@@ -169,7 +174,7 @@ class StepTransaction:
         plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
         while True:
             self._phase, self._current = "forward", None
-            failure = attempt(lambda plan=plan: action(plan), parts.device, lambda: self._phase)  # type: ignore[misc]
+            failure = attempt(lambda plan=plan: action(plan), parts.device, lambda: self._phase, self._stock)  # type: ignore[misc]
             self.failures = len(tried)
             if failure is None:
                 return plan
@@ -178,7 +183,8 @@ class StepTransaction:
             remedy, rows = self._choose(failure, tried, step), self._rows_in_flight()
             plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
             tried.append(remedy.name)
-            parts.report(Backoff(step, failure, remedy, rows, max(group.rows for group in plan), len(tried)))
+            most = max(group.rows for group in plan)
+            parts.report(Backoff(step, failure, remedy, rows, most, len(tried), self._current))
 
     def _accumulate_and_apply(
         self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
@@ -288,6 +294,9 @@ class StepTransaction:
     def _reporter(self, step: int) -> Callable[[Failure, str, int], None]:
         return lambda failure, remedy, number: self.parts.report(Backoff(step, failure, Remedy(remedy), 0, 0, number))
 
+    def _stock(self) -> Holdings:
+        return holdings(self.parts.loaded, self.parts.optimizer, self.parts.device)
+
     def _rows_in_flight(self) -> int:
         return self._current.rows if self._current else 0
 
@@ -301,7 +310,8 @@ class StepTransaction:
             ),
         )
         if remedy is None:
-            parts.report(Backoff(step, failure, Remedy("give_up"), self._rows_in_flight(), 0, len(tried) + 1))
+            rows = self._rows_in_flight()
+            parts.report(Backoff(step, failure, Remedy("give_up"), rows, 0, len(tried) + 1, current))
             raise _exhausted(failure, current, parts)
         return remedy
 
@@ -316,5 +326,5 @@ def _exhausted(failure: Failure, current: MicroBatch | None, parts: Parts) -> Me
     return MemoryExhaustedError(
         f"out of memory in {failure.phase} with one sequence{length} and every remedy used "
         f"({failure.allocated_bytes / 2**20:.1f} of {parts.device.capacity_bytes / 2**20:.1f} MiB held)",
-        fix="a shorter data.max_length, a lower method.rank, method.kind = \"lora\", or a profile with more memory",
+        fix=parts.advise(failure, current) or "a profile with more memory",
     )

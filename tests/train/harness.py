@@ -17,7 +17,7 @@ from engine.spec.load import dump_run_spec
 from engine.spec.run import RunSpec
 from engine.train import main
 from engine.train.journal import Journal
-from engine.train.loop import reporter
+from engine.train.report import reporter
 from engine.train.setup import Bench, set_up
 
 ROOMY_GIB = 8.0
@@ -93,7 +93,7 @@ class Workshop:
         self._active.__enter__()
         self._writer = EventWriter(self.place)
         journal = Journal(self._writer)
-        return set_up(self.spec, self.device, journal, reporter(journal, self.device.capacity_bytes))
+        return set_up(self.spec, self.device, journal, reporter(journal, self.device))
 
     def __exit__(self, *raised: Any) -> None:
         self._writer.close()

@@ -93,7 +93,7 @@ def test_one_sequence_that_never_fits_ends_with_4_and_names_what_would_help(tmp_
     assert code == 4
     finished = of_kind(events, "run_finished")[0]
     assert finished["status"] == "oom"
-    assert "max_length" in finished["error"]
+    assert 'method.kind = "lora"' in finished["error"]
     assert of_kind(events, "backoff")[-1]["remedy"] == "give_up"
     assert not place.model.exists()
 

@@ -1,0 +1,131 @@
+"""A report about memory that ran out, as a page for people. Pure: a report as written to `oom/` in, lines of text out.
+
+The command line prints the page and the console shows it. Text in a report comes from errors and models, so every line
+is cleaned of control characters.
+
+Try: `tunedeck show last --oom`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.journal.sentences import PLACES, REMEDIES, size
+from engine.spec.text import visible
+
+BAR = 30
+"""Characters of the longest bar."""
+
+
+def read_report(path: Path) -> dict[str, Any] | None:
+    """A report from disk; None where there is none, or it is damaged."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def page(report: dict[str, Any], *, bar: str = "█") -> list[str]:
+    """The lines of the page, without line breaks."""
+    return [visible(line) for line in _lines(report, bar)]
+
+
+def _lines(report: dict[str, Any], bar: str) -> Iterator[str]:
+    name = str(report.get("device"))
+    simulated = " (simulated)" if report.get("simulated") and "simulated" not in name else ""
+    place = PLACES.get(str(report.get("phase")), str(report.get("phase")))
+    yield f"step {report.get('step')}, attempt {report.get('attempt')}: out of memory in {place}"
+    yield f"{name}{simulated}: {report.get('text')}"
+    yield ""
+    yield from _figures(report)
+    yield from _held(report, bar)
+    yield from _largest(report)
+    yield from _processes(report)
+    yield from _answer(report)
+    yield from _avoided(report)
+
+
+def _figures(report: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        ("wanted", report.get("requested_bytes")),
+        ("allocated", report.get("allocated_bytes")),
+        ("reserved", report.get("reserved_bytes")),
+        ("capacity", report.get("capacity_bytes")),
+    ]
+    for name, value in rows:
+        if value is not None:
+            yield f"{name:12} {size(value)}"
+    elsewhere = int(report.get("capacity_bytes") or 0) - int(report.get("available_bytes") or 0)
+    if report.get("available_bytes") is not None and elsewhere > 0:
+        yield f"{'elsewhere':12} {size(elsewhere)} held by others on the device"
+    flight = report.get("micro_batch")
+    if flight:
+        yield f"{'in flight':12} {flight['sequences']} sequences of at most {flight['length']} tokens"
+
+
+def _held(report: dict[str, Any], bar: str) -> Iterator[str]:
+    held = {name: int(value) for name, value in (report.get("held") or {}).items() if value}
+    if not held:
+        return
+    yield ""
+    yield "who held it"
+    most = max(held.values())
+    for name, value in sorted(held.items(), key=lambda item: -item[1]):
+        yield f"  {name:12} {size(value):>10}  {bar * max(1, round(BAR * value / most))}"
+
+
+def _largest(report: dict[str, Any]) -> Iterator[str]:
+    largest = report.get("largest") or []
+    if not largest:
+        return
+    yield ""
+    yield "the largest live tensors"
+    for tensor in largest:
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        yield f"  {size(tensor['size_bytes']):>10}  {shape} {tensor['dtype']}  {tensor['name'] or tensor['operation']}"
+
+
+def _processes(report: dict[str, Any]) -> Iterator[str]:
+    processes = report.get("processes") or []
+    if not processes:
+        return
+    yield ""
+    yield "processes on the device"
+    for process in processes:
+        used = size(process["used_bytes"]) if process.get("used_bytes") is not None else "?"
+        yield f"  gpu {process['gpu']}  {process['pid']:>8}  {used:>10}  {process['name']}"
+
+
+def _answer(report: dict[str, Any]) -> Iterator[str]:
+    remedy = str(report.get("remedy"))
+    done = REMEDIES.get(remedy, remedy).format(what="the step", size="in smaller pieces")
+    before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
+    yield ""
+    yield f"what was done: {done}" + (f" ({before} -> {after})" if report.get("before") is not None else "")
+
+
+def _setting(remedy: str, value: Any) -> str:
+    """A cut is of the bytes a micro-batch may cost; other remedies change settings of their own."""
+    return size(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
+
+
+def _avoided(report: dict[str, Any]) -> Iterator[str]:
+    ways, plan = report.get("avoided_by") or [], report.get("plan") or {}
+    yield ""
+    if ways:
+        yield "what would have avoided it"
+        for way in ways:
+            changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
+            learning = "; changes what is learned" if way["changes_learning"] else ""
+            yield f"  {changes}: a peak of {size(way['peak_bytes'])}{learning}"
+    elif plan:
+        yield (
+            f"the plan has a peak of {size(plan['peak_bytes'])} here, which fits: others held memory, "
+            "it was fragmented, or the plan is wrong for this model"
+        )
+    if report.get("snapshot"):
+        yield f"the allocator's snapshot is in {report['snapshot']}: drop it on pytorch.org/memory_viz"
