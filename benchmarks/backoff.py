@@ -40,9 +40,9 @@ from engine.train.costbudget import CostBudget
 from engine.train.failure import quick_to_collect
 from engine.train.growth import Growth
 from engine.train.journal import Journal
-from engine.train.loop import reporter
 from engine.train.microbatch import MicroBatch, plan_micro_batches
 from engine.train.optimizer import set_learning_rates
+from engine.train.report import reporter
 from engine.train.setup import Bench, set_up
 from engine.train.transaction import StepTransaction
 
