@@ -76,7 +76,7 @@ class Shop:
         """Everything set up, the device in force."""
         with EventWriter(RunDirectory(self.folder)) as writer, self.device.activate():
             journal = Journal(writer)
-            self.bench = set_up(self.spec, self.device, journal, reporter(journal, ROOMY_BYTES))
+            self.bench = set_up(self.spec, self.device, journal, reporter(journal, self.device))
             self.transaction = StepTransaction(self.bench.parts)
             self.growth = Growth(self.bench.parts, journal)
             self.start = self.bench.parts.budget
