@@ -20,13 +20,18 @@ from textual.binding import Binding
 from textual.screen import Screen
 
 from engine.errors import TunedeckError, UsageError
+from engine.journal.directory import RunDirectory
 from engine.journal.index import runs_folder
 from engine.spec.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
+from tui.engines import Engines
 from tui.screens import SCREENS, ScreenRow, has_screen, screen_row
 from tui.screens.base import BaseScreen
 from tui.theme import THEMES
+
+REAP_SECONDS = 1.0
+"""Between looks at the engines this console has started."""
 
 
 class TunedeckApp(App[None]):
@@ -43,6 +48,7 @@ class TunedeckApp(App[None]):
     def __init__(self, flags: Flags) -> None:
         super().__init__()
         self.flags = flags
+        self._engines = Engines()
         self.runs_dir = runs_folder(flags.runs)
         self.ascii_only = arguments.ascii_only(flags, os.environ)
         for theme in THEMES:
@@ -51,6 +57,7 @@ class TunedeckApp(App[None]):
 
     def on_mount(self) -> None:
         """Open the first screen."""
+        self.set_interval(REAP_SECONDS, self._reap)
         settings = {"profile": self.flags.profile, "recipe": self.flags.recipe}
         if any(settings.values()) and has_screen("launch"):
             self.open_screen("launch", settings)
@@ -89,6 +96,23 @@ class TunedeckApp(App[None]):
         else:
             getattr(self, f"do_{action}")()
 
+    def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
+        """Start an engine on a run and say so; False, and why, when it cannot be."""
+        try:
+            warning = self._engines.start(directory, resume=resume)
+        except TunedeckError as error:
+            self.say(error.render().replace("\n", "; "), "bold $bad")
+            return False
+        except OSError as error:
+            self.say(f"the engine cannot be started: {error.strerror or error}", "bold $bad")
+            return False
+        self.say(warning or f"the engine starts: {directory.name}", "$caution" if warning else "")
+        return True
+
+    def _reap(self) -> None:
+        for sentence in self._engines.ended_badly():
+            self.say(sentence, "bold $bad")
+
     def action_open_screen(self, name: str) -> None:
         """A digit was pressed."""
         self.open_screen(name)
@@ -97,15 +121,16 @@ class TunedeckApp(App[None]):
         """Ctrl-C: not a way to end anything, but a sign that someone looks for one."""
         self.say("q leaves the console; training goes on")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, style: str = "") -> None:
         """A message at the foot of the present screen."""
         if isinstance(self.screen, BaseScreen):
-            self.screen.say(text)
+            self.screen.say(text, style)
 
     def do_help(self) -> None:
         """What the keys do on the present screen."""
-        if self.screen.name != "help" and has_screen("help"):
-            self.open_screen("help", getattr(self.screen, "where", ""))
+        where = self.screen.where if isinstance(self.screen, BaseScreen) else ""
+        if where != "help":
+            self.open_screen("help", where)
 
     def do_back(self) -> None:
         """To the screen before."""

@@ -13,12 +13,13 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from engine.journal.control import was_asked
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, decode
-from engine.journal.index import run_name
 from engine.journal.kinds import FINAL_STATUSES
 from engine.journal.liveness import (
     FOREIGN_SILENT_SECONDS,
@@ -212,7 +213,7 @@ class SummaryReader:
     def refresh(self) -> RunSummary:
         """The run as it is now. Never writes."""
         self._read()
-        return _compose(self.directory, self.state, self._damaged)
+        return compose(self.directory, self.state, self._damaged)
 
     def _read(self) -> None:
         """Fold the new lines; within a stretch of steps only the first and the last are parsed."""
@@ -281,13 +282,14 @@ def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
     return "running" if newest <= limit_seconds else "stale"
 
 
-def _compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSummary:
+def compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSummary:
+    """The summary of a run whose events have been folded into `state`."""
     finished = state.finished or {}
     spec = read_spec(directory)
     return RunSummary(
         run=directory.name,
         path=str(directory.path),
-        name=run_name(directory),
+        name=str(spec.get("name") or directory.name),
         status=status_of(directory, state),
         step=state.step,
         max_steps=state.max_steps,
@@ -360,12 +362,21 @@ def _predicted_on_disk(directory: RunDirectory) -> dict[str, Any]:
 
 
 def read_spec(directory: RunDirectory) -> dict[str, Any]:
-    """`run.toml` as it is, unchecked; empty when it cannot be read. Shows what a newer version has written, too."""
+    """`run.toml` as it is, unchecked; empty when it cannot be read. Shows what a newer version has written, too.
+
+    Not to be changed by the caller: parsing takes a millisecond, so the same one is handed out until the file changes.
+    """
     try:
-        with directory.run_toml.open("rb") as file:
-            return tomllib.load(file)
+        found = directory.run_toml.stat()
+        return _parsed_spec(directory.run_toml, found.st_mtime_ns, found.st_ino)
     except (OSError, tomllib.TOMLDecodeError):
         return {}
+
+
+@lru_cache(maxsize=64)
+def _parsed_spec(path: Path, _changed_ns: int, _inode: int) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return tomllib.load(file)
 
 
 def _dig(table: Any, *keys: str) -> Any:

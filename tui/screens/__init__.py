@@ -22,6 +22,10 @@ class ScreenRow(NamedTuple):
 SCREENS: tuple[ScreenRow, ...] = (
     ScreenRow("runs", "1", "Runs", "tui.screens.runs", "RunsScreen", kept=True),
     ScreenRow("queue", "4", "Queue", "tui.screens.queue", "QueueScreen", kept=True),
+    ScreenRow("run", "", "Run", "tui.screens.run", "RunScreen", kept=False),
+    ScreenRow("oom", "", "Out of memory", "tui.screens.oom", "OomScreen", kept=False),
+    ScreenRow("help", "", "Help", "tui.screens.help", "HelpScreen", kept=False),
+    ScreenRow("doctor", "6", "Doctor", "tui.screens.doctor", "DoctorScreen", kept=True),
 )
 
 

@@ -14,6 +14,7 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.screen import Screen
 
+from engine.spec.text import visible
 from tui import keys
 from tui.screens import SCREENS
 from tui.theme import draw
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
 SMALLEST = (80, 24)
 """Below this, in either direction, one pane is shown at a time."""
 
+ROOMY = (110, 32)
+"""From this on, in both directions, there is room for everything at once."""
+
 
 class BaseScreen(Screen[None]):
-    """A screen of the console. Below 80x24 it has the class `-one-pane`; from 110 columns on, `-wide`."""
+    """A screen of the console. Below 80x24 it has the class `-one-pane`; from 110x32 on, `-roomy`."""
 
     where: ClassVar[str] = ""
     """Its name in the tables of screens and keys."""
     AUTO_FOCUS = "Rows"
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (SMALLEST[0], "-normal"), (110, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (SMALLEST[1], "-regular"), (32, "-tall")]  # noqa: RUF012
 
     @property
     def console(self) -> TunedeckApp:
@@ -72,7 +74,7 @@ class BaseScreen(Screen[None]):
 
     def say(self, text: str, style: str = "") -> None:
         """A message in place of the keys, for a few seconds."""
-        self.query_one(FooterLine).say(text, style)
+        self.query_one(FooterLine).say(visible(text), style)
 
     def key_rows(self) -> list[keys.Key]:
         """The rows of the key table that hold here."""
@@ -88,8 +90,10 @@ class BaseScreen(Screen[None]):
         return draw(text, ascii_only=self.console.ascii_only)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Choose between all panes and one, and fill the bars for the new width."""
-        self.set_class(event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1], "-one-pane")
+        """Choose between one pane and all, and fill the bars for the new width."""
+        width, height = event.size
+        self.set_class(width < SMALLEST[0] or height < SMALLEST[1], "-one-pane")
+        self.set_class(width >= ROOMY[0] and height >= ROOMY[1], "-roomy")
         self.call_after_refresh(self.refresh_bars)
 
     def on_screen_resume(self) -> None:

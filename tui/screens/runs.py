@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from textual import events
 from textual.app import ComposeResult
 from textual.content import Content
 from textual.widgets import Input
 
+from engine.errors import TunedeckError
+from engine.journal.directory import RunDirectory
+from engine.journal.sentences import clean
+from engine.journal.trash import TRASH, discard
+from tui.clone import recipe_of
 from tui.keys import bindings
+from tui.resuming import why_not_resume
 from tui.run_list import Entry, RunList
 from tui.run_rows import COLUMNS, heading, matches, row
+from tui.screens import has_screen
 from tui.screens.base import BaseScreen
+from tui.screens.question import Question
 from tui.widgets.lines import Lines
 from tui.widgets.rows import Rows
 
@@ -90,23 +99,74 @@ class RunsScreen(BaseScreen):
         return f"{shown} of {total}" if self._filter else str(total)
 
     def why_not(self, action: str) -> str | None:
-        """Nothing to open where nothing is listed."""
-        if action == "open" and self.chosen is None:
-            return "there is no run to open"
+        """What the run under the cursor cannot be asked for."""
+        entry = self.chosen
+        if action in ("open", "resume", "clone", "delete") and entry is None:
+            return "there is no run here"
+        status = entry.summary.status if entry is not None and entry.summary is not None else ""
+        if action == "resume" and entry is not None:
+            return why_not_resume(entry.directory, status)
+        if action == "delete" and status == "running":
+            return "it runs: stop it first"
+        if action == "clone" and not has_screen("launch"):
+            return "there is no launch screen"
         return None
 
     def on_rows_chosen(self) -> None:
         """Enter on a row."""
         self.action_press("open")
 
+    def on_rows_moved(self) -> None:
+        """Other keys may be of use on another run."""
+        self.refresh_bars()
+
     def do_open(self) -> None:
         """Watch the run under the cursor."""
+        if self.chosen is not None:
+            self.console.open_screen("run", self.chosen.directory)
+
+    def do_resume(self) -> None:
+        """Go on with the run under the cursor, and watch it."""
+        if self.chosen is not None and self.console.start_engine(self.chosen.directory, resume=True):
+            self.do_open()
+
+    def do_clone(self) -> None:
+        """Open Launch with what this run was made of."""
+        if self.chosen is not None:
+            self.console.open_screen("launch", recipe_of(self.chosen.directory))
+
+    def do_delete(self) -> None:
+        """Ask, then move the run into the trash."""
+        if self.chosen is not None:
+            directory = self.chosen.directory
+            question = f"Delete {clean(directory.name)}? It goes into {TRASH}/ beside it, and can be taken back."
+            self.app.push_screen(Question(question, "delete it"), lambda yes: self._delete(directory) if yes else None)
+
+    def _delete(self, directory: RunDirectory) -> None:
+        try:
+            place = discard(directory)
+        except TunedeckError as error:
+            self.say(error.render().replace("\n", "; "), "bold $bad")
+            return
+        self.say(f"moved to {place}")
+        self._runs.refresh(seconds=0.0)
+        self._fill()
 
     def do_filter(self) -> None:
         """Type a filter."""
         field = self.query_one(Input)
         field.display = True
         field.focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """Escape in the filter empties it and goes back to the rows; down keeps it."""
+        field = self.query_one(Input)
+        if event.key in ("escape", "down") and (field.has_focus or field.value):
+            event.stop()
+            if event.key == "escape":
+                field.value = ""
+                field.display = False
+            self.query_one(Rows).focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """The list follows the typing."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from textual.content import Content
 from textual.timer import Timer
 
-from tui.keys import Key, shown
+from tui.keys import EVERYWHERE, Key, shown
 from tui.widgets.lines import Lines
 
 SAID_SECONDS = 8.0
@@ -66,19 +66,15 @@ class FooterLine(Lines):
         self.show(lines)
 
     def _key_line(self, width: int) -> Content:
-        """As many keys as fit. Those of everywhere are kept to the end of the line, for they are the way out."""
+        """As many keys as fit, usable ones first. Those that hold everywhere come last and always: the way out."""
+        last = [self._one(key, usable) for key, usable in self._keys if key.where == EVERYWHERE]
+        room = width - sum(part.cell_length for part in last)
         parts: list[Content] = []
-        room = width
-        last = [self._one(key, usable) for key, usable in self._keys if key.where == "everywhere"]
-        room -= sum(part.cell_length for part in last)
-        for key, usable in self._keys:
-            if key.where == "everywhere":
-                continue
+        for key, usable in sorted(self._keys, key=lambda row: not row[1]):
             part = self._one(key, usable)
-            if part.cell_length > room:
-                break
-            room -= part.cell_length
-            parts.append(part)
+            if key.where != EVERYWHERE and part.cell_length <= room:
+                room -= part.cell_length
+                parts.append(part)
         return Content.assemble(*parts, *last)
 
     @staticmethod

@@ -1,0 +1,47 @@
+"""The engine processes this console has started: starting them, and noticing that one ended.
+
+They belong to nobody: each has its own session, and goes on when the console ends. While the console lives they are its
+children, so it must wait for them, or they would stay behind as zombies.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+
+from engine.journal.directory import RunDirectory
+from engine.journal.index import note_run
+from engine.journal.kinds import FINAL_STATUSES
+from engine.journal.summary import summarise
+from engine.start import died, start_engine
+
+
+@dataclass(frozen=True)
+class _Child:
+    directory: RunDirectory
+    process: subprocess.Popen[bytes]
+    log_start: int
+
+
+class Engines:
+    """Children of this console."""
+
+    def __init__(self) -> None:
+        self._children: list[_Child] = []
+
+    def start(self, directory: RunDirectory, *, resume: bool) -> str | None:
+        """Start an engine on a run; a warning for the user, or None. Raises EnvironmentProblem, OSError."""
+        log_start = directory.log.stat().st_size if directory.log.exists() else 0
+        process = start_engine(directory, resume=resume)
+        self._children.append(_Child(directory, process, log_start))
+        return note_run(directory)
+
+    def ended_badly(self) -> list[str]:
+        """Sentences about children that ended since the last call without recording how."""
+        ended = [child for child in self._children if child.process.poll() is not None]
+        self._children = [child for child in self._children if child not in ended]
+        return [
+            died(child.directory, child.process.returncode, log_start=child.log_start).found.splitlines()[0]
+            for child in ended
+            if child.directory.exists() and summarise(child.directory).status not in FINAL_STATUSES
+        ]

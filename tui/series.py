@@ -1,0 +1,157 @@
+"""A curve of any length in bounded memory, and that curve as columns of a plot. Pure: no files, no screen.
+
+`Series` keeps buckets of consecutive points, each with its ends, sum, least and greatest value. When there are more
+than `limit` of them, neighbours are merged, so memory stays the same and each bucket still covers the same number of
+points: a million steps are at least 2,048 buckets, finer than a terminal shows. Nothing is sampled: no spike is lost.
+
+Try: `Series().extend(range(1, 11), [3.0] * 10)`
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from operator import add
+from typing import NamedTuple
+
+LIMIT = 4096
+"""Buckets before neighbours are merged; even. Eight for each dot of a plot 256 columns wide."""
+
+
+class Column(NamedTuple):
+    """What one column of a plot shows: the mean of its points, and the range they span."""
+
+    mean: float
+    least: float
+    greatest: float
+
+
+class Series:
+    """Points with growing x. Values that are not finite are counted and left out."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._per_bucket = 1
+        self._first, self._last = array("d"), array("d")
+        self._sum, self._least, self._greatest = array("d"), array("d"), array("d")
+        self._count = array("q")
+        self.not_finite = 0
+        """How many points had no finite value."""
+
+    def __len__(self) -> int:
+        """Number of buckets."""
+        return len(self._first)
+
+    @property
+    def points(self) -> int:
+        """Number of points taken in and not voided."""
+        return sum(self._count)
+
+    @property
+    def start(self) -> float:
+        """The x of the first point; 0 where there is none."""
+        return self._first[0] if self._first else 0.0
+
+    @property
+    def end(self) -> float:
+        """The x of the last point; 0 where there is none."""
+        return self._last[-1] if self._last else 0.0
+
+    def extend(self, xs: Sequence[float], ys: Sequence[float | None]) -> None:
+        """Take points in. Their x must not be below `end`."""
+        points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
+        self.not_finite += len(xs) - len(points)
+        at = 0
+        while at < len(points):
+            if not self._count or self._count[-1] >= self._per_bucket:
+                self._open(points[at][0])
+            taken = points[at : at + self._per_bucket - self._count[-1]]
+            self._fill(taken)
+            at += len(taken)
+
+    def cut_after(self, x: float) -> None:
+        """Void every point beyond `x`. A bucket that reaches beyond it goes as a whole: at most one dot of a plot."""
+        kept = bisect_right(self._last, x)
+        for column in (self._first, self._last, self._sum, self._least, self._greatest, self._count):
+            del column[kept:]
+
+    def columns(self, count: int, start: float | None = None, end: float | None = None) -> list[Column | None]:
+        """The curve between two x in this many columns of equal width; None for a column with no point in it.
+
+        A bucket counts for every column that it reaches into, so a long one leaves no gap.
+        """
+        low = self.start if start is None else start
+        high = self.end if end is None else end
+        if not self._first or count < 1 or high < low:
+            return [None] * max(0, count)
+        width = (high - low) / count or 1.0
+        groups: list[list[int]] = [[] for _ in range(count)]
+        for index in range(bisect_left(self._last, low), bisect_right(self._first, high)):
+            left = max(0, min(count - 1, int((self._first[index] - low) / width)))
+            right = max(0, min(count - 1, int((self._last[index] - low) / width)))
+            for column in range(left, right + 1):
+                groups[column].append(index)
+        return [self._merged(group) for group in groups]
+
+    def _merged(self, group: list[int]) -> Column | None:
+        if not group:
+            return None
+        total = sum(self._sum[index] for index in group)
+        points = sum(self._count[index] for index in group)
+        return Column(
+            total / points, min(self._least[index] for index in group), max(self._greatest[index] for index in group)
+        )
+
+    def _open(self, x: float) -> None:
+        """See to it that the last bucket has room: merge, or begin a new one at `x`."""
+        if len(self._first) >= self._limit:
+            self._halve()
+            if self._count[-1] < self._per_bucket:
+                return
+        self._first.append(x)
+        self._last.append(x)
+        self._sum.append(0.0)
+        self._least.append(math.inf)
+        self._greatest.append(-math.inf)
+        self._count.append(0)
+
+    def _fill(self, points: Sequence[tuple[float, float]]) -> None:
+        """Put points into the last bucket."""
+        values = [y for _, y in points]
+        self._last[-1] = points[-1][0]
+        self._sum[-1] += sum(values)
+        self._least[-1] = min(self._least[-1], *values)
+        self._greatest[-1] = max(self._greatest[-1], *values)
+        self._count[-1] += len(values)
+
+    def _halve(self) -> None:
+        """Merge each bucket with its neighbour."""
+        self._per_bucket *= 2
+        first, last, total = self._first, self._last, self._sum
+        least, greatest, count = self._least, self._greatest, self._count
+        # The limit is even, so no bucket is left without a neighbour.
+        self._first, self._last = first[0::2], last[1::2]
+        self._sum = array("d", map(add, total[0::2], total[1::2]))
+        self._least = array("d", map(min, least[0::2], least[1::2]))
+        self._greatest = array("d", map(max, greatest[0::2], greatest[1::2]))
+        self._count = array("q", map(add, count[0::2], count[1::2]))
+
+
+def smoothed(columns: Sequence[Column | None], half_life: float) -> list[Column | None]:
+    """The columns with their means replaced by an exponential average that forgets half in `half_life` columns.
+
+    Early columns are not pulled towards zero: the weights are normalised (Kingma and Ba 2015, section 3).
+    """
+    keep = 0.5 ** (1.0 / half_life)
+    total = weight = 0.0
+    result: list[Column | None] = []
+    for column in columns:
+        if column is None:
+            total, weight = total * keep, weight * keep
+            result.append(None)
+            continue
+        total, weight = total * keep + column.mean * (1 - keep), weight * keep + (1 - keep)
+        result.append(column._replace(mean=total / weight))
+    return result
