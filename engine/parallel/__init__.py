@@ -1,0 +1,1 @@
+"""Several processes on one run: started, agreeing on what happened, sharing gradients."""
