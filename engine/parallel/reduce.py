@@ -18,7 +18,7 @@ import torch.distributed as dist
 from engine.parallel.votes import losing_a_rank_ends_it
 
 BUCKET_BYTES = 32 * 2**20
-"""Large enough that the network's latency (about 20 us a message) vanishes beside the transfer, small beside a model."""
+"""Large enough that the network's latency (20 us a message) vanishes beside the transfer, small beside a model."""
 
 
 @dataclass(frozen=True)
