@@ -2,6 +2,7 @@
 
 Run: python -m benchmarks.backoff [--rounds 12]        (CPU, a few minutes; the device is simulated, see engine.device)
 
+Times are CPU seconds of this process: others on the same cores move them little.
 Capacity: a step whose dearest micro-batch finds no room, beside the same step already cut: the time lost, in times of
 the micro-batch that failed. Transient: one allocation of a step is refused at random; the time lost, over the time of
 the attempt that was thrown away. Bookkeeping: a step of the transaction beside a bare loop of the same model, batches
@@ -86,11 +87,11 @@ class Shop:
     def step(self) -> float:
         """One step as the loop takes it; returns its seconds."""
         self.number += 1
-        began = time.perf_counter()
+        began = time.process_time()
         set_learning_rates(self.bench.parts.optimizer, self.bench.schedule.factor(self.number))
         outcome = self.transaction.run(self.number, self.bench.order.step(self.number))
         self.growth.after_step(self.number, clean=outcome.applied and not self.transaction.failures)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     def with_budget(self, budget: CostBudget) -> None:
         """Go on with a copy of what was learned at some time."""
@@ -114,9 +115,9 @@ def capacity_cost(job: Job, folder: Path, rounds: int) -> list[float]:
         for _ in range(rounds):
             shop.count.hold(0)
             shop.with_budget(shop.start)
-            began = time.perf_counter()
+            began = time.process_time()
             shop.transaction.probe(shop.number, bench.order.step(shop.number))
-            micro_batch = time.perf_counter() - began
+            micro_batch = time.process_time() - began
             shop.count.hold(tight)
             shop.with_budget(shop.start)
             with_failure = shop.step()
@@ -136,7 +137,7 @@ class Stopwatch:
 
     def release_cached(self) -> None:
         """Called once the failed attempt is over."""
-        self.abandoned_at = time.perf_counter()
+        self.abandoned_at = time.process_time()
         self._device.release_cached()
 
 
@@ -153,7 +154,7 @@ def transient_cost(job: Job, folder: Path, rounds: int) -> float:
         for _ in range(rounds):
             undisturbed = shop.step()
             shop.device.fail_at(drawn.randint(in_a_step // 10, in_a_step))  # type: ignore[attr-defined]
-            began = time.perf_counter()
+            began = time.process_time()
             added += shop.step() - undisturbed
             assert shop.transaction.failures == 1
             abandoned += watch.abandoned_at - began
@@ -162,7 +163,7 @@ def transient_cost(job: Job, folder: Path, rounds: int) -> float:
 
 def bare_step(bench: Bench, samples: Any, plan: list[MicroBatch]) -> float:
     """What a step is without us: forward and backward of each batch, clipping, the optimizer; returns its seconds."""
-    parts, began = bench.parts, time.perf_counter()
+    parts, began = bench.parts, time.process_time()
     parameters = [parameter for _, parameter in parts.loaded.trainable()]
     targets = int(parts.data.target_counts[samples].sum())
     total = torch.zeros(())
@@ -174,7 +175,7 @@ def bare_step(bench: Bench, samples: Any, plan: list[MicroBatch]) -> float:
     float(total)
     parts.optimizer.step()
     parts.optimizer.zero_grad(set_to_none=True)
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def beside_bare_loop(job: Job, folder: Path, rounds: int) -> tuple[list[float], list[float]]:

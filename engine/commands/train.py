@@ -1,4 +1,4 @@
-"""`tunedeck train`, `tunedeck resume` and the hidden command that is the engine process itself.
+"""`tunedeck train` and the hidden command that is the engine process itself.
 
 Try: `tunedeck train -p demo -r demo`
 """
@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.commands.options import JsonOption, RunArgument, RunsOption, SetOption, runs_folder
+from engine.commands.options import JsonOption, RunsOption, SetOption, runs_folder
 from engine.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
-    from engine.journal.directory import RunDirectory
     from engine.spec.load import Resolved
-    from engine.spec.run import RunSpec
 
 Profile = Annotated[
     str | None, typer.Option("-p", "--profile", help="Hardware profile: a name, or a path to a TOML file.")
@@ -40,13 +38,10 @@ MaxHours = Annotated[
 OnFinish = Annotated[
     str | None, typer.Option("--on-finish", metavar="CMD", help="Shell command run when the run has ended.")
 ]
-FromStep = Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="Go on from this checkpoint.")]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     app.command()(train)
-    app.command()(resume)
     app.command(name="_engine", hidden=True)(engine_process)
 
 
@@ -141,94 +136,10 @@ def say(notices: list[str]) -> None:
         sys.stderr.write(f"tunedeck: {notice}\n")
 
 
-def resume(
-    run: RunArgument,
-    profile: Profile = None,
-    sets: SetOption = None,
-    from_step: FromStep = None,
-    detach: Detach = False,
-    json: JsonOption = False,
-    runs: RunsOption = None,
-) -> None:
-    """Go on with a run that was paused, stopped or crashed, or make a finished one longer."""
-    from engine.commands.follow import start_and_follow
-    from engine.journal.index import note_run, resolve_run
-    from engine.journal.liveness import refuse_if_claimed
-
-    directory = resolve_run(run, runs_folder(runs))
-    refuse_if_claimed(directory)
-    _check_step(directory, from_step)
-    say(_respecify(directory, profile, sets or [], from_step))
-    warning = note_run(directory)
-    say([warning] if warning else [])
-    start_and_follow(directory, resume=True, from_step=from_step, detach=detach, as_json=json)
-
-
-def _check_step(directory: RunDirectory, step: int | None) -> None:
-    """Raise UsageError when `--from` names a checkpoint that is not there."""
-    if step is None or directory.checkpoint(step).is_dir():
-        return
-    there = [path.name.removeprefix("step-").lstrip("0") for path in sorted(directory.checkpoints.glob("step-*"))]
-    raise UsageError(
-        f"{directory.name} has no checkpoint of step {step}",
-        expected=f"--from {' or '.join(there)}" if there else "a run that has written one",
-        fix="leave --from out to go on from the newest",
-    )
-
-
-def _respecify(directory: RunDirectory, profile: str | None, sets: list[str], from_step: int | None) -> list[str]:
-    """Write the changed spec into the run, keeping the old one. Returns what to tell the user. Raises UsageError."""
-    from engine.commands.changes import aloud, changed, is_longer, refused
-    from engine.journal.files import write_atomically
-    from engine.journal.summary import summarise
-    from engine.spec.later import refuse_unbuilt
-    from engine.spec.load import dump_run_spec, load_run_spec, override
-
-    before = load_run_spec(directory.run_toml)
-    resolved = override(before, sets, profile=profile)
-    changes = changed(before.model_dump(by_alias=True), resolved.spec.model_dump(by_alias=True))
-    problems = refused(changes)
-    if problems:
-        raise UsageError(
-            "resume cannot change what the run has already learned from:\n  " + "\n  ".join(problems),
-            fix="start a new run with: tunedeck train",
-        )
-    refuse_unbuilt(resolved.spec)
-    longer = is_longer(changes)
-    summary = summarise(directory)
-    if summary.status == "done" and not longer and from_step is None:
-        raise UsageError(
-            f"run {directory.name} is done at step {summary.step}",
-            expected="a run that is not finished, or more epochs or max_steps than it had",
-            fix=f"tunedeck resume {directory.name} --set train.max_steps={max(1, summary.step) * 2}",
-        )
-    if changes:
-        text = dump_run_spec(resolved.spec)
-        write_atomically(_next_backup(directory), directory.run_toml.read_text("utf-8"))
-        write_atomically(directory.run_toml, text)
-    return [*resolved.notices, *aloud(changes), *_schedule_notice(resolved.spec, longer)]
-
-
-def _schedule_notice(spec: RunSpec, longer: bool) -> list[str]:
-    if not longer:
-        return []
-    scheduler = spec.recipe.train.scheduler
-    if scheduler == "constant":
-        return ["the run gets longer; its learning rate is constant, so there is no schedule to recompute"]
-    return [f"the run gets longer; the {scheduler} schedule is recomputed for the new number of steps"]
-
-
-def _next_backup(directory: RunDirectory) -> Path:
-    number = 1
-    while (directory.path / f"run.{number}.toml").exists():
-        number += 1
-    return directory.path / f"run.{number}.toml"
-
-
 def engine_process(
     directory: Annotated[Path, typer.Argument()],
     resume: Annotated[bool, typer.Option("--resume")] = False,
-    from_step: FromStep = None,
+    from_step: Annotated[int | None, typer.Option("--from", min=0)] = None,
 ) -> None:
     """The engine itself: started by `train` and `resume`, never by hand."""
     if not (directory / "run.toml").is_file():

@@ -8,15 +8,18 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from engine.commands import train
+from engine.commands import resume, train
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.journal.index import list_runs
+from engine.journal.index import list_runs, note_run
 from engine.journal.liveness import claim
+from engine.spec.load import load_run_spec
+from engine.spec.run import Limits
 
 app = typer.Typer(pretty_exceptions_enable=False)
 train.register(app)
+resume.register(app)
 
 
 SPEC = """schema = 1
@@ -97,12 +100,48 @@ def test_resume_refuses_and_leaves_the_spec_alone(ended: RunDirectory, sets: lis
 
 
 def test_a_longer_run_gets_a_new_spec_and_keeps_the_old_one(ended: RunDirectory) -> None:
-    notices = train._respecify(ended, None, ["train.max_steps=20"], None)
+    notices = resume._respecify(ended, None, ["train.max_steps=20"], None, {})
     assert any("cosine schedule is recomputed" in notice for notice in notices)
     assert "max_steps = 20" in ended.run_toml.read_text()
     assert (ended.path / "run.1.toml").read_text() == SPEC
-    train._respecify(ended, None, ["train.max_steps=30", "train.learning_rate=1e-5"], None)
+    resume._respecify(ended, None, ["train.max_steps=30", "train.learning_rate=1e-5"], None, {})
     assert "max_steps = 20" in (ended.path / "run.2.toml").read_text()
+
+
+def limits_after(ended: RunDirectory, **given: object) -> tuple[Limits, list[str]]:
+    """The limits the engine will find after a resume that makes the run longer, and what the user was told."""
+    notices = resume._respecify(ended, None, ["train.max_steps=20"], None, given)
+    return load_run_spec(ended.run_toml, own=True).limits, notices
+
+
+LIMITS = """
+[limits]
+max_hours = 2.0
+on_finish = "echo done"
+"""
+
+
+def test_the_limits_of_the_last_start_stay_unless_said_otherwise(ended: RunDirectory) -> None:
+    note_run(ended)
+    ended.run_toml.write_text(SPEC + LIMITS)
+    kept, notices = limits_after(ended, max_hours=5.0)
+    assert (kept.max_hours, kept.on_finish) == (5.0, "echo done")
+    assert not any("left out" in notice for notice in notices)
+
+
+def test_a_run_directory_from_elsewhere_brings_no_command_to_run(ended: RunDirectory) -> None:
+    ended.run_toml.write_text(SPEC + LIMITS)
+    kept, notices = limits_after(ended, max_hours=5.0)
+    assert (kept.max_hours, kept.on_finish) == (5.0, None)
+    assert any("not started by you" in notice for notice in notices)
+
+
+def test_devices_that_the_new_profile_does_not_have_are_left_out_and_said(ended: RunDirectory) -> None:
+    note_run(ended)
+    ended.run_toml.write_text(SPEC + "\n[limits]\ndevices = [3]\n")
+    kept, notices = limits_after(ended)
+    assert kept.devices == []
+    assert any("devices of the last start are left out" in notice for notice in notices)
 
 
 def test_a_run_that_an_engine_works_on_is_not_resumed(ended: RunDirectory) -> None:

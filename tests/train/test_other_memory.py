@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.commands.train import _respecify
+from engine.commands.resume import _respecify
 from engine.train.checkpoint import find_checkpoints
 from tests.train.crash_server import CrashServer, Death
 from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_in_other_memory_and_learns_the_same(server, undist
     assert server.run(place.path, Death(seen="checkpoints/step-00000004"), resume=False).code == -9
     profile = tmp_path / "other.toml"
     profile.write_text(PROFILE.format(kind=after[0], gib=after[1]))
-    _respecify(place, str(profile), [], None)
+    _respecify(place, str(profile), [], None, {})
     code, events = train(place, resume=True)
     assert code == 0, place.log.read_text()
     assert of_kind(events, "resumed")[0]["step"] == 4
