@@ -92,28 +92,30 @@ def show(
 ) -> None:
     """Show one run: progress, scores, memory predicted and measured, the result."""
     from engine.journal.index import resolve_run
+    from engine.journal.saved import best_saved, learned
     from engine.journal.summary import SummaryReader
 
-    reader = SummaryReader(resolve_run(run, runs_folder(runs)))
+    directory = resolve_run(run, runs_folder(runs))
+    reader = SummaryReader(directory)
     summary = reader.refresh()
     if json:
         extra = {"oom": _oom(reader.directory, reader.state.backoffs, summary.oom_reports)} if oom else {}
-        _print_json({**{key: getattr(summary, key) for key in SHOWN}, **extra})
+        saved = {"best": best_saved(directory), "learned": learned(directory)}
+        _print_json({**{key: getattr(summary, key) for key in SHOWN}, **saved, **extra})
     elif oom:
         _print_oom(reader.directory, reader.state.backoffs, summary.oom_reports)
     else:
-        _print_summary(summary)
+        _print_summary(summary, directory)
 
 
-def _print_summary(summary: RunSummary) -> None:
+def _print_summary(summary: RunSummary, directory: RunDirectory) -> None:
     from engine.commands.follow import next_steps
     from engine.commands.progress import print_rows, result_rows
     from engine.journal.sentences import clean, size
 
     rows = result_rows(summary)
     rows += [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
-    if summary.checkpoints:
-        rows.append(("checkpoints", ", ".join(map(str, summary.checkpoints[-5:]))))
+    rows += _saved_rows(directory, summary.checkpoints)
     measured = summary.measured.get("components", {})
     for name, predicted in (summary.predicted.get("components") or {}).items():
         seen = f", measured {size(measured[name])}" if name in measured else ""
@@ -133,6 +135,26 @@ def _oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[
 
     found = [{"path": path, "report": read_report(directory.path / path)} for path in reports]
     return {"events": backoffs, "reports": found}
+
+
+def _saved_rows(directory: RunDirectory, steps: list[int]) -> list[tuple[str, str]]:
+    """The checkpoints that are on disk, and what the run has learned of its memory."""
+    from engine.journal.saved import best_saved, learned
+    from engine.journal.sentences import size
+
+    if not steps:
+        return []
+    best = best_saved(directory)
+    rows = [("checkpoints", ", ".join(f"{step} (best)" if step == best else str(step) for step in steps))]
+    found = learned(directory)
+    if found:
+        failed = found["ceiling_bytes"] or found["passing_bytes"]
+        limit = f", {size(failed)} failed" if failed else ""
+        slope = f"; {found['slope']:.2f} real bytes for each predicted" if found["slope"] else ""
+        rows.append(("learned", f"micro-batches of up to {size(found['budget_bytes'])} predicted{limit}{slope}"))
+        on = [name for name, value in (("recomputation", found["remedies"].get("checkpointing")),) if value]
+        rows += [("in force", ", ".join(on))] if on else []
+    return rows
 
 
 def _print_oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[str]) -> None:

@@ -28,6 +28,7 @@ from engine.journal.liveness import (
     look,
     silence_seconds,
 )
+from engine.journal.saved import saved_steps
 
 STEP_MARK = b'"kind":"step"'
 """How the writer spells it. A step line written otherwise is parsed in full: slower, and just as right."""
@@ -72,6 +73,7 @@ class RunSummary:
     simulated: bool
     phase: str
     checkpoints: list[int]
+    """Steps of those that are on disk."""
     oom_reports: list[str]
     warnings: list[dict[str, Any]]
     damaged_lines: int
@@ -89,7 +91,6 @@ class RunState:
     last_step: Event | None = None
     evals: list[Event] = field(default_factory=list)
     backoffs: list[Event] = field(default_factory=list)
-    checkpoints: list[Event] = field(default_factory=list)
     warnings: list[Event] = field(default_factory=list)
     oom_reports: list[str] = field(default_factory=list)
     predicted: dict[str, Any] = field(default_factory=dict)
@@ -149,10 +150,6 @@ def _backoff(state: RunState, event: Event) -> None:
     state.backoffs.append(event)
 
 
-def _checkpoint_saved(state: RunState, event: Event) -> None:
-    state.checkpoints.append(event)
-
-
 def _oom_report(state: RunState, event: Event) -> None:
     state.oom_reports.append(str(event["path"]))
 
@@ -168,7 +165,7 @@ def _paused(state: RunState, _event: Event) -> None:
 def _resumed(state: RunState, event: Event) -> None:
     """Everything after the step it goes on from did not happen."""
     step = int(event["step"])
-    for kept in (state.evals, state.backoffs, state.checkpoints):
+    for kept in (state.evals, state.backoffs):
         kept[:] = [earlier for earlier in kept if int(earlier["step"]) <= step]
     state.step = step
     for name in ("first_step", "last_step"):
@@ -192,7 +189,6 @@ _FOLDS = {
     "step": _step,
     "eval": _eval,
     "backoff": _backoff,
-    "checkpoint_saved": _checkpoint_saved,
     "oom_report": _oom_report,
     "warning": _warning,
     "paused": _paused,
@@ -310,7 +306,7 @@ def compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSummar
         recipe=str(_dig(spec, "recipe", "name")),
         simulated=_dig(spec, "profile", "device", "kind") == "metered",
         phase=state.phase,
-        checkpoints=[int(event["step"]) for event in state.checkpoints],
+        checkpoints=saved_steps(directory),
         oom_reports=list(state.oom_reports),
         warnings=[{key: event.get(key) for key in ("code", "text", "fix")} for event in state.warnings],
         damaged_lines=damaged,

@@ -13,12 +13,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from engine.cli import app
 from engine.device.neighbour import NEIGHBOUR_VARIABLE, SharedCount
 from engine.errors import EnvironmentProblem
 from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, EventWriter, read_events
+from engine.journal.saved import learned
 from engine.start import start_engine
 from engine.train.growth import Growth
 from engine.train.journal import Journal
@@ -34,10 +37,8 @@ TABLES = {"train": {"max_steps": STEPS, "batch_size": 16}, "checkpoint": {"every
 def neighbour(count: Path) -> Iterator[Callable[[float], None]]:
     """A second process on the device; the function given says how much it holds from now on, in GiB."""
     process = subprocess.Popen(
-        [sys.executable, "-u", "-P", "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-         f"from pathlib import Path; from engine.device.neighbour import live_beside\n"
-         f"live_beside(Path({str(count)!r}), iter(sys.stdin.readline, ''))"],
-        stdin=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "engine.device.neighbour", str(count)],
+        stdin=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert process.stdin is not None
 
@@ -164,6 +165,18 @@ def test_a_remedy_that_a_neighbour_forced_is_lifted_when_it_has_gone(tmp_path, s
     assert ("checkpointing", True, False) in [(e["remedy"], e["before"], e["after"]) for e in lifted]
     assert taken[-1] == 1
     assert len([e for e in of_kind(workshop.events(), "backoff") if e["step"] > 3]) == 0
+
+
+def test_what_was_learned_is_saved_shown_and_used_again(tmp_path):
+    spec = make_spec(even_samples(tmp_path / "samples.jsonl", 40), memory_gib=0.018, train={"batch_size": 32})
+    place = new_run(tmp_path / "runs", spec)
+    code, events = train(place)
+    assert code == 0
+    told = learned(place)
+    assert told["budget_bytes"] == of_kind(events, "step")[-1]["budget"]
+    assert told["slope"] > 0
+    shown = CliRunner().invoke(app, ["show", str(place.path), "--json"])
+    assert json.loads(shown.stdout)["learned"] == told
 
 
 def test_a_neighbour_that_does_not_exist_is_an_error_that_says_so(tmp_path):
