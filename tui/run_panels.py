@@ -193,7 +193,7 @@ def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, draw: 
             Content.assemble(
                 (f" {name:<{LABEL}}", "$muted"), f"{value:>11} ",
                 (draw("█" * full), "$bad" if over else "$info"), (draw("░" * (bar - full)), "$muted"),
-                (f" of {size(capacity)}" + (", too much at once" if over else ""), "$muted"),
+                (f" of {size(capacity)}" + (", over" if over else ""), "$muted"),
             )
         )  # fmt: skip
     return lines

@@ -143,7 +143,7 @@ class RunWatch:
             elif not QUIET.search(line, 0, MARK_WITHIN_BYTES):
                 self._fold(batch)
                 batch = _Batch()
-                self._other(decode(line))
+                self._other(line)
             elif GPU_MARK in line:
                 self._gpu(decode(line))
             if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
@@ -161,20 +161,35 @@ class RunWatch:
         self.state.peak_bytes = max(self.state.peak_bytes, batch.peak_bytes)
         self.state.fold_steps(decode(batch.first), latest[-1])
 
-    def _other(self, event: Event | None) -> None:
+    def _other(self, line: bytes) -> None:
+        """Take in one line that is not one of a stretch of steps."""
+        event = decode(line)
+        try:
+            text = None if event is None else self._meaning(event, line)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            event = None  # JSON, but not an event as any version of the engine writes it
         if event is None:
             self._damaged += 1
             return
+        if text is not None:
+            self.fed += 1
+            self.feed.append(FeedLine(str(event.get("time", "")), str(event["kind"]), text))
+
+    def _meaning(self, event: Event, line: bytes) -> str | None:
+        """Take an event into the state; returns its line for the feed, if it has one."""
+        if event["kind"] == "step":
+            batch = _Batch()
+            batch.take(line)
+            self._fold(batch)
+            return None
+        text = _words(event)
         if event["kind"] == "eval" and self.state.evals:
             self.state.evals[-1].pop("samples", None)  # only the latest answers are shown
         self.state.fold(event)
         if event["kind"] == "resumed":
             self.curves.loss.cut_after(float(event["step"]))
             self.curves.recent.clear()
-        text = _words(event)
-        if text is not None:
-            self.fed += 1
-            self.feed.append(FeedLine(str(event.get("time", "")), str(event["kind"]), text))
+        return text
 
     def _gpu(self, event: Event | None) -> None:
         if event is not None and isinstance(event.get("index"), int):
@@ -194,22 +209,24 @@ class _Batch:
     def take(self, line: bytes) -> bool:
         """Take one line in; False when it is none of ours."""
         found = STEP.search(line)
-        step, loss, peak = found.groups() if found else _parsed(line)
-        if not step:
+        try:
+            step, loss, peak = found.groups() if found else _parsed(line)
+            point = float(step), None if loss == b"null" else float(loss), int(peak)
+        except ValueError:
             return False
-        self.steps.append(float(step))
-        self.losses.append(None if loss == b"null" else float(loss))
-        self.peak_bytes = max(self.peak_bytes, int(peak))
+        self.steps.append(point[0])
+        self.losses.append(point[1])
+        self.peak_bytes = max(self.peak_bytes, point[2])
         self.first = self.first or line
         self.latest.append(line)
         return True
 
 
 def _parsed(line: bytes) -> tuple[Any, Any, Any]:
-    """Step, loss and peak of a line that the quick look does not understand; an empty step for a damaged one."""
+    """Step, loss and peak of a line that the quick look does not understand. Raises ValueError for a damaged one."""
     event = decode(line)
     if event is None or not isinstance(event.get("step"), int):
-        return b"", b"null", 0
+        raise ValueError("no step")
     loss = event.get("loss")
     return event["step"], b"null" if not isinstance(loss, int | float) else loss, event.get("peak_bytes") or 0
 

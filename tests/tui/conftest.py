@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.journal.conftest import Spawn, own_state, spawn
 from tests.tui.harness import Desk
 from tui.app import TunedeckApp
 from tui.arguments import Flags
+
+__all__ = ["SIZES", "Opener", "Spawn", "own_state", "spawn"]
 
 Opener = Callable[..., AbstractAsyncContextManager[Desk]]
 
