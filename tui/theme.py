@@ -36,6 +36,36 @@ STATES: dict[str, State] = {
 }
 """The journal's vocabulary, and `stopping`: a running one that was asked to stop."""
 
+
+class Part(NamedTuple):
+    """How a component of the VRAM budget is drawn: its letter, and its letter's style on its own ground."""
+
+    letter: str
+    style: str
+
+
+PARTS: dict[str, Part] = {
+    "weights": Part("w", "$paper on $part-weights"),
+    "adapters": Part("d", "$ink on $part-adapters"),
+    "gradients": Part("g", "$ink on $part-gradients"),
+    "optimizer": Part("o", "$ink on $part-optimizer"),
+    "activations": Part("a", "$ink on $part-activations"),
+    "recompute": Part("r", "$ink on $part-recompute"),
+    "loss": Part("l", "$ink on $part-loss"),
+    "buffers": Part("b", "$ink on $part-buffers"),
+    "workspace": Part("k", "$paper on $part-beside"),
+    "context": Part("c", "$paper on $part-beside"),
+    "fragmentation": Part("f", "$paper on $part-beside"),
+}
+"""The budget's components in the order of the bar. Letters as in `tunedeck plan`."""
+
+VERDICTS: dict[str, State] = {
+    "fits": State("✓", "+", "bold $good"),
+    "tight": State("◐", "%", "bold $caution"),
+    "does_not_fit": State("✗", "x", "bold $bad"),
+}
+"""The plan's verdicts. On the screen their underscores are spaces."""
+
 ASCII = {"●": "*", "○": "o", "▲": "^", "▼": "v", "✓": "+", "✗": "x", "■": "#", "‖": "=", "◐": "%", "│": "|", "─": "-",
          "█": "#", "▓": "%", "▒": "+", "░": ".", "→": ">", "·": "-", "▶": ">", "…": "~", "×": "x", "┊": ":",
          "├": "|", "└": "`", "┤": "|", "◆": "E", "⚠": "!", "▏": "|", "°": " "}  # fmt: skip
@@ -49,13 +79,21 @@ def draw(text: str, *, ascii_only: bool) -> str:
     return text.translate(TO_ASCII) if ascii_only else text
 
 
+PART_COLOURS = {
+    "part-weights": "#0072b2", "part-adapters": "#56b4e9", "part-gradients": "#009e73", "part-optimizer": "#cc79a7",
+    "part-activations": "#e69f00", "part-recompute": "#f0e442", "part-loss": "#d55e00", "part-buffers": "#8b96a3",
+    "part-beside": "#565f6a", "ink": "#0b0d10", "paper": "#ffffff",
+}  # fmt: skip
+"""Grounds of the VRAM bar, the same on dark and light: the letters on them bring their own contrast."""
+
+
 def _theme(name: str, *, dark: bool, ground: tuple[str, str, str], text: str, variables: dict[str, str]) -> Theme:
     background, surface, panel = ground
     return Theme(
         name=name, dark=dark, foreground=text, background=background, surface=surface, panel=panel,
         primary=variables["info"], secondary=variables["mark"], accent=variables["caution"], success=variables["good"],
         warning=variables["caution"], error=variables["bad"],
-        variables={**variables, "border": variables["line"], "border-blurred": variables["line"]},
+        variables={**PART_COLOURS, **variables, "border": variables["line"], "border-blurred": variables["line"]},
     )  # fmt: skip
 
 
@@ -83,6 +121,10 @@ ANSI = Theme(
         "good": "ansi_green", "info": "ansi_cyan", "caution": "ansi_yellow", "bad": "ansi_bright_red",
         "mark": "ansi_magenta", "band": "ansi_blue", "muted": "ansi_bright_black", "line": "ansi_bright_black",
         "chosen": "ansi_blue", "series-4": "ansi_bright_yellow",
+        "part-weights": "ansi_blue", "part-adapters": "ansi_cyan", "part-gradients": "ansi_green",
+        "part-optimizer": "ansi_magenta", "part-activations": "ansi_yellow", "part-recompute": "ansi_bright_yellow",
+        "part-loss": "ansi_red", "part-buffers": "ansi_white", "part-beside": "ansi_bright_black", "ink": "ansi_black",
+        "paper": "ansi_bright_white",
         "ansi-background": "ansi_black", "ansi-foreground": "ansi_white", "border": "ansi_bright_black",
         "border-blurred": "ansi_bright_black", "block-cursor-foreground": "ansi_black",
         "block-cursor-background": "ansi_white", "input-cursor-background": "ansi_white",

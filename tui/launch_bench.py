@@ -1,0 +1,170 @@
+"""The Launch screen's state: the present choice, what it comes to, how it came to be, and what is known of every file.
+
+Reads profile and recipe files and draws nothing: the screen changes it and shows it. What a choice means is
+`tui.launch_model`.
+
+Try: `python -m pytest tests/tui/test_launch_bench.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from engine.budget.advice import Advice, Suggestion, advise
+from engine.spec.find import Kind
+from engine.spec.rewrite import belongs_to
+from tui import own_files
+from tui.launch_fields import NAME, Row, as_typed, rows_of
+from tui.launch_model import Choice, Outcome, Trouble, from_settings, split_of, work_out
+from tui.machine import Entry, Machine, entry_of, profile_entries, recipe_entries
+
+
+class Bench:
+    """The present choice and all that follows from it. `work` must be called after every change; all changes do."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.choice = Choice("", "")
+        self.outcome = Outcome()
+        self.sound = Outcome()
+        """The last outcome that had a spec: what is shown while something does not add up."""
+        self.profiles: list[Entry] = []
+        self.recipes: list[Entry] = []
+        self.verdicts: dict[str, Outcome] = {}
+        """What each recipe comes to on the chosen profile, as far as it is known."""
+        self._history: list[Choice] = []
+        self._advice: tuple[Choice, Advice] | None = None
+        self._files = ("", "")
+
+    def begin(self, settings: object = None) -> None:
+        """Read the files anew, and take over `settings` where there are any."""
+        self._list()
+        first = self.choice if self.choice.profile else Choice(self.profiles[0].text, self.recipes[0].text)
+        if settings is not None:
+            self.remember()
+        self.choice = from_settings(settings, first)
+        self.work()
+
+    def _list(self) -> None:
+        self.profiles, self.recipes = profile_entries(self._machine), recipe_entries()
+        self.verdicts.clear()
+
+    def work(self) -> None:
+        """Work out the choice, in about a millisecond."""
+        if self.choice.profile not in [entry.text for entry in self.profiles]:
+            self.profiles.append(entry_of("profile", self.choice.profile, self._machine))
+        if self.choice.recipe not in [entry.text for entry in self.recipes]:
+            self.recipes.append(entry_of("recipe", self.choice.recipe, self._machine))
+        files = (self.choice.profile, self.choice.recipe)
+        self.outcome = self._worked_out()
+        if files[0] != self._files[0]:
+            self.verdicts.clear()
+        if self.outcome.spec is not None or files != self._files:
+            # Figures of another recipe, however muted, would be taken for this one's.
+            self.sound = self.outcome
+        self._files = files
+
+    def _worked_out(self) -> Outcome:
+        """A profile that is not this machine's may be planned for, not started."""
+        outcome, entry = work_out(self.choice), self.profiles[self.places[0]]
+        if outcome.spec is None or not entry.trouble:
+            return outcome
+        return replace(outcome, troubles=(Trouble("", entry.trouble), *outcome.troubles))
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Where the chosen profile and recipe are in their lists."""
+        profiles, recipes = [entry.text for entry in self.profiles], [entry.text for entry in self.recipes]
+        return profiles.index(self.choice.profile), recipes.index(self.choice.recipe)
+
+    def rows(self) -> list[Row]:
+        """The fields as they stand; the micro-batch says how the batch is cut."""
+        troubled = [trouble.row for trouble in self.outcome.troubles if trouble.row]
+        rows = rows_of(self.sound.spec, self.choice.overrides, self.choice.options, Path.cwd(), troubled)
+        if self.outcome.plan is None or self.outcome.spec is None:
+            return rows
+        split = split_of(self.outcome.spec, self.outcome.plan).short
+        return [row._replace(beside=split) if row.key == "train.micro_batch" else row for row in rows]
+
+    # What is worked out while nobody types.
+
+    def advice(self, *, work: bool = False) -> Advice | None:
+        """Advice for the present choice; None until it was worked out, and where there is no plan."""
+        if work and self.outcome.plan is not None and self.outcome.spec is not None and self.advice() is None:
+            self._advice = (self.choice, advise(self.outcome.spec))
+        return self._advice[1] if self._advice is not None and self._advice[0] == self.choice else None
+
+    def next_verdict(self) -> bool:
+        """Work out one more recipe's verdict; False when all are known."""
+        entry = next((entry for entry in self.recipes if entry.text not in self.verdicts), None)
+        if entry is not None:
+            self.verdicts[entry.text] = work_out(Choice(self.choice.profile, entry.text))
+        return entry is not None
+
+    # Changes.
+
+    def remember(self) -> None:
+        """What `undo` returns to."""
+        if self.choice.profile and (not self._history or self._history[-1] != self.choice):
+            self._history.append(self.choice)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether there is anything to return to."""
+        return bool(self._history)
+
+    def undo(self) -> None:
+        """Take the last change back."""
+        self.choice = self._history.pop()
+        self.work()
+
+    def change(self, choice: Choice) -> None:
+        """Go on with another choice."""
+        if choice != self.choice:
+            self.remember()
+            self.choice = choice
+            self.work()
+
+    def type(self, key: str, text: str) -> None:
+        """A text as it is typed: a row that says what its file says is no change."""
+        plain = self.choice.without(key)
+        self.choice = plain if key != NAME and self._in_file(plain, key) == text else plain.put(key, text)
+        self.work()
+
+    def _in_file(self, plain: Choice, key: str) -> str | None:
+        spec = work_out(plain).spec
+        rows = rows_of(spec, plain.overrides, plain.options, Path.cwd()) if spec is not None else []
+        return next((row.value for row in rows if row.key == key), None)
+
+    def apply(self, suggestion: Suggestion) -> str:
+        """Apply a fix; returns what was changed."""
+        choice = self.choice
+        for key, (_, after) in suggestion.changes.items():
+            choice = choice.put(key, as_typed(after))
+        self.change(choice)
+        return ", ".join(f"{key} = {as_typed(after)}" for key, (_, after) in suggestion.changes.items())
+
+    # Saving.
+
+    @property
+    def unsaved(self) -> list[Kind]:
+        """The kinds of file that were changed."""
+        kinds: set[Kind] = {belongs_to(key.partition(".")[0]) for key in self.choice.overrides}
+        return sorted(kinds, reverse=True)
+
+    def name_for(self, kind: Kind) -> str:
+        """A free name for the changed file."""
+        entry = self.profiles[self.places[0]] if kind == "profile" else self.recipes[self.places[1]]
+        return own_files.free_name(kind, entry.path.stem)
+
+    def save(self, kind: Kind, name: str) -> Path:
+        """Write the changed file under a new name and go on with it. Raises UsageError or SpecError."""
+        source = self.choice.profile if kind == "profile" else self.choice.recipe
+        path = own_files.save_as(kind, source, self.choice.sets, name)
+        kept = {key: text for key, text in self.choice.overrides.items() if belongs_to(key.partition(".")[0]) != kind}
+        self.remember()
+        self.choice = replace(self.choice, overrides=kept, **{kind: path.stem})  # type: ignore[arg-type]
+        self._list()
+        self.work()
+        return path
