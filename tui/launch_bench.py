@@ -12,12 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.budget.advice import Advice, Suggestion, advise
+from engine.creation import new_run
+from engine.errors import UsageError
+from engine.journal.directory import RunDirectory
+from engine.journal.queue import Queue
 from engine.spec.find import Kind
 from engine.spec.rewrite import belongs_to
+from engine.spec.run import RunSpec
 from tui import own_files
 from tui.launch_fields import NAME, Row, as_typed, rows_of
 from tui.launch_model import Choice, Outcome, Trouble, from_settings, split_of, work_out
 from tui.machine import Entry, Machine, entry_of, profile_entries, recipe_entries
+
+QUEUE_WAIT_SECONDS = 24 * 3600.0
+"""How long a queued run waits for a busy device; as `tunedeck queue add` has it."""
 
 
 class Bench:
@@ -145,7 +153,24 @@ class Bench:
         self.change(choice)
         return ", ".join(f"{key} = {as_typed(after)}" for key, (_, after) in suggestion.changes.items())
 
-    # Saving.
+    # Doing something with it. The files are read again: they may have changed since the last key.
+
+    def make_run(self, runs_dir: Path, *, force: bool = False) -> tuple[RunDirectory, list[str]]:
+        """A run directory that an engine can be started on, with notices. Raises TunedeckError."""
+        return new_run(self._spec_now(), runs_dir, force=force)
+
+    def enqueue_run(self, runs_dir: Path) -> tuple[str, int]:
+        """Put the run at the end of the queue; its name and its place. Raises TunedeckError."""
+        spec = self._spec_now()
+        limits = spec.limits.model_copy(update={"wait_seconds": QUEUE_WAIT_SECONDS})
+        directory, _ = new_run(spec.model_copy(update={"limits": limits}), runs_dir)
+        return directory.name, Queue(runs_dir).add(directory).waiting.index(directory.name) + 1
+
+    def _spec_now(self) -> RunSpec:
+        spec = work_out(self.choice).spec
+        if spec is None:
+            raise UsageError("a profile or recipe file has changed meanwhile", fix="look at the fields")
+        return spec
 
     @property
     def unsaved(self) -> list[Kind]:

@@ -12,10 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.device.nvml import read_gpus
 from engine.errors import TunedeckError
 from engine.journal.index import state_folder
-from engine.spec.detect import detect_device
+from engine.spec.detect import count_devices, detect_device
 from engine.spec.find import Kind, Located, available, locate
 from engine.spec.load import read_checked
 from engine.spec.profile import Device, Profile
@@ -62,8 +61,7 @@ class Entry:
 def read_machine() -> Machine:
     """Look at this machine."""
     table, title, notes = detect_device()
-    count = len(read_gpus()) if table["kind"] == "cuda" else 1
-    return Machine(Device.model_validate(table), max(count, 1), title, notes)
+    return Machine(Device.model_validate(table), count_devices(), title, notes)
 
 
 def detected_profile(machine: Machine) -> Path:

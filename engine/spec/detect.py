@@ -19,6 +19,20 @@ def detect_device() -> tuple[dict[str, Any], str, str]:
     return _detect_gpu() or _detect_cpu()
 
 
+def count_devices() -> int:
+    """How many GPUs NVML counts; 1, the CPU, where it finds none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 1
+    try:
+        return max(1, int(pynvml.nvmlDeviceGetCount()))
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _detect_gpu() -> tuple[dict[str, Any], str, str] | None:
     import pynvml
 

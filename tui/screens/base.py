@@ -73,16 +73,8 @@ class BaseScreen(Screen[None]):
             getattr(self, f"do_{action}")()
 
     def say(self, text: str, style: str = "") -> None:
-<<<<<<< HEAD
         """A message in place of the keys, for a few seconds."""
         self.query_one(FooterLine).say(visible(text), style)
-=======
-        """A message in place of the keys, for a few seconds. On a screen that is only now being opened: once it is."""
-        if self.is_mounted:
-            self.query_one(FooterLine).say(text, style)
-        else:
-            self.call_later(self.say, text, style)
->>>>>>> 3c15f78 (Console: the Launch screen)
 
     def key_rows(self) -> list[keys.Key]:
         """The rows of the key table that hold here."""

@@ -9,7 +9,7 @@ Try: `tunedeck -p demo -r demo`
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,10 @@ from engine.spec.text import visible
 from tui.keys import bindings
 from tui.launch_bench import Bench
 from tui.launch_fields import OTHER
-from tui.launch_model import Choice, command, command_lines, data_arguments, refusal, work_out
+from tui.launch_model import Choice, command, command_lines, data_arguments, refusal
 from tui.machine import read_machine
 from tui.read_samples import read_samples
-from tui.screens import has_screen
 from tui.screens.base import BaseScreen
-from tui.starting import Started, enqueue_run, start_run
 from tui.widgets.fields import Fields
 from tui.widgets.fixes import FixLine, fix_lines
 from tui.widgets.launch_view import FIELDS, PANEL, LaunchView
@@ -246,7 +244,7 @@ class LaunchScreen(BaseScreen):
         """Why a key can do nothing now."""
         if action in ("start", "force", "queue"):
             return refusal(self._bench.outcome, action)
-        if action == "apply" and self._suggestion() is None:
+        if action == "apply" and (self._bench.outcome.plan is None or self._advised_nothing()):
             return "there is no change to apply"
         if action == "undo" and not self._bench.can_undo:
             return "nothing was changed yet"
@@ -257,16 +255,25 @@ class LaunchScreen(BaseScreen):
             return "nothing was changed: there is nothing to save"
         return None
 
+    def _advised_nothing(self) -> bool:
+        advice = self._bench.advice()
+        return advice is not None and not advice.suggestions and not advice.room
+
     def _suggestion(self) -> Suggestion | None:
-        """The one under the cursor, else the first."""
+        """The one under the cursor, else the first. Whoever is faster than the pause gets today's advice, too."""
         panel = self.view.panel
+        if self._bench.advice() is None:
+            advice = self._bench.advice(work=True)
+            self._fixes = fix_lines(advice, panel.size.width) if advice is not None else []
         here = self._fixes[panel.line : panel.line + 1] if panel.tab == FIXES else []
         return next((line.suggestion for line in [*here, *self._fixes] if line.suggestion is not None), None)
 
     def do_apply(self) -> None:
         """Apply a fix."""
         suggestion = self._suggestion()
-        if suggestion is not None:
+        if suggestion is None:
+            self.say("there is no change to apply", "$caution")
+        else:
             self.say(f"applied {self._bench.apply(suggestion)}; u takes it back")
             self._show()
 
@@ -285,29 +292,31 @@ class LaunchScreen(BaseScreen):
 
     def do_start(self) -> None:
         """Start the run."""
-        self._make(start_run, force=False)
+        self._start(force=False)
 
     def do_force(self) -> None:
         """Start it although it does not fit."""
-        self._make(start_run, force=True)
+        self._start(force=True)
 
-    def do_queue(self) -> None:
-        """Put the run into the queue."""
-        self._make(enqueue_run, force=False)
-
-    def _make(self, how: Callable[..., Started], *, force: bool) -> None:
-        """Make the run and go to its screen. The files are read again: they may have changed since the last key."""
-        spec = work_out(self._bench.choice).spec
+    def _start(self, *, force: bool) -> None:
         try:
-            if spec is None:
-                raise TunedeckError("a file has changed meanwhile", fix="look at the fields")
-            started = how(spec, self.console.runs_dir, force=force)
+            directory, notices = self._bench.make_run(self.console.runs_dir, force=force)
         except TunedeckError as error:
             self._refused(error)
             return
-        if how is start_run:
-            self.console.open_screen("run" if has_screen("run") else "runs", started.directory)
-        self.console.say("; ".join([started.said, *map(visible, started.notices)]))
+        if self.console.start_engine(directory, resume=False):
+            self.console.open_screen("run", directory)
+            if notices:
+                self.console.say("; ".join(map(visible, notices)), "$caution")
+
+    def do_queue(self) -> None:
+        """Put the run into the queue."""
+        try:
+            name, place = self._bench.enqueue_run(self.console.runs_dir)
+        except TunedeckError as error:
+            self._refused(error)
+            return
+        self.say(f"{name} is number {place} in the queue")
 
     def _refused(self, error: TunedeckError) -> None:
         self.say(visible(error.render(), keep="\n"), "$bad")

@@ -16,6 +16,8 @@ from textual.strip import Strip
 from textual.style import Style
 from textual.widget import Widget
 
+from tui.theme import draw
+
 BLANK = Content("")
 
 
@@ -71,8 +73,15 @@ class Lines(Widget):
 
     def _draw(self, y: int) -> Strip:
         style, width = self.line_style(y), self.content_size.width
-        content = self.line_at(y).truncate(width, ellipsis=True)
+        content = self.line_at(y)
+        if content.cell_length > width:
+            content = Content.assemble(content.truncate(max(0, width - 1)), self._cut)
         return Strip(content.render_segments(style)).adjust_cell_length(width, style.rich_style)
+
+    @property
+    def _cut(self) -> str:
+        """Stands at the end of a line that was cut."""
+        return draw("…", ascii_only=getattr(self.app, "ascii_only", False))
 
     def on_resize(self) -> None:
         """Another width, other strips."""

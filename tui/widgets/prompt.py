@@ -33,7 +33,7 @@ class Prompt(Horizontal):
     """The question and the field, hidden until something is asked."""
 
     DEFAULT_CSS = """
-    Prompt { height: 1; dock: bottom; display: none; background: $panel; }
+    Prompt { height: 1; display: none; background: $panel; }
     Prompt Lines { height: 1; color: $info; text-style: bold; }
     Prompt Answer { width: 1fr; height: 1; }
     """
