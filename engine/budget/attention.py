@@ -117,10 +117,9 @@ def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
 
     The batched products want heads outside tokens; what is not laid out so is copied.
     """
-    repeated = 1 < arch.kv_heads < arch.heads
     outside = arch.layout in HEADS_OUTSIDE
-    key_states = repeat_heads(walk, arch, key) if repeated else key if outside else copy(walk, key)
-    value_states = repeat_heads(walk, arch, value) if repeated else copy(walk, value)
+    key_states = _heads_first(walk, arch, key, outside)
+    value_states = _heads_first(walk, arch, value, False)
     query = query if outside else copy(walk, query)
     weights = scale(walk, _matmul(walk, query, key_states, arch.heads * SQUARE))
     if arch.attention_softcap is not None:
@@ -134,6 +133,14 @@ def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
         weights = cast(walk, saves_output(walk, weights, FLOAT), query.itemsize)
     output = _matmul(walk, weights, value_states, query.elements)
     return copy(walk, output), weights
+
+
+def _heads_first(walk: Walk, arch: Architecture, x: Ghost, outside: bool) -> Ghost:
+    """Keys or values for all heads; a copy is made once, by repeating them or by laying them out."""
+    repeated = repeat_heads(walk, arch, x)
+    if 1 < arch.kv_heads < arch.heads or (outside and arch.kv_heads == arch.heads):
+        return repeated
+    return copy(walk, repeated)
 
 
 def _softmax_with_sinks(walk: Walk, arch: Architecture, weights: Ghost) -> tuple[Ghost, Ghost]:

@@ -6,7 +6,7 @@ live set at every moment, and a small autograd tape does the same for backward: 
 order nodes run, when gradients are handed on, added up and dropped.
 
 Sizes are functions of the micro-batch, a + b · tokens + c · rows · length² and so on, packed into one integer so that
-adding is one operation (`TOKEN`, `SQUARE`, `CHUNK` and `NEXT` are powers of two far above any coefficient). The result
+adding is one operation (`TOKEN`, `SQUARE` and the like are powers of two far above any coefficient). The result
 of a walk is the set of live sizes at its local maxima: evaluating those is the closed form.
 
 What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`, `accumulate_grad.h`,
@@ -24,17 +24,19 @@ SQUARE = 1 << 112
 """Per row and length squared."""
 CHUNK = 1 << 168
 """Per token of the loss's first chunk."""
-NEXT = 1 << 224
-"""Per token of the chunk after it."""
+SEVERAL = 1 << 224
+"""Once where the loss takes more than one chunk."""
+POSITION = 1 << 280
+"""Per position of one row."""
 
 Back = Callable[["Storage"], Sequence["Storage | None"]]
 """From the gradient of a node's output to the gradients of its inputs."""
 
 
-def unpack(size: int) -> tuple[int, int, int, int, int]:
-    """A packed size as (fixed, per token, per row and length squared, per token of a chunk, per token of the next)."""
+def unpack(size: int) -> tuple[int, int, int, int, int, int]:
+    """A packed size as (fixed, per token, per row and length squared, per token of a chunk, if several, position)."""
     mask = TOKEN - 1
-    return size & mask, size >> 56 & mask, size >> 112 & mask, size >> 168 & mask, size >> 224
+    return size & mask, size >> 56 & mask, size >> 112 & mask, size >> 168 & mask, size >> 224 & mask, size >> 280
 
 
 class Storage:

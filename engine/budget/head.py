@@ -6,7 +6,7 @@ A `Walk` goes through the same steps as `engine.model.loss`, with every token a 
 from __future__ import annotations
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import CHUNK, NEXT, TOKEN, Ghost, Storage, Walk
+from engine.budget.ghost import CHUNK, SEVERAL, TOKEN, Ghost, Storage, Walk
 from engine.budget.layer import rms_norm
 from engine.budget.operations import FLOAT, cast, layer_norm, linear, saves_output, scale
 from engine.budget.parameters import outer_parameters
@@ -31,7 +31,14 @@ class Head:
         """The loss of a micro-batch."""
         hidden = self.norm(hidden)
         hidden = gather(self.walk, hidden)
-        return self.plain(hidden) if self.setting.loss == "plain" else self.chunked(hidden)
+        if self.setting.loss == "plain":
+            return self.plain(hidden)
+        return self.recomputed(hidden) if self.wrapped else self.chunked(hidden)
+
+    @property
+    def wrapped(self) -> bool:
+        """Beside adapters a trained head is a copy inside peft's wrapper, no plain linear layer any more."""
+        return self.setting.lora and self.table_name in self.trained
 
     def norm(self, hidden: Ghost) -> Ghost:
         """The last norm."""
@@ -55,6 +62,7 @@ class Head:
     def chunked(self, hidden: Ghost) -> Ghost:
         """`engine.model.chunked`: gradients are made in the forward pass, a chunk of logits at a time."""
         walk, vocab, size = self.walk, self.arch.vocab, hidden.size
+        copied = walk.allocate(size) if self.setting.loss == "fused" else None  # torch's kernel works on a copy
         trained = self.table_name in self.trained
         saved = [walk.allocate(size)]
         if trained:
@@ -63,10 +71,7 @@ class Head:
         capped = 2 if self.arch.logit_softcap is not None else 0
         logits = narrow if narrow < FLOAT or capped else 0  # fp32 logits are worked on in place
         logits_and_work = walk.allocate(vocab * (logits + FLOAT * (1 + capped)) * CHUNK)
-        del logits_and_work
-        # The gradient of one chunk's logits is still there while the next chunk's logits are made.
-        following = walk.allocate(vocab * narrow * CHUNK + vocab * (logits + FLOAT * (1 + capped)) * NEXT)
-        del following
+        del logits_and_work, copied
 
         def back(gradient: Storage) -> list[Storage | None]:
             if trained:
@@ -74,6 +79,35 @@ class Head:
             return [saved.pop()]
 
         return walk.result(0, FLOAT, [hidden], back, trains=trained)
+
+    def recomputed(self, hidden: Ghost) -> Ghost:
+        """A head that is no plain linear layer: chunks under checkpointing, computed again in backward, last first.
+
+        With several chunks the weight's gradients are added up out of place, and the hidden states' are joined.
+        """
+        walk, vocab, size, weight = self.walk, self.arch.vocab, hidden.size, self.weight
+        narrow = self.setting.base_bytes
+        capped = 2 if self.arch.logit_softcap is not None else 0
+
+        def back(gradient: Storage) -> list[Storage | None]:
+            earlier = walk.allocate(weight * SEVERAL)
+            scores = walk.allocate(vocab * FLOAT * (3 + capped) * CHUNK)
+            del scores
+            logits_gradient = walk.allocate(vocab * narrow * CHUNK)
+            pieces = walk.allocate(size)
+            made = walk.allocate(weight)
+            del logits_gradient
+            total = walk.allocate(weight * SEVERAL)
+            del earlier, total
+            walk.adopt_gradient(made)
+            joined = walk.allocate(size)
+            del pieces
+            return [joined]
+
+        logits_and_work = walk.allocate(vocab * FLOAT * (2 + capped) * CHUNK)
+        del logits_and_work
+        saved = walk.save(hidden)
+        return walk.result(0, FLOAT, [hidden], back, saved, trains=True)
 
 
 def gather(walk: Walk, hidden: Ghost) -> Ghost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.budget.adapter import Adapted, adapted
 from engine.budget.architecture import Architecture
 from engine.budget.attention import attend, rotary
 from engine.budget.experts import mixture
@@ -145,40 +146,20 @@ class Layer:
     def linear(self, module: str, x: Ghost) -> Ghost:
         """A linear layer, with peft's adapter beside it where it has one."""
         name = f"{module}.weight"
-        if name in self.chosen.adapted:
-            return self._adapted(module, self.parameters[name], x)
-        return self._base(module, self.parameters[name], x)
+        result = self._base(module, self.parameters[name], x)
+        if name not in self.chosen.adapted:
+            return result
+        outputs, inputs = linear_shape(self.arch, self.parameters[name])
+        biased = f"{module}.bias" in self.parameters
+        return adapted(self.walk, self.setting, Adapted(outputs, inputs, biased), x, result)
 
     def _base(self, module: str, parameter: Parameter, x: Ghost) -> Ghost:
         """The layer's own weight and bias."""
         weight, trained = self._weight(module)
         bias, bias_trained = self._bias(module)
         outputs, _ = linear_shape(self.arch, parameter)
-        return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0)
-
-    def _adapted(self, module: str, parameter: Parameter, x: Ghost) -> Ghost:
-        """`peft.tuners.lora.layer.Linear.forward`: base(x) + B(A(x)) * scaling, in the wider of the two dtypes."""
-        walk, setting = self.walk, self.setting
-        outputs, inputs = linear_shape(self.arch, parameter)
-        width, rank = setting.adapter_bytes, setting.rank
-        result = self._base(module, parameter, x)
-        itemsize = result.itemsize
-        x = cast(walk, x, width)
-        result = add(
-            walk,
-            result,
-            scale(
-                walk,
-                linear(
-                    walk,
-                    linear(walk, x, rank, rounded(rank * inputs * width), True),
-                    outputs,
-                    rounded(rank * outputs * width),
-                    True,
-                ),
-            ),
-        )
-        return cast(walk, result, itemsize)
+        unpacked = parameter.elements * self.setting.base_bytes if self.setting.quantized else 0
+        return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0, unpacked)
 
     def _weight(self, module: str) -> tuple[int, bool]:
         """Bytes of a module's weight gradient, and whether it is trained."""

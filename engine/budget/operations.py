@@ -16,20 +16,30 @@ INDEX = 8
 """Bytes of an int64."""
 
 
-def linear(walk: Walk, x: Ghost, outputs: int, weight: int, trained: bool, bias: int = 0) -> Ghost:
-    """`F.linear`: `outputs` per token; `weight` and `bias` are the bytes of their gradients where they are trained."""
+def linear(
+    walk: Walk, x: Ghost, outputs: int, weight: int, trained: bool, bias: int = 0, unpacked: int = 0
+) -> Ghost:
+    """`F.linear`: `outputs` per token; `weight` and `bias` are the bytes of their gradients where they are trained.
+
+    A quantised weight is unpacked to `unpacked` bytes for as long as it is multiplied with, forward and backward.
+    """
     size, itemsize, wanted = x.size, x.itemsize, x.node is not None
 
     def back(gradient: Storage) -> list[Storage | None]:
+        whole = walk.allocate(unpacked) if unpacked else None
         grad_x = walk.allocate(size) if wanted else None
         if trained:
             walk.leaf_gradient(weight)
             if bias:
                 walk.leaf_gradient(bias)
+        del whole
         return [grad_x]
 
     saved = walk.save(x if trained else None, None) if wanted or trained else None
-    return walk.result(outputs * TOKEN, itemsize, [x], back, saved, trains=trained)
+    whole = walk.allocate(unpacked) if unpacked else None
+    output = walk.result(outputs * TOKEN, itemsize, [x], back, saved, trains=trained)
+    del whole
+    return output
 
 
 def cast(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
@@ -105,20 +115,26 @@ def scale(walk: Walk, x: Ghost) -> Ghost:
     return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
 
 
-def scale_by_weight(walk: Walk, x: Ghost, weight: int, trained: bool) -> Ghost:
-    """`weight * x` with a vector `weight`: its gradient is a full product, summed to the vector's bytes."""
-    size, wanted = x.size, x.node is not None
+def scale_by_weight(walk: Walk, x: Ghost, weight: int, trained: bool, width: int = 0) -> Ghost:
+    """`weight * x` with a vector `weight`: its gradient is a full product, summed to the vector's bytes.
+
+    `width` is the vector's itemsize where it is wider than x: the product then is, too.
+    """
+    size, wanted, itemsize = x.size, x.node is not None, max(x.itemsize, width)
+    full = x.elements * itemsize
 
     def back(gradient: Storage) -> list[Storage | None]:
-        product = walk.allocate(size) if trained else None
-        grad_x = walk.allocate(size) if wanted else None
+        product = walk.allocate(full) if trained else None
+        grad_x = walk.allocate(full) if wanted else None
+        if wanted and size != full:
+            grad_x = walk.allocate(size)
         if trained:
             walk.leaf_gradient(weight)
         del product
         return [grad_x]
 
     saved = walk.save(x if trained else None, None) if wanted or trained else None
-    return walk.result(x.elements, x.itemsize, [x], back, saved, trains=trained)
+    return walk.result(x.elements, itemsize, [x], back, saved, trains=trained)
 
 
 def activation(walk: Walk, x: Ghost) -> Ghost:

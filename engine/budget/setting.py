@@ -37,6 +37,7 @@ class Setting:
     targets: tuple[str, ...] | str
     exclude: tuple[str, ...]
     dora: bool
+    dropout: bool
     also_train: tuple[str, ...]
     train_only: tuple[str, ...]
     freeze: tuple[str, ...]
@@ -81,6 +82,7 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         targets=method.targets if isinstance(method.targets, str) else tuple(method.targets),
         exclude=tuple(method.exclude),
         dora=lora and method.dora,
+        dropout=lora and method.dropout > 0,
         also_train=tuple(method.also_train),
         train_only=tuple(method.train_only),
         freeze=(*method.freeze, *(ROUTERS if arch.experts and recipe.moe.freeze_router else ())),

@@ -108,14 +108,19 @@ def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
 def select_layer(arch: Architecture, setting: Setting, layer: int) -> Selection:
     """Apply the recipe's patterns to one layer's names."""
     prefix, parameters = layer_prefix(arch, layer), layer_parameters(arch)
-    trained = frozenset(p.name for p in parameters if is_trained(prefix + p.name, setting))
+    trained = frozenset(p.name for p in parameters if is_trained((prefix + p.name,), setting))
     adapted = frozenset(p.name for p in parameters if p.linear and is_adapted(prefix + p.module, setting))
     return Selection(trained, adapted - trained)
 
 
 def selected_outer(arch: Architecture, setting: Setting) -> frozenset[str]:
-    """Names outside the layers that are trained."""
-    return frozenset(p.name for p in outer_parameters(arch) if is_trained(p.name, setting))
+    """Names outside the layers that are trained. A tied table answers to the head's name, too."""
+    table = outer_parameters(arch)[0].name
+    return frozenset(
+        p.name
+        for p in outer_parameters(arch)
+        if is_trained((p.name, HEAD) if arch.tied and p.name == table else (p.name,), setting)
+    )
 
 
 def embedding_learns(arch: Architecture, setting: Setting) -> bool:
@@ -124,10 +129,15 @@ def embedding_learns(arch: Architecture, setting: Setting) -> bool:
     return any(name in selected_outer(arch, setting) for name in tables if name != HEAD)
 
 
-def is_trained(name: str, setting: Setting) -> bool:
-    """Whether a base parameter learns: with LoRA only what also_train names, else all, or train_only, less freeze."""
+def is_trained(names: tuple[str, ...], setting: Setting) -> bool:
+    """Whether a base parameter of these names learns: with LoRA what also_train names, else all, or train_only.
+
+    Freezing any of its names wins.
+    """
     wanted = setting.also_train if setting.lora else (setting.train_only or ("**",))
-    return bool(compile_globs(wanted).fullmatch(name)) and not compile_globs(setting.freeze).fullmatch(name)
+    frozen = () if setting.lora else setting.freeze
+    matches = any(compile_globs(wanted).fullmatch(name) for name in names)
+    return matches and not any(compile_globs(frozen).fullmatch(name) for name in names)
 
 
 def is_adapted(module: str, setting: Setting) -> bool:
@@ -157,6 +167,8 @@ def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Settin
     total = Tensors()
     for parameter, trained, adapted in parameters:
         weight = weight_bytes(parameter, setting)
+        if trained and setting.lora:  # peft trains a copy and keeps the original
+            weight += rounded(parameter.elements * setting.base_bytes)
         gradient = rounded(parameter.elements * setting.base_bytes) if trained else 0
         state = state_bytes(parameter.shape, setting.base_bytes, setting) if trained else 0
         total = total.plus(Tensors(weight, 0, gradient, state))

@@ -37,8 +37,8 @@ class Shape(NamedTuple):
     """rows × positions²."""
     chunk: int
     """Tokens of the first chunk of the loss."""
-    following: int
-    """Tokens of its second chunk."""
+    several: int
+    """1 where the loss takes more than one chunk, else 0."""
     positions: int
     """Of one row."""
     pairs: int
@@ -50,8 +50,7 @@ def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
     positions = max(1, length - 1)
     tokens = rows * positions
     chunk = min(tokens, chunk_tokens)
-    following = min(tokens - chunk, chunk_tokens)
-    return Shape(1, tokens, tokens * positions, chunk, following, positions, positions * positions)
+    return Shape(1, tokens, tokens * positions, chunk, int(tokens > chunk), positions, positions * positions)
 
 
 class Growth(NamedTuple):
@@ -61,7 +60,7 @@ class Growth(NamedTuple):
     token: int = 0
     square: int = 0
     chunk: int = 0
-    following: int = 0
+    several: int = 0
     position: int = 0
     pair: int = 0
 

@@ -81,7 +81,10 @@ def folder_of(config: dict[str, Any], folder: Path) -> Path:
 def measured_step(
     spec: RunSpec, rows: int, length: int, micro_batches: int = 1
 ) -> tuple[int, int]:
-    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences, all but one token a target."""
+    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences, all but one token a target.
+
+    Packed rows hold two documents each.
+    """
     import torch
 
     from engine.data.batch import Batch
@@ -92,7 +95,7 @@ def measured_step(
     from engine.model.tokenizer import load_tokenizer
     from engine.train.optimizer import allocate_state, build_optimizer
 
-    device, train = open_metered(spec), spec.recipe.train
+    device, train, packed = open_metered(spec), spec.recipe.train, spec.recipe.data.packing
     with device.activate():
         with device.host_region():
             tokenizer = load_tokenizer(spec.recipe.model)
@@ -110,11 +113,12 @@ def measured_step(
                 ids = torch.randint(0, 200, (rows, length))
                 labels = ids.clone()
                 labels[0, 0:2] = -100  # one is not, so that targets are gathered
+                positions = (torch.arange(length) % (length // 2)).expand(rows, length)
             batch = Batch(
                 input_ids_BS=device.upload(ids),
                 labels_BS=device.upload(labels),
                 attention_mask_BS=None,
-                position_ids_BS=None,
+                position_ids_BS=device.upload(positions) if packed else None,
                 sample_ids=tuple(range(rows)),
                 target_tokens=rows * (length - 1) - 1,
             )

@@ -1,0 +1,91 @@
+"""LoRA beside a linear layer as peft 0.19 computes it: plain, with keyed dropout, on a 4-bit base, and DoRA.
+
+The local variables are those of `peft/tuners/lora/layer.py`, `bnb.py` and `dora.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.budget.ghost import POSITION, TOKEN, Ghost, Storage, Walk
+from engine.budget.operations import add, cast, copy, linear, scale, scale_by_weight
+from engine.budget.setting import Setting
+from engine.budget.static import rounded
+
+INTEGER = 4
+"""Bytes of an int32."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The linear layer an adapter stands beside."""
+
+    outputs: int
+    inputs: int
+    biased: bool
+
+
+def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost) -> Ghost:
+    """base(x) + B(A(x)) * scaling, in the wider of the two dtypes, and back in the base's."""
+    itemsize = result.itemsize
+    if setting.quantized:
+        result = copy(walk, result)
+    x = cast(walk, x, setting.adapter_bytes)
+    if setting.dora:
+        return cast(walk, _dora(walk, setting, layer, x, result), itemsize)
+    update = scale(walk, _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x))
+    if setting.quantized:
+        update = cast(walk, update, itemsize)
+    return cast(walk, add(walk, result, update), itemsize)
+
+
+def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
+    """B(A(x))."""
+    rank, width = setting.rank, setting.adapter_bytes
+    first = linear(walk, x, rank, rounded(rank * layer.inputs * width), True)
+    del x
+    return linear(walk, first, layer.outputs, rounded(rank * layer.outputs * width), True)
+
+
+def dropped(walk: Walk, x: Ghost) -> Ghost:
+    """`engine.model.dropout`: a copy with some values at 0. Nothing is saved; backward draws the same mask again.
+
+    The mask is made row by row: three int32 per value while bits are mixed, then one bool.
+    """
+    size, mixing = x.size, 3 * INTEGER * (x.elements // TOKEN) * POSITION
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        result = walk.allocate(size)
+        bits = walk.allocate(mixing)
+        del bits
+        return [result]
+
+    output = walk.result(x.elements, x.itemsize, [x], back)
+    bits = walk.allocate(mixing)
+    del bits
+    return output
+
+
+def _dora(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost) -> Ghost:
+    """`DoraLinearLayer.forward`: result + (m - 1) · result + m · B(A(x)) · scaling, m the magnitude over the norm.
+
+    The norm is that of W + B·A, made in full beside a copy of W in the adapter's dtype; what it is made from stays
+    until the function returns. No gradient goes through it.
+    """
+    width, base_result = setting.adapter_bytes, result
+    elements = layer.outputs * layer.inputs
+    held = [walk.allocate(layer.inputs * layer.inputs * width), walk.allocate(setting.rank * layer.inputs * width)]
+    held.append(walk.allocate(elements * width))
+    if setting.base_bytes != width or setting.quantized:
+        held.append(walk.allocate(elements * width))
+    summed = [walk.allocate(elements * width), walk.allocate(elements * width)]
+    del summed
+    vector = rounded(layer.outputs * width)
+    low_rank = _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x)
+    if layer.biased:
+        base_result = copy(walk, base_result)
+    left = scale_by_weight(walk, base_result, vector, True, width)
+    right = scale(walk, scale_by_weight(walk, low_rank, vector, True, width))
+    update = add(walk, left, right)
+    del left, right, low_rank, base_result, held
+    return add(walk, result, update)
