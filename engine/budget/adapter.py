@@ -32,11 +32,18 @@ def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghos
         result = copy(walk, result)
     x = cast(walk, x, setting.adapter_bytes)
     if setting.dora:
-        return cast(walk, _dora(walk, setting, layer, x, result), itemsize)
-    update = scale(walk, _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x))
-    if setting.quantized:
-        update = cast(walk, update, itemsize)
-    return cast(walk, add(walk, result, update), itemsize)
+        result = _dora(walk, setting, layer, x, result)
+    elif setting.quantized:
+        update = cast(walk, _update(walk, setting, layer, x), itemsize)
+        result = add(walk, result, update)
+    else:
+        result = add(walk, result, _update(walk, setting, layer, x))
+    return cast(walk, result, itemsize)
+
+
+def _update(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
+    """B(A(dropout(x))) * scaling."""
+    return scale(walk, _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x))
 
 
 def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
@@ -50,9 +57,9 @@ def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
 def dropped(walk: Walk, x: Ghost) -> Ghost:
     """`engine.model.dropout`: a copy with some values at 0. Nothing is saved; backward draws the same mask again.
 
-    The mask is made row by row: three int32 per value while bits are mixed, then one bool.
+    The mask is made row by row: three int32 per value while bits are mixed, beside the bool mask of the row before.
     """
-    size, mixing = x.size, 3 * INTEGER * (x.elements // TOKEN) * POSITION
+    size, mixing = x.size, (3 * INTEGER + 1) * (x.elements // TOKEN) * POSITION
 
     def back(gradient: Storage) -> list[Storage | None]:
         result = walk.allocate(size)

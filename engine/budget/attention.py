@@ -10,6 +10,7 @@ from engine.budget.architecture import Architecture
 from engine.budget.ghost import SQUARE, TOKEN, Ghost, Storage, Walk
 from engine.budget.operations import (
     FLOAT,
+    HALF,
     INDEX,
     add,
     add_number,
@@ -28,40 +29,46 @@ HEADS_OUTSIDE = ("phi3", "gpt_oss")
 """Layouts whose rotary embedding ends in a concatenation, which lays queries and keys out head by head."""
 
 
-def rotary(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
+def rotary(walk: Walk, arch: Architecture, x: Ghost, width: int) -> Ghost:
     """`apply_rotary_pos_emb` of one of query and key."""
     if arch.layout == "gpt_oss":
-        return _rotary_in_halves(walk, x)
+        return _rotary_in_halves(walk, x, width)
     if arch.layout == "phi3":
-        return _rotary_in_part(walk, x, arch.rotary_share)
-    return _rotary(walk, x)
+        return _rotary_in_part(walk, x, arch.rotary_share, width)
+    return _rotary(walk, x, width)
 
 
-def _rotary(walk: Walk, x: Ghost) -> Ghost:
+def _rotary(walk: Walk, x: Ghost, width: int) -> Ghost:
     """`x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved."""
-    return add(walk, _times_table(walk, x), _times_table(walk, _rotate_half(walk, x)))
+    return add(walk, _times_table(walk, x, width), _times_table(walk, _rotate_half(walk, x), width))
 
 
-def _rotary_in_part(walk: Walk, x: Ghost, share: float) -> Ghost:
+def _rotary_in_part(walk: Walk, x: Ghost, share: float, width: int) -> Ghost:
     """Phi-3: a share of each head is turned, the rest (which may be nothing) is joined on again."""
     turned = x if share == 1.0 else narrow(walk, x, int(x.elements * share))
     passed = narrow(walk, x, x.elements - turned.elements)
-    return concatenate(walk, [_rotary(walk, turned), passed])
+    return concatenate(walk, [_rotary(walk, turned, width), passed])
 
 
-def _rotary_in_halves(walk: Walk, x: Ghost) -> Ghost:
+def _rotary_in_halves(walk: Walk, x: Ghost, width: int) -> Ghost:
     """gpt-oss: first * cos - second * sin and second * cos + first * sin, joined."""
     first, second = halves(walk, x)
-    left = subtract(walk, _times_table(walk, first), _times_table(walk, second))
-    right = add(walk, _times_table(walk, second), _times_table(walk, first))
+    left = subtract(walk, _times_table(walk, first, width), _times_table(walk, second, width))
+    right = add(walk, _times_table(walk, second, width), _times_table(walk, first, width))
     return concatenate(walk, [left, right])
 
 
-def _times_table(walk: Walk, x: Ghost) -> Ghost:
-    """Product with cos or sin, which outlive the layer."""
-    size = x.size
+def _times_table(walk: Walk, x: Ghost, width: int) -> Ghost:
+    """Product with cos or sin, which outlive the layer; in the tables' itemsize `width` where that is the wider."""
+    size, itemsize = x.size, max(x.itemsize, width)
+    full = x.elements * itemsize
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        product = walk.allocate(full)
+        return [product if size == full else walk.allocate(size)]
+
     saved = walk.save(None) if x.node is not None else None
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    return walk.result(x.elements, itemsize, [x], back, saved)
 
 
 def _rotate_half(walk: Walk, x: Ghost) -> Ghost:
@@ -180,6 +187,8 @@ def attend(
     walk: Walk, arch: Architecture, setting: Setting, masked: bool, query: Ghost, key: Ghost, value: Ghost
 ) -> tuple[Ghost, Ghost | None]:
     """The attention kernel the run uses: its output, and the weights where the kernel makes them."""
+    if setting.autocast:
+        query, key, value = (cast(walk, ghost, HALF) for ghost in (query, key, value))
     if setting.attention == "eager":
         return eager(walk, arch, query, key, value)
     if setting.attention == "sdpa" and masked:

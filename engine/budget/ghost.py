@@ -107,6 +107,8 @@ class Walk:
         self.accumulating = accumulating
         """True where gradients of an earlier micro-batch are held already, so that new ones are added and dropped."""
         self.leaf_gradients: list[Storage] = []
+        self.casts: list[Storage] = []
+        """Weights that autocast has cast: kept until the forward pass, loss included, is over."""
         self._recompute: Callable[[], object] | None = None
         self._holders: list[list[Storage]] = []
         self._forgetting = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import CHUNK, SEVERAL, TOKEN, Ghost, Storage, Walk
 from engine.budget.layer import rms_norm
-from engine.budget.operations import FLOAT, cast, layer_norm, linear, saves_output, scale
+from engine.budget.operations import FLOAT, cast, half_linear, layer_norm, linear, saves_output, scale
 from engine.budget.parameters import outer_parameters
 from engine.budget.setting import Setting
 from engine.budget.static import rounded, selected_outer
@@ -46,12 +46,16 @@ class Head:
         trained = self.norm_name in self.trained
         if self.arch.layout == "gpt2":
             return layer_norm(self.walk, hidden, weight, trained)
-        return rms_norm(self.walk, hidden, TOKEN, weight, trained, wide=self.arch.wide_norm)
+        return rms_norm(self.walk, hidden, TOKEN, weight, trained, self.setting.base_bytes, wide=self.arch.wide_norm)
 
     def plain(self, hidden: Ghost) -> Ghost:
         """Logits of all targets at once, in fp32, and cross entropy."""
         walk = self.walk
-        logits = linear(walk, hidden, self.arch.vocab, self.weight, self.table_name in self.trained)
+        trained = self.table_name in self.trained
+        if self.setting.autocast:
+            logits = half_linear(walk, hidden, self.arch.vocab, self.arch.vocab * self.arch.hidden, trained)
+        else:
+            logits = linear(walk, hidden, self.arch.vocab, self.weight, trained)
         logits = cast(walk, logits, FLOAT)
         if self.arch.logit_softcap is not None:
             logits = scale(walk, logits)
@@ -91,7 +95,7 @@ class Head:
 
         def back(gradient: Storage) -> list[Storage | None]:
             earlier = walk.allocate(weight * SEVERAL)
-            scores = walk.allocate(vocab * FLOAT * (3 + capped) * CHUNK)
+            scores = walk.allocate(vocab * FLOAT * (3 + capped // 2) * CHUNK)
             del scores
             logits_gradient = walk.allocate(vocab * narrow * CHUNK)
             pieces = walk.allocate(size)

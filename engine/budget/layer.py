@@ -15,6 +15,7 @@ from engine.budget.operations import (
     add_number,
     cast,
     cube,
+    half_linear,
     halves,
     layer_norm,
     linear,
@@ -72,7 +73,7 @@ class Layer:
     def norm(self, name: str, x: Ghost, rows: int = TOKEN) -> Ghost:
         """RMSNorm in fp32, cast back, then times the weight; Gemma and gpt-oss multiply before the cast."""
         walk, (size, trained) = self.walk, self._weight(name)
-        return rms_norm(walk, x, rows, size, trained, wide=self.arch.wide_norm)
+        return rms_norm(walk, x, rows, size, trained, self.setting.base_bytes, wide=self.arch.wide_norm)
 
     def attention(self, x: Ghost) -> tuple[Ghost, Ghost | None]:
         """Projections, rotary embedding, the kernel, the output projection.
@@ -89,7 +90,7 @@ class Layer:
         if arch.qk_norm:
             key = self.norm("self_attn.k_norm", key, arch.kv_heads * TOKEN)
         value = self.linear("self_attn.v_proj", x)
-        query, key = rotary_both(walk, arch, query, key)
+        query, key = rotary_both(walk, arch, query, key, self.setting.base_bytes)
         output, weights = attend(walk, arch, self.setting, self.masked, query, key, value)
         return self.linear("self_attn.o_proj", output), weights
 
@@ -115,7 +116,7 @@ class Layer:
         parts = [width * TOKEN for width in (arch.query_width, arch.kv_width, arch.kv_width)]
         if arch.layout == "phi3":
             query, key, value = (narrow(walk, joint, elements) for elements in parts)
-            query, key = rotary_both(walk, arch, query, key)
+            query, key = rotary_both(walk, arch, query, key, self.setting.base_bytes)
         else:
             query, key, value = split(walk, joint, parts)
         output, weights = attend(walk, arch, self.setting, self.masked, query, key, value)
@@ -146,18 +147,20 @@ class Layer:
     def linear(self, module: str, x: Ghost) -> Ghost:
         """A linear layer, with peft's adapter beside it where it has one."""
         name = f"{module}.weight"
-        result = self._base(module, self.parameters[name], x)
         if name not in self.chosen.adapted:
-            return result
+            return self._base(module, self.parameters[name], x)
         outputs, inputs = linear_shape(self.arch, self.parameters[name])
-        biased = f"{module}.bias" in self.parameters
-        return adapted(self.walk, self.setting, Adapted(outputs, inputs, biased), x, result)
+        layer = Adapted(outputs, inputs, f"{module}.bias" in self.parameters)
+        # Nested, so that what the base gives is let go of as soon as the sum with it is made.
+        return adapted(self.walk, self.setting, layer, x, self._base(module, self.parameters[name], x))
 
     def _base(self, module: str, parameter: Parameter, x: Ghost) -> Ghost:
         """The layer's own weight and bias."""
         weight, trained = self._weight(module)
         bias, bias_trained = self._bias(module)
         outputs, _ = linear_shape(self.arch, parameter)
+        if self.setting.autocast:
+            return half_linear(self.walk, x, outputs, parameter.elements, trained, bias if bias_trained else 0)
         unpacked = parameter.elements * self.setting.base_bytes if self.setting.quantized else 0
         return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0, unpacked)
 
@@ -176,14 +179,14 @@ class Layer:
         return rounded(parameter.elements * self.setting.base_bytes), name in self.chosen.trained
 
 
-def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, *, wide: bool) -> Ghost:
+def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width: int, *, wide: bool) -> Ghost:
     """`Qwen2RMSNorm.forward`, or with `wide` that of Gemma and gpt-oss; each of `rows` has a root of its own."""
     itemsize = x.itemsize
     x = cast(walk, x, FLOAT)
     x = multiply(walk, x, power_mean(walk, x, rows))
     if wide:
         return cast(walk, scale_by_weight(walk, x, weight, trained), itemsize)
-    return scale_by_weight(walk, cast(walk, x, itemsize), weight, trained)
+    return scale_by_weight(walk, cast(walk, x, itemsize), weight, trained, width)
 
 
 def new_gelu(walk: Walk, x: Ghost) -> Ghost:
@@ -192,8 +195,8 @@ def new_gelu(walk: Walk, x: Ghost) -> Ghost:
     return multiply(walk, scale(walk, x), add_number(walk, inner))
 
 
-def rotary_both(walk: Walk, arch: Architecture, query: Ghost, key: Ghost) -> tuple[Ghost, Ghost]:
+def rotary_both(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, width: int) -> tuple[Ghost, Ghost]:
     """`apply_rotary_pos_emb`; query and key stay referred to by the caller until it returns."""
-    rotated_query = rotary(walk, arch, query)
-    rotated_key = rotary(walk, arch, key)
+    rotated_query = rotary(walk, arch, query, width)
+    rotated_key = rotary(walk, arch, key, width)
     return rotated_query, rotated_key

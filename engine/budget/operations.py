@@ -42,6 +42,33 @@ def linear(
     return output
 
 
+HALF = 2
+
+
+def half_linear(walk: Walk, x: Ghost, outputs: int, elements: int, trained: bool, bias: int = 0) -> Ghost:
+    """`F.linear` under autocast: input and weight (of so many elements, fp32) are cast, the weight once per pass.
+
+    The weight's gradient is made in half precision and cast.
+    """
+    x = cast(walk, x, HALF)
+    size, wanted, weight = x.size, x.node is not None, walk.new(elements, HALF)
+    if trained:
+        walk.casts.append(weight.storage)
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        grad_x = walk.allocate(size) if wanted else None
+        if trained:
+            half = walk.allocate(HALF * elements)
+            walk.leaf_gradient(FLOAT * elements)
+            del half
+            if bias:
+                walk.leaf_gradient(bias)
+        return [grad_x]
+
+    saved = walk.save(x if trained else None, weight if wanted else None) if wanted or trained else None
+    return walk.result(outputs * TOKEN, HALF, [x], back, saved, trains=trained)
+
+
 def cast(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
     """`Tensor.to(dtype)`; nothing happens where the dtype is right already."""
     if x.itemsize == itemsize:

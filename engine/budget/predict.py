@@ -14,7 +14,7 @@ from functools import lru_cache
 from engine.budget.architecture import Architecture
 from engine.budget.overhead import overhead
 from engine.budget.setting import Setting, setting_of
-from engine.budget.static import static_bytes
+from engine.budget.static import optimizer_scratch, static_bytes
 from engine.budget.step import (
     Growth,
     PhaseCost,
@@ -77,7 +77,7 @@ def _cost_model(arch: Architecture, setting: Setting, accumulating: bool) -> Cos
 
 def _growths(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
     """Every live set that decides some shape, above the static bytes."""
-    candidates = [Growth(static_bytes(arch, setting).total.gradients)]
+    candidates = [Growth(static_bytes(arch, setting).total.gradients + optimizer_scratch(arch, setting))]
     for phases in step_cost(arch, setting, accumulating).values():
         for phase in phases:
             around = phase.saved.plus(phase.inputs).plus(Growth(phase.gradients))
@@ -94,7 +94,8 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
     phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
     for name, costs in step_cost(arch, setting, rows < spec.recipe.train.batch_size).items():
         phases[name] = held | _components(max(costs, key=lambda cost: cost.at(shape)), shape)
-    phases["optimizer_step"] = {**held, "gradients": total.gradients}
+    scratch = optimizer_scratch(arch, setting)
+    phases["optimizer_step"] = {**held, "gradients": total.gradients, "optimizer": total.optimizer + scratch}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
     deciding = max(sums, key=sums.__getitem__)
     beside = overhead(spec.profile.device, sums[deciding])

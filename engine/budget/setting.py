@@ -31,6 +31,7 @@ class Setting:
     """The choices that decide memory, beside the architecture and the shape of a micro-batch."""
 
     dtype: str
+    """Of the base weights, and of what goes from layer to layer."""
     adapter_dtype: str | None
     """None without LoRA."""
     rank: int
@@ -52,6 +53,8 @@ class Setting:
     window_reached: bool
     """Sequences may be longer than the model's sliding window."""
     quantized: bool
+    autocast: bool
+    """fp32 weights are multiplied in fp16: full fine-tuning in float16."""
     metered: bool
     """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
 
@@ -75,8 +78,10 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
     """Resolve a run spec for this architecture."""
     recipe = spec.recipe
     method, lora = recipe.method, recipe.method.kind == "lora"
+    computed = resolved_dtype(spec)
+    autocast = computed == "float16" and not lora
     return Setting(
-        dtype=resolved_dtype(spec),
+        dtype="float32" if autocast else computed,
         adapter_dtype=method.adapter_dtype if lora else None,
         rank=method.rank if lora else 0,
         targets=method.targets if isinstance(method.targets, str) else tuple(method.targets),
@@ -94,6 +99,7 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         attention=resolved_attention(arch, spec),
         packed=recipe.data.packing,
         window_reached=arch.sliding_window is not None and recipe.data.max_length > arch.sliding_window,
+        autocast=autocast,
         quantized=recipe.model.quantize == "nf4",
         metered=spec.profile.device.kind == "metered",
     )

@@ -177,6 +177,21 @@ def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Settin
     return total
 
 
+@lru_cache(maxsize=256)
+def optimizer_scratch(arch: Architecture, setting: Setting) -> int:
+    """What the optimizer makes and drops while it steps: fused ones nothing, adafactor the update of one tensor."""
+    if setting.optimizer != "adafactor":
+        return 0
+    chosen = [select_layer(arch, setting, layer) for layer in range(arch.layers)]
+    outer = [p.elements for p in outer_parameters(arch) if p.name in selected_outer(arch, setting)]
+    parts = layer_parameters(arch)
+    layers = [p.elements for p in parts if any(p.name in selection.trained for selection in chosen)]
+    adapted = [p for p in parts if any(p.name in selection.adapted for selection in chosen)]
+    sides = [max(p.shape) * setting.rank for p in adapted]
+    full = max(outer + layers, default=0) * setting.base_bytes
+    return rounded(max(full, max(sides, default=0) * setting.adapter_bytes))
+
+
 def weight_bytes(parameter: Parameter, setting: Setting) -> int:
     """A base weight; nf4 packs linear layers into 4 bits, with one fp32 scale per 64 values quantised again to 8 bits.
 

@@ -100,6 +100,8 @@ class Walked:
     forward: tuple[Growth, ...]
     saved: Growth
     backward: tuple[Growth, ...]
+    casts: Growth
+    """What autocast keeps of it until the forward pass is over, beside what is saved."""
 
 
 @lru_cache(maxsize=256)
@@ -114,8 +116,9 @@ def step_cost(arch: Architecture, setting: Setting, accumulating: bool) -> dict[
     # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
     waiting = table if arch.tied else 0
     kept, kinds = _kept(arch, setting, accumulating), kinds_of(arch, setting)
-    batch = inputs(arch, setting, kinds if setting.checkpointing else ())
-    head = PhaseCost(held, kept[-1], walk_head(arch, setting, accumulating), "loss", batch)
+    batch = inputs(arch, setting, _recomputed(setting, kinds))
+    through = kept[-1].plus(_casts(arch, setting, accumulating)[-1])
+    head = PhaseCost(held, through, walk_head(arch, setting, accumulating), "loss", batch)
     phases = {"forward": _forward(arch, setting, accumulating, held), "loss_backward": (head,)}
     early = held + waiting if accumulating else static.head_gradient + waiting
     phases |= _backward(arch, setting, accumulating, early)
@@ -134,10 +137,11 @@ def _forward(arch: Architecture, setting: Setting, accumulating: bool, held: int
     last = {kind: layer for layer, kind in enumerate(kinds)}
     label = "recompute" if setting.checkpointing else "activations"
     batch, embeddings = inputs(arch, setting, kinds), _embeddings_held(arch, setting)
+    casts = _casts(arch, setting, accumulating)
     return tuple(
         PhaseCost(
             held,
-            kept[layer].plus(embeddings, int(layer > 0)),
+            kept[layer].plus(embeddings, int(layer > 0)).plus(casts[layer]),
             walk_layer(arch, setting, kind, accumulating).forward,
             label,
             batch,
@@ -167,12 +171,17 @@ def _backward(
         if not kind.learns:
             break
         working = walk_layer(arch, setting, kind, accumulating).backward
-        batch = inputs(arch, setting, kinds[: layer + 1] if setting.checkpointing else ())
+        batch = inputs(arch, setting, _recomputed(setting, kinds[: layer + 1]))
         last[kind] = PhaseCost(gradients, kept[layer], working, label, batch)
         first.setdefault(kind, last[kind])
         gradients += 0 if accumulating else layer_tensors(arch, setting, kind.chosen).gradients
     phases = {"layer_first": tuple(first.values()), "layer_last": tuple(last.values())}
     return {name: costs for name, costs in phases.items() if costs}
+
+
+def _recomputed(setting: Setting, kinds: Sequence[Kind]) -> list[Kind]:
+    """Layers that will run again, for which their masks are kept."""
+    return [kind for kind in kinds if setting.checkpointing and kind.learns]
 
 
 @lru_cache(maxsize=256)
@@ -182,6 +191,15 @@ def _kept(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Gro
     for kind in kinds_of(arch, setting):
         kept.append(kept[-1].plus(walk_layer(arch, setting, kind, accumulating).saved))
     return tuple(kept)
+
+
+@lru_cache(maxsize=256)
+def _casts(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
+    """What autocast keeps of the layers below each layer, and of all of them."""
+    casts = [Growth()]
+    for kind in kinds_of(arch, setting):
+        casts.append(casts[-1].plus(walk_layer(arch, setting, kind, accumulating).casts))
+    return tuple(casts)
 
 
 @lru_cache(maxsize=256)
@@ -195,12 +213,15 @@ def walk_layer(arch: Architecture, setting: Setting, kind: Kind, accumulating: b
     else:
         output = layer.forward(arguments.pop())
     forward = prune(growth(size) for size in walk.take_peaks())
+    with_casts = walk.live
+    walk.casts.clear()
+    casts = growth(with_casts - walk.live)
     if output.node is None:
-        return Walked(forward, Growth(), ())
+        return Walked(forward, Growth(), (), casts)
     saved, size, node = walk.live - output.size, output.size, output.node
     del output
     walk.backward(node, walk.allocate(size))
-    return Walked(forward, growth(saved), prune(growth(size) for size in walk.take_peaks()))
+    return Walked(forward, growth(saved), prune(growth(size) for size in walk.take_peaks()), casts)
 
 
 def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
@@ -209,6 +230,7 @@ def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple
     arguments = [_entry(walk, arch, setting, body_learns(arch, setting))]
     loss = Head(walk, arch, setting).forward(arguments.pop())
     assert loss.node is not None
+    walk.casts.clear()
     walk.backward(loss.node, walk.allocate(0))
     return prune(growth(size) for size in walk.take_peaks())
 
