@@ -43,6 +43,8 @@ class Setting:
     train_only: tuple[str, ...]
     freeze: tuple[str, ...]
     checkpointing: bool
+    activation_offload: bool
+    """What a layer keeps for backward waits on the host."""
     loss: Literal["plain", "chunked", "fused"]
     chunk_tokens: int
     optimizer: Optimizer
@@ -92,6 +94,7 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         train_only=tuple(method.train_only),
         freeze=(*method.freeze, *(ROUTERS if arch.experts and recipe.moe.freeze_router else ())),
         checkpointing=recipe.train.gradient_checkpointing,
+        activation_offload=recipe.train.activation_offload and spec.profile.device.kind != "cpu",
         loss=resolved_loss(spec),
         chunk_tokens=chunk_tokens(arch.vocab),
         optimizer=recipe.train.optimizer,

@@ -186,9 +186,16 @@ def _recomputed(setting: Setting, kinds: Sequence[Kind]) -> list[Kind]:
 
 @lru_cache(maxsize=256)
 def _kept(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
-    """What the layers below each layer keep for backward; the last entry is what all of them keep."""
+    """What the layers below each layer keep for backward; the last entry is what all of them keep.
+
+    Nothing where activations wait on the host. Within the layer at work all that it saves is counted all the same,
+    which without checkpointing is more than there is.
+    """
     kept = [Growth()]
     for kind in kinds_of(arch, setting):
+        if setting.activation_offload:
+            kept.append(Growth())
+            continue
         kept.append(kept[-1].plus(walk_layer(arch, setting, kind, accumulating).saved))
     return tuple(kept)
 

@@ -32,6 +32,7 @@ from engine.errors import UsageError
 from engine.model.chunked import Shape, chunked_loss, token_losses
 from engine.model.head import Head, find_head
 from engine.model.loaded import LoadedModel
+from engine.model.offload import ActivationOffload
 
 IGNORED = -100
 """Label of a token that is not a target."""
@@ -51,10 +52,11 @@ class LossFunction:
         self.label_smoothing = label_smoothing
         self.chunk_tokens = chunk_tokens
         """Tokens whose logits exist at once in "chunked" and torch's "fused"; may be lowered at any time."""
+        self.offload = ActivationOffload(loaded)
 
     def __call__(self, batch: Batch) -> Tensor:
         """Sum over target tokens; divide by their number over the whole step, then call backward."""
-        with autocast(self.loaded):
+        with autocast(self.loaded), self.offload.saving():
             hidden_NH, targets_N = self._hidden_at_targets(batch)
             if targets_N.numel() == 0:
                 return hidden_NH.float().sum()

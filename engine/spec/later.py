@@ -32,7 +32,7 @@ def _scores(recipe: Recipe) -> str | None:
 
 
 def _offload_rungs(recipe: Recipe) -> str | None:
-    unbuilt = [rung for rung in recipe.backoff.ladder if rung.endswith("_offload")]
+    unbuilt = [rung for rung in recipe.backoff.ladder if rung == "optimizer_offload"]
     return f"backoff.ladder: {', '.join(unbuilt)}" if unbuilt else None
 
 
@@ -62,10 +62,6 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (
         lambda spec: _when(spec.recipe.train.optimizer_offload, "train.optimizer_offload"),
         "optimizer state in host memory",
-    ),
-    (
-        lambda spec: _when(spec.recipe.train.activation_offload, "train.activation_offload"),
-        "activations in host memory",
     ),
     (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
     (

@@ -133,18 +133,29 @@ def chunk_loss(now: Situation) -> Remedy | None:
     return Remedy("chunk_loss", before, now.loss.chunk_tokens)
 
 
+def activation_offload(now: Situation) -> Remedy | None:
+    """Keep activations in host memory until backward. On the plain CPU that is where they are."""
+    offload = now.loss.offload
+    if now.micro_batch is None or offload.on or now.device.kind == "cpu":
+        return None
+    offload.on = True
+    return Remedy("activation_offload", False, True)
+
+
 RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
     "retry": retry,
     "defragment": defragment,
     "cut": cut,
     "checkpointing": checkpointing,
     "chunk_loss": chunk_loss,
+    "activation_offload": activation_offload,
 }
 
 
 LIFTS: dict[str, Callable[[LoadedModel, LossFunction, Any], None]] = {
     "checkpointing": lambda loaded, _loss, before: loaded.set_checkpointing(before),
     "chunk_loss": lambda _loaded, loss, before: setattr(loss, "chunk_tokens", before),
+    "activation_offload": lambda _loaded, loss, before: setattr(loss.offload, "on", before),
 }
 """How remedies that stay on are taken back, given the setting before."""
 

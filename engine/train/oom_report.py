@@ -21,6 +21,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import now
 from engine.journal.files import write_atomically
 from engine.model.loaded import LoadedModel
+from engine.model.loss import LossFunction
 from engine.spec.run import RunSpec
 from engine.train.failure import Failure
 from engine.train.microbatch import MicroBatch
@@ -114,9 +115,11 @@ def avoidance(spec: RunSpec, failure: Failure, micro_batch: MicroBatch | None) -
     }
 
 
-def as_it_stands(spec: RunSpec, loaded: LoadedModel) -> RunSpec:
+def as_it_stands(spec: RunSpec, loaded: LoadedModel, loss: LossFunction) -> RunSpec:
     """The spec with what the ladder has changed since, so that advice does not name what is already done."""
-    return with_changes(spec, {"train.gradient_checkpointing": loaded.checkpointing})
+    return with_changes(
+        spec, {"train.gradient_checkpointing": loaded.checkpointing, "train.activation_offload": loss.offload.on}
+    )
 
 
 def in_words(found: dict[str, Any], most: int = 3) -> str:

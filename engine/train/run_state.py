@@ -97,7 +97,11 @@ def fill_checkpoint(
         "identity": asdict(identity),
         "budget": parts.budget.as_json(),
         "scaler": parts.scaler.as_json(),
-        "remedies": {"checkpointing": parts.loaded.checkpointing, "chunk_tokens": parts.loss.chunk_tokens},
+        "remedies": {
+            "checkpointing": parts.loaded.checkpointing,
+            "chunk_tokens": parts.loss.chunk_tokens,
+            "activation_offload": parts.loss.offload.on,
+        },
         "standing": [asdict(remedy) for remedy in parts.standing],
         "settings": settings,
         "torch": torch.__version__,
@@ -124,6 +128,7 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
         parts.budget = CostBudget.from_json(saved["budget"])
         parts.loaded.set_checkpointing(saved["remedies"]["checkpointing"])
         parts.loss.chunk_tokens = saved["remedies"]["chunk_tokens"]
+        parts.loss.offload.on = saved["remedies"]["activation_offload"]
         parts.standing[:] = [Standing(**remedy) for remedy in saved["standing"]]
     return RunState.from_json(saved["state"])
 

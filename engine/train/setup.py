@@ -93,7 +93,7 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
         may_grow=recipe.backoff.grow and device.kind != "cpu",
         measures=device.kind != "cpu",
         report=report,
-        advise=lambda failure, micro_batch: in_words(avoidance(as_it_stands(spec, loaded), failure, micro_batch)),
+        advise=lambda failure, micro_batch: in_words(avoidance(as_it_stands(spec, loaded, loss), failure, micro_batch)),
     )
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
@@ -121,6 +121,7 @@ def _model_and_loss(
         chunk_tokens=None,
         device=device,
     )
+    loss.offload.on = train.activation_offload and device.kind != "cpu"
     return loaded, loss
 
 

@@ -103,6 +103,7 @@ def measured_step(
         loss = make_loss(
             loaded, implementation=train.loss, label_smoothing=train.label_smoothing, chunk_tokens=None, device=device
         )
+        loss.offload.on = train.activation_offload
         optimizer = build_optimizer(train, loaded.trainable())
         allocate_state(optimizer)
         gc.collect()

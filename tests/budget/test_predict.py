@@ -140,3 +140,12 @@ def test_a_frozen_model_part_costs_no_gradient_and_no_state() -> None:
     half = cost_model(TINY, run_spec(method={"kind": "full", "freeze": ["model.layers.[0-1]"]})).static_bytes
     layer = sum(parameter.elements for parameter in layer_parameters(TINY))
     assert whole - half == pytest.approx(2 * 2 * 4 * layer, rel=0.02)
+
+
+@pytest.mark.parametrize(("checkpointing", "over"), [(True, 0.01), (False, 0.6)])
+def test_offloaded_activations_are_never_priced_too_low(checkpointing: bool, over: float, tmp_path: Path) -> None:
+    train = {"gradient_checkpointing": checkpointing, "activation_offload": True, "batch_size": 4}
+    spec = run_spec(folder_of(QWEN2, tmp_path / "model"), model={"dtype": "float32"}, train=train)
+    predicted = predict(find_architecture(spec), spec, rows=4, length=200).peak_bytes
+    _, peak = measured_step(spec, 4, 200)
+    assert -0.001 <= predicted / peak - 1 <= over

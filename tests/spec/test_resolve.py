@@ -323,7 +323,6 @@ LATER = {
     "finish.merge": "true",
     "train.compile": "true",
     "train.optimizer_offload": "true",
-    "train.activation_offload": "true",
     "data.sources.qmsum.format": "image-chat",
     "data.sources.qmsum.image_root": "x",
     "data.image_max_pixels": "100",

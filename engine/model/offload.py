@@ -1,0 +1,79 @@
+"""Activations kept for backward, in host memory meanwhile: the same values, slower, much less on the device.
+
+What autograd saves is copied to the host when it is saved, and back when backward asks for it. Weights stay where they
+are. Under gradient checkpointing only the layers' inputs are saved in forward, and only they travel; what a layer saves
+while it is computed again is used at once and stays on the device.
+
+Try: `tunedeck train -p demo -r demo --set train.activation_offload=true`
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.model.loaded import LoadedModel
+
+SMALLEST_BYTES = 16 * 1024
+"""Smaller tensors (norm statistics, masks) stay: a copy costs about as long as it takes to ask for it."""
+
+
+@dataclass
+class _OnHost:
+    """A saved tensor, as autograd keeps it."""
+
+    copy: Tensor
+
+
+class ActivationOffload:
+    """`with offload.saving(): loss = ...`, then backward. Does nothing while `on` is False."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded, self._device = loaded, loaded.device
+        self.on = False
+
+    def saving(self) -> AbstractContextManager[object]:
+        """Tensors that autograd saves inside wait on the host."""
+        return self._hooks() if self.on else nullcontext()
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        model = self._loaded.model
+        stays = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        # Several operations save the same tensor; one copy serves them all. Kept by storage and no longer than it: its
+        # memory, and with it its address, is soon another tensor's. torch keeps a storage's Python object alive until
+        # the memory is freed.
+        copies: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[tuple[object, ...], _OnHost]]
+        copies = weakref.WeakKeyDictionary()
+
+        def pack(tensor: Tensor) -> Tensor | _OnHost:
+            if _storage(tensor) in stays or not _worth_moving(tensor):
+                return tensor
+            of_storage = copies.setdefault(tensor.untyped_storage(), {})
+            view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+            if view not in of_storage:
+                of_storage[view] = _OnHost(self._device.download(tensor))
+            return of_storage[view]
+
+        def unpack(saved: Tensor | _OnHost) -> Tensor:
+            return self._device.upload(saved.copy) if isinstance(saved, _OnHost) else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _worth_moving(tensor: Tensor) -> bool:
+    """Only floating tensors that repeat nothing: copying an expanded one would write out its repetitions."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if not tensor.is_floating_point() or size_bytes < SMALLEST_BYTES or tensor.layout != torch.strided:
+        return False
+    return all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
