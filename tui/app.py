@@ -25,7 +25,7 @@ from engine.journal.index import runs_folder
 from engine.spec.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
-from tui.engines import Engines
+from tui.engines import Engines, still_running
 from tui.screens import SCREENS, ScreenRow, has_screen, screen_row
 from tui.screens.base import BaseScreen
 from tui.theme import THEMES
@@ -175,6 +175,8 @@ def run(flags: Flags) -> NoReturn:
         sys.exit(error.exit_code)
     app = TunedeckApp(flags)
     app.run()
+    for name in still_running(app.runs_dir):
+        sys.stderr.write(f"tunedeck: {visible(name)} goes on; tunedeck shows it again\n")
     sys.exit(app.return_code)
 
 

@@ -8,12 +8,28 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
+from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
-from engine.journal.index import note_run
+from engine.journal.index import list_runs, note_run
 from engine.journal.kinds import FINAL_STATUSES
+from engine.journal.liveness import engine_process, is_alive
 from engine.journal.summary import summarise
 from engine.start import died, start_engine
+
+
+def still_running(runs_dir: Path) -> list[str]:
+    """Names of the runs of a folder whose engine is seen alive: what goes on when the console is left."""
+    return [directory.name for directory in list_runs(runs_dir) if _lives(directory)]
+
+
+def _lives(directory: RunDirectory) -> bool:
+    try:
+        identity = engine_process(directory)
+    except (EnvironmentProblem, OSError):
+        return False
+    return identity is not None and is_alive(identity)
 
 
 @dataclass(frozen=True)

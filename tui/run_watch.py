@@ -66,6 +66,8 @@ class RunWatch:
         self.state = RunState()
         self.curves = Curves()
         self.feed: deque[FeedLine] = deque(maxlen=FEED_LINES)
+        self.saved: list[int] = []
+        """Steps after which a checkpoint was written, whether it is still there or not."""
         self.fed = 0
         """How many events the feed has had, those it has let go included."""
         self.gpus: dict[int, Event] = {}
@@ -189,6 +191,9 @@ class RunWatch:
         if event["kind"] == "resumed":
             self.curves.loss.cut_after(float(event["step"]))
             self.curves.recent.clear()
+            self.saved = [step for step in self.saved if step <= int(event["step"])]
+        if event["kind"] == "checkpoint_saved":
+            self.saved.append(int(event["step"]))
         return text
 
     def _gpu(self, event: Event | None) -> None:

@@ -131,7 +131,7 @@ class RunScreen(BaseScreen):
         state = self.watch_of.state
         scores = [(e["step"], e["metrics"]["loss"]) for e in state.evals if e["metrics"].get("loss") is not None]
         marks = [
-            Mark("checkpoint", "■", "$muted", [event["step"] for event in state.checkpoints]),
+            Mark("checkpoint", "■", "$muted", self.watch_of.saved),
             Mark("oom", "▲", "bold $bad", [event["step"] for event in state.backoffs]),
         ]
         return Picture(self.watch_of.curves.loss, scores, marks, note="no step yet")

@@ -1,0 +1,150 @@
+"""The whole thing as it is used: a real terminal in tmux, a real engine, and nothing but keys.
+
+The one test here takes about a minute: it learns, is killed, paused, stopped and resumed like a run of days.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.journal.directory import RunDirectory
+from engine.journal.index import list_runs
+from engine.journal.summary import RunSummary, summarise
+
+ROOT = Path(__file__).resolve().parents[2]
+TUNEDECK = [sys.executable, "-P", str(ROOT / "tunedeck.py")]
+PATIENCE_SECONDS = 120.0
+
+SHORTER = ("train.max_steps=200", "data.sources.dates.limit=4000", "eval.every_steps=100", "eval.limit=32")
+"""The demo in a third of its time."""
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+
+class Terminal:
+    """A tmux server of its own, with one window of 120x36."""
+
+    def __init__(self, runs: Path, socket: Path) -> None:
+        self._runs, self._socket = runs, socket
+
+    def tmux(self, *arguments: str) -> str:
+        """Run a tmux command."""
+        command = ["tmux", "-S", str(self._socket), "-f", "/dev/null", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+
+    def open_console(self) -> None:
+        """Open the console in a new session."""
+        environment = [f"-e{name}={os.environ[name]}" for name in os.environ if name.startswith("TUNEDECK_")]
+        console = [*TUNEDECK, "--runs", str(self._runs)]
+        self.tmux("new-session", "-d", "-x120", "-y36", *environment, *console)
+
+    @property
+    def console_pid(self) -> int:
+        """The process in the window."""
+        return int(self.tmux("list-panes", "-F#{pane_pid}"))
+
+    @property
+    def text(self) -> str:
+        """What stands on the screen."""
+        return self.tmux("capture-pane", "-p")
+
+    def press(self, key: str) -> None:
+        """Press one key."""
+        self.tmux("send-keys", key)
+
+    def sees(self, *texts: str) -> str:
+        """Wait until all of these stand on the screen; returns it."""
+        until(lambda: all(text in self.text for text in texts), lambda: f"{texts} on\n{self.text}")
+        return self.text
+
+    def close(self) -> None:
+        """End the server, if it still runs."""
+        subprocess.run(["tmux", "-S", str(self._socket), "kill-server"], check=False, capture_output=True)
+
+
+def until(holds: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, f"never came: {what()}"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def terminal(runs: Path, tmp_path: Path) -> Iterator[Terminal]:
+    # A socket's path may have no more than about a hundred characters.
+    socket = Path(f"/tmp/tunedeck-test-{os.getpid()}.tmux")
+    opened = Terminal(runs, socket)
+    yield opened
+    opened.close()
+    socket.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def demo(runs: Path) -> Iterator[RunDirectory]:
+    """A demo run, started without a screen. Whatever happens, its engine does not outlive the test."""
+    sets = [part for one in SHORTER for part in ("--set", one)]
+    command = [*TUNEDECK, "train", "-p", "demo", "-r", "demo", "--detach", "--runs", str(runs), *sets]
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+    yield list_runs(runs)[0]
+    for _ in range(2):
+        stop = [*TUNEDECK, "stop", "last", "--runs", str(runs)]
+        subprocess.run(stop, check=False, capture_output=True, timeout=PATIENCE_SECONDS)
+
+
+def reached(run: RunDirectory, step: int) -> RunSummary:
+    until(lambda: summarise(run).step >= step, lambda: f"step {step}: {summarise(run)}")
+    return summarise(run)
+
+
+def loss_on(screen: str) -> float:
+    found = re.search(r"loss {11}(\d+\.\d+)", screen)
+    assert found, screen
+    return float(found[1])
+
+
+def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(terminal: Terminal, demo: RunDirectory) -> None:
+    terminal.open_console()
+    terminal.sees("● running", demo.name)
+    terminal.press("Enter")
+    terminal.sees("out of memory in", "no sample lost", "1 time, survived")
+    reached(demo, 10)
+    first = loss_on(terminal.sees("loss   ", "batch 64"))
+    reached(demo, 40)
+    until(lambda: loss_on(terminal.text) < 0.8 * first, lambda: "a falling loss")
+
+    os.kill(terminal.console_pid, signal.SIGKILL)
+    step = summarise(demo).step
+    assert reached(demo, step + 5).status == "running"
+
+    terminal.open_console()
+    terminal.sees("● running", demo.name)
+    terminal.press("Enter")
+    terminal.sees("● running", "out of memory in")
+    terminal.press("p")
+    terminal.sees("‖ paused", "r goes on with it")
+    paused_at = summarise(demo).step
+    assert 0 < paused_at < 200
+
+    terminal.press("r")
+    terminal.sees("● running", f"resumed after step {paused_at}")
+    reached(demo, paused_at + 5)
+    terminal.press("s")
+    terminal.sees("Stop this run after the present step")
+    terminal.press("y")
+    terminal.sees("■ stopped")
+
+    terminal.press("r")
+    terminal.sees("✓ done", "step 200 of 200")
+    terminal.press("q")
+    summary = summarise(demo)
+    assert (summary.status, summary.samples_lost, summary.damaged_lines) == ("done", 0, 0)
