@@ -1,6 +1,6 @@
 # make demo    watch a small model learn, on a simulated device, without a GPU or a network
 # make test    lint, types, import contracts, tests
-# make torture minutes of faults: engines killed anywhere, and everything else marked so
+# make torture every single allocation fails once, engines are killed anywhere: half an hour on two cores
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
 
 PYTHON ?= python3
@@ -16,6 +16,7 @@ test: $(READY) lint
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile
 
 torture: $(READY)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.train.torture
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -m torture -s
 
 lint: $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the folders again."""
     config.stash[ISOLATED].cleanup()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many allocations were made to fail (the tests that do it record the number)."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    faults = sum(value for report in reports for name, value in report.user_properties if name == "faults")
+    if faults:
+        terminalreporter.write_line(f"{faults} allocation faults tried")

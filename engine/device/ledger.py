@@ -150,14 +150,15 @@ class Ledger:
             entry.dtype = dtype
             self.live[key] = entry
 
-    def add_host(self, storage: torch.UntypedStorage) -> None:
+    def add_host(self, storage: torch.UntypedStorage, *, asked_for: bool = True) -> None:
         """Remember `storage` as host memory: never counted, whatever operation returns it later.
 
-        Raises RuntimeError, worded as torch's host allocator does, where `fail_host_at` asked for it.
+        Raises RuntimeError, worded as torch's host allocator does, where `fail_host_at` asked for it. `asked_for` is
+        False for memory that was there already and is only announced.
         """
         with self._lock:
-            self.host_allocations += 1
-            if self.host_allocations == self._host_fail_at:
+            self.host_allocations += asked_for
+            if asked_for and self.host_allocations == self._host_fail_at:
                 raise RuntimeError(
                     f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {storage.nbytes()} bytes. "
                     "This host allocation was refused on purpose (fault injection)."

@@ -32,7 +32,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from engine.device.ledger import Ledger
 from engine.device.neighbour import SharedCount
-from engine.device.operations import DECOMPOSE, NOTHING, ONE, RESIZES, behaviour, behaviours, written_tensors
+from engine.device.operations import (
+    ANNOUNCERS,
+    DECOMPOSE,
+    NOTHING,
+    ONE,
+    RESIZES,
+    behaviour,
+    behaviours,
+    written_tensors,
+)
 
 COUNTING, HOST, OFF = 0, 1, 2
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -87,7 +96,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata in ledger.host or storage.device.type != "cpu":
             return
         if self.state == HOST:
-            ledger.add_host(storage)
+            ledger.add_host(storage, asked_for=storage.nbytes() > 0 and func._schema.name not in ANNOUNCERS)
         elif size_bytes := storage.nbytes():
             ledger.add(storage, size_bytes, func, tensor.shape, tensor.dtype)
 

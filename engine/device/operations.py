@@ -26,6 +26,8 @@ _known: list[Any] = []
 _SWAPPERS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_"}
 # A copy that looks like a view to its schema: torch.tensor() and from_numpy() announce their new storage through it.
 _FRESH_DESPITE_SCHEMA = {"aten::lift_fresh", "aten::lift"}
+ANNOUNCERS = {*_FRESH_DESPITE_SCHEMA, "aten::set_"}
+"""Operations through which memory that is there already turns up."""
 
 
 def behaviour(func: Any) -> str:

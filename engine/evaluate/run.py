@@ -110,7 +110,7 @@ def _judge(
     def report(failure: Failure, remedy: str, before: Any, after: Any) -> None:
         say(f"out of memory in {failure.phase}: {remedy} {before} -> {after}")
 
-    return Judge(device, loaded, loss, pricing.cost, pricing.budget.budget_bytes, spec.recipe.generate, report)
+    return Judge(device, loaded, loss, pricing.cost, pricing.budget, spec.recipe.generate, report)
 
 
 def _score(judge: Judge, data: TokenData, spec: RunSpec) -> Scores:

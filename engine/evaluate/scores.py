@@ -24,28 +24,52 @@ from engine.errors import MemoryExhaustedError
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.spec.recipe import Generate
-from engine.train.failure import Failure, attempt
+from engine.train.costbudget import CostBudget
+from engine.train.failure import ATTEMPTS, Failure, attempt
 from engine.train.microbatch import Cost, plan_micro_batches
 
 GENERATION_ROWS = 64
-"""Answers generated at once to begin with; halved when memory runs out."""
+"""Answers generated at once to begin with."""
+
+
+@dataclass
+class Rows:
+    """How many answers are generated at once: halved when memory runs out, doubled again where that is not known to
+    fail."""
+
+    now: int = GENERATION_ROWS
+    proven: int = 0
+    """The most that succeeded."""
+    ceiling: int | None = None
+    """The fewest that failed, and more than had succeeded before."""
+
+    def halve(self, failed: int) -> None:
+        """`failed` rows at once did not fit."""
+        if failed > self.proven:
+            self.ceiling = min(failed, self.ceiling or failed)
+        self.now = max(1, failed // 2)
+
+    def grow(self) -> None:
+        """All answers were generated without a failure."""
+        if self.ceiling is None or 2 * self.now < self.ceiling:
+            self.now = min(GENERATION_ROWS, 2 * self.now)
 
 
 @dataclass
 class Judge:
-    """What evaluation works with. `budget_bytes` and `rows` are its own, learned separately from training's."""
+    """What evaluation works with. `budget` and `rows` are its own, learned separately from training's."""
 
     device: Device
     loaded: LoadedModel
     loss: LossFunction
     cost: Cost
-    budget_bytes: int
+    budget: CostBudget
     generate: Generate
     report: Callable[[Failure, str, Any, Any], None]
     """Called with each failure, the remedy's name, and the setting before and after."""
     interrupted: Callable[[], bool] = lambda: False
     """Asked between micro-batches: True ends the evaluation early."""
-    rows: int = GENERATION_ROWS
+    rows: Rows = field(default_factory=Rows)
 
 
 @dataclass
@@ -100,27 +124,63 @@ def _judging(model: torch.nn.Module) -> Iterator[None]:
 
 def _mean_loss(judge: Judge, data: TokenData, indices: NDArray[np.int64]) -> float:
     """Sum of token losses over their number, for `indices` of `data`."""
-    total, targets = 0.0, int(data.target_counts[indices].sum())
-    groups = plan_micro_batches(data.lengths[indices], judge.cost, judge.budget_bytes)
-    waiting = [(indices[list(group.members)], group.cost_bytes) for group in groups]
+    device, budget = judge.device, judge.budget
+    held_bytes = device.memory().allocated_bytes
+    total, targets, failures, clean = 0.0, int(data.target_counts[indices].sum()), 0, True
+    waiting = _planned(judge, data, indices)
     while waiting:
         if judge.interrupted():
             raise Interrupted
-        chosen, cost_bytes = waiting.pop(0)
+        chosen, cost_bytes = waiting[0]
         sums: list[float] = []
-        failure = attempt(lambda chosen=chosen, sums=sums: sums.append(_loss_sum(judge, data, chosen)), judge.device,
+        device.reset_peak()
+        failure = attempt(lambda chosen=chosen, sums=sums: sums.append(_loss_sum(judge, data, chosen)), device,
                           lambda: "evaluate")  # type: ignore[misc]
         if failure is None:
-            total += sums[0]
+            total, failures = total + sums[0], 0
+            budget.record_success(cost_bytes, _measured(device, held_bytes))
+            del waiting[0]
             continue
-        judge.device.release_cached()
-        _give_up_on_one(judge, failure, len(chosen))
-        before, judge.budget_bytes = judge.budget_bytes, cost_bytes // 2
-        judge.report(failure, "cut", before, judge.budget_bytes)
-        rest = np.concatenate([chosen, *(members for members, _ in waiting)])
-        groups = plan_micro_batches(data.lengths[rest], judge.cost, judge.budget_bytes)
-        waiting = [(rest[list(group.members)], group.cost_bytes) for group in groups]
+        failures, clean = failures + 1, False
+        device.release_cached()
+        if _again(judge, failure, failures, proven=cost_bytes <= budget.proven_bytes, rows=len(chosen)):
+            continue
+        before = budget.budget_bytes
+        budget.cut(cost_bytes, device.available_bytes - held_bytes)
+        judge.report(failure, "cut", before, budget.budget_bytes)
+        waiting = _planned(judge, data, np.concatenate([members for members, _ in waiting]))
+    if clean:
+        budget.record_clean_step(device.available_bytes - held_bytes, may_grow=True)
     return total / max(1, targets)
+
+
+def _planned(judge: Judge, data: TokenData, indices: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], int]]:
+    """(members, predicted cost) of the micro-batches of `indices`."""
+    groups = plan_micro_batches(data.lengths[indices], judge.cost, judge.budget.budget_bytes)
+    return [(indices[list(group.members)], group.cost_bytes) for group in groups]
+
+
+def _measured(device: Device, held_bytes: int) -> int:
+    return 0 if device.kind == "cpu" else max(0, device.memory().peak_bytes - held_bytes)
+
+
+def _again(judge: Judge, failure: Failure, failures: int, *, proven: bool, rows: int) -> bool:
+    """Whether to try the same once more: what has succeeded before, once; one sample, which cannot be made smaller, and
+    host memory, which smaller batches do not give back, a few times.
+
+    Raises MemoryExhaustedError when that was tried.
+    """
+    stuck = rows == 1 or failure.kind != "device"
+    if stuck and failures >= ATTEMPTS:
+        judge.report(failure, "give_up", rows, rows)
+        raise MemoryExhaustedError(
+            f"out of memory in {failure.phase} with {'one sample' if rows == 1 else f'{rows} samples'} at a time",
+            fix="lower data.max_length or generate.max_new_tokens, or use a profile with more memory",
+        )
+    if not stuck and not (proven and failures == 1):
+        return False
+    judge.report(failure, "retry", rows, rows)
+    return True
 
 
 def _loss_sum(judge: Judge, data: TokenData, chosen: NDArray[np.int64]) -> float:
@@ -133,33 +193,40 @@ def _answers(judge: Judge, examples: Sequence[Example]) -> list[dict[str, str]]:
     """Generate for every example; results in the order of `examples`. Longest prompts first, like training."""
     questions = [split_question(example) for example in examples]
     order = sorted(range(len(questions)), key=lambda index: -len(questions[index][0]))
-    answers: list[dict[str, str]] = [{} for _ in questions]
-    done = 0
-    while done < len(order):
+    texts: list[str] = []
+    failures, clean, rows = 0, True, judge.rows
+    while len(texts) < len(order):
         if judge.interrupted():
             raise Interrupted
-        chosen = order[done : done + judge.rows]
-        texts: list[str] = []
+        prompts = [questions[index][0] for index in order[len(texts) : len(texts) + rows.now]]
+        made: list[str] = []
         failure = attempt(
-            lambda chosen=chosen, texts=texts: texts.extend(_generate(judge, [questions[i][0] for i in chosen])),  # type: ignore[misc]
+            lambda prompts=prompts, made=made: made.extend(_generate(judge, prompts)),  # type: ignore[misc]
             judge.device,
             lambda: "generate",
         )
-        if failure is not None:
-            judge.device.release_cached()
-            _give_up_on_one(judge, failure, len(chosen))
-            before, judge.rows = judge.rows, max(1, len(chosen) // 2)
-            judge.report(failure, "cut", before, judge.rows)
+        if failure is None:
+            texts, failures, rows.proven = texts + made, 0, max(rows.proven, len(prompts))
             continue
-        done += len(chosen)
-        for index, text in zip(chosen, texts, strict=True):
-            prompt, reference = questions[index]
-            answers[index] = {
-                "prompt": judge.loaded.tokenizer.decode(prompt, skip_special_tokens=True),
-                "answer": text.strip(),
-                "reference": judge.loaded.tokenizer.decode(reference, skip_special_tokens=True).strip(),
-            }
-    return answers
+        failures, clean = failures + 1, False
+        judge.device.release_cached()
+        if not _again(judge, failure, failures, proven=len(prompts) <= rows.proven, rows=len(prompts)):
+            rows.halve(len(prompts))
+            judge.report(failure, "cut", len(prompts), rows.now)
+    if clean:
+        rows.grow()
+    by_index = dict(zip(order, texts, strict=True))
+    return [_answer(judge, question, by_index[index]) for index, question in enumerate(questions)]
+
+
+def _answer(judge: Judge, question: tuple[list[int], list[int]], text: str) -> dict[str, str]:
+    prompt, reference = question
+    decode = judge.loaded.tokenizer.decode
+    return {
+        "prompt": decode(prompt, skip_special_tokens=True),
+        "answer": text.strip(),
+        "reference": decode(reference, skip_special_tokens=True).strip(),
+    }
 
 
 def split_question(example: Example) -> tuple[list[int], list[int]]:
@@ -203,13 +270,3 @@ def _generation_config(judge: Judge) -> GenerationConfig:
 
 def _pad_id(judge: Judge) -> int:
     return int(judge.loaded.tokenizer.pad_token_id)
-
-
-def _give_up_on_one(judge: Judge, failure: Failure, rows: int) -> None:
-    if rows > 1:
-        return
-    judge.report(failure, "give_up", rows, rows)
-    raise MemoryExhaustedError(
-        f"out of memory in {failure.phase} with one sample at a time",
-        fix="lower data.max_length or generate.max_new_tokens, or use a profile with more memory",
-    )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import MemoryExhaustedError
-from engine.evaluate.scores import Interrupted, Judge, Scores, evaluate
+from engine.evaluate.scores import Interrupted, Judge, Scores
+from engine.evaluate.scores import evaluate as score
 from engine.journal.directory import RunDirectory
 from engine.train.checkpoint import (
     Checkpoint,
@@ -25,6 +26,7 @@ from engine.train.checkpoint import (
     write_checkpoint,
 )
 from engine.train.control import Wishes
+from engine.train.costbudget import CostBudget
 from engine.train.failure import ATTEMPTS, Failure, retried
 from engine.train.growth import Growth
 from engine.train.journal import Journal, until_there_is_room
@@ -83,16 +85,16 @@ class Training:
 
     def run(self) -> Ending:
         """Train to the end, or until asked to stop. The caller turns exceptions into exit codes."""
-        self._probe()
+        self.probe()
         if self.state.step == 0 and not self.parts.guard.can_undo:
             self.save("an optimizer step that fails half-way can only be undone by going back here")
         if self.bench.spec.recipe.eval.at_start and self.state.step == 0 and self._has_validation:
-            self._evaluate()
+            self.evaluate()
         self.journal.phase("training")
         while self.state.step < self.bench.total_steps and not self._stop_early:
             if self.wishes.look():
                 return self._end_early()
-            self._one_step()
+            self.one_step()
             self._between_steps()
         if self.wishes.look() and self.state.step < self.bench.total_steps:
             return self._end_early()
@@ -129,7 +131,7 @@ class Training:
     def _has_validation(self) -> bool:
         return self.bench.prepared.validation is not None
 
-    def _probe(self) -> None:
+    def probe(self) -> None:
         """The dearest shapes the data can produce, before the first step."""
         self.journal.phase("probing")
         lengths = self.parts.data.lengths
@@ -137,7 +139,8 @@ class Training:
         longest = lengths.argsort(kind="stable")[::-1][:most].copy()
         self.transaction.probe(self.state.step + 1, longest)
 
-    def _one_step(self) -> None:
+    def one_step(self) -> None:
+        """The next optimizer step, and its line in the journal."""
         began = time.perf_counter()
         step = self.state.step + 1
         rate = set_learning_rates(self.parts.optimizer, self.bench.schedule.factor(step))
@@ -192,7 +195,7 @@ class Training:
     def _between_steps(self) -> None:
         spec, step = self.bench.spec.recipe, self.state.step
         if self._has_validation and spec.eval.every_steps and step % spec.eval.every_steps == 0:
-            self._evaluate()
+            self.evaluate()
         if self.wishes.checkpoint:
             self.wishes.checkpoint = False
             self.save("asked for")
@@ -227,7 +230,7 @@ class Training:
 
     def _finish(self) -> Ending:
         if self._has_validation and self.state.last_evaluated != self.state.step:
-            self._evaluate()
+            self.evaluate()
         self.save("end")
         self.journal.phase("saving", "result")
         folder = self.directory.adapter if self.parts.loaded.kind == "adapter" else self.directory.model
@@ -249,7 +252,7 @@ class Training:
             step = self.state.best.step
         return Checkpoint(step, self.directory.checkpoint(step))
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         """Score the validation set; note the best, save it, and count towards early stopping."""
         validation = self.bench.prepared.validation
         if validation is None:
@@ -258,7 +261,7 @@ class Training:
         self.journal.phase("evaluating")
         began = time.perf_counter()
         try:
-            scores = evaluate(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
+            scores = score(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
         except Interrupted:
             return
         self.state.last_evaluated = self.state.step
@@ -378,7 +381,7 @@ class Training:
             loaded=parts.loaded,
             loss=parts.loss,
             cost=parts.cost,
-            budget_bytes=parts.budget.budget_bytes,
+            budget=CostBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
             generate=self.bench.spec.recipe.generate,
             report=self._evaluation_failed,
             interrupted=self.wishes.look,

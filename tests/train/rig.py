@@ -1,0 +1,273 @@
+"""A rig: a small model in a real training loop whose state can be put back, to repeat one unit of its work.
+
+Not a test module; `tests.train.torture` disturbs what is performed here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.device.ledger import rounded
+from engine.device.metered import MeteredDevice
+from engine.journal.control import ControlInbox
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.spec.run import RunSpec
+from engine.train.control import Wishes
+from engine.train.costbudget import CostBudget
+from engine.train.journal import Journal
+from engine.train.loop import Ending, Training
+from engine.train.optimizer import StepGuard, allocate_state, state_tensors
+from engine.train.report import reporter
+from engine.train.run_state import RunState
+from engine.train.scaler import LossScaler
+from engine.train.setup import Bench, set_up
+from tests.train.harness import make_spec, write_samples
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small model and how it is trained."""
+
+    name: str
+    method: str
+    checkpointing: bool = False
+    layers: int = 2
+    width: int = 16
+    optimizer: str = "adamw"
+    batch: int = 4
+    rows: int = 2
+    """Sequences of the longest kind in a micro-batch."""
+    dtype: str = "float32"
+    torch_optimizer: dict[str, Any] | None = None
+    """Keyword arguments of an optimizer that no recipe asks for, and its `kind`."""
+
+    def spec(self, folder: Path) -> RunSpec:
+        """A run of this case with its files in `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return make_spec(
+            write_samples(folder / "samples.jsonl", count=24, longest=24),
+            model={"id": str(write_model(folder / "model", self.layers, self.width)), "dtype": self.dtype},
+            method={"kind": self.method} | ({"rank": 4} if self.method == "lora" else {}),
+            data={"valid_fraction": 0.25, "max_length": 32},
+            train={
+                "batch_size": self.batch,
+                "micro_batch": self.rows,
+                "optimizer": self.optimizer,
+                "gradient_checkpointing": self.checkpointing,
+                "max_steps": 2,
+                "warmup_steps": 0,
+            },
+            eval={"metrics": ["loss", "exact_match"], "samples": 2},
+            generate={"max_new_tokens": 3},
+        )
+
+
+def write_model(folder: Path, layers: int, width: int) -> Path:
+    """A model folder with a config and no weights, for `model.init = "random"`."""
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 264,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 128,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Witness(Journal):
+    """The run's own journal, which also notes what the device held when a failure was written down."""
+
+    def __init__(self, writer: EventWriter, device: MeteredDevice) -> None:
+        super().__init__(writer)
+        self.device = device
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Write the event, and keep it."""
+        held_bytes = self.device.memory().allocated_bytes
+        counts = (self.device.allocations, self.device.host_allocations)
+        self.events.append({"kind": kind, "held_bytes": held_bytes, "counts": counts, **fields})
+        super().write(kind, **fields)
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """The lines about memory so far."""
+        return [event for event in self.events if event["kind"] == "backoff"]
+
+
+@dataclass
+class Result:
+    """What a unit of work left behind."""
+
+    tensors: dict[str, torch.Tensor]
+    """Weights, optimizer state and buffers."""
+    facts: dict[str, Any]
+    """Counters, scores, hashes: whatever else must be the same."""
+    failures: list[dict[str, Any]]
+    held_bytes: int
+    """On the device when it was over."""
+    allocations: int
+    host_allocations: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work to disturb, and what is done undisturbed after it so that its effect shows."""
+
+    name: str
+    act: Callable[[Training], None]
+    then: Callable[[Training], None] = lambda training: None
+
+
+def _step(training: Training) -> None:
+    while training.state.step < 1:  # a step that had to go back to a checkpoint is done again by the loop
+        training.one_step()
+
+
+def _must_end(ending: Ending) -> None:
+    assert ending.status == "done", ending
+
+
+STEP = Unit("step", _step)
+UNITS = (
+    STEP,
+    Unit("probe", Training.probe, then=_step),
+    Unit("evaluation", Training.evaluate),
+    Unit("checkpoint", lambda training: training.save("torture")),
+    Unit("whole run", lambda training: _must_end(training.run())),
+)
+
+
+class Rig:
+    """A training loop whose state can be put back, to repeat one unit of work."""
+
+    def __init__(self, bench: Bench, place: RunDirectory, journal: Witness, writer: EventWriter) -> None:
+        self.parts, self.place, self.journal = bench.parts, place, journal
+        self.device: MeteredDevice = bench.parts.device  # type: ignore[assignment]
+        self.training = Training(bench, place, journal, Wishes(ControlInbox(place), writer, None))
+        self.training.probe()
+        self.training.save("where every unit starts")
+        self.set_up_allocations = 0
+        self.set_up_failures: list[dict[str, Any]] = []
+        self._remember()
+
+    def _remember(self) -> None:
+        parts = self.parts
+        self._tensors = self._copies()
+        self._budget, self._scaler = parts.budget.as_json(), parts.scaler.as_json()
+        self._checkpointing, self._chunk_tokens = parts.loaded.checkpointing, parts.loss.chunk_tokens
+
+    def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
+        trainable = self.parts.loaded.trainable()
+        yield from trainable
+        yield from state_tensors(self.parts.optimizer, trainable)
+        yield from self.parts.loaded.model.named_buffers()
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        with self.device.host_region():
+            return {name: tensor.detach().clone() for name, tensor in self._live()}
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What optimizer state takes on the device."""
+        state = state_tensors(self.parts.optimizer, self.parts.loaded.trainable())
+        return sum(rounded(tensor.untyped_storage().nbytes()) for _, tensor in state)
+
+    def reset(self) -> None:
+        """Everything as it was after the probe."""
+        parts, training = self.parts, self.training
+        with torch.no_grad():
+            for name, tensor in self._live():
+                tensor.copy_(self._tensors[name])
+        parts.budget, parts.scaler = CostBudget.from_json(self._budget), LossScaler(**self._scaler)
+        parts.loaded.set_checkpointing(self._checkpointing)
+        parts.loss.chunk_tokens = self._chunk_tokens
+        parts.standing.clear()
+        parts.guard.forget()
+        training.state, training.last_saved = RunState(), None
+        training.last_evaluated = None
+        self.journal.events.clear()
+
+    def perform(self, unit: Unit, disturb: Callable[[MeteredDevice], None] = lambda device: None) -> Result:
+        """Run `unit` from the remembered state, after `disturb` set a trap."""
+        device = self.device
+        self.reset()
+        before = device.allocations, device.host_allocations
+        disturb(device)
+        try:
+            unit.act(self.training)
+        finally:
+            device.fail_at(None)
+            device.fail_host_at(None)
+        after = device.allocations, device.host_allocations
+        failures = self.journal.failures
+        held_bytes = device.memory().allocated_bytes
+        unit.then(self.training)
+        return Result(
+            self._copies(), self._facts(), failures, held_bytes, after[0] - before[0], after[1] - before[1]
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        state = self.training.state
+        facts: dict[str, Any] = {"step": state.step, "due": state.samples_due, "samples": state.samples}
+        for event in self.journal.events:
+            if event["kind"] == "eval":
+                facts |= {**event["metrics"], "texts": event["samples"], "count": event["count"]}
+            if event["kind"] == "step":
+                facts |= {"loss": event["loss"], "grad_norm": event["grad_norm"]}
+            if event["kind"] == "checkpoint_saved":
+                manifest = json.loads((self.place.path / event["path"] / "manifest.json").read_text())
+                facts["files"] = {k: v for k, v in manifest["files"].items() if k.endswith(".safetensors")}
+        return facts
+
+
+@contextmanager
+def rigged(
+    case: Case, folder: Path, disturb: Callable[[MeteredDevice], None] = lambda device: None
+) -> Iterator[Rig]:
+    """A rig of `case`; its device is active inside. `disturb` sets a trap for the set-up."""
+    spec = case.spec(folder)
+    place = RunDirectory(folder / "run")
+    place.path.mkdir(exist_ok=True)
+    device = MeteredDevice(spec.profile.device.capacity_bytes)
+    with device.activate(), EventWriter(place) as writer:
+        journal = Witness(writer, device)
+        disturb(device)
+        bench = set_up(spec, device, journal, reporter(journal, device))
+        device.fail_at(None)
+        set_up_allocations, set_up_failures = device.allocations, journal.failures
+        if case.torch_optimizer:
+            replace_optimizer(bench, case.torch_optimizer)
+        rig = Rig(bench, place, journal, writer)
+        rig.set_up_allocations, rig.set_up_failures = set_up_allocations, set_up_failures
+        yield rig
+
+
+def replace_optimizer(bench: Bench, options: dict[str, Any]) -> None:
+    """An optimizer that no recipe asks for, to fail inside it: torch's `kind`, with other arguments."""
+    parts = bench.parts
+    options = dict(options)
+    kind = options.pop("kind")
+    groups = [{"params": g["params"], "peak_lr": g["peak_lr"]} for g in parts.optimizer.param_groups]
+    parts.optimizer = getattr(torch.optim, kind)(groups, lr=1e-3, **options)
+    allocate_state(parts.optimizer)
+    parts.guard = StepGuard(parts.optimizer, parts.loaded.trainable(), parts.device)
+    parts.device.release_cached()
+    parts.static_bytes = parts.device.memory().allocated_bytes
+
+

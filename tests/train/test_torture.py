@@ -1,0 +1,64 @@
+"""A seeded sample of `make torture`: an allocation fails somewhere in a unit of work, and nothing comes of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.train.rig import STEP, UNITS, Case, rigged
+from tests.train.torture import CASES, OPTIMIZER_CASES, SMALLER, Tally, sweep, sweep_pairs, sweep_set_up
+
+SEED = 20261121
+FAULTS = {"step": 60, "probe": 20, "evaluation": 20, "checkpoint": 4, "whole run": 5}
+"""Allocations of each unit that fail, on the device and again on the host."""
+
+
+@pytest.fixture
+def draw(request):
+    return random.Random(f"{SEED} {request.node.name}")
+
+
+@pytest.fixture
+def tried(record_property):
+    """Tallies of a test, added up at the end of the whole suite (tests/conftest.py)."""
+    tallies: list[Tally] = []
+    yield tallies
+    record_property("faults", sum(tally.faults for tally in tallies))
+
+
+def named(case: Case) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_an_allocation_that_fails_anywhere_changes_nothing(tmp_path, case, draw, tried):
+    with rigged(case, tmp_path) as rig:
+        tallies = [sweep(rig, unit, case.name, FAULTS[unit.name], draw) for unit in UNITS]
+    tried += tallies
+    assert [text for tally in tallies for text in tally.wrong] == []
+
+
+@pytest.mark.parametrize("case", SMALLER, ids=named)
+def test_a_second_failure_in_the_recovery_or_the_next_attempt_changes_nothing(tmp_path, case, draw, tried):
+    with rigged(case, tmp_path) as rig:
+        tally = sweep_pairs(rig, STEP, case.name, 100, draw)
+    tried.append(tally)
+    assert tally.wrong == []
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=named)
+def test_loading_and_making_optimizer_state_are_done_again(tmp_path, case, draw, tried):
+    tally = sweep_set_up(case, tmp_path, 6, draw)
+    tried.append(tally)
+    assert tally.wrong == []
+
+
+@pytest.mark.parametrize("case", OPTIMIZER_CASES, ids=named)
+def test_an_optimizer_that_fails_inside_its_step_leaves_no_half_step(tmp_path, case, draw, tried):
+    with rigged(case, tmp_path) as rig:
+        undone = sweep(rig, STEP, case.name, 25, draw)
+        rig.parts.guard.takes_copy = False  # too large to copy: back to the checkpoint
+        reloaded = sweep(rig, STEP, f"{case.name}, without a copy", 25, draw)
+    tried += [undone, reloaded]
+    assert undone.wrong + reloaded.wrong == []

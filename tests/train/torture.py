@@ -1,0 +1,233 @@
+"""Every allocation fails once: `make torture`, and the sweeps behind its seeded sample in `make test`.
+
+A unit of work (the probe, a step, an evaluation, a checkpoint, a whole run) is repeated from the same state, each time
+with another of its allocations refused, and judged by what must hold whatever fails: one journal line for one failure;
+not a byte more is held when that line is written than before; the result is the undisturbed one, bit for bit where the
+split is the same, to 1e-5 where it shrank.
+
+Not a test module. Try: `python -m tests.train.torture --sample 20`
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.device.metered import MeteredDevice
+from engine.model.quiet import without_bars
+from tests.conftest import FOLDERS
+from tests.train.rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
+
+SAME_RESULT = {"retry", "defragment", "checkpointing", "reload"}
+"""Remedies that leave every bit of the result as it is."""
+TOLERANCE = 1e-5
+
+
+def complaints(result: Result, reference: Result, faults: int) -> list[str]:
+    """What is wrong with a disturbed unit, in words; empty when all promises hold."""
+    found = []
+    if len(result.failures) != faults:
+        found.append(f"{len(result.failures)} journal lines for {faults} failures")
+    for event in result.failures:
+        if event["held_bytes"] != reference.held_bytes:
+            found.append(f"{event['held_bytes'] - reference.held_bytes} bytes left over after {event['phase']}")
+    if result.held_bytes != reference.held_bytes:
+        found.append(f"{result.held_bytes - reference.held_bytes} bytes left over at the end")
+    exact = {event["remedy"] for event in result.failures} <= SAME_RESULT
+    off = [name for name, value in reference.tensors.items() if not _same(result.tensors[name], value, exact)]
+    if off:
+        found.append(f"{len(off)} tensors differ, such as {off[0]} (exact: {exact})")
+    odd = [name for name, value in reference.facts.items() if not _alike(result.facts.get(name), value, exact)]
+    found += [f"{name} is {result.facts.get(name)!r}, not {reference.facts[name]!r}" for name in odd]
+    return found
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, exact: bool) -> bool:
+    return torch.equal(one, other) if exact else torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _alike(one: Any, other: Any, exact: bool) -> bool:
+    if exact or not isinstance(one, float):
+        return bool(one == other)
+    return abs(one - other) <= TOLERANCE * max(1.0, abs(other))
+
+
+@dataclass
+class Tally:
+    """What a sweep did: how many faults it tried, and what was wrong after them."""
+
+    name: str
+    faults: int = 0
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, what: str, result: Result, reference: Result, faults: int = 1) -> None:
+        """Judge one disturbed unit."""
+        self.faults += faults
+        self.wrong += [f"{self.name}, {what}: {text}" for text in complaints(result, reference, faults)]
+
+    def __str__(self) -> str:
+        verdict = f"{len(self.wrong)} WRONG" if self.wrong else "all survived"
+        return f"{self.name:<34} {self.faults:>6} faults   {verdict}   {self.seconds:.0f} s"
+
+
+TRAPS: dict[str, Callable[[MeteredDevice, int], None]] = {
+    "device": lambda device, allocation: device.fail_at(allocation),
+    "host": lambda device, allocation: device.fail_host_at(allocation),
+}
+
+
+@contextmanager
+def tallied(name: str) -> Iterator[Tally]:
+    """A tally that knows how long it took. What exists already is hidden from the collector meanwhile, which would
+    otherwise look at it again after every fault."""
+    tally, began = Tally(name), time.monotonic()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield tally
+    finally:
+        gc.unfreeze()
+    tally.seconds = time.monotonic() - began
+
+
+def sweep(rig: Rig, unit: Unit, name: str, sample: int | None, draw: random.Random) -> Tally:
+    """Fail allocations of `unit` on the device and on the host one by one: all of them, or `sample` of each kind."""
+    reference = rig.perform(unit)
+    counts = {"device": reference.allocations, "host": reference.host_allocations}
+    with tallied(f"{name}: {unit.name}") as tally:
+        for where, spring in TRAPS.items():
+            for allocation in chosen(counts[where], sample, draw):
+                result = rig.perform(unit, lambda device, k=allocation, spring=spring: spring(device, k))  # type: ignore[misc]
+                tally.add(f"{where} allocation {allocation} of {counts[where]}", result, reference)
+    return tally
+
+
+def sweep_pairs(rig: Rig, unit: Unit, name: str, sample: int | None, draw: random.Random) -> Tally:
+    """Fail allocation j, and then allocation k of what follows: of the recovery and of the next attempt."""
+    reference = rig.perform(unit)
+    count = reference.allocations
+    with tallied(f"{name}: pairs in a {unit.name}") as tally:
+        for number in chosen(count * count, sample, draw):
+            first, second = (number - 1) // count + 1, (number - 1) % count + 1
+            result = rig.perform(unit, lambda device, j=first, k=second: device.fail_at(j, k))  # type: ignore[misc]
+            tally.add(f"allocations {first} and then {second} of {count}", result, reference, faults=2)
+    return tally
+
+
+def sweep_set_up(case: Case, folder: Path, sample: int | None, draw: random.Random) -> Tally:
+    """Fail allocations of loading the model and of making optimizer state; each time a new engine is set up."""
+    numbers = iter(range(10**9))
+    levels = {"load": 0}  # phase = what is held before it
+
+    def set_up_and_step(disturb: Callable[[MeteredDevice], None]) -> Result:
+        with rigged(case, folder / str(next(numbers)), disturb) as rig:
+            result = rig.perform(STEP)
+            levels["optimizer_state"] = result.held_bytes - rig.optimizer_bytes
+            return replace(result, failures=rig.set_up_failures, allocations=rig.set_up_allocations)
+
+    reference = set_up_and_step(lambda device: None)
+    with tallied(f"{case.name}: set-up") as tally:
+        for allocation in chosen(reference.allocations, sample, draw):
+            result = set_up_and_step(lambda device, k=allocation: device.fail_at(k))  # type: ignore[misc]
+            for event in result.failures:
+                event["held_bytes"] += reference.held_bytes - levels[event["phase"]]
+            tally.add(f"allocation {allocation} of {reference.allocations}", result, reference)
+    return tally
+
+
+def chosen(count: int, sample: int | None, draw: random.Random) -> list[int]:
+    """Which of the numbers 1 to `count` to take."""
+    every = range(1, count + 1)
+    return list(every) if sample is None or sample >= count else sorted(draw.sample(every, sample))
+
+
+CASES = tuple(
+    Case(f"{method}, {'recomputed' if checkpointing else 'kept'} activations", method, checkpointing)
+    for method in ("full", "lora")
+    for checkpointing in (False, True)
+)
+SMALLER = tuple(Case(f"{method}, one layer", method, layers=1, width=8, batch=2) for method in ("full", "lora"))
+OPTIMIZER_CASES = tuple(
+    Case(name, "full", layers=1, width=8, torch_optimizer=options)
+    for name, options in {
+        "adamw, foreach": {"kind": "AdamW", "foreach": True},
+        "adamw, one by one": {"kind": "AdamW", "foreach": False, "fused": False},
+        "sgd, foreach": {"kind": "SGD", "momentum": 0.9, "foreach": True},
+        "adafactor": {"kind": "Adafactor", "foreach": False},
+    }.items()
+)
+"""Optimizers that allocate inside their step."""
+
+
+def jobs() -> Iterator[tuple[str, Case]]:
+    """(kind of sweep, case) of the whole torture, the longest first."""
+    yield from (("pairs", case) for case in SMALLER)
+    yield from (("units", case) for case in CASES)
+    yield from (("set-up", case) for case in CASES)
+    yield from (("optimizer", case) for case in OPTIMIZER_CASES)
+
+
+def run_job(kind: str, case: Case, sample: int | None, seed: int) -> list[Tally]:
+    """One sweep in a process of its own folders."""
+    draw = random.Random(f"{seed} {kind} {case.name}")
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "set-up":
+            return [sweep_set_up(case, Path(folder), sample, draw)]
+        with rigged(case, Path(folder)) as rig:
+            if kind == "pairs":
+                return [sweep_pairs(rig, STEP, case.name, sample, draw)]
+            if kind == "optimizer":
+                return [sweep(rig, STEP, case.name, sample, draw)]
+            return [sweep(rig, unit, case.name, sample, draw) for unit in UNITS]
+
+
+def main() -> int:
+    """Run every sweep and print what was tried; 1 when anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sample", type=int, help="faults of each kind in each unit, instead of every one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    asked = parser.parse_args()
+    tallies: list[Tally] = []
+    with ProcessPoolExecutor(asked.processes, multiprocessing.get_context("spawn"), initializer=isolate) as pool:
+        running = [pool.submit(run_job, kind, case, asked.sample, asked.seed) for kind, case in jobs()]
+        for job in as_completed(running):
+            for tally in job.result():
+                tallies.append(tally)
+                sys.stdout.write("\n  ".join([str(tally), *tally.wrong]) + "\n")
+                sys.stdout.flush()
+    wrong = sum(len(tally.wrong) for tally in tallies)
+    faults = sum(tally.faults for tally in tallies)
+    sys.stdout.write(f"{faults} faults tried, seed {asked.seed}: {wrong} wrong\n")
+    return 1 if wrong else 0
+
+
+def isolate() -> None:
+    """Keep a process out of the user's folders and off the network, and its libraries quiet."""
+    folder = tempfile.mkdtemp(prefix="tunedeck-torture-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ.update({name: str(Path(folder, name.lower())) for name in FOLDERS} | {"HF_HUB_OFFLINE": "1"})
+    warnings.simplefilter("ignore")
+    without_bars()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
