@@ -135,6 +135,9 @@ def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     if not train.activation_offload and spec.profile.device.kind != "cpu":
         note = "activations wait in host memory until backward; the same gradients"
         yield Lever((("train.activation_offload", True),), 45.0, note)
+    if not train.optimizer_offload and spec.profile.device.kind != "cpu":
+        note = "optimizer state in host memory between steps; the same updates"
+        yield Lever((("train.optimizer_offload", True),), 35.0, note)
     if recipe.method.kind == "lora" and recipe.method.adapter_dtype == "float32" and plan.setting.base_bytes < 4:
         note = "adapters in bf16: their inputs are no longer copied to fp32, their updates are rounded"
         yield Lever((("method.adapter_dtype", "bfloat16"),), -3.0, note, quality=8.0)

@@ -134,6 +134,9 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
     if not spec.recipe.train.activation_offload and spec.profile.device.kind != "cpu":
         changes["activation_offload"] = True
         yield dict(changes)
+    if not spec.recipe.train.optimizer_offload and spec.profile.device.kind != "cpu":
+        changes["optimizer_offload"] = True
+        yield dict(changes)
 
 
 def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:

@@ -48,6 +48,8 @@ class Setting:
     loss: Literal["plain", "chunked", "fused"]
     chunk_tokens: int
     optimizer: Optimizer
+    optimizer_offload: bool
+    """Its state lives on the host between steps."""
     momentum: bool
     attention: Literal["flash", "sdpa", "eager"]
     packed: bool
@@ -98,6 +100,7 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         loss=resolved_loss(spec),
         chunk_tokens=chunk_tokens(arch.vocab),
         optimizer=recipe.train.optimizer,
+        optimizer_offload=recipe.train.optimizer_offload and spec.profile.device.kind != "cpu",
         momentum=recipe.train.momentum > 0,
         attention=resolved_attention(arch, spec),
         packed=recipe.data.packing,

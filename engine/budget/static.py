@@ -8,7 +8,7 @@ Try: `python -m pytest tests/budget/test_static.py`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
@@ -23,6 +23,9 @@ from engine.budget.parameters import (
 from engine.budget.setting import Setting
 
 BLOCK_BYTES = 512
+
+STAGE_BYTES = 32 * 2**20
+"""Optimizer state that is brought from the host at once. Large enough that a copy over PCIe is bound by bandwidth."""
 
 ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
 """What the module around attention projections is called; targets = "attention" means the linear layers in it."""
@@ -179,17 +182,32 @@ def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Settin
 
 @lru_cache(maxsize=256)
 def optimizer_scratch(arch: Architecture, setting: Setting) -> int:
-    """What the optimizer makes and drops while it steps: fused ones nothing, adafactor the update of one tensor."""
-    if setting.optimizer != "adafactor":
-        return 0
+    """What is made and dropped in the optimizer's step: by fused ones nothing, by adafactor the update of one tensor;
+    and room for the state that comes over from the host, where that is where it lives."""
+    shapes = _learning_shapes(arch, setting)
+    scratch = _stage(arch, setting, shapes) if setting.optimizer_offload else 0
+    if setting.optimizer == "adafactor":
+        scratch += rounded(max((_count(shape) * width for shape, width in shapes), default=0))
+    return scratch
+
+
+def _learning_shapes(arch: Architecture, setting: Setting) -> list[tuple[tuple[int, ...], int]]:
+    """(shape, bytes per element) of every kind of tensor that learns, each once."""
     chosen = [select_layer(arch, setting, layer) for layer in range(arch.layers)]
-    outer = [p.elements for p in outer_parameters(arch) if p.name in selected_outer(arch, setting)]
+    outer = selected_outer(arch, setting)
     parts = layer_parameters(arch)
-    layers = [p.elements for p in parts if any(p.name in selection.trained for selection in chosen)]
+    full = [p.shape for p in outer_parameters(arch) if p.name in outer]
+    full += [p.shape for p in parts if any(p.name in selection.trained for selection in chosen)]
     adapted = [p for p in parts if any(p.name in selection.adapted for selection in chosen)]
-    sides = [max(p.shape) * setting.rank for p in adapted]
-    full = max(outer + layers, default=0) * setting.base_bytes
-    return rounded(max(full, max(sides, default=0) * setting.adapter_bytes))
+    sides = [(side, setting.rank) for p in adapted for side in p.shape]
+    return [(shape, setting.base_bytes) for shape in full] + [(shape, setting.adapter_bytes) for shape in sides]
+
+
+def _stage(arch: Architecture, setting: Setting, shapes: list[tuple[tuple[int, ...], int]]) -> int:
+    """`engine.train.host_state`: batches of at most STAGE_BYTES, or one tensor's state where that is more."""
+    kept = replace(setting, optimizer_offload=False)
+    largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
+    return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
 
 
 def weight_bytes(parameter: Parameter, setting: Setting) -> int:
@@ -225,8 +243,11 @@ def state_bytes(shape: tuple[int, ...], dtype_bytes: int, setting: Setting) -> i
 
     adamw: two moments in the parameter's dtype and an fp32 step counter. adamw_8bit: two moments of one byte with an
     fp32 scale per 256 values (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column
-    factors in fp32 for matrices, a full variance for vectors. sgd: the momentum buffer, if any.
+    factors in fp32 for matrices, a full variance for vectors. sgd: the momentum buffer, if any. Nothing on the device
+    where state is offloaded.
     """
+    if setting.optimizer_offload:
+        return 0
     elements = _count(shape)
     if setting.optimizer == "sgd":
         return rounded(elements * dtype_bytes) if setting.momentum else 0

@@ -31,11 +31,6 @@ def _scores(recipe: Recipe) -> str | None:
     return f"evaluate.metrics: {', '.join(unbuilt)}" if unbuilt else None
 
 
-def _offload_rungs(recipe: Recipe) -> str | None:
-    unbuilt = [rung for rung in recipe.backoff.ladder if rung == "optimizer_offload"]
-    return f"backoff.ladder: {', '.join(unbuilt)}" if unbuilt else None
-
-
 def _when(condition: bool, key: str) -> str | None:
     return key if condition else None
 
@@ -59,10 +54,6 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (lambda spec: _when(spec.profile.nodes.count > 1, "nodes.count"), "several machines"),
     (lambda spec: _when(bool(spec.recipe.trackers.use), "trackers.use"), "experiment trackers"),
     (lambda spec: _when(spec.recipe.finish.merge, "finish.merge"), "merging at the end of a run"),
-    (
-        lambda spec: _when(spec.recipe.train.optimizer_offload, "train.optimizer_offload"),
-        "optimizer state in host memory",
-    ),
     (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
     (
         lambda spec: _when(bool(spec.recipe.moe.aux_loss_weight), "moe.aux_loss_weight"),
@@ -72,7 +63,6 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         lambda spec: _when(bool(spec.recipe.backoff.allow_learning_changes), "backoff.allow_learning_changes"),
         "remedies that change what is learned",
     ),
-    (lambda spec: _offload_rungs(spec.recipe), "remedies that move memory to the host"),
     (lambda spec: _when(not spec.recipe.moe.freeze_router, "moe.freeze_router = false"), "training of routers"),
     (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
 )

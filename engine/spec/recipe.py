@@ -276,7 +276,9 @@ Rung = Literal["retry", "defragment", "cut", "checkpointing", "chunk_loss", "act
 class Backoff(Table):
     """What may be done when memory runs out."""
 
-    ladder: list[Rung] = ["retry", "defragment", "cut", "checkpointing", "chunk_loss", "activation_offload"]
+    ladder: list[Rung] = [
+        "retry", "defragment", "cut", "checkpointing", "chunk_loss", "activation_offload", "optimizer_offload"
+    ]
     """Remedies in the order they are tried."""
     allow_learning_changes: list[Literal["max_length", "rank"]] = []
     """Remedies that change what is learned, allowed here by name."""

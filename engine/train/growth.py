@@ -58,7 +58,7 @@ class Growth:
 
     def _lift(self, step: int, remedy: Standing) -> None:
         parts = self.parts
-        LIFTS[remedy.name](parts.loaded, parts.loss, remedy.before)
+        LIFTS[remedy.name](parts, remedy.before)
         parts.budget.think_back(remedy.learned)
         self.journal.write(
             "remedy_lifted",

@@ -15,7 +15,7 @@ import torch
 
 from engine.device.base import Device, LiveTensor
 from engine.model.loaded import LoadedModel
-from engine.train.optimizer import state_tensors
+from engine.train.optimizer import StepGuard, state_tensors
 
 BLOCK_BYTES = 512
 LARGEST = 12
@@ -31,11 +31,11 @@ class Holdings:
     snapshot: Any
 
 
-def holdings(loaded: LoadedModel, optimizer: torch.optim.Optimizer, device: Device) -> Holdings:
+def holdings(loaded: LoadedModel, guard: StepGuard, device: Device) -> Holdings:
     """What is held now. Allocates nothing on the device."""
     named = list(loaded.model.named_parameters())
     learning = loaded.trainable()
-    state = list(state_tensors(optimizer, learning))
+    state = [] if guard.host_state.on else list(state_tensors(guard.optimizer, learning))
     gradients = [(f"gradient of {name}", p.grad) for name, p in learning if p.grad is not None]
     adapters = [p for name, p in learning if "lora_" in name]
     components = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.device.base import Device
 from engine.model.load import LoadedModel
@@ -16,6 +16,10 @@ from engine.model.loss import LossFunction
 from engine.train.costbudget import CostBudget
 from engine.train.failure import ATTEMPTS, Failure
 from engine.train.microbatch import MicroBatch
+from engine.train.optimizer import StepGuard
+
+if TYPE_CHECKING:
+    from engine.train.transaction import Parts
 
 SMALLEST_CHUNK_TOKENS = 16
 
@@ -32,6 +36,7 @@ class Situation:
     micro_batch: MicroBatch | None
     """The micro-batch that was in flight; None in clipping, the optimizer step and elsewhere."""
     static_bytes: int
+    guard: StepGuard
     tried: list[str]
     """Rungs already used on this step."""
     standing: list[Standing] = field(default_factory=list)
@@ -142,6 +147,18 @@ def activation_offload(now: Situation) -> Remedy | None:
     return Remedy("activation_offload", False, True)
 
 
+def optimizer_offload(now: Situation) -> Remedy | None:
+    """Keep optimizer state in host memory between steps. Last, because every step pays for it."""
+    host_state = now.guard.host_state
+    if now.device.kind == "cpu" or host_state.on or host_state.empty:
+        return None
+    host_state.move(to_host=True)
+    now.device.release_cached()
+    now.static_bytes = now.device.memory().allocated_bytes
+    now.budget.start_over()
+    return Remedy("optimizer_offload", False, True)
+
+
 RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
     "retry": retry,
     "defragment": defragment,
@@ -149,15 +166,17 @@ RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
     "checkpointing": checkpointing,
     "chunk_loss": chunk_loss,
     "activation_offload": activation_offload,
+    "optimizer_offload": optimizer_offload,
 }
 
 
-LIFTS: dict[str, Callable[[LoadedModel, LossFunction, Any], None]] = {
-    "checkpointing": lambda loaded, _loss, before: loaded.set_checkpointing(before),
-    "chunk_loss": lambda _loaded, loss, before: setattr(loss, "chunk_tokens", before),
-    "activation_offload": lambda _loaded, loss, before: setattr(loss.offload, "on", before),
+LIFTS: dict[str, Callable[[Parts, Any], None]] = {
+    "checkpointing": lambda parts, before: parts.loaded.set_checkpointing(before),
+    "chunk_loss": lambda parts, before: setattr(parts.loss, "chunk_tokens", before),
+    "activation_offload": lambda parts, before: setattr(parts.loss.offload, "on", before),
 }
-"""How remedies that stay on are taken back, given the setting before."""
+"""How remedies that stay on are taken back, given the setting before. Optimizer state that has moved stays: to bring it
+back takes the very memory that was short, all at once."""
 
 
 def choose(ladder: Sequence[str], now: Situation) -> Remedy | None:

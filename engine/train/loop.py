@@ -312,6 +312,7 @@ class Training:
             "micro_batch": spec.recipe.train.micro_batch,
             "gradient_checkpointing": spec.recipe.train.gradient_checkpointing,
             "activation_offload": spec.recipe.train.activation_offload,
+            "optimizer_offload": spec.recipe.train.optimizer_offload,
             "loss": spec.recipe.train.loss,
         }
         return {"memory": memory, "total_steps": self.bench.total_steps}

@@ -101,7 +101,7 @@ def _train(
     with device.activate():
         reports = OomReports(place, device, lambda: spec)
         bench = set_up(spec, device, journal, reporter(journal, device, reports))
-        reports.spec = lambda: as_it_stands(bench.spec, bench.parts.loaded, bench.parts.loss)
+        reports.spec = lambda: as_it_stands(bench.spec, bench.parts.loaded, bench.parts.loss, bench.parts.guard)
         training = Training(bench, place, journal, wishes)
         _tell_stage(training, journal)
         if resume:

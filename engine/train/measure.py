@@ -16,12 +16,13 @@ from engine.train.transaction import Parts
 def measured(parts: Parts, peak_bytes: int) -> dict[str, Any]:
     """`{"peak_bytes", "components": {...}}` for the largest peak of the run's steps."""
     trainable = parts.loaded.trainable()
+    on_host = parts.guard.host_state.on
     learns = {id(parameter) for _, parameter in trainable}
     adapters = bytes_of(parameter for name, parameter in trainable if "lora_" in name)
     components = {
         "weights": bytes_of(parts.loaded.model.parameters()) - adapters,
         "adapters": adapters,
-        "optimizer": bytes_of(tensor for _, tensor in state_tensors(parts.optimizer, trainable)),
+        "optimizer": 0 if on_host else bytes_of(tensor for _, tensor in state_tensors(parts.optimizer, trainable)),
         "gradients": bytes_of(p for p in parts.loaded.model.parameters() if id(p) in learns),
     }
     components["activations"] = max(0, peak_bytes - sum(components.values()))

@@ -25,6 +25,7 @@ from engine.model.loss import LossFunction
 from engine.spec.run import RunSpec
 from engine.train.failure import Failure
 from engine.train.microbatch import MicroBatch
+from engine.train.optimizer import StepGuard
 
 MOST_REPORTS = 20
 """Of one engine process: a neighbour that comes and goes all night must not fill the disk."""
@@ -115,11 +116,14 @@ def avoidance(spec: RunSpec, failure: Failure, micro_batch: MicroBatch | None) -
     }
 
 
-def as_it_stands(spec: RunSpec, loaded: LoadedModel, loss: LossFunction) -> RunSpec:
+def as_it_stands(spec: RunSpec, loaded: LoadedModel, loss: LossFunction, guard: StepGuard) -> RunSpec:
     """The spec with what the ladder has changed since, so that advice does not name what is already done."""
-    return with_changes(
-        spec, {"train.gradient_checkpointing": loaded.checkpointing, "train.activation_offload": loss.offload.on}
-    )
+    standing = {
+        "train.gradient_checkpointing": loaded.checkpointing,
+        "train.activation_offload": loss.offload.on,
+        "train.optimizer_offload": guard.host_state.on,
+    }
+    return with_changes(spec, standing)
 
 
 def in_words(found: dict[str, Any], most: int = 3) -> str:

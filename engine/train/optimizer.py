@@ -7,7 +7,7 @@ counters, so that training is bit-equal to lazy allocation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from engine.device.base import Device
 from engine.errors import EnvironmentProblem
 from engine.model.groups import parameter_groups
 from engine.spec.recipe import Train
+from engine.train.host_state import HostState
 
 SNAPSHOT_LIMIT_BYTES = 512 * 2**20
 """Trainables plus state up to this size are copied to the host before a step that may allocate: 0.5 GiB takes about
@@ -52,24 +53,35 @@ def _adamw_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optim
     return AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.eps)
 
 
-def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+def allocate_state(
+    optimizer: torch.optim.Optimizer, settle: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> None:
     """Allocate all optimizer state, one parameter at a time, leaving every step counter at 0.
 
-    Goes through the optimizer's own `_init_group` with a zero gradient, so shapes, dtypes and devices are its own.
-    SGD makes its momentum on the first step only: zeros there give that first step the same value.
+    Each tensor of it is what `settle` makes of it, and so lives where that puts it.
     """
-    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(optimizer, torch.optim.SGD):
-                if group["momentum"]:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-                continue
-            try:
-                parameter.grad = torch.zeros_like(parameter)
-                optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))  # type: ignore[attr-defined]
-            finally:
-                parameter.grad = None
+            _allocate_one(optimizer, group, parameter)
+            state = optimizer.state.get(parameter, {})
+            state.update({key: settle(value) for key, value in state.items() if isinstance(value, torch.Tensor)})
+
+
+def _allocate_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Parameter) -> None:
+    """Through the optimizer's own `_init_group` with a zero gradient, so shapes, dtypes and devices are its own.
+
+    SGD makes its momentum on the first step only: zeros there give that first step the same value.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        if group["momentum"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return
+    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]
+    try:
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))  # type: ignore[attr-defined]
+    finally:
+        parameter.grad = None
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float:
@@ -101,8 +113,9 @@ class StepGuard:
         self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]], device: Device
     ) -> None:
         self.optimizer, self.device = optimizer, device
-        self.tensors = [parameter.data for _, parameter in named] + [t for _, t in state_tensors(optimizer, named)]
-        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        self.host_state = HostState(optimizer, device)
+        self._named = named
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
         self.never_allocates = _allocation_free(optimizer)
         self.takes_copy = not self.never_allocates and size_bytes <= SNAPSHOT_LIMIT_BYTES
         self._counted = [parameter for _, parameter in named if "step" in optimizer.state.get(parameter, {})]
@@ -122,9 +135,10 @@ class StepGuard:
 
     def step(self) -> None:
         """`optimizer.step()`. When it raises, `restore` says whether it could be undone."""
-        self._copies = [self.device.download(tensor) for tensor in self.tensors] if self.takes_copy else []
+        self._copies = [self.device.download(tensor) for tensor in self._tensors()] if self.takes_copy else []
+        self.host_state.make_room()
         self._stepping = True
-        self.optimizer.step()
+        self.host_state.step()
         self._counters = [
             counter + (parameter.grad is not None)
             for counter, parameter in zip(self._counters, self._counted, strict=True)
@@ -142,13 +156,18 @@ class StepGuard:
             return True
         if self.takes_copy:
             with torch.no_grad():
-                for tensor, copy in zip(self.tensors, self._copies, strict=True):
+                for tensor, copy in zip(self._tensors(), self._copies, strict=True):
                     tensor.copy_(copy)
         elif not self._counted or self._counters_moved():
             return False
         self._stepping = False
         self._copies = []
         return True
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Everything that a step changes."""
+        state = [tensor for _, tensor in state_tensors(self.optimizer, self._named)]
+        return [parameter.data for _, parameter in self._named] + state
 
     def _counters_moved(self) -> bool:
         now = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]

@@ -101,6 +101,7 @@ def fill_checkpoint(
             "checkpointing": parts.loaded.checkpointing,
             "chunk_tokens": parts.loss.chunk_tokens,
             "activation_offload": parts.loss.offload.on,
+            "optimizer_offload": parts.guard.host_state.on,
         },
         "standing": [asdict(remedy) for remedy in parts.standing],
         "settings": settings,
@@ -129,6 +130,8 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
         parts.loaded.set_checkpointing(saved["remedies"]["checkpointing"])
         parts.loss.chunk_tokens = saved["remedies"]["chunk_tokens"]
         parts.loss.offload.on = saved["remedies"]["activation_offload"]
+        parts.guard.host_state.move(to_host=saved["remedies"]["optimizer_offload"])
+        parts.static_bytes = parts.device.memory().allocated_bytes
         parts.standing[:] = [Standing(**remedy) for remedy in saved["standing"]]
     return RunState.from_json(saved["state"])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.budget.plan import Plan
@@ -74,13 +73,13 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
     for notice in loaded.notices:
         journal.warn("model", notice)
-    optimizer = retried(lambda: _optimizer(recipe.train, loaded), "optimizer_state", device, told)
+    guard = retried(lambda: _guarded_optimizer(recipe.train, loaded, device), "optimizer_state", device, told)
     parts = Parts(
         device=device,
         loaded=loaded,
         loss=loss,
-        optimizer=optimizer,
-        guard=StepGuard(optimizer, loaded.trainable(), device),
+        optimizer=guard.optimizer,
+        guard=guard,
         rollback=Rollback(loaded.model, device, recipe.train.seed),
         scaler=LossScaler.start(loaded.needs_loss_scaling),
         data=prepared.train,
@@ -93,7 +92,9 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
         may_grow=recipe.backoff.grow and device.kind != "cpu",
         measures=device.kind != "cpu",
         report=report,
-        advise=lambda failure, micro_batch: in_words(avoidance(as_it_stands(spec, loaded, loss), failure, micro_batch)),
+        advise=lambda failure, micro_batch: in_words(
+            avoidance(as_it_stands(spec, loaded, loss, guard), failure, micro_batch)
+        ),
     )
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
@@ -125,11 +126,17 @@ def _model_and_loss(
     return loaded, loss
 
 
-def _optimizer(train: Train, loaded: LoadedModel) -> torch.optim.Optimizer:
-    """The optimizer with its state allocated."""
+def _guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:
+    """The optimizer with its state allocated, on the device or on the host."""
     optimizer = build_optimizer(train, loaded.trainable())
-    allocate_state(optimizer)
-    return optimizer
+    offload = train.optimizer_offload and device.kind != "cpu"
+    if offload:
+        allocate_state(optimizer, device.download)
+    else:
+        allocate_state(optimizer)
+    guard = StepGuard(optimizer, loaded.trainable(), device)
+    guard.host_state.on = offload and not guard.host_state.empty
+    return guard
 
 
 def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:

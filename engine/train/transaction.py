@@ -295,20 +295,19 @@ class StepTransaction:
         return lambda failure, remedy, number: self.parts.report(Backoff(step, failure, Remedy(remedy), 0, 0, number))
 
     def _stock(self) -> Holdings:
-        return holdings(self.parts.loaded, self.parts.optimizer, self.parts.device)
+        return holdings(self.parts.loaded, self.parts.guard, self.parts.device)
 
     def _rows_in_flight(self) -> int:
         return self._current.rows if self._current else 0
 
     def _choose(self, failure: Failure, tried: list[str], step: int) -> Remedy:
         parts, current = self.parts, self._current
-        remedy = choose(
-            parts.ladder,
-            Situation(
-                parts.device, parts.loaded, parts.loss, parts.budget, failure, current, parts.static_bytes, tried,
-                parts.standing,
-            ),
-        )
+        now = Situation(
+            parts.device, parts.loaded, parts.loss, parts.budget, failure, current, parts.static_bytes, parts.guard,
+            tried, parts.standing,
+        )  # fmt: skip
+        remedy = choose(parts.ladder, now)
+        parts.static_bytes = now.static_bytes
         if remedy is None:
             rows = self._rows_in_flight()
             parts.report(Backoff(step, failure, Remedy("give_up"), rows, 0, len(tried) + 1, current))

@@ -322,7 +322,6 @@ LATER = {
     "trackers.use": '["wandb"]',
     "finish.merge": "true",
     "train.compile": "true",
-    "train.optimizer_offload": "true",
     "data.sources.qmsum.format": "image-chat",
     "data.sources.qmsum.image_root": "x",
     "data.image_max_pixels": "100",

@@ -33,3 +33,41 @@ def test_offloaded_activations_go_together_with_checkpointing(tmp_path, samples)
     code, moved = train(new_run(tmp_path / "moved", spec))
     assert code == 0
     assert losses(moved) == losses(kept)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
+def test_state_on_the_host_gives_the_same_steps_to_the_bit(tmp_path, samples, optimizer):
+    tables = {"train": {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}}
+    _, kept = train(new_run(tmp_path / "kept", make_spec(samples, **tables)))
+    tables["train"]["optimizer_offload"] = True
+    place = new_run(tmp_path / "moved", make_spec(samples, **tables))
+    code, moved = train(place)
+    assert code == 0
+    assert losses(moved) == losses(kept)
+    assert of_kind(moved, "run_finished")[0]["measured"]["components"]["optimizer"] == 0
+
+
+def test_optimizer_state_moves_to_the_host_when_nothing_else_is_left(tmp_path, samples):
+    tables = {"train": {**ONE_AT_A_TIME, "max_steps": 6}, "data": {"max_length": 400}}
+    _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
+    peak = max(event["peak_bytes"] for event in of_kind(roomy, "step"))
+    tables["checkpoint"] = {"every_steps": 3}
+    tight = make_spec(samples, memory_gib=0.85 * peak / 2**30, backoff={"ladder": ["optimizer_offload"]}, **tables)
+    place = new_run(tmp_path / "tight", tight)
+    code, events = train(place)
+    assert code == 0
+    assert [event["remedy"] for event in of_kind(events, "backoff")] == ["optimizer_offload"]
+    assert losses(events) == losses(roomy)
+
+
+def test_a_resumed_run_finds_its_state_on_the_host_again(tmp_path, samples):
+    spec = make_spec(samples, train={"optimizer_offload": True, "max_steps": 4}, checkpoint={"every_steps": 2})
+    _, whole = train(new_run(tmp_path / "whole", spec))
+    place = new_run(tmp_path / "broken", spec)
+    train(place)
+    for path in place.checkpoints.glob("step-00000004"):
+        (path / "manifest.json").unlink()
+    code, events = train(place, resume=True)
+    assert code == 0
+    assert losses(events) == losses(whole)
+    assert not of_kind(events, "backoff")

@@ -49,7 +49,7 @@ def test_components_add_up_to_what_was_allocated(survived: Survived) -> None:
 def test_tensors_that_are_known_by_name_are_named(survived: Survived, tmp_path: Path) -> None:
     spec = load_run_spec(survived[0].run_toml, own=True)
     with Workshop(spec, tmp_path) as bench:
-        found = holdings(bench.parts.loaded, bench.parts.optimizer, bench.parts.device)
+        found = holdings(bench.parts.loaded, bench.parts.guard, bench.parts.device)
     sizes = [tensor["size_bytes"] for tensor in found.largest]
     assert sizes == sorted(sizes, reverse=True) and len(sizes) == LARGEST
     assert all(tensor["name"] for tensor in found.largest)

@@ -1,0 +1,129 @@
+"""Optimizer state in host memory: brought to the device a few parameters at a time for each step, and back.
+
+The optimizer itself does the arithmetic, on the device, tensor by tensor as it always does; so the numbers are the same
+to the bit. Room for the largest batch of state is taken before the first weight changes: from then on nothing more is
+allocated than the optimizer itself allocates.
+
+Try: `tunedeck train -p demo -r demo --set train.optimizer_offload=true`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from engine.budget.static import STAGE_BYTES
+from engine.device.base import Device
+
+ALIGNMENT = 512
+"""Bytes: what the allocators align to, so that kernels meet the alignment that they are used to."""
+
+
+class HostState:
+    """Steps an optimizer; while `on`, its state lives on the host between steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
+        self.optimizer, self.device = optimizer, device
+        self.on = False
+        self._stage: Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether the optimizer has no state at all (plain SGD)."""
+        return not any(state for state in self.optimizer.state.values())
+
+    def move(self, *, to_host: bool) -> None:
+        """Bring all state to the host, or back. May run out of memory on the way back; the state is then as it was."""
+        if to_host == self.on:
+            return
+        carry = self.device.download if to_host else self.device.upload
+        moved = [
+            (state, key, carry(value))
+            for state in self.optimizer.state.values()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        for state, key, value in moved:
+            state[key] = value
+        self.on = to_host
+
+    def make_room(self) -> None:
+        """Take the room that the coming step needs. Raises torch.OutOfMemoryError; nothing has changed then."""
+        if self.on and self._stage is None:
+            most = max((sum(map(_room, self._tensors(batch))) for batch in self._batches()), default=0)
+            self._stage = torch.empty(most, dtype=torch.uint8, device=self.device.torch_device)
+
+    def step(self) -> None:
+        """`optimizer.step()`, and the room given back. Call `make_room` before."""
+        try:
+            if not self.on:
+                self.optimizer.step()
+                return
+            for batch in self._batches():
+                with self._on_device(batch), self._only(batch):
+                    self.optimizer.step()
+        finally:
+            self._stage = None
+
+    @contextmanager
+    def _on_device(self, batch: Sequence[Parameter]) -> Iterator[None]:
+        """The batch's state in the staging room; carried back only when the block ends well."""
+        assert self._stage is not None
+        staged: list[tuple[dict[str, Tensor], str, Tensor, Tensor]] = []
+        offset = 0
+        for state in (self.optimizer.state[parameter] for parameter in batch):
+            for key, held in state.items():
+                if isinstance(held, Tensor):
+                    size_bytes = held.numel() * held.element_size()
+                    view = self._stage[offset : offset + size_bytes].view(held.dtype).view(held.shape)
+                    view.copy_(held)
+                    staged.append((state, key, held, view))
+                    offset += _room(held)
+        for state, key, _, view in staged:
+            state[key] = view
+        try:
+            yield
+            for _, _, held, view in staged:
+                held.copy_(view)
+        finally:
+            for state, key, held, _ in staged:
+                state[key] = held
+
+    @contextmanager
+    def _only(self, batch: Sequence[Parameter]) -> Iterator[None]:
+        """The optimizer sees these parameters and no others."""
+        wanted = {id(parameter) for parameter in batch}
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = parameters
+
+    def _batches(self) -> list[list[Parameter]]:
+        """Parameters whose state is at most STAGE_BYTES together; one with more stands alone."""
+        batches: list[list[Parameter]] = []
+        room = 0
+        for parameter in self.optimizer.state:
+            need = sum(map(_room, self._tensors([parameter])))
+            if not batches or need > room:
+                batches.append([])
+                room = STAGE_BYTES
+            batches[-1].append(parameter)
+            room -= need
+        return batches
+
+    def _tensors(self, parameters: Sequence[Parameter]) -> Iterator[Tensor]:
+        for parameter in parameters:
+            yield from (value for value in self.optimizer.state[parameter].values() if isinstance(value, Tensor))
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
