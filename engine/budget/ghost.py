@@ -97,15 +97,18 @@ class _StopRecomputing(Exception):
 class Walk:
     """Live bytes, their local maxima, and the tape."""
 
-    def __init__(self, *, in_place_sums: bool, accumulating: bool) -> None:
+    def __init__(self, *, metered: bool, accumulating: bool, learning: bool = True) -> None:
         self.live = 0
         self.rising = False
         self.peaks: set[int] = set()
         self.tape: list[Node] = []
-        self.in_place_sums = in_place_sums
-        """False under a dispatch mode (the metered device): torch then adds gradients out of place."""
+        self.metered = metered
+        """On the metered device: under a dispatch mode torch adds gradients out of place, and softmax on the host
+        converts its input to another dtype before it begins."""
         self.accumulating = accumulating
         """True where gradients of an earlier micro-batch are held already, so that new ones are added and dropped."""
+        self.learning = learning
+        """False under `torch.no_grad`: nothing is saved, there is no tape."""
         self.leaf_gradients: list[Storage] = []
         self.casts: list[Storage] = []
         """Weights that autocast has cast: kept until the forward pass, loss included, is over."""
@@ -143,7 +146,7 @@ class Walk:
 
     def save_into(self, holder: list[Storage], *ghosts: Ghost | None) -> list[Storage]:
         """Keep more for the same operation: outputs are saved after they are made."""
-        if not self._forgetting:
+        if self.learning and not self._forgetting:
             holder.extend(ghost.storage for ghost in ghosts if ghost is not None)
         if self._refilling >= 0:
             self._saves_left -= len(ghosts)
@@ -165,7 +168,7 @@ class Walk:
     ) -> Ghost:
         """The output of an operation; `trains` says that a trained weight takes part."""
         output = self.new(elements, itemsize)
-        if trains or any(parent.node is not None for parent in parents):
+        if self.learning and (trains or any(parent.node is not None for parent in parents)):
             output.node = Node([parent.node for parent in parents], back, elements * itemsize, saved)
             if self._refilling < 0:
                 self.tape.append(output.node)
@@ -225,5 +228,5 @@ class Walk:
             gradients[target] = gradient
         elif target not in gradients:
             gradients[target] = gradient
-        elif not (self.in_place_sums and sys.getrefcount(gradients[target]) == 2):
+        elif self.metered or sys.getrefcount(gradients[target]) != 2:
             gradients[target] = Storage(self, target.size)

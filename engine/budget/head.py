@@ -68,12 +68,14 @@ class Head:
         walk, vocab, size = self.walk, self.arch.vocab, hidden.size
         copied = walk.allocate(size) if self.setting.loss == "fused" else None  # torch's kernel works on a copy
         trained = self.table_name in self.trained
-        saved = [walk.allocate(size)]
-        if trained:
+        saved = [walk.allocate(size)] if walk.learning else []
+        if trained and walk.learning:
             saved.append(walk.allocate(self.weight))
         narrow = self.setting.base_bytes
-        capped = 2 if self.arch.logit_softcap is not None else 0
+        capped = 2 if self.arch.logit_softcap is not None else 0  # the capped logits, and their slope for backward
         logits = narrow if narrow < FLOAT or capped else 0  # fp32 logits are worked on in place
+        if capped and not walk.learning:
+            capped = int(narrow < FLOAT)
         logits_and_work = walk.allocate(vocab * (logits + FLOAT * (1 + capped)) * CHUNK)
         del logits_and_work, copied
 

@@ -14,6 +14,7 @@ from engine.budget.operations import (
     add,
     add_number,
     cast,
+    copy,
     cube,
     half_linear,
     halves,
@@ -40,6 +41,8 @@ class Layer:
         self.arch = arch
         self.setting = setting
         self.chosen = kind.chosen
+        self.cached: list[Ghost] | None = None
+        """Where keys and values go while text is generated."""
         self.masked = kind.masked
         self.parameters = {parameter.name: parameter for parameter in layer_parameters(arch)}
 
@@ -91,6 +94,7 @@ class Layer:
             key = self.norm("self_attn.k_norm", key, arch.kv_heads * TOKEN)
         value = self.linear("self_attn.v_proj", x)
         query, key = rotary_both(walk, arch, query, key, self.setting.base_bytes)
+        key, value = self._remember(key, value)
         output, weights = attend(walk, arch, self.setting, self.masked, query, key, value)
         return self.linear("self_attn.o_proj", output), weights
 
@@ -119,8 +123,16 @@ class Layer:
             query, key = rotary_both(walk, arch, query, key, self.setting.base_bytes)
         else:
             query, key, value = split(walk, joint, parts)
+        key, value = self._remember(key, value)
         output, weights = attend(walk, arch, self.setting, self.masked, query, key, value)
         return self.linear(output_projection, output), weights
+
+    def _remember(self, key: Ghost, value: Ghost) -> tuple[Ghost, Ghost]:
+        """The cache joins keys and values to the earlier ones, of which the first pass has none: a copy."""
+        if self.cached is None:
+            return key, value
+        self.cached += [copy(self.walk, key), copy(self.walk, value)]
+        return self.cached[-2], self.cached[-1]
 
     def _forward_gpt2(self, x: Ghost) -> Ghost:
         """GPT-2: layer norms, no rotary embedding, an ungated feed-forward block."""
@@ -191,8 +203,9 @@ def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width:
 
 def new_gelu(walk: Walk, x: Ghost) -> Ghost:
     """`NewGELUActivation`: 0.5 · x · (1 + tanh(c · (x + 0.044715 · x³)))."""
-    inner = saves_output(walk, scale(walk, add(walk, x, scale(walk, cube(walk, x)))), x.itemsize)
-    return multiply(walk, scale(walk, x), add_number(walk, inner))
+    half = scale(walk, x)
+    raised = add_number(walk, saves_output(walk, scale(walk, add(walk, x, scale(walk, cube(walk, x)))), x.itemsize))
+    return multiply(walk, half, raised)
 
 
 def rotary_both(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, width: int) -> tuple[Ghost, Ghost]:

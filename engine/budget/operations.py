@@ -223,7 +223,9 @@ def saves_output(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
         return [grad if size == full else walk.allocate(size)]
 
     saved = walk.save() if x.node is not None else None
+    converted = walk.allocate(full) if walk.metered and size != full else None
     output = walk.result(x.elements, itemsize, [x], back, saved)
+    del converted
     if saved is not None:
         walk.save_into(saved, output)
     return output

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
+from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import overhead
 from engine.budget.setting import Setting, setting_of
 from engine.budget.static import optimizer_scratch, static_bytes
@@ -96,11 +97,28 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
         phases[name] = held | _components(max(costs, key=lambda cost: cost.at(shape)), shape)
     scratch = optimizer_scratch(arch, setting)
     phases["optimizer_step"] = {**held, "gradients": total.gradients, "optimizer": total.optimizer + scratch}
+    phases |= {name: held | parts for name, parts in _inference(arch, spec, setting, shape, length).items()}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
     deciding = max(sums, key=sums.__getitem__)
     beside = overhead(spec.profile.device, sums[deciding])
     components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | beside
     return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
+
+
+def _inference(
+    arch: Architecture, spec: RunSpec, setting: Setting, shape: Shape, length: int
+) -> dict[str, dict[str, int]]:
+    """The rows `evaluate` and `generate` above the static bytes, where training stops for them."""
+    phases: dict[str, dict[str, int]] = {}
+    if evaluates(spec.recipe):
+        phases["evaluate"] = {"activations": max(peak.at(shape) for peak in evaluation(arch, setting))}
+    if generates(spec.recipe):
+        room = spec.profile.device.capacity_bytes - static_bytes(arch, setting).total.static
+        rows = generation_rows(arch, setting, spec.recipe, length=length, room_bytes=room)
+        new_tokens = spec.recipe.generate.max_new_tokens
+        size = generation_bytes(arch, setting, rows=rows, prompt=length, new_tokens=new_tokens)
+        phases["generate"] = {"activations": size}
+    return phases
 
 
 def _components(phase: PhaseCost, shape: Shape) -> dict[str, int]:

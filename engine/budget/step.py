@@ -136,7 +136,7 @@ def _forward(arch: Architecture, setting: Setting, accumulating: bool, held: int
     kinds, kept = kinds_of(arch, setting), _kept(arch, setting, accumulating)
     last = {kind: layer for layer, kind in enumerate(kinds)}
     label = "recompute" if setting.checkpointing else "activations"
-    batch, embeddings = inputs(arch, setting, kinds), _embeddings_held(arch, setting)
+    batch, embeddings = inputs(arch, setting, kinds), embeddings_held(arch, setting)
     casts = _casts(arch, setting, accumulating)
     return tuple(
         PhaseCost(
@@ -150,11 +150,15 @@ def _forward(arch: Architecture, setting: Setting, accumulating: bool, held: int
     )
 
 
-def _embeddings_held(arch: Architecture, setting: Setting) -> Growth:
+def embeddings_held(arch: Architecture, setting: Setting, *, learning: bool = True) -> Growth:
     """The model's frame holds what the embedding gave until all layers are done, saved by the first one or not."""
-    saved = setting.checkpointing or (kinds_of(arch, setting)[0].follows and setting.base_bytes == FLOAT)
-    summed = arch.layout == "gpt2"  # positions are added: the sum goes in, and the frame holds both
-    return Growth(token=arch.hidden * setting.base_bytes * (int(not saved) + int(summed)))
+    follows = kinds_of(arch, setting)[0].follows
+    saved = learning and (setting.checkpointing or (follows and setting.base_bytes == FLOAT))
+    summed = arch.layout == "gpt2"  # positions are added: the sum goes in, and the frame holds both parts
+    size = arch.hidden * setting.base_bytes
+    if summed and setting.packed:
+        return Growth(token=2 * size)
+    return Growth(token=size * int(summed or not saved), position=size * int(summed))
 
 
 def _backward(
@@ -212,9 +216,9 @@ def _casts(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Gr
 @lru_cache(maxsize=256)
 def walk_layer(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> Walked:
     """Forward and backward of one layer by itself. Where nothing learns, nothing is saved and there is no backward."""
-    walk = Walk(in_place_sums=not setting.metered, accumulating=accumulating)
+    walk = Walk(metered=setting.metered, accumulating=accumulating)
     layer = Layer(walk, arch, setting, kind)
-    arguments = [_entry(walk, arch, setting, kind.follows)]
+    arguments = [entry(walk, arch, setting, kind.follows)]
     if setting.checkpointing:  # the checkpoint holds its input until the layer's backward is over
         output = walk.checkpoint(lambda: layer.forward(arguments[0]))
     else:
@@ -233,8 +237,8 @@ def walk_layer(arch: Architecture, setting: Setting, kind: Kind, accumulating: b
 
 def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
     """Local maxima from the last layer's output to the loss and back to that output's gradient."""
-    walk = Walk(in_place_sums=not setting.metered, accumulating=accumulating)
-    arguments = [_entry(walk, arch, setting, body_learns(arch, setting))]
+    walk = Walk(metered=setting.metered, accumulating=accumulating)
+    arguments = [entry(walk, arch, setting, body_learns(arch, setting))]
     loss = Head(walk, arch, setting).forward(arguments.pop())
     assert loss.node is not None
     walk.casts.clear()
@@ -242,7 +246,7 @@ def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple
     return prune(growth(size) for size in walk.take_peaks())
 
 
-def _entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> Ghost:
+def entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> Ghost:
     """Hidden states, as a rule with a gradient to come."""
     hidden = walk.new(arch.hidden * TOKEN, setting.base_bytes)
     if gradient:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +88,100 @@ def measured_step(
 
     Packed rows hold two documents each.
     """
+    with ready(spec) as bench:
+        bench.device.reset_peak()
+        for _ in range(micro_batches):
+            batch = bench.batch(rows, length)
+            with bench.keyed(batch):
+                value = bench.loss(batch) / (rows * length)
+                value.backward()
+            del value, batch
+        bench.optimizer.step()
+        bench.optimizer.zero_grad(set_to_none=True)
+        return bench.static_bytes, bench.device.memory().peak_bytes
+
+
+def measured_evaluation(spec: RunSpec, rows: int, length: int) -> int:
+    """Peak bytes of the loss of one micro-batch without gradients."""
     import torch
 
-    from engine.data.batch import Batch
+    with ready(spec) as bench, torch.no_grad():
+        bench.loaded.model.eval()
+        bench.device.reset_peak()
+        float(bench.loss(bench.batch(rows, length)))
+        return bench.device.memory().peak_bytes
+
+
+def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) -> int:
+    """Peak bytes of generating exactly `new_tokens` for prompts of different lengths."""
+    import torch
+    from transformers import GenerationConfig
+
+    with ready(spec) as bench, torch.no_grad():
+        bench.loaded.model.eval()
+        batch = bench.batch(rows, prompt)
+        mask = torch.ones_like(batch.input_ids_BS)
+        mask[0, : prompt // 2] = 0
+        gc.collect()
+        bench.device.reset_peak()
+        bench.loaded.model.generate(
+            input_ids=batch.input_ids_BS,
+            attention_mask=mask,
+            generation_config=GenerationConfig(
+                max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=1
+            ),
+        )
+        return bench.device.memory().peak_bytes
+
+
+@dataclass
+class Bench:
+    """What a step needs, loaded on a metered device."""
+
+    spec: RunSpec
+    device: Any
+    loaded: Any
+    loss: Any
+    optimizer: Any
+    static_bytes: int
+
+    def keyed(self, batch: Any) -> AbstractContextManager[None]:
+        """The draw of dropout masks for this batch."""
+        from engine.model.dropout import keyed
+
+        return keyed(self.loaded.model, seed=0, step=1, sample_ids=batch.sample_ids)
+
+    def batch(self, rows: int, length: int) -> Any:
+        """Random tokens, all of them targets but one, so that targets are gathered."""
+        import torch
+
+        from engine.data.batch import Batch
+
+        with self.device.host_region():
+            ids = torch.randint(0, 200, (rows, length))
+            labels = ids.clone()
+            labels[0, 0:2] = -100
+            positions = (torch.arange(length) % (length // 2)).expand(rows, length)
+        return Batch(
+            input_ids_BS=self.device.upload(ids),
+            labels_BS=self.device.upload(labels),
+            attention_mask_BS=None,
+            position_ids_BS=self.device.upload(positions) if self.spec.recipe.data.packing else None,
+            sample_ids=tuple(range(rows)),
+            target_tokens=rows * (length - 1) - 1,
+        )
+
+
+@contextmanager
+def ready(spec: RunSpec) -> Iterator[Bench]:
+    """Model, loss and optimizer state, on the metered device while inside."""
     from engine.device.metered import open_metered
-    from engine.model.dropout import keyed
     from engine.model.load import load_model
     from engine.model.loss import make_loss
     from engine.model.tokenizer import load_tokenizer
     from engine.train.optimizer import allocate_state, build_optimizer
 
-    device, train, packed = open_metered(spec), spec.recipe.train, spec.recipe.data.packing
+    device, train = open_metered(spec), spec.recipe.train
     with device.activate():
         with device.host_region():
             tokenizer = load_tokenizer(spec.recipe.model)
@@ -107,26 +193,4 @@ def measured_step(
         optimizer = build_optimizer(train, loaded.trainable())
         allocate_state(optimizer)
         gc.collect()
-        static = device.memory().allocated_bytes
-        device.reset_peak()
-        for _ in range(micro_batches):
-            with device.host_region():
-                ids = torch.randint(0, 200, (rows, length))
-                labels = ids.clone()
-                labels[0, 0:2] = -100  # one is not, so that targets are gathered
-                positions = (torch.arange(length) % (length // 2)).expand(rows, length)
-            batch = Batch(
-                input_ids_BS=device.upload(ids),
-                labels_BS=device.upload(labels),
-                attention_mask_BS=None,
-                position_ids_BS=device.upload(positions) if packed else None,
-                sample_ids=tuple(range(rows)),
-                target_tokens=rows * (length - 1) - 1,
-            )
-            with keyed(loaded.model, seed=0, step=1, sample_ids=batch.sample_ids):
-                value = loss(batch) / (rows * length)
-                value.backward()
-            del value, batch
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return static, device.memory().peak_bytes
+        yield Bench(spec, device, loaded, loss, optimizer, device.memory().allocated_bytes)

@@ -1,0 +1,86 @@
+"""Evaluation and generation: against the metered device, and in the table and the verdict of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.budget.architecture import Architecture, builtin_config, find_architecture, from_config
+from engine.budget.inference import GENERATION_ROWS, generation_bytes
+from engine.budget.plan import make_plan
+from engine.budget.predict import predict
+from engine.budget.setting import setting_of
+from engine.budget.static import static_bytes
+from tests.budget.metered import (
+    GEMMA3,
+    GPT2,
+    GPT_OSS,
+    MIXTRAL,
+    QWEN2,
+    folder_of,
+    measured_evaluation,
+    measured_generation,
+    run_spec,
+)
+
+TINY = from_config(builtin_config("builtin:tiny"))
+HELD_OUT = {"data": {"max_length": 512, "valid_fraction": 0.5}}
+
+
+@pytest.mark.parametrize("family", [QWEN2, GEMMA3, GPT2, MIXTRAL, GPT_OSS], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_evaluation_holds_what_the_metered_device_counts(family: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    spec = run_spec(folder_of(family, tmp_path / "model"), model={"dtype": dtype}, method={"rank": 8}, **HELD_OUT)
+    predicted = sum(predict(find_architecture(spec), spec, rows=3, length=160).phases["evaluate"].values())
+    assert -0.005 <= predicted / measured_evaluation(spec, 3, 160) - 1 <= 0.02
+
+
+@pytest.mark.parametrize("family", [QWEN2, GPT2, MIXTRAL, GPT_OSS], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(("prompt", "new_tokens"), [(100, 4), (8, 100)])
+def test_generation_holds_what_the_metered_device_counts(
+    family: dict[str, Any], prompt: int, new_tokens: int, tmp_path: Path
+) -> None:
+    spec = run_spec(folder_of(family, tmp_path / "model"), method={"rank": 8})
+    arch = find_architecture(spec)
+    static = static_bytes(arch, setting_of(arch, spec)).total.static
+    predicted = static + generation_bytes(arch, setting_of(arch, spec), rows=4, prompt=prompt, new_tokens=new_tokens)
+    assert -0.005 <= predicted / measured_generation(spec, 4, prompt, new_tokens) - 1 <= 0.05
+
+
+def phases(arch: Architecture = TINY, **tables: Any) -> dict[str, dict[str, int]]:
+    return predict(arch, run_spec(**tables), rows=2, length=128).phases
+
+
+def test_a_run_without_validation_has_no_row_for_it() -> None:
+    assert not {"evaluate", "generate"} & set(phases())
+
+
+def test_samples_and_exact_match_add_generation() -> None:
+    assert "generate" not in phases(**HELD_OUT)
+    assert "generate" in phases(**HELD_OUT, eval={"samples": 2})
+    assert "generate" in phases(**HELD_OUT, eval={"metrics": ["loss", "exact_match"]})
+
+
+def test_a_sliding_window_bounds_what_a_layer_caches() -> None:
+    short, long = (
+        generation_bytes(arch, setting_of(arch, run_spec()), rows=1, prompt=1, new_tokens=4096)
+        for arch in (from_config({**GEMMA3, "num_hidden_layers": 6}), from_config({**GEMMA3, "sliding_window": None}))
+    )
+    assert short < long
+
+
+def test_generation_that_cannot_fit_decides_the_verdict() -> None:
+    capacity = make_plan(run_spec(**HELD_OUT)).peak_bytes * 1.02 / 2**30
+    device = {"kind": "metered", "memory_gib": capacity}
+    long_answers = {"eval": {"samples": 1}, "generate": {"max_new_tokens": 200_000}}
+    assert make_plan(run_spec(device=device, train={"micro_batch": 1}, **HELD_OUT)).verdict == "fits"
+    plan = make_plan(run_spec(device=device, train={"micro_batch": 1}, **HELD_OUT, **long_answers))
+    assert (plan.verdict, plan.prediction.deciding_phase) == ("does_not_fit", "generate")
+
+
+def test_the_plan_starts_generation_where_the_engine_does() -> None:
+    from engine.evaluate.scores import GENERATION_ROWS as ENGINE_ROWS
+
+    assert ENGINE_ROWS == GENERATION_ROWS
