@@ -104,11 +104,12 @@ def _profile_text(name: str, detect: bool) -> str:
     device: dict[str, Any] = {
         "kind": "cuda",
         "count": 1,
-        "memory_gib": 23.98,
+        "memory_gib": 23.5,
         "reserve_gib": 1.0,
         "allocator": "expandable_segments:True",
     }
-    title, notes = "My GPU", "memory_gib: put here what nvidia-smi reports as total, in GiB (MiB / 1024)."
+    title = "My GPU"
+    notes = "memory_gib: what the driver offers a process, less than nvidia-smi's total by some hundreds of MiB."
     if detect:
         device, title, notes = detection.detect_device()
     return templates.new_profile(name, device, title=title, notes=notes)

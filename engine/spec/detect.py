@@ -49,12 +49,12 @@ def _detect_gpu() -> tuple[dict[str, Any], str, str] | None:
 
 def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    total_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    total_bytes, offered_bytes = _memory(pynvml, handle)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     name, driver = visible(pynvml.nvmlDeviceGetName(handle)), visible(pynvml.nvmlSystemGetDriverVersion())
     device = {
         "kind": "cuda",
-        "memory_gib": total_bytes * 100 // 2**30 / 100,
+        "memory_gib": offered_bytes * 100 // 2**30 / 100,
         "reserve_gib": CUDA_RESERVE_GIB,
         "compute_capability": float(f"{major}.{minor}"),
         "allocator": "expandable_segments:True",
@@ -62,7 +62,22 @@ def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
     others = (
         f" This machine has {count}: raise device.count and choose parallel.strategy to use them." if count > 1 else ""
     )
-    return device, name, f"memory_gib: what NVML reports as total ({total_bytes >> 20} MiB), driver {driver}.{others}"
+    kept = (total_bytes - offered_bytes) >> 20
+    notes = f"memory_gib: NVML's total of {total_bytes >> 20} MiB less {kept} MiB that driver {driver} keeps.{others}"
+    return device, name, notes
+
+
+def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
+    """NVML's total, and what of it CUDA offers to programs: the driver keeps some hundreds of MiB for itself.
+
+    Drivers before 510 do not say how much; there both are the total.
+    """
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:
+        total_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        return total_bytes, total_bytes
+    return int(memory.total), int(memory.total - memory.reserved)
 
 
 def _detect_cpu() -> tuple[dict[str, Any], str, str]:
