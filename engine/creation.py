@@ -12,10 +12,11 @@ from pathlib import Path
 from engine.budget.plan import Plan, make_plan
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError
 from engine.journal.directory import RunDirectory, create_run
-from engine.journal.index import note_run
+from engine.journal.files import write_atomically
+from engine.journal.index import note_run, noted_runs
 from engine.spec.later import refuse_unbuilt
-from engine.spec.load import dump_run_spec
-from engine.spec.run import RunSpec
+from engine.spec.load import dump_run_spec, load_run_spec
+from engine.spec.run import Limits, RunSpec
 
 
 def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDirectory, list[str]]:
@@ -39,6 +40,23 @@ def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDir
     directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
     warning = note_run(directory)
     return directory, [*notices, *([warning] if warning else [])]
+
+
+def leave_out_foreign_limits(directory: RunDirectory) -> str | None:
+    """Take the limits out of a run that this user did not start on this machine; a notice for the user, or None.
+
+    To be called before a run is gone on with: a run directory from elsewhere could bring a command to run when it ends,
+    or allow code that comes with a model.
+    """
+    spec = load_run_spec(directory.run_toml, own=True)
+    here = directory.path.resolve()
+    if spec.limits == Limits() or any(run.path.resolve() == here for run in noted_runs()):
+        return None
+    write_atomically(directory.run_toml, dump_run_spec(spec.model_copy(update={"limits": Limits()})))
+    return (
+        "this run was not started by you on this machine: its limits (--on-finish, --max-hours, --devices, --wait, "
+        "--trust-remote-code) are left out; give them again if you want them"
+    )
 
 
 def _does_not_fit(plan: Plan) -> DoesNotFitError:

@@ -47,10 +47,14 @@ class Engines:
 
     def start(self, directory: RunDirectory, *, resume: bool) -> str | None:
         """Start an engine on a run; a warning for the user, or None. Raises EnvironmentProblem, OSError."""
+        from engine.creation import leave_out_foreign_limits  # reads specs: too dear before the first paint
+
+        foreign = leave_out_foreign_limits(directory) if resume else None
         log_start = directory.log.stat().st_size if directory.log.exists() else 0
         process = start_engine(directory, resume=resume)
         self._children.append(_Child(directory, process, log_start))
-        return note_run(directory)
+        notices = [notice for notice in (foreign, note_run(directory)) if notice]
+        return "; ".join(notices) or None
 
     def ended_badly(self) -> list[str]:
         """Sentences about children that ended since the last call without recording how."""

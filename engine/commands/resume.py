@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 FromStep = Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="Go on from this checkpoint.")]
 
-FOREIGN = (
-    "this run was not started by you on this machine: its limits (--on-finish, --max-hours, --devices, --wait, "
-    "--trust-remote-code) are left out; give them again if you want them"
-)
-
 
 def register(app: typer.Typer) -> None:
     """Add the command of this file."""
@@ -131,19 +126,14 @@ def _refuse_when_done(directory: RunDirectory) -> None:
 
 
 def _with_limits(directory: RunDirectory, spec: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, list[str]]:
-    """The spec with the limits of the last start and those given now; and what to tell the user.
-
-    The limits in a run directory are believed only where this user has started the run here: a directory that came
-    from elsewhere could bring a command to run, or allow code.
-    """
-    from engine.journal.index import noted_runs
+    """The spec with the limits of the last start and those given now; and what to tell the user."""
+    from engine.creation import leave_out_foreign_limits
     from engine.spec.devices import check_devices
     from engine.spec.load import load_run_spec
-    from engine.spec.run import Limits
 
-    there = load_run_spec(directory.run_toml, own=True).limits
-    ours = any(run.path.resolve() == directory.path.resolve() for run in noted_runs())
-    kept, notices = (there, []) if ours or there == Limits() else (Limits(), [FOREIGN])
+    foreign = leave_out_foreign_limits(directory)
+    notices = [foreign] if foreign else []
+    kept = load_run_spec(directory.run_toml, own=True).limits
     if kept.devices and "devices" not in given:
         try:
             check_devices(spec.model_copy(update={"limits": kept}))

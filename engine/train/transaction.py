@@ -322,8 +322,10 @@ def _exhausted(failure: Failure, current: MicroBatch | None, parts: Parts) -> Me
             fix="close other programs, or set data.workers = 0; a smaller micro-batch would not help",
         )
     length = f" of {current.length} tokens" if current else ""
+    elsewhere = parts.device.capacity_bytes - parts.device.available_bytes
+    neighbour = f", and {elsewhere / 2**20:.1f} MiB by other processes" if elsewhere > 0 else ""
     return MemoryExhaustedError(
         f"out of memory in {failure.phase} with one sequence{length} and every remedy used "
-        f"({failure.allocated_bytes / 2**20:.1f} of {parts.device.capacity_bytes / 2**20:.1f} MiB held)",
+        f"({failure.allocated_bytes / 2**20:.1f} of {parts.device.capacity_bytes / 2**20:.1f} MiB held{neighbour})",
         fix=parts.advise(failure, current) or "a profile with more memory",
     )

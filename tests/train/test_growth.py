@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from engine.cli import app
 from engine.device.neighbour import NEIGHBOUR_VARIABLE, SharedCount
-from engine.errors import EnvironmentProblem
+from engine.errors import EnvironmentProblem, MemoryExhaustedError
 from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, EventWriter, read_events
@@ -165,6 +165,14 @@ def test_a_remedy_that_a_neighbour_forced_is_lifted_when_it_has_gone(tmp_path, s
     assert ("checkpointing", True, False) in [(e["remedy"], e["before"], e["after"]) for e in lifted]
     assert taken[-1] == 1
     assert len([e for e in of_kind(workshop.events(), "backoff") if e["step"] > 3]) == 0
+
+
+def test_a_neighbour_that_leaves_no_room_at_all_is_named(tmp_path, shared):
+    spec = make_spec(even_samples(tmp_path / "samples.jsonl", 40), memory_gib=CAPACITY_GIB)
+    with Workshop(spec, tmp_path / "place") as bench:
+        shared.hold(bench.parts.device.capacity_bytes - bench.parts.static_bytes - 2**16)
+        with pytest.raises(MemoryExhaustedError, match=r"and 10\d\d\.\d MiB by other processes"):
+            StepTransaction(bench.parts).run(1, bench.order.step(1))
 
 
 def test_what_was_learned_is_saved_shown_and_used_again(tmp_path):
