@@ -7,6 +7,7 @@ validation split and packing are such views, so neither copies a token. `engine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +83,22 @@ class TokenData:
         self.weights = weights[self.source_of] if len(weights) else np.ones(len(self))
         """How often each row comes in an epoch: float64[rows]."""
 
+        self.limit: int | None = None
+        """Tokens after which every row ends; None leaves them whole."""
+        self._whole = self
+
+    def shortened(self, limit: int | None) -> TokenData:
+        """The same rows, each ending after `limit` tokens; None gives the whole rows back."""
+        whole = self._whole
+        if limit is None:
+            return whole
+        view = copy(whole)
+        view.limit, view.lengths = limit, np.minimum(whole.lengths, limit).astype(np.int32)
+        view.target_counts = whole.target_counts.copy()
+        for row in np.flatnonzero(whole.lengths > limit):
+            view.target_counts[row] = np.count_nonzero(whole[int(row)].labels[:limit] != IGNORED)
+        return view
+
     def __len__(self) -> int:
         return len(self.row_offsets) - 1
 
@@ -97,7 +114,8 @@ class TokenData:
         targets = np.concatenate([targets for _, targets in pieces])
         segments = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(ids) for ids, _ in pieces])
         labels = np.where(targets, ids, np.int32(IGNORED)).astype(np.int32)
-        return Example(ids, labels, segments if self.packed else None)
+        cut = slice(self.limit)
+        return Example(ids[cut], labels[cut], segments[cut] if self.packed else None)
 
     def documents_of(self, row: int) -> NDArray[np.int64]:
         """Document numbers that make up one row, in order."""

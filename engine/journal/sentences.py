@@ -18,6 +18,8 @@ REMEDIES = {
     "checkpointing": "activations are recomputed from now on, and {what} is redone",
     "chunk_loss": "the loss is computed in smaller chunks from now on, and {what} is redone",
     "activation_offload": "activations wait in host memory from now on, and {what} is redone",
+    "max_length": "from now on longer sequences lose their ends, which the recipe allows and which changes what is "
+    "learned; {what} is redone",
     "optimizer_offload": "optimizer state moves to host memory, and {what} is redone",
     "stop": "every remedy is used; the run stops after a checkpoint",
     "give_up": "every remedy is used; the run stops after a checkpoint",

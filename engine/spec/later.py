@@ -59,10 +59,6 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         lambda spec: _when(bool(spec.recipe.moe.aux_loss_weight), "moe.aux_loss_weight"),
         "the mixture-of-experts auxiliary loss",
     ),
-    (
-        lambda spec: _when(bool(spec.recipe.backoff.allow_learning_changes), "backoff.allow_learning_changes"),
-        "remedies that change what is learned",
-    ),
     (lambda spec: _when(not spec.recipe.moe.freeze_router, "moe.freeze_router = false"), "training of routers"),
     (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
 )

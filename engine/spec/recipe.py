@@ -280,8 +280,9 @@ class Backoff(Table):
         "retry", "defragment", "cut", "checkpointing", "chunk_loss", "activation_offload", "optimizer_offload"
     ]
     """Remedies in the order they are tried."""
-    allow_learning_changes: list[Literal["max_length", "rank"]] = []
-    """Remedies that change what is learned, allowed here by name."""
+    allow_learning_changes: list[Literal["max_length"]] = []
+    """Remedies that change what is learned, allowed here by name: max_length cuts the ends off the longest sequences
+    when not even one fits."""
     grow: bool = True
     """Let the token budget grow again after clean steps."""
 

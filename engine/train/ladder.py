@@ -1,7 +1,8 @@
 """The backoff ladder: what is done about an allocation failure, as a table of small rungs tried in order.
 
 A rung looks at the failure and the state of the run and either acts, returning what changed in words, or declines with
-None. None of them changes what is learned. The order comes from the recipe (`backoff.ladder`).
+None. None changes what is learned but those that the recipe allows by name. The order is the recipe's
+(`backoff.ladder`, then `backoff.allow_learning_changes`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from engine.train.transaction import Parts
 
 SMALLEST_CHUNK_TOKENS = 16
+SHORTEST_TOKENS = 16
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Situation:
     """The micro-batch that was in flight; None in clipping, the optimizer step and elsewhere."""
     static_bytes: int
     guard: StepGuard
+    data: TokenData
     tried: list[str]
     """Rungs already used on this step."""
     standing: list[Standing] = field(default_factory=list)
@@ -159,6 +163,15 @@ def optimizer_offload(now: Situation) -> Remedy | None:
     return Remedy("optimizer_offload", False, True)
 
 
+def max_length(now: Situation) -> Remedy | None:
+    """End every sequence a quarter earlier. Changes what is learned, so it is there only where the recipe allows it."""
+    if now.micro_batch is None or now.micro_batch.rows > 1 or now.micro_batch.length <= SHORTEST_TOKENS:
+        return None
+    before = now.data.limit
+    now.data = now.data.shortened(max(SHORTEST_TOKENS, now.micro_batch.length * 3 // 4))
+    return Remedy("max_length", before, now.data.limit)
+
+
 RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
     "retry": retry,
     "defragment": defragment,
@@ -167,6 +180,7 @@ RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
     "chunk_loss": chunk_loss,
     "activation_offload": activation_offload,
     "optimizer_offload": optimizer_offload,
+    "max_length": max_length,
 }
 
 
@@ -174,6 +188,7 @@ LIFTS: dict[str, Callable[[Parts, Any], None]] = {
     "checkpointing": lambda parts, before: parts.loaded.set_checkpointing(before),
     "chunk_loss": lambda parts, before: setattr(parts.loss, "chunk_tokens", before),
     "activation_offload": lambda parts, before: setattr(parts.loss.offload, "on", before),
+    "max_length": lambda parts, before: setattr(parts, "data", parts.data.shortened(before)),
 }
 """How remedies that stay on are taken back, given the setting before. Optimizer state that has moved stays: to bring it
 back takes the very memory that was short, all at once."""

@@ -29,6 +29,12 @@ def reporter(journal: Journal, device: Device, reports: OomReports | None = None
             **facts,
             **_sequences(backoff),
         )
+        if remedy.name == "max_length":
+            journal.warn(
+                "learning_changed",
+                f"from step {backoff.step} on sequences end after {remedy.after} tokens: not even one whole one fits",
+                "more memory, or data.max_length as short from the start",
+            )
         path = reports.write({"step": backoff.step, **facts}, failure, backoff.micro_batch) if reports else None
         if path is not None:
             journal.write("oom_report", step=backoff.step, path=path)

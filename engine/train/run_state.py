@@ -102,6 +102,7 @@ def fill_checkpoint(
             "chunk_tokens": parts.loss.chunk_tokens,
             "activation_offload": parts.loss.offload.on,
             "optimizer_offload": parts.guard.host_state.on,
+            "max_length": parts.data.limit,
         },
         "standing": [asdict(remedy) for remedy in parts.standing],
         "settings": settings,
@@ -132,6 +133,7 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
         parts.loss.offload.on = saved["remedies"]["activation_offload"]
         parts.guard.host_state.move(to_host=saved["remedies"]["optimizer_offload"])
         parts.static_bytes = parts.device.memory().allocated_bytes
+        parts.data = parts.data.shortened(saved["remedies"]["max_length"])
         parts.standing[:] = [Standing(**remedy) for remedy in saved["standing"]]
     return RunState.from_json(saved["state"])
 

@@ -85,7 +85,7 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
         data=prepared.train,
         cost=pricing.cost,
         budget=pricing.budget,
-        ladder=list(recipe.backoff.ladder),
+        ladder=[*recipe.backoff.ladder, *recipe.backoff.allow_learning_changes],
         pad_id=int(tokenizer.pad_token_id),
         seed=recipe.train.seed,
         max_grad_norm=recipe.train.max_grad_norm,

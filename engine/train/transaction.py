@@ -126,20 +126,16 @@ class StepTransaction:
             MemoryExhaustedError: no remedy is left; the step was not applied.
             RolledBackTooFar: the optimizer step failed half-way without a copy to go back to.
         """
-        lengths = self.parts.data.lengths[samples]
-        target_tokens = int(self.parts.data.target_counts[samples].sum())
-        if target_tokens == 0:
-            return StepOutcome(0.0, 0.0, int(lengths.sum()), 0, 0, 0, len(samples), 0.0, applied=False)
+        if not self._targets(samples):
+            return StepOutcome(0.0, 0.0, self._tokens(samples), 0, 0, 0, len(samples), 0.0, applied=False)
         self._data_wait_seconds = 0.0
-        plan = self._until_it_succeeds(
-            step, lengths, lambda plan: self._accumulate_and_apply(step, samples, plan, target_tokens)
-        )
+        plan = self._until_it_succeeds(step, samples, lambda plan: self._accumulate_and_apply(step, samples, plan))
         overflowed = self._conclude(step)
         return StepOutcome(
             loss=self._mean_loss,
             grad_norm=self._grad_norm,
-            tokens=int(lengths.sum()),
-            target_tokens=target_tokens,
+            tokens=self._tokens(samples),
+            target_tokens=self._targets(samples),
             micro_batches=len(plan),
             micro_batch_rows=max(group.rows for group in plan),
             samples=0 if overflowed else sum(group.rows for group in plan),
@@ -153,17 +149,17 @@ class StepTransaction:
 
         What would run out of memory hours later does so now, and the budget is learned before the first step.
         """
-        lengths = self.parts.data.lengths[samples]
-        targets = max(1, int(self.parts.data.target_counts[samples].sum()))
-        self._until_it_succeeds(
-            step, lengths, lambda plan: self._micro_batch(step, samples, plan[0], targets), "probe_"
-        )
+
+        def dearest(plan: list[MicroBatch]) -> None:
+            self._micro_batch(step, samples, plan[0], max(1, self._targets(samples)))
+
+        self._until_it_succeeds(step, samples, dearest, "probe_")
         self._drop_gradients()
 
     def _until_it_succeeds(
         self,
         step: int,
-        lengths: NDArray[np.int32],
+        samples: NDArray[np.int64],
         action: Callable[[list[MicroBatch]], None],
         phase_prefix: str = "",
     ) -> list[MicroBatch]:
@@ -171,7 +167,7 @@ class StepTransaction:
         parts = self.parts
         tried: list[str] = []
         retried(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
-        plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
+        plan = self._plan(samples)
         while True:
             self._phase, self._current = "forward", None
             failure = attempt(lambda plan=plan: action(plan), parts.device, lambda: self._phase, self._stock)  # type: ignore[misc]
@@ -181,15 +177,23 @@ class StepTransaction:
             failure = replace(failure, phase=phase_prefix + failure.phase)
             self._recover(step, failure, len(tried) + 1)
             remedy, rows = self._choose(failure, tried, step), self._rows_in_flight()
-            plan = plan_micro_batches(lengths, parts.cost, parts.budget.budget_bytes)
+            plan = self._plan(samples)
             tried.append(remedy.name)
             most = max(group.rows for group in plan)
             parts.report(Backoff(step, failure, remedy, rows, most, len(tried), self._current))
 
-    def _accumulate_and_apply(
-        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
-    ) -> None:
-        device = self.parts.device
+    def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
+        parts = self.parts
+        return plan_micro_batches(parts.data.lengths[samples], parts.cost, parts.budget.budget_bytes)
+
+    def _tokens(self, samples: NDArray[np.int64]) -> int:
+        return int(self.parts.data.lengths[samples].sum())
+
+    def _targets(self, samples: NDArray[np.int64]) -> int:
+        return int(self.parts.data.target_counts[samples].sum())
+
+    def _accumulate_and_apply(self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch]) -> None:
+        device, target_tokens = self.parts.device, max(1, self._targets(samples))
         total = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         for group in plan:
             total += self._micro_batch(step, samples, group, target_tokens)
@@ -304,10 +308,10 @@ class StepTransaction:
         parts, current = self.parts, self._current
         now = Situation(
             parts.device, parts.loaded, parts.loss, parts.budget, failure, current, parts.static_bytes, parts.guard,
-            tried, parts.standing,
+            parts.data, tried, parts.standing,
         )  # fmt: skip
         remedy = choose(parts.ladder, now)
-        parts.static_bytes = now.static_bytes
+        parts.static_bytes, parts.data = now.static_bytes, now.data
         if remedy is None:
             rows = self._rows_in_flight()
             parts.report(Backoff(step, failure, Remedy("give_up"), rows, 0, len(tried) + 1, current))

@@ -327,7 +327,6 @@ LATER = {
     "data.image_max_pixels": "100",
     "moe.aux_loss_weight": "0.1",
     "evaluate.metrics": '["rouge"]',
-    "backoff.allow_learning_changes": '["rank"]',
 }
 
 

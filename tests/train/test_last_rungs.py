@@ -1,4 +1,4 @@
-"""The rungs that move memory to the host: they survive where nothing else is allowed, and learn the same."""
+"""The last rungs of the ladder: memory moves to the host, and only where the recipe allows it sequences get shorter."""
 
 from __future__ import annotations
 
@@ -71,3 +71,18 @@ def test_a_resumed_run_finds_its_state_on_the_host_again(tmp_path, samples):
     assert code == 0
     assert losses(events) == losses(whole)
     assert not of_kind(events, "backoff")
+
+
+def test_sequences_are_cut_only_where_the_recipe_allows_it_and_it_is_said(tmp_path, samples):
+    tables = {"train": ONE_AT_A_TIME, "data": {"max_length": 400}}
+    _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
+    memory_gib = 0.9 * max(event["peak_bytes"] for event in of_kind(roomy, "step")) / 2**30
+    refused = make_spec(samples, memory_gib=memory_gib, backoff={"ladder": ["cut"]}, **tables)
+    assert train(new_run(tmp_path / "refused", refused))[0] == 4
+    backoff = {"ladder": ["cut"], "allow_learning_changes": ["max_length"]}
+    allowed = make_spec(samples, memory_gib=memory_gib, backoff=backoff, **tables)
+    code, events = train(new_run(tmp_path / "allowed", allowed))
+    assert code == 0
+    assert {event["remedy"] for event in of_kind(events, "backoff")} == {"max_length"}
+    assert any(event["code"] == "learning_changed" for event in of_kind(events, "warning"))
+    assert sum(event["tokens"] for event in of_kind(events, "step")) < sum(e["tokens"] for e in of_kind(roomy, "step"))
