@@ -1,4 +1,5 @@
-# make demo    watch a small model learn, on a simulated device, without a GPU or a network
+# make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
+#              ready to be started, else headless
 # make test    lint, types, import contracts, tests
 # make torture every single allocation fails once, engines are killed anywhere: half an hour on two cores
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
@@ -10,7 +11,8 @@ READY := .venv/ready
 .PHONY: demo test torture lint clean
 
 demo: $(READY)
-	$(BIN)/tunedeck train -p demo -r demo
+	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
+	else exec $(BIN)/tunedeck train -p demo -r demo; fi
 
 test: $(READY) lint
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile

@@ -12,9 +12,12 @@ from pathlib import Path
 
 from engine.errors import UsageError
 from engine.spec.base import NAME_PATTERN
+from engine.spec.document import read_document
 from engine.spec.find import FOLDERS, SHIPPED, Kind, available, user_folder
+from engine.spec.paths import unshareable_paths
 from engine.spec.rewrite import rewritten
-from engine.spec.share import write_new
+from engine.spec.share import import_file, write_new
+from engine.spec.text import UNSAFE, quoted, visible
 
 
 def own_folder(kind: Kind, cwd: Path | None = None) -> Path:
@@ -44,3 +47,42 @@ def save_as(kind: Kind, source: str, sets: Sequence[str], name: str) -> Path:
     """Write `source` with the overrides laid over it as a new file. Raises UsageError or SpecError."""
     target = own_path(kind, name)
     return write_new(target, rewritten(kind, source, sets, {}, target).encode(), force=False)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that may be edited on a screen. Raises UsageError for what cannot be shown as it is."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise UsageError(f"{visible(str(path))} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{visible(str(path))} is not UTF-8", fix="save it as UTF-8") from None
+    if hit := UNSAFE.search(text.replace("\n", "").replace("\t", "")):
+        raise UsageError(f"{visible(str(path))} holds the control character {visible(hit[0])}", fix="take it out first")
+    return text
+
+
+def write_text(path: Path, text: str, *, before: str | None) -> None:
+    """Write an edited file; `before` is what it held when it was read, None for a new one. Raises UsageError."""
+    if before is not None and path.exists() and read_text(path) != before:
+        raise UsageError(
+            f"{visible(str(path))} was changed by someone else meanwhile", fix="copy your text, open the file again"
+        )
+    write_new(path, text.encode(), force=before is not None)
+
+
+def take_in(text: str) -> tuple[Kind, Path]:
+    """Import a file as what its own `kind` says it is. Raises SpecError or UsageError."""
+    source = Path(text).expanduser()
+    kind = read_document(source).data.get("kind")
+    if kind not in ("profile", "recipe"):
+        raise UsageError(f"kind = {quoted(kind)}" if kind else "no kind", expected='kind = "profile" or "recipe"')
+    return kind, import_file(kind, source)
+
+
+def pass_on(source: Path, text: str) -> tuple[Path, list[str]]:
+    """Copy a file to where it is wanted; returns where, and what others could not use. Raises SpecError, UsageError."""
+    document = read_document(source)
+    target = Path(text).expanduser().absolute()
+    target = target / source.name if target.is_dir() else target
+    return write_new(target, source.read_bytes(), force=False), document.refuse(unshareable_paths(document.data))

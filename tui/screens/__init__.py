@@ -22,6 +22,8 @@ class ScreenRow(NamedTuple):
 SCREENS: tuple[ScreenRow, ...] = (
     ScreenRow("runs", "1", "Runs", "tui.screens.runs", "RunsScreen", kept=True),
     ScreenRow("launch", "2", "Launch", "tui.screens.launch", "LaunchScreen", kept=True),
+    ScreenRow("library", "3", "Library", "tui.screens.library", "LibraryScreen", kept=True),
+    ScreenRow("editor", "", "Edit", "tui.screens.editor", "EditorScreen", kept=False),
     ScreenRow("queue", "4", "Queue", "tui.screens.queue", "QueueScreen", kept=True),
     ScreenRow("run", "", "Run", "tui.screens.run", "RunScreen", kept=False),
     ScreenRow("oom", "", "Out of memory", "tui.screens.oom", "OomScreen", kept=False),
