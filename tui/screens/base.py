@@ -14,6 +14,7 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.screen import Screen
 
+from engine.errors import TunedeckError
 from engine.spec.text import visible
 from tui import keys
 from tui.screens import SCREENS
@@ -75,6 +76,17 @@ class BaseScreen(Screen[None]):
     def say(self, text: str, style: str = "") -> None:
         """A message in place of the keys, for a few seconds."""
         self.query_one(FooterLine).say(visible(text), style)
+
+    def refuse(self, error: TunedeckError) -> None:
+        """Say why something could not be done, in the lines there are: the first thing found, and the fix."""
+        first, *more = error.found.splitlines()
+        found = f"{first} (and {len(more)} more)" if more else first
+        parts = [
+            found,
+            f"expected: {error.expected}" if error.expected else "",
+            f"fix: {error.fix}" if error.fix else "",
+        ]
+        self.say("\n".join(visible(part) for part in parts if part), "$bad")
 
     def key_rows(self) -> list[keys.Key]:
         """The rows of the key table that hold here."""

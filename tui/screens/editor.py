@@ -146,7 +146,7 @@ class EditorScreen(BaseScreen):
         try:
             own_files.write_text(self._draft.target, text, before=self._saved)
         except TunedeckError as error:
-            self.say(visible(error.render(), keep="\n"), "$bad")
+            self.refuse(error)
             return
         if text != self.area.text:
             self.area.text = text

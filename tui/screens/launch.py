@@ -302,7 +302,7 @@ class LaunchScreen(BaseScreen):
         try:
             directory, notices = self._bench.make_run(self.console.runs_dir, force=force)
         except TunedeckError as error:
-            self._refused(error)
+            self.refuse(error)
             return
         if self.console.start_engine(directory, resume=False):
             self.console.open_screen("run", directory)
@@ -314,12 +314,9 @@ class LaunchScreen(BaseScreen):
         try:
             name, place = self._bench.enqueue_run(self.console.runs_dir)
         except TunedeckError as error:
-            self._refused(error)
+            self.refuse(error)
             return
         self.say(f"{name} is number {place} in the queue")
-
-    def _refused(self, error: TunedeckError) -> None:
-        self.say(visible(error.render(), keep="\n"), "$bad")
 
     def do_copy(self) -> None:
         """Copy the command."""
@@ -350,7 +347,7 @@ class LaunchScreen(BaseScreen):
         try:
             path = self._bench.save(kind, name)
         except TunedeckError as error:
-            self._refused(error)
+            self.refuse(error)
             return
         self._show_whole()
         self.say(f"saved {visible(str(path))}")

@@ -162,7 +162,7 @@ class LibraryScreen(BaseScreen):
         try:
             text = own_files.read_text(source)
         except TunedeckError as error:
-            self._refused(error)
+            self.refuse(error)
             return
         if source.stem != target.stem:
             text = text.replace(f'name = "{source.stem}"', f'name = "{target.stem}"', 1)
@@ -183,7 +183,7 @@ class LibraryScreen(BaseScreen):
         try:
             target = own_files.own_path(kind, name)
         except TunedeckError as error:
-            self._refused(error)
+            self.refuse(error)
             return
         self._open(kind, entry.path, target)
 
@@ -195,7 +195,7 @@ class LibraryScreen(BaseScreen):
         try:
             kind, path = own_files.take_in(text)
         except TunedeckError as error:
-            self._refused(error)
+            self.refuse(error)
             return
         self._list(path.stem)
         self.say(f"imported the {kind} {path.stem}: {visible(str(path))}")
@@ -209,10 +209,7 @@ class LibraryScreen(BaseScreen):
         try:
             target, warnings = own_files.pass_on(entry.path, text)
         except TunedeckError as error:
-            self._refused(error)
+            self.refuse(error)
             return
         said = [f"exported to {visible(str(target))}", *(f"{line}; import will refuse it" for line in warnings)]
         self.say("\n".join(said), "$caution" if warnings else "")
-
-    def _refused(self, error: TunedeckError) -> None:
-        self.say(visible(error.render(), keep="\n"), "$bad")
