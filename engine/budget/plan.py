@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.budget.architecture import Architecture, find_architecture
-from engine.budget.predict import Prediction, predict
+from engine.budget.predict import Prediction, batch_of_a_rank, predict
 from engine.budget.setting import Setting, setting_of
+from engine.budget.sharing import sharing_of
 from engine.spec.run import RunSpec
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
@@ -32,6 +33,8 @@ class Plan:
     length: int
     setting: Setting
     simulated: bool
+    ranks: int
+    """Devices the run is spread over; bytes are those of one. For several the plan is a prediction only, so far."""
     remedies: dict[str, Any]
     """Recipe keys that would make a tight plan fit, without changing what is learned."""
 
@@ -65,6 +68,8 @@ class Plan:
             "accumulation": self.accumulation,
             "tokens_per_micro_batch": self.tokens_per_micro_batch,
             "remedies": self.remedies,
+            "ranks": self.ranks,
+            "predicted_only": self.ranks > 1,
         }
 
 
@@ -76,7 +81,8 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     arch = find_architecture(spec)
     length = longest or spec.recipe.data.max_length
     capacity = spec.profile.device.capacity_bytes
-    batch = spec.recipe.train.batch_size
+    sharing = sharing_of(spec.profile)
+    batch = batch_of_a_rank(spec, sharing)
     asked = spec.recipe.train.micro_batch
     rows = _largest_that_fits(arch, spec, length, capacity, batch) if asked == "auto" else min(asked, batch)
     prediction = predict(arch, spec, rows=max(rows, 1), length=length)
@@ -91,6 +97,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
         length=length,
         setting=setting_of(arch, spec),
         simulated=spec.profile.device.kind == "metered",
+        ranks=sharing.ranks,
         remedies=remedies,
     )
 
@@ -116,7 +123,8 @@ def _judge(
     for changes in _remedies(spec):
         remedied = _with_train(spec, changes)
         if predict(arch, remedied, rows=1, length=length).device_bytes <= capacity:
-            rows = _largest_that_fits(arch, remedied, length, capacity, spec.recipe.train.batch_size)
+            batch = batch_of_a_rank(spec, sharing_of(spec.profile))
+            rows = _largest_that_fits(arch, remedied, length, capacity, batch)
             return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": rows}
     return "does_not_fit", {}
 

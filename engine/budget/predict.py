@@ -1,4 +1,4 @@
-"""The budget of one device: bytes per phase and component at a micro-batch, and the cost function that plans use.
+"""The budget of a device: bytes per phase and component at a micro-batch, and the cost function that plans use.
 
 Closed form, pure Python, well under a millisecond once an (architecture, setting) pair has been seen. Phases and
 components carry the names of BUDGET.md on screen, in events and in --json.
@@ -15,7 +15,8 @@ from engine.budget.architecture import Architecture
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import overhead
 from engine.budget.setting import Setting, setting_of
-from engine.budget.static import optimizer_scratch, static_bytes
+from engine.budget.sharing import Sharing, bucket_bytes, buffers, sharing_of, static_of_a_rank
+from engine.budget.static import optimizer_scratch
 from engine.budget.step import (
     Growth,
     PhaseCost,
@@ -54,10 +55,11 @@ class CostModel:
     growths: tuple[Growth, ...]
     """Live sets, one of which decides at any shape."""
     chunk_tokens: int
+    sharing: Sharing
 
     def bytes(self, rows: int, length: int) -> int:
         """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
-        shape = shape_of(rows, length, self.chunk_tokens)
+        shape = shape_of(rows, self.sharing.positions(length), self.chunk_tokens)
         return max(growth.at(shape) for growth in self.growths)
 
 
@@ -66,38 +68,47 @@ def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
 
     It is that of a micro-batch after the first of its step, when earlier gradients are held: the dearer kind.
     """
-    return _cost_model(arch, setting_of(arch, spec), spec.recipe.train.batch_size > 1)
+    sharing = sharing_of(spec.profile)
+    return _cost_model(arch, setting_of(arch, spec), batch_of_a_rank(spec, sharing) > 1, sharing)
+
+
+def batch_of_a_rank(spec: RunSpec, sharing: Sharing) -> int:
+    """Sequences of a step that one rank works on, or shares with its neighbours."""
+    return -(-spec.recipe.train.batch_size // sharing.rows_apart)
 
 
 @lru_cache(maxsize=256)
-def _cost_model(arch: Architecture, setting: Setting, accumulating: bool) -> CostModel:
-    static = static_bytes(arch, setting).total.static
-    growths = _growths(arch, setting, accumulating)
-    return CostModel(static, growths, setting.chunk_tokens)
+def _cost_model(arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing) -> CostModel:
+    static = static_of_a_rank(arch, setting, sharing).static + bucket_bytes(arch, setting, sharing)
+    growths = _growths(arch, setting, accumulating, sharing)
+    return CostModel(static, growths, setting.chunk_tokens, sharing)
 
 
-def _growths(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
+def _growths(arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing) -> tuple[Growth, ...]:
     """Every live set that decides some shape, above the static bytes."""
-    candidates = [Growth(static_bytes(arch, setting).total.gradients + optimizer_scratch(arch, setting))]
-    for phases in step_cost(arch, setting, accumulating).values():
+    gradients = static_of_a_rank(arch, setting, sharing).gradients
+    candidates = [Growth(gradients + optimizer_scratch(arch, setting))]
+    for phases in step_cost(arch, setting, accumulating, sharing).values():
         for phase in phases:
-            around = phase.saved.plus(phase.inputs).plus(Growth(phase.gradients))
+            around = phase.saved.plus(phase.inputs).plus(Growth(phase.gradients + phase.buffers))
             candidates.extend(around.plus(working) for working in phase.working)
     return prune(candidates)
 
 
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
     """The whole table for a micro-batch of `rows` sequences padded to `length` tokens."""
-    setting = setting_of(arch, spec)
-    shape = shape_of(rows, length, setting.chunk_tokens)
-    total = static_bytes(arch, setting).total
+    setting, sharing = setting_of(arch, spec), sharing_of(spec.profile)
+    shape = shape_of(rows, sharing.positions(length), setting.chunk_tokens)
+    total = static_of_a_rank(arch, setting, sharing)
     held = {"weights": total.weights, "adapters": total.adapters, "optimizer": total.optimizer}
+    above: dict[str, dict[str, int]] = {}
+    for name, costs in step_cost(arch, setting, rows < batch_of_a_rank(spec, sharing), sharing).items():
+        above[name] = _components(max(costs, key=lambda cost: cost.at(shape)), shape)
+    above["optimizer_step"] = {"gradients": total.gradients, "optimizer": optimizer_scratch(arch, setting)}
+    above |= _inference(arch, spec, setting, sharing, shape, length)
     phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
-    for name, costs in step_cost(arch, setting, rows < spec.recipe.train.batch_size).items():
-        phases[name] = held | _components(max(costs, key=lambda cost: cost.at(shape)), shape)
-    scratch = optimizer_scratch(arch, setting)
-    phases["optimizer_step"] = {**held, "gradients": total.gradients, "optimizer": total.optimizer + scratch}
-    phases |= {name: held | parts for name, parts in _inference(arch, spec, setting, shape, length).items()}
+    bucket = bucket_bytes(arch, setting, sharing)
+    phases |= {name: _added(held, parts, {"buffers": bucket} if bucket else {}) for name, parts in above.items()}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
     deciding = max(sums, key=sums.__getitem__)
     beside = overhead(spec.profile.device, sums[deciding])
@@ -106,19 +117,26 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
 
 
 def _inference(
-    arch: Architecture, spec: RunSpec, setting: Setting, shape: Shape, length: int
+    arch: Architecture, spec: RunSpec, setting: Setting, sharing: Sharing, shape: Shape, length: int
 ) -> dict[str, dict[str, int]]:
     """The rows `evaluate` and `generate` above the static bytes, where training stops for them."""
     phases: dict[str, dict[str, int]] = {}
     if evaluates(spec.recipe):
-        phases["evaluate"] = {"activations": max(peak.at(shape) for peak in evaluation(arch, setting))}
+        size = max(peak.at(shape) for peak in evaluation(arch, setting))
+        phases["evaluate"] = {"activations": size, "buffers": buffers(arch, setting, sharing, "evaluate")}
     if generates(spec.recipe):
-        room = spec.profile.device.capacity_bytes - static_bytes(arch, setting).total.static
+        room = spec.profile.device.capacity_bytes - static_of_a_rank(arch, setting, sharing).static
         rows = generation_rows(arch, setting, spec.recipe, length=length, room_bytes=room)
         new_tokens = spec.recipe.generate.max_new_tokens
         size = generation_bytes(arch, setting, rows=rows, prompt=length, new_tokens=new_tokens)
-        phases["generate"] = {"activations": size}
+        phases["generate"] = {"activations": size, "buffers": buffers(arch, setting, sharing, "generate")}
     return phases
+
+
+def _added(*rows: dict[str, int]) -> dict[str, int]:
+    """Rows of the table added up, component by component."""
+    names = [name for name in COMPONENTS if any(name in row for row in rows)]
+    return {name: sum(row.get(name, 0) for row in rows) for name in names}
 
 
 def _components(phase: PhaseCost, shape: Shape) -> dict[str, int]:
@@ -126,6 +144,6 @@ def _components(phase: PhaseCost, shape: Shape) -> dict[str, int]:
     parts = dict.fromkeys(("gradients", "activations", "recompute", "loss", "buffers"), 0)
     parts["gradients"] += phase.gradients
     parts["activations"] += phase.saved.at(shape)
-    parts["buffers"] += phase.inputs.at(shape)
+    parts["buffers"] += phase.inputs.at(shape) + phase.buffers
     parts[phase.label] += max(working.at(shape) for working in phase.working)
     return {component: size for component, size in parts.items() if size}

@@ -10,7 +10,7 @@ Try: `python -m pytest tests/budget/test_step.py`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from engine.budget.kinds import Kind, body_learns, kinds_of
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT, INDEX
 from engine.budget.setting import Setting
+from engine.budget.sharing import ALONE, Sharing, buffers
 from engine.budget.static import layer_tensors, static_bytes
 
 INPUT_BYTES = 24
@@ -86,10 +87,12 @@ class PhaseCost:
     """The component the working bytes are shown as."""
     inputs: Growth
     """The batch, its positions and masks."""
+    buffers: int = 0
+    """What several devices communicate through."""
 
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
-        around = self.gradients + self.saved.at(shape) + self.inputs.at(shape)
+        around = self.gradients + self.buffers + self.saved.at(shape) + self.inputs.at(shape)
         return around + max(working.at(shape) for working in self.working)
 
 
@@ -105,13 +108,26 @@ class Walked:
 
 
 @lru_cache(maxsize=256)
-def step_cost(arch: Architecture, setting: Setting, accumulating: bool) -> dict[str, tuple[PhaseCost, ...]]:
+def step_cost(
+    arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing = ALONE
+) -> dict[str, tuple[PhaseCost, ...]]:
     """Phases of one micro-batch, each as alternatives of which the largest counts.
 
     `accumulating` when an earlier micro-batch of the same step has left gradients.
     """
+    phases = _phases(arch, setting, accumulating, sharing)
+    return {
+        name: tuple(replace(cost, buffers=buffers(arch, setting, sharing, name)) for cost in costs)
+        for name, costs in phases.items()
+    }
+
+
+def _phases(
+    arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing
+) -> dict[str, tuple[PhaseCost, ...]]:
+    """The same without the buffers of communication."""
     static = static_bytes(arch, setting)
-    everything, table = static.total.gradients, static.embedding_gradient
+    everything, table = sharing.part(static.total.gradients), static.embedding_gradient
     held = everything if accumulating else 0
     # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
     waiting = table if arch.tied else 0
@@ -120,11 +136,11 @@ def step_cost(arch: Architecture, setting: Setting, accumulating: bool) -> dict[
     through = kept[-1].plus(_casts(arch, setting, accumulating)[-1])
     head = PhaseCost(held, through, walk_head(arch, setting, accumulating), "loss", batch)
     phases = {"forward": _forward(arch, setting, accumulating, held), "loss_backward": (head,)}
-    early = held + waiting if accumulating else static.head_gradient + waiting
-    phases |= _backward(arch, setting, accumulating, early)
+    early = held + waiting if accumulating else sharing.part(static.head_gradient) + waiting
+    phases |= _backward(arch, setting, accumulating, early, sharing)
     if table:
         # Tied: the head's gradient, the embedding's, and their sum are live at once.
-        before = held + waiting if accumulating else everything - (0 if arch.tied else table)
+        before = held + waiting if accumulating else everything - (0 if arch.tied else sharing.part(table))
         working = Growth((2 if arch.tied else 1) * table, arch.hidden * setting.base_bytes)
         batch = inputs(arch, setting, ())
         phases["embedding_backward"] = (PhaseCost(before, Growth(), (working,), "gradients", batch),)
@@ -162,7 +178,7 @@ def embeddings_held(arch: Architecture, setting: Setting, *, learning: bool = Tr
 
 
 def _backward(
-    arch: Architecture, setting: Setting, accumulating: bool, early: int
+    arch: Architecture, setting: Setting, accumulating: bool, early: int, sharing: Sharing
 ) -> dict[str, tuple[PhaseCost, ...]]:
     """The first and the last layer of each kind that backward comes to; in between sizes change evenly."""
     kinds, kept = kinds_of(arch, setting), _kept(arch, setting, accumulating)
@@ -178,7 +194,8 @@ def _backward(
         batch = inputs(arch, setting, _recomputed(setting, kinds[: layer + 1]))
         last[kind] = PhaseCost(gradients, kept[layer], working, label, batch)
         first.setdefault(kind, last[kind])
-        gradients += 0 if accumulating else layer_tensors(arch, setting, kind.chosen).gradients
+        if not accumulating:
+            gradients += sharing.part(layer_tensors(arch, setting, kind.chosen).gradients)
     phases = {"layer_first": tuple(first.values()), "layer_last": tuple(last.values())}
     return {name: costs for name, costs in phases.items() if costs}
 

@@ -98,7 +98,7 @@ def fit(
 
 
 def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
-    """The run spec; what this version cannot do is refused as `train` would refuse it."""
+    """The run spec; what this version cannot do is refused as `train` would, but for several devices."""
     import sys
 
     from engine.spec.later import refuse_unbuilt
@@ -107,7 +107,7 @@ def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     resolved = resolve(profile, recipe, sets or ())
     for notice in resolved.notices:
         sys.stderr.write(f"tunedeck: {notice}\n")
-    refuse_unbuilt(resolved.spec)
+    refuse_unbuilt(resolved.spec, planning=True)
     return resolved.spec
 
 
@@ -173,6 +173,8 @@ def _sentences(planned: Plan) -> list[str]:
         + (f"; {_mib(planned.peak_bytes)} are torch's tensors" if used != planned.peak_bytes else ""),
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
     ]
+    if planned.ranks > 1:
+        lines.append(f"for each of {planned.ranks} devices; predicted only: train does not run on several yet")
     if planned.remedies:
         changes = ", ".join(f"{key} = {value!r}" for key, value in planned.remedies.items())
         lines.append(f"fits with {changes}; what is learned stays the same")

@@ -65,10 +65,19 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
 """(what the user wrote, or None) and the feature that is not there yet."""
 
 
-def refuse_unbuilt(spec: RunSpec) -> None:
-    """Raise SpecError (exit 2) naming every key whose feature this version does not have."""
+PLANNED_FOR = ("several devices", "sequence parallelism", "several machines")
+"""What the budget predicts although no run does it yet."""
+
+
+def refuse_unbuilt(spec: RunSpec, *, planning: bool = False) -> None:
+    """Raise SpecError (exit 2) naming every key whose feature this version does not have.
+
+    With `planning` only what a plan cannot answer for is refused.
+    """
     problems = [
-        f"{written}: this version does not do {feature} yet" for asks, feature in ROWS if (written := asks(spec))
+        f"{written}: this version does not do {feature} yet"
+        for asks, feature in ROWS
+        if (written := asks(spec)) and not (planning and feature in PLANNED_FOR)
     ]
     if problems:
         raise SpecError(problems, fix="remove these keys, or restore their defaults with --set KEY=")
