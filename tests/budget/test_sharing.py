@@ -34,7 +34,7 @@ SHARDED, KEPT = {"strategy": "sharded"}, {"strategy": "sharded", "shard": "gradi
 
 
 def test_sharding_makes_a_full_fine_tuning_fit() -> None:
-    assert plan_for(1, {}, "Qwen/Qwen2.5-14B", **FULL).verdict == "does_not_fit"
+    assert plan_for(1, {}, "Qwen/Qwen2.5-14B", **FULL).verdict != "fits"
     assert plan_for(4, SHARDED, "Qwen/Qwen2.5-14B", **FULL).verdict == "fits"
 
 
