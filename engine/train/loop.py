@@ -13,16 +13,15 @@ from engine.errors import MemoryExhaustedError
 from engine.evaluate.scores import Interrupted, Judge, Scores
 from engine.evaluate.scores import evaluate as score
 from engine.journal.directory import RunDirectory
+from engine.train.best import agree, is_better
 from engine.train.checkpoint import (
     Checkpoint,
-    damage,
     forget_after,
     mark_best,
     newest_sound,
     place_result,
     prune,
     size_bytes,
-    unmark_best,
     write_checkpoint,
 )
 from engine.train.control import Wishes
@@ -33,11 +32,10 @@ from engine.train.journal import Journal, until_there_is_room
 from engine.train.ladder import Remedy
 from engine.train.measure import measured
 from engine.train.optimizer import set_learning_rates
-from engine.train.run_state import Best, RunState, fill_checkpoint, restore
+from engine.train.run_state import RunState, fill_checkpoint, restore, settings
 from engine.train.setup import Bench
 from engine.train.transaction import Backoff, RolledBackTooFar, StepOutcome, StepTransaction
 
-LOWER_IS_BETTER = {"loss", "perplexity"}
 GPU_SECONDS = 10.0
 """Between readings of the GPU's sensors."""
 
@@ -283,9 +281,7 @@ class Training:
         value = scores.metrics.get(name)
         if value is None:
             return
-        sign = -1.0 if name in LOWER_IS_BETTER else 1.0
-        better = best.value is None or sign * (value - best.value) > spec.eval.early_stopping_threshold
-        if better:
+        if is_better(value, best.value, name, spec.eval.early_stopping_threshold):
             best.step, best.value, best.since = self.state.step, value, 0
             self.save(f"best {name}")
             mark_best(self.directory.checkpoints, self.state.step, name, value)
@@ -298,28 +294,17 @@ class Training:
         return patience is not None and self.state.best.since >= patience
 
     def _write_checkpoint(self) -> Checkpoint:
+        bench = self.bench
+        facts = settings(bench.spec, bench.total_steps)
         return write_checkpoint(
             self.directory.checkpoints,
             self.state.step,
-            lambda path: fill_checkpoint(path, self.parts, self.state, self.bench.identity, self._settings()),
+            lambda path: fill_checkpoint(path, self.parts, self.state, bench.identity, facts),
         )
-
-    def _settings(self) -> dict[str, Any]:
-        """What decides whether the learned budget still means anything, and whether the schedule moved."""
-        spec = self.bench.spec
-        memory = {
-            "device": spec.profile.device.model_dump(),
-            "micro_batch": spec.recipe.train.micro_batch,
-            "gradient_checkpointing": spec.recipe.train.gradient_checkpointing,
-            "activation_offload": spec.recipe.train.activation_offload,
-            "optimizer_offload": spec.recipe.train.optimizer_offload,
-            "loss": spec.recipe.train.loss,
-        }
-        return {"memory": memory, "total_steps": self.bench.total_steps}
 
     def _go_back_to(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state()["settings"]
-        here = self._settings()
+        here = settings(self.bench.spec, self.bench.total_steps)
         same_memory = saved["memory"] == here["memory"]
         self.state = retried(
             lambda: restore(checkpoint, self.parts, self.bench.identity, same_memory=same_memory),
@@ -329,7 +314,9 @@ class Training:
         )
         forget_after(self.directory.checkpoints, checkpoint.step)
         self.last_saved = checkpoint.step
-        self._agree_on_the_best()
+        complaint = agree(self.directory.checkpoints, self.state.best, self.bench.spec.recipe.checkpoint.best_metric)
+        if complaint:
+            self.journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
         prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
         same = saved["total_steps"] == here["total_steps"]
         # A run that is made longer after it stopped early goes on; one that was killed while it ended does not.
@@ -340,23 +327,6 @@ class Training:
             schedule="unchanged" if same else f"recomputed for {here['total_steps']} steps",
             **{"from": str(checkpoint.path.relative_to(self.directory.path))},
         )
-
-    def _agree_on_the_best(self) -> None:
-        """Make the mark in the folder say what the state says: a crash may have come between the two. A best that is
-        gone or damaged is forgotten, and the next evaluation is the first to compare with."""
-        folder, best = self.directory.checkpoints, self.state.best
-        if best.step is not None and damage(Checkpoint(best.step, self.directory.checkpoint(best.step))):
-            self.journal.warn(
-                "best_checkpoint_lost",
-                f"the best checkpoint, of step {best.step}, is missing or damaged",
-                "the best is chosen anew among the evaluations to come",
-            )
-            self.state.best = Best()
-        if self.state.best.step is None or self.state.best.value is None:
-            unmark_best(folder)
-        else:
-            metric = self.bench.spec.recipe.checkpoint.best_metric
-            mark_best(folder, self.state.best.step, metric, self.state.best.value)
 
     def _reload_last(self) -> None:
         """An optimizer step failed half-way with nothing to undo it: go back to the last checkpoint."""

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import UsageError
+from engine.spec.run import RunSpec
 from engine.train.checkpoint import Checkpoint
 from engine.train.costbudget import CostBudget
 from engine.train.ladder import Standing
@@ -76,6 +77,13 @@ class Identity:
                 expected="the same data, tokenizer and seed as when the run started",
                 fix="put the files back as they were, or start a new run with model.id = \"run:...\"",
             )
+
+
+def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
+    """What decides whether the learned budget still means anything, and whether the schedule moved."""
+    keys = ("micro_batch", "gradient_checkpointing", "activation_offload", "optimizer_offload", "loss")
+    chosen = {key: getattr(spec.recipe.train, key) for key in keys}
+    return {"memory": {"device": spec.profile.device.model_dump(), **chosen}, "total_steps": total_steps}
 
 
 def fill_checkpoint(
