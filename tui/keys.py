@@ -84,6 +84,9 @@ KEYS: tuple[Key, ...] = (
     Key("queue", "x", "remove", "remove", "take this run out (twice); its folder goes to the trash"),
     Key("queue", "e", "end", "end", "start no further run; the present one goes on"),
     Key("queue", "enter", "open", "", "watch this run"),
+    Key("compare", "x", "axis", "axis", "over steps, tokens or training time"),
+    Key("compare", "y", "log_axis", "log axis", "loss on a log axis, or not"),
+    Key("compare", "m", "smooth", "smooth", "loss smoothed, or as it is"),
 )
 """In the order of footer and help."""
 

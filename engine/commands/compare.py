@@ -8,7 +8,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -51,6 +51,7 @@ def _print(found: Comparison) -> None:
     from rich.text import Text
 
     from engine.commands.progress import make_console
+    from engine.journal.compare import shown_score, shown_setting
     from engine.journal.sentences import clean
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -59,24 +60,13 @@ def _print(found: Comparison) -> None:
         # One run's column must not hide another's: names are folded, never cut.
         table.add_column(Text(f"{clean(name)}\n{status}"), overflow="fold", justify="right")
     for key, values in found.settings.items():
-        table.add_row(Text(clean(key)), *(Text(clean(_setting(value))) for value in values))
+        table.add_row(Text(clean(key)), *(Text(clean(shown_setting(value))) for value in values))
     table.add_section()
     for key, scores in found.scores.items():
         winners = found.best.get(key, [])
-        cells = [_score(key, score, name in winners) for name, score in zip(found.runs, scores, strict=True)]
+        cells = [shown_score(key, score, name in winners) for name, score in zip(found.runs, scores, strict=True)]
         table.add_row(Text(clean(key)), *map(Text, cells))
     make_console().print(table)
     for warning in found.warnings:
         sys.stderr.write(f"tunedeck: {clean(warning)}\n")
 
-
-def _setting(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json_format.dumps(value)
-
-
-def _score(key: str, value: float | None, best: bool) -> str:
-    from engine.journal.sentences import number, size
-
-    if value is None:
-        return "-"
-    return (size(int(value)) if key.endswith("_bytes") else number(value)) + (" *" if best else "  ")

@@ -7,11 +7,13 @@ Try: `tunedeck compare RUN RUN`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.journal.directory import RunDirectory
+from engine.journal.sentences import number, size
 from engine.journal.summary import RunSummary, read_spec, summarise
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
@@ -111,6 +113,18 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
                 yield from flatten(entry, f"{path}.{entry.get('name', number)}.")
         else:
             yield path, value
+
+
+def shown_setting(value: Any) -> str:
+    """A setting in a table."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def shown_score(key: str, value: float | None, best: bool) -> str:
+    """A score in a table; the best carries a star, the others room for it."""
+    if value is None:
+        return "-"
+    return (size(int(value)) if key.endswith("_bytes") else number(value)) + (" *" if best else "  ")
 
 
 def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -> list[str]:

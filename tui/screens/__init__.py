@@ -25,6 +25,7 @@ SCREENS: tuple[ScreenRow, ...] = (
     ScreenRow("library", "3", "Library", "tui.screens.library", "LibraryScreen", kept=True),
     ScreenRow("editor", "", "Edit", "tui.screens.editor", "EditorScreen", kept=False),
     ScreenRow("queue", "4", "Queue", "tui.screens.queue", "QueueScreen", kept=True),
+    ScreenRow("compare", "5", "Compare", "tui.screens.compare", "CompareScreen", kept=True),
     ScreenRow("run", "", "Run", "tui.screens.run", "RunScreen", kept=False),
     ScreenRow("oom", "", "Out of memory", "tui.screens.oom", "OomScreen", kept=False),
     ScreenRow("help", "", "Help", "tui.screens.help", "HelpScreen", kept=False),

@@ -1,0 +1,160 @@
+"""Compare: marked runs in one plot, and a table of the settings that differ and the scores, the best marked.
+
+Try: mark runs with space on the Runs screen, then `c`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from textual.app import ComposeResult
+from textual.content import Content
+
+from engine.errors import TunedeckError
+from engine.journal.compare import Comparison, compare, shown_score, shown_setting
+from engine.journal.directory import RunDirectory
+from engine.journal.sentences import clean, duration
+from tui.compare_curves import AXES, Curve
+from tui.keys import bindings
+from tui.screens.base import BaseScreen
+from tui.widgets.lines import Lines
+from tui.widgets.overlay import Overlay, OverlayPlot, letter_of, style_of
+from tui.widgets.rows import Rows
+
+LOOK_SECONDS = 1.0
+CATCH_UP_SECONDS = 0.08
+SLICE_SECONDS = 0.04
+TABLE_SECONDS = 5.0
+"""Between two looks at the figures: summaries of long runs are not read at every look."""
+
+NAME_WIDTH = 26
+COLUMN_WIDTH = 13
+
+
+class CompareScreen(BaseScreen):
+    """Two runs or more."""
+
+    where = "compare"
+    BINDINGS = bindings("compare")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._curves: list[Curve] = []
+        self._found: Comparison | None = None
+        self._trouble = ""
+        self._axis, self._log, self._smooth = AXES[0], False, False
+        self._table_due = 0.0
+
+    def body(self) -> ComposeResult:
+        """The plot, and the table under it."""
+        yield OverlayPlot(self.console.ascii_only, id="overlay")
+        yield Lines(id="overlay-legend", classes="heading")
+        yield Rows(id="differences")
+
+    def receive(self, argument: object) -> None:
+        """The runs to compare; without any, those of the last time."""
+        if argument:
+            self._curves = [Curve(run) for run in cast("Sequence[RunDirectory]", argument)]
+            self._found, self._table_due = None, 0.0
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        self._look()
+
+    def on_screen_resume(self) -> None:
+        """Shown again, perhaps with other runs."""
+        super().on_screen_resume()
+        self.call_after_refresh(self._paint)
+
+    def _look(self) -> None:
+        news = [curve.look(seconds=SLICE_SECONDS) for curve in self._curves] if self.is_current else []
+        self._table_due -= LOOK_SECONDS
+        if self.is_current and self._table_due <= 0:
+            self._table_due = TABLE_SECONDS
+            self._compare()
+        if any(news) or self._found is None:
+            self._paint()
+        self.set_timer(CATCH_UP_SECONDS if any(news) else LOOK_SECONDS, self._look)
+
+    def _compare(self) -> None:
+        if not self._curves:
+            return
+        try:
+            self._found, self._trouble = compare([curve.directory for curve in self._curves]), ""
+        except (TunedeckError, OSError) as error:
+            self._trouble = clean(getattr(error, "found", str(error)))
+        self._paint()
+
+    def _paint(self) -> None:
+        series = [curve.over(self._axis) for curve in self._curves]
+        end = max((each.end for each in series), default=0.0)
+        label = duration(end) if self._axis == "time" else f"{end:,.0f}"
+        self.query_one(OverlayPlot).put(Overlay(series, self._axis, label, self._log, self._smooth))
+        over = f"loss over {self._axis}" + (", log axis" if self._log else "") + (", smoothed" if self._smooth else "")
+        self.query_one("#overlay-legend", Lines).show([Content(f" {over}")])
+        self.query_one("#differences", Rows).show(self._table())
+        self.refresh_bars()
+
+    def _table(self) -> list[Content]:
+        if not self._curves:
+            return [Content.styled("  mark runs on the Runs screen with space, then press c there", "$muted")]
+        if self._trouble:
+            return [*Content.styled(self._trouble, "$bad").wrap(max(1, self.size.width))]
+        if self._found is None:
+            return [Content.styled("  reading", "$muted")]
+        return [*self._names(self._found), *self._rows(self._found)]
+
+    def _names(self, found: Comparison) -> list[Content]:
+        return [
+            Content.assemble(
+                (f" {letter_of(number)} ", f"bold {style_of(number)}"), f"{clean(name)} ", (status, "$muted"),
+                (f"  {clean(self._curves[number].trouble)}", "$bad"),
+            )
+            for number, (name, status) in enumerate(zip(found.runs, found.statuses, strict=True))
+        ]  # fmt: skip
+
+    def _rows(self, found: Comparison) -> list[Content]:
+        letters = "".join(f"{letter_of(number):>{COLUMN_WIDTH}}" for number in range(len(found.runs)))
+        lines = [Content.styled(" " * NAME_WIDTH + letters, "bold")]
+        for key, values in found.settings.items():
+            lines.append(_line(key, [(shown_setting(value), "") for value in values]))
+        for key, scores in found.scores.items():
+            winners = found.best.get(key, [])
+            best = [run in winners for run in found.runs]
+            cells = [shown_score(key, score, wins) for score, wins in zip(scores, best, strict=True)]
+            lines.append(_line(key, [(cell, "bold" * wins) for cell, wins in zip(cells, best, strict=True)]))
+        return [*lines, *(Content.styled(f"  {clean(warning)}", "$caution") for warning in found.warnings)]
+
+    def about(self) -> str:
+        """How many runs."""
+        return f"{len(self._curves)} runs" if self._curves else ""
+
+    def why_not(self, action: str) -> str | None:
+        """Nothing to draw without runs."""
+        return None if self._curves else "no run is marked"
+
+    def do_axis(self) -> None:
+        """Over steps, tokens, time."""
+        self._axis = AXES[(AXES.index(self._axis) + 1) % len(AXES)]
+        self._paint()
+
+    def do_log_axis(self) -> None:
+        """Log axis, or not."""
+        self._log = not self._log
+        self._paint()
+
+    def do_smooth(self) -> None:
+        """Smoothed, or not."""
+        self._smooth = not self._smooth
+        self._paint()
+
+
+def _line(key: str, cells: Sequence[tuple[str, str]]) -> Content:
+    """One row of the table; long values are cut, their ends are in `tunedeck compare`."""
+    name = Content(clean(key)).truncate(NAME_WIDTH - 2, ellipsis=True)
+    parts = [name.pad_left(1).pad_right(NAME_WIDTH - 1 - name.cell_length)]
+    for text, style in cells:
+        cell = Content.styled(clean(text), style).truncate(COLUMN_WIDTH - 1, ellipsis=True)
+        parts.append(cell.pad_left(COLUMN_WIDTH - cell.cell_length))
+    return Content.assemble(*parts)
