@@ -20,6 +20,8 @@ CLEAN_STEPS_TO_GROW = 10
 """Into what was never tried. Back to what had succeeded before a neighbour came, the budget grows at every step."""
 CLEAN_STEPS_TO_FORGET = 100
 """Until a neighbour's ceiling is tried again where no free memory was seen to come back. Doubled each time."""
+LONGEST_PATIENCE_STEPS = 400
+"""A try that fails costs part of a micro-batch: in so many steps it does not show."""
 ROOM_BACK = 1.05
 """Room counts as given back when there is this much more of it than at the failure."""
 THRASHING_STEPS = 3
@@ -47,7 +49,7 @@ class CostBudget:
     passing_room_bytes: int = 0
     """The room there was at that failure."""
     known_bytes: int = 0
-    """The dearest micro-batch that had succeeded before the neighbour came."""
+    """The dearest micro-batch that had ever succeeded when the budget was last cut."""
     patience_steps: int = CLEAN_STEPS_TO_FORGET
     slope: float = 0.0
     """Most measured bytes above static per predicted byte, over successes."""
@@ -69,8 +71,8 @@ class CostBudget:
 
         It was a neighbour's doing when one is seen to hold memory (`squeezed`), or when as much had succeeded before.
         """
-        if squeezed or failed_bytes <= self.proven_bytes:
-            self.known_bytes = max(self.known_bytes, self.proven_bytes)
+        self.known_bytes = max(self.known_bytes, self.proven_bytes)
+        if squeezed or failed_bytes <= self.known_bytes:
             self.passing_bytes = min(failed_bytes, self.passing_bytes or failed_bytes)
             self.passing_room_bytes = room_bytes
         else:
@@ -119,7 +121,7 @@ class CostBudget:
         if not self.room_is_back(room_bytes, self.passing_bytes, self.passing_room_bytes):
             return
         if self.clean_steps >= self.patience_steps:
-            self.patience_steps *= 2
+            self.patience_steps = min(2 * self.patience_steps, LONGEST_PATIENCE_STEPS)
         self.passing_bytes = None
 
     def _way_back(self) -> bool:
@@ -147,7 +149,8 @@ class CostBudget:
 
     def think_back(self, learned: dict[str, Any]) -> None:
         """The remedy was lifted: what held before it holds again, and the budget it was forced at."""
-        patience = self.patience_steps * (2 if self.clean_steps >= self.patience_steps else 1)
+        doubled = 2 if self.clean_steps >= self.patience_steps else 1
+        patience = min(doubled * self.patience_steps, LONGEST_PATIENCE_STEPS)
         vars(self).update({**learned, "patience_steps": patience, "passing_bytes": None, "clean_steps": 0})
 
     def as_json(self) -> dict[str, Any]:
