@@ -26,7 +26,7 @@ from engine.spec.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
 from tui.engines import Engines, still_running
-from tui.screens import SCREENS, ScreenRow, has_screen, screen_row
+from tui.screens import SCREENS, ScreenRow, screen_row
 from tui.screens.base import BaseScreen
 from tui.theme import THEMES
 
@@ -59,7 +59,7 @@ class TunedeckApp(App[None]):
         """Open the first screen."""
         self.set_interval(REAP_SECONDS, self._reap)
         settings = {"profile": self.flags.profile, "recipe": self.flags.recipe}
-        if any(settings.values()) and has_screen("launch"):
+        if any(settings.values()):
             self.open_screen("launch", settings)
         else:
             self.open_screen("runs")

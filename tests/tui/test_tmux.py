@@ -20,12 +20,14 @@ import pytest
 from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs
 from engine.journal.summary import RunSummary, summarise
+from engine.start import force_stop
 
 ROOT = Path(__file__).resolve().parents[2]
 TUNEDECK = [sys.executable, "-P", str(ROOT / "tunedeck.py")]
 PATIENCE_SECONDS = 120.0
 
-SHORTER = ("train.max_steps=200", "data.sources.dates.limit=4000", "eval.every_steps=100", "eval.limit=32")
+SHORTER = (("max_steps = 300", "max_steps = 120"), ('split = "train"', 'split = "train"\nlimit = 4000'),
+           ("at_start = true", "at_start = true\nlimit = 32"))  # fmt: skip
 """The demo in a third of its time."""
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
@@ -42,10 +44,10 @@ class Terminal:
         command = ["tmux", "-S", str(self._socket), "-f", "/dev/null", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
-    def open_console(self) -> None:
+    def open_console(self, *flags: str) -> None:
         """Open the console in a new session."""
         environment = [f"-e{name}={os.environ[name]}" for name in os.environ if name.startswith("TUNEDECK_")]
-        console = [*TUNEDECK, "--runs", str(self._runs)]
+        console = [*TUNEDECK, "--runs", str(self._runs), *flags]
         self.tmux("new-session", "-d", "-x120", "-y36", *environment, *console)
 
     @property
@@ -90,15 +92,17 @@ def terminal(runs: Path, tmp_path: Path) -> Iterator[Terminal]:
 
 
 @pytest.fixture
-def demo(runs: Path) -> Iterator[RunDirectory]:
-    """A demo run, started without a screen. Whatever happens, its engine does not outlive the test."""
-    sets = [part for one in SHORTER for part in ("--set", one)]
-    command = [*TUNEDECK, "train", "-p", "demo", "-r", "demo", "--detach", "--runs", str(runs), *sets]
-    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
-    yield list_runs(runs)[0]
-    for _ in range(2):
-        stop = [*TUNEDECK, "stop", "last", "--runs", str(runs)]
-        subprocess.run(stop, check=False, capture_output=True, timeout=PATIENCE_SECONDS)
+def recipe(runs: Path, tmp_path: Path) -> Iterator[Path]:
+    """The demo's recipe, shortened. Whatever happens, no engine outlives the test."""
+    text = (ROOT / "profiles" / "recipes" / "demo.toml").read_text("utf-8")
+    for before, after in SHORTER:
+        assert before in text
+        text = text.replace(before, after)
+    path = tmp_path / "demo.toml"
+    path.write_text(text, "utf-8")
+    yield path
+    for run in list_runs(runs):
+        force_stop(run)
 
 
 def reached(run: RunDirectory, step: int) -> RunSummary:
@@ -112,15 +116,18 @@ def loss_on(screen: str) -> float:
     return float(found[1])
 
 
-def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(terminal: Terminal, demo: RunDirectory) -> None:
-    terminal.open_console()
-    terminal.sees("● running", demo.name)
-    terminal.press("Enter")
+def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(
+    terminal: Terminal, runs: Path, recipe: Path
+) -> None:
+    terminal.open_console("-p", "demo", "-r", str(recipe))
+    terminal.sees("Launch", "tight")
+    terminal.press("s")
     terminal.sees("out of memory in", "no sample lost", "1 time, survived")
+    (demo,) = list_runs(runs)
     reached(demo, 10)
     first = loss_on(terminal.sees("loss   ", "batch 64"))
-    reached(demo, 40)
-    until(lambda: loss_on(terminal.text) < 0.8 * first, lambda: "a falling loss")
+    reached(demo, 30)
+    until(lambda: loss_on(terminal.text) < 0.9 * first, lambda: "a falling loss")
 
     os.kill(terminal.console_pid, signal.SIGKILL)
     step = summarise(demo).step
@@ -133,7 +140,7 @@ def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(terminal
     terminal.press("p")
     terminal.sees("‖ paused", "r goes on with it")
     paused_at = summarise(demo).step
-    assert 0 < paused_at < 200
+    assert 0 < paused_at < 120
 
     terminal.press("r")
     terminal.sees("● running", f"resumed after step {paused_at}")
@@ -144,7 +151,7 @@ def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(terminal
     terminal.sees("■ stopped")
 
     terminal.press("r")
-    terminal.sees("✓ done", "step 200 of 200")
+    terminal.sees("✓ done", "step 120 of 120")
     terminal.press("q")
     summary = summarise(demo)
     assert (summary.status, summary.samples_lost, summary.damaged_lines) == ("done", 0, 0)

@@ -36,8 +36,3 @@ SCREENS: tuple[ScreenRow, ...] = (
 def screen_row(name: str) -> ScreenRow:
     """The row of this name. Raises KeyError for a name that is not in the table."""
     return {row.name: row for row in SCREENS}[name]
-
-
-def has_screen(name: str) -> bool:
-    """Whether the table has this screen."""
-    return any(row.name == name for row in SCREENS)

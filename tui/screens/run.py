@@ -28,7 +28,6 @@ from tui.keys import bindings
 from tui.resuming import why_not_resume
 from tui.run_panels import feed_lines, figures, headline, memory
 from tui.run_watch import FeedLine, LogTail, RunWatch
-from tui.screens import has_screen
 from tui.screens.base import BaseScreen
 from tui.screens.question import Question
 from tui.widgets.lines import Lines
@@ -178,8 +177,6 @@ class RunScreen(BaseScreen):
             return why_not_resume(self.directory, status)
         if action == "report" and not (self.watch_of.state.backoffs or self.watch_of.state.oom_reports):
             return "memory never ran out in this run"
-        if action == "clone" and not has_screen("launch"):
-            return "there is no launch screen"
         if action == "next_pane" and not PANES[self._room]:
             return "every pane is in sight"
         return None

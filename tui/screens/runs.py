@@ -21,7 +21,7 @@ from tui.keys import bindings
 from tui.resuming import why_not_resume
 from tui.run_list import Entry, RunList
 from tui.run_rows import COLUMNS, heading, matches, row
-from tui.screens import has_screen
+from tui.screens import screen_row
 from tui.screens.base import BaseScreen
 from tui.screens.question import Question
 from tui.widgets.lines import Lines
@@ -85,7 +85,8 @@ class RunsScreen(BaseScreen):
         elif self._filter:
             yield Content.styled(f"  no run matches {self._filter}; esc clears the filter", "$muted")
         else:
-            yield Content.styled(f"  no runs in {self.console.runs_dir}", "$muted")
+            yield Content.styled(f"  no runs in {clean(self.console.runs_dir)}", "$muted")
+            yield Content.styled(f"  {screen_row('launch').key} opens Launch, where one is made", "$muted")
 
     @property
     def chosen(self) -> Entry | None:
@@ -108,8 +109,6 @@ class RunsScreen(BaseScreen):
             return why_not_resume(entry.directory, status)
         if action == "delete" and status == "running":
             return "it runs: stop it first"
-        if action == "clone" and not has_screen("launch"):
-            return "there is no launch screen"
         return None
 
     def on_rows_chosen(self) -> None:
