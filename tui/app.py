@@ -46,7 +46,8 @@ class TunedeckApp(App[None]):
     COMMAND_PALETTE_BINDING = "ctrl+p"
 
     def __init__(self, flags: Flags) -> None:
-        super().__init__()
+        # With Textual's default, NO_COLOR leaves shades of grey; on the terminal's own colours it leaves none.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.flags = flags
         self._engines = Engines()
         self.runs_dir = runs_folder(flags.runs)
@@ -88,13 +89,8 @@ class TunedeckApp(App[None]):
         return cast(BaseScreen, screen)
 
     def action_press(self, action: str) -> None:
-        """A key that holds everywhere. The screen may refuse it, as any other."""
-        screen = self.screen
-        refusal = screen.why_not(action) if isinstance(screen, BaseScreen) else None
-        if refusal is not None:
-            screen.say(refusal, "$caution")
-        else:
-            getattr(self, f"do_{action}")()
+        """A key that holds everywhere: no screen refuses it, for these are the ways out."""
+        getattr(self, f"do_{action}")()
 
     def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
         """Start an engine on a run and say so; False, and why, when it cannot be."""

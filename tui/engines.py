@@ -12,11 +12,10 @@ from pathlib import Path
 
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
+from engine.journal.events import EventTail, end_of_events
 from engine.journal.index import list_runs, note_run
-from engine.journal.kinds import FINAL_STATUSES
 from engine.journal.liveness import engine_process, is_alive
-from engine.journal.summary import summarise
-from engine.start import died, start_engine
+from engine.start import died, log_tail, start_engine
 
 
 def still_running(runs_dir: Path) -> list[str]:
@@ -37,6 +36,7 @@ class _Child:
     directory: RunDirectory
     process: subprocess.Popen[bytes]
     log_start: int
+    events_start: int
 
 
 class Engines:
@@ -51,8 +51,9 @@ class Engines:
 
         foreign = leave_out_foreign_limits(directory) if resume else None
         log_start = directory.log.stat().st_size if directory.log.exists() else 0
+        events_start = end_of_events(directory.events)
         process = start_engine(directory, resume=resume)
-        self._children.append(_Child(directory, process, log_start))
+        self._children.append(_Child(directory, process, log_start, events_start))
         notices = [notice for notice in (foreign, note_run(directory)) if notice]
         return "; ".join(notices) or None
 
@@ -60,8 +61,20 @@ class Engines:
         """Sentences about children that ended since the last call without recording how."""
         ended = [child for child in self._children if child.process.poll() is not None]
         self._children = [child for child in self._children if child not in ended]
-        return [
-            died(child.directory, child.process.returncode, log_start=child.log_start).found.splitlines()[0]
-            for child in ended
-            if child.directory.exists() and summarise(child.directory).status not in FINAL_STATUSES
-        ]
+        return [_last_words(child) for child in ended if not _recorded(child)]
+
+
+def _recorded(child: _Child) -> bool:
+    """Whether the engine wrote down how it ended; a run that is gone has nobody to tell."""
+    if not child.directory.exists():
+        return True
+    events = EventTail(child.directory.events, offset=child.events_start).poll()
+    return any(event["kind"] == "run_finished" for event in events)
+
+
+def _last_words(child: _Child) -> str:
+    """How it ended, and the line of its log that most likely says why."""
+    how = died(child.directory, child.process.returncode).found.splitlines()[0]
+    said = log_tail(child.directory, start=child.log_start)
+    complaints = [line for line in said if line.startswith("tunedeck: ")] or said[-1:]
+    return "; ".join([how, *complaints[:1]])

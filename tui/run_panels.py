@@ -228,6 +228,11 @@ def feed_lines(line: FeedLine, width: int) -> list[Content]:
     return [Content.assemble((f" {clock:<8}  ", "$muted"), part) for clock, part in zip(clocks, wrapped, strict=False)]
 
 
+def log_lines(line: str, width: int) -> list[Content]:
+    """One line of the log; a long one goes on below."""
+    return [Content.assemble(" ", part) for part in Content.styled(line, "$muted").fold(max(10, width - 1))]
+
+
 def _clock(time: str) -> str:
     """The time of day here; empty where there is none."""
     try:

@@ -84,7 +84,8 @@ def row(entry: Entry, width: int, ascii_only: bool, columns: Sequence[Column] = 
     """The run's line at this width."""
     summary = entry.summary
     if summary is None:
-        state = Content.styled(_fit("✗ unreadable" if entry.trouble else "…", STATE_WIDTH, False), "$muted")
+        said = ("x damaged" if ascii_only else "✗ damaged") if entry.trouble else "..."
+        state = Content.styled(_fit(said, STATE_WIDTH, False), "$muted")
         rest = clean(entry.directory.name) + (f"  {clean(entry.trouble)}" if entry.trouble else "")
         return Content.assemble(" ", state, rest)
     state = state_cell(state_of(summary), str, ascii_only=ascii_only)
@@ -125,7 +126,7 @@ def _values(entry: Entry) -> dict[str, str]:
     summary = entry.summary
     name = entry.directory.name
     if summary is None:
-        return dict.fromkeys(FIELDS, "") | {"name": name, "state": "unreadable" if entry.trouble else ""}
+        return dict.fromkeys(FIELDS, "") | {"name": name, "state": "damaged" if entry.trouble else ""}
     return {
         "state": state_of(summary), "model": summary.model, "recipe": summary.recipe, "profile": summary.profile,
         "name": f"{name} {summary.name}",

@@ -8,12 +8,15 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from textual.strip import Strip
 
 from tests.tui.conftest import SIZES, Opener
+from tests.tui.harness import Desk
+from tests.tui.journals import make_run
 from tui import keys
 from tui.arguments import Flags, parse
 from tui.screens import SCREENS
-from tui.theme import STATES
+from tui.theme import STATES, THEMES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,3 +103,85 @@ def test_states_can_be_told_apart_without_colour_and_in_ascii() -> None:
 async def test_an_empty_folder_says_so(console: Opener, width: int, height: int) -> None:
     async with console(width, height) as desk:
         await desk.sees("no runs in", "? help", "q quit")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("width", "height"), SIZES)
+async def test_help_shows_the_keys_of_the_screen_it_was_asked_on_first(
+    console: Opener, width: int, height: int
+) -> None:
+    async with console(width, height) as desk:
+        await desk.press("4", "question_mark")
+        await desk.until(lambda: desk.screen.where == "help", "help")
+        lines = [line.strip() for line in desk.text.splitlines()]
+        assert lines[1] == "Queue"
+        await desk.sees("start no further run")
+        await desk.press("escape")
+        assert desk.screen.where == "queue"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("width", "height"), SIZES)
+async def test_doctor_tells_what_a_process_of_its_own_found(console: Opener, width: int, height: int) -> None:
+    async with console(width, height) as desk:
+        await desk.press("6")
+        await desk.sees("python", "torch", "ok")
+        await desk.press("r")
+        await desk.sees("asking this machine")
+
+
+@pytest.mark.asyncio
+async def test_a_digit_comes_back_to_a_screen_as_it_was_left(console: Opener) -> None:
+    async with console() as desk:
+        await desk.press("slash", "a", "b", "enter")
+        first = desk.screen
+        await desk.press("4", "1")
+        assert desk.screen is first
+        await desk.sees("no run matches ab")
+
+
+@pytest.mark.asyncio
+async def test_the_palette_offers_the_keys_of_the_screen_by_name(console: Opener) -> None:
+    async with console() as desk:
+        await desk.press("colon")
+        await desk.sees("delete (x)", "Queue (4)")
+        await desk.press("escape")
+
+
+@pytest.mark.asyncio
+async def test_themes_go_round_and_ctrl_c_names_the_way_out(console: Opener) -> None:
+    async with console() as desk:
+        seen = []
+        for _ in THEMES:
+            await desk.press("T")
+            seen.append(desk.app.theme)
+        assert sorted(seen) == sorted(theme.name for theme in THEMES)
+        await desk.press("ctrl+c")
+        await desk.sees("q leaves the console; training goes on")
+
+
+def _as_written(desk: Desk, strip: Strip) -> Strip:
+    """A line as it leaves for the terminal."""
+    for line_filter in desk.app._filters:
+        if line_filter.enabled:
+            strip = strip.apply_filter(line_filter, desk.app.screen.styles.background)
+    return strip
+
+
+@pytest.mark.asyncio
+async def test_without_colour_nothing_is_coloured(
+    console: Opener, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    make_run(runs)
+    async with console() as desk:
+        await desk.sees("✓ done")
+        colours = {
+            colour
+            for strip in desk.app.screen._compositor.render_strips()
+            for segment in _as_written(desk, strip)
+            if segment.style
+            for colour in (segment.style.color, segment.style.bgcolor)
+            if colour is not None and not colour.is_default
+        }
+        assert colours == set()

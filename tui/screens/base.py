@@ -95,7 +95,10 @@ class BaseScreen(Screen[None]):
     def refresh_bars(self) -> None:
         """Write title and footer anew: call it when what `about` or `why_not` answers may have changed."""
         self.query_one(TitleLine).put(self._left(), self._right())
-        self.query_one(FooterLine).put([(key, self.why_not(key.action) is None) for key in self.key_rows()])
+        self.query_one(FooterLine).put([(key, self._usable(key)) for key in self.key_rows()])
+
+    def _usable(self, key: keys.Key) -> bool:
+        return key.where == keys.EVERYWHERE or self.why_not(key.action) is None
 
     def draw(self, text: str) -> str:
         """Our own glyphs, in ASCII where that was asked for."""

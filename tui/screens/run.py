@@ -26,7 +26,7 @@ from engine.start import force_stop
 from tui.clone import recipe_of
 from tui.keys import bindings
 from tui.resuming import why_not_resume
-from tui.run_panels import feed_lines, figures, headline, memory
+from tui.run_panels import feed_lines, figures, headline, log_lines, memory
 from tui.run_watch import FeedLine, LogTail, RunWatch
 from tui.screens.base import BaseScreen
 from tui.screens.question import Question
@@ -91,7 +91,7 @@ class RunScreen(BaseScreen):
         with Horizontal(id="lower"):
             with Vertical(id="words"):
                 yield Scrollback[FeedLine]("events", feed_lines, id="events")
-                yield Scrollback[str]("log", lambda line, _width: [Content.styled(f" {line}", "$muted")], id="log")
+                yield Scrollback[str]("log", log_lines, id="log")
             yield Lines(id="memory", classes="pane")
 
     def on_mount(self) -> None:

@@ -46,7 +46,8 @@ class RunsScreen(BaseScreen):
     def __init__(self) -> None:
         super().__init__()
         self._filter = ""
-        self._shown: list[Entry] = []
+        self.shown: list[Entry] = []
+        """The runs that the filter lets through."""
 
     def body(self) -> ComposeResult:
         """A filter field (only while it is used), column titles, the rows, and a line for an empty list."""
@@ -58,30 +59,30 @@ class RunsScreen(BaseScreen):
 
     def on_mount(self) -> None:
         """Begin to look."""
-        self._runs = RunList.of_folder(self.console.runs_dir)
+        self.runs = RunList.of_folder(self.console.runs_dir)
         self._look()
 
     def _look(self) -> None:
         if self.is_current:
-            self._runs.refresh(seconds=SLICE_SECONDS)
+            self.runs.refresh(seconds=SLICE_SECONDS)
             self._fill()
-        self.set_timer(CATCH_UP_SECONDS if self._runs.unread else LOOK_SECONDS, self._look)
+        self.set_timer(CATCH_UP_SECONDS if self.runs.unread else LOOK_SECONDS, self._look)
 
     def _fill(self) -> None:
         chosen = self.chosen
-        self._shown = [entry for entry in self._runs.entries if matches(entry, self._filter)]
+        self.shown = [entry for entry in self.runs.entries if matches(entry, self._filter)]
         rows = self.query_one(Rows)
         width = self.size.width
         self.query_one(".heading", Lines).show([heading(width, COLUMNS)])
-        rows.show([row(entry, width, self.console.ascii_only) for entry in self._shown] or list(self._empty()))
-        places = [entry.directory.path for entry in self._shown]
+        rows.show([row(entry, width, self.console.ascii_only) for entry in self.shown] or list(self._empty()))
+        places = [entry.directory.path for entry in self.shown]
         if chosen is not None and chosen.directory.path in places:
             rows.move_to(places.index(chosen.directory.path))
         self.refresh_bars()
 
     def _empty(self) -> Iterable[Content]:
-        if self._runs.trouble:
-            yield Content.styled(f"  {self._runs.trouble}", "$bad")
+        if self.runs.trouble:
+            yield Content.styled(f"  {self.runs.trouble}", "$bad")
         elif self._filter:
             yield Content.styled(f"  no run matches {self._filter}; esc clears the filter", "$muted")
         else:
@@ -92,11 +93,11 @@ class RunsScreen(BaseScreen):
     def chosen(self) -> Entry | None:
         """The run under the cursor."""
         index = self.query_one(Rows).cursor
-        return self._shown[index] if index < len(self._shown) else None
+        return self.shown[index] if index < len(self.shown) else None
 
     def about(self) -> str:
         """How many there are."""
-        total, shown = len(self._runs.entries), len(self._shown)
+        total, shown = len(self.runs.entries), len(self.shown)
         return f"{shown} of {total}" if self._filter else str(total)
 
     def why_not(self, action: str) -> str | None:
@@ -148,7 +149,7 @@ class RunsScreen(BaseScreen):
             self.say(error.render().replace("\n", "; "), "bold $bad")
             return
         self.say(f"moved to {place}")
-        self._runs.refresh(seconds=0.0)
+        self.runs.refresh(seconds=0.0)
         self._fill()
 
     def do_filter(self) -> None:
