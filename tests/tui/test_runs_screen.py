@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from engine.journal.directory import RunDirectory
+from engine.journal.liveness import engine_process
+from tests.cli.harness import make_run as make_real_run
+from tests.cli.harness import write_recipe
 from tests.tui.conftest import SIZES, Opener, Spawn
 from tests.tui.harness import Desk
-from tests.tui.journals import make_run
+from tests.tui.journals import add, make_run
 from tui.run_list import RunList
 
 pytestmark = pytest.mark.asyncio
@@ -111,15 +116,28 @@ async def test_a_running_run_can_be_neither_deleted_nor_resumed(console: Opener,
         await desk.sees("it runs already")
 
 
-async def test_resume_starts_an_engine_and_says_how_it_ended_if_it_cannot_work(console: Opener, runs: Path) -> None:
-    run = make_run(runs, status="paused")
+async def test_a_spec_that_no_engine_takes_is_refused_with_its_faults(console: Opener, runs: Path) -> None:
+    make_run(runs, status="paused")
+    async with console(120, 36) as desk:
+        await listed(desk, 1)
+        await desk.press("r")
+        await desk.sees("memory_gib: missing")
+        assert desk.screen.where == "runs"
+
+
+async def test_an_engine_that_is_killed_after_resume_is_told_of(console: Opener, runs: Path, tmp_path: Path) -> None:
+    run = make_real_run(tmp_path, write_recipe(tmp_path))
+    started = {"run": run.name, "pid": 1, "world_size": 1, "versions": {}}
+    add(run, lambda writer: writer.write("run_started", **started))
+    add(run, lambda writer: writer.write("run_finished", status="paused", exit_code=130, result=None))
     async with console(120, 36) as desk:
         await listed(desk, 1)
         await desk.press("r")
         await desk.until(lambda: desk.screen.where == "run", "the run")
-        # The spec of this run is none that an engine accepts.
-        await desk.sees("the engine exited with 2")
-    assert "Traceback" not in run.log.read_text()
+        engine = engine_process(run)
+        assert engine is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await desk.sees("the engine was killed (SIGKILL")
 
 
 async def test_a_run_that_cannot_be_read_says_so_and_the_others_are_there(console: Opener, runs: Path) -> None:
