@@ -80,7 +80,9 @@ class Rows(Lines):
     def line_at(self, y: int) -> Content:
         """The row on the widget's line `y`."""
         index = self.top + y
-        return self._lines[index] if index < len(self._lines) else BLANK
+        line = self._lines[index] if index < len(self._lines) else BLANK
+        # Of sixteen colours too few can be read on the cursor's: there its row is written in one.
+        return Content(line.plain) if index == self.cursor and self.has_focus and self.app.native_ansi_color else line
 
     def line_style(self, y: int) -> Style:
         """The cursor's row stands out, by more than colour where there is none."""
