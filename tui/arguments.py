@@ -7,6 +7,7 @@ Try: `tunedeck --ascii --theme light`, `tunedeck -p demo -r demo`
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +52,12 @@ def parse(arguments: Sequence[str]) -> Flags | None:
 
 
 def on_a_terminal() -> bool:
-    """Whether keys can be read and a screen drawn. Textual draws on stderr; a piped stdout means a script reads."""
-    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    """Whether keys can be read and a screen drawn. Textual draws on stderr; a piped stdout means a script reads.
+
+    Served to a browser (textual-serve), the pipes are the screen: Textual is told by a variable.
+    """
+    served = bool(os.environ.get("TEXTUAL_DRIVER"))
+    return served or all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def theme_name(flags: Flags, environment: Mapping[str, str]) -> str:
