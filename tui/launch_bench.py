@@ -44,6 +44,7 @@ class Bench:
         self._history: list[Choice] = []
         self._advice: tuple[Choice, Advice] | None = None
         self._files = ("", "")
+        self._plain: tuple[Choice, dict[str, str]] | None = None
 
     def begin(self, settings: object = None) -> None:
         """Read the files anew, and take over `settings` where there are any."""
@@ -57,6 +58,7 @@ class Bench:
     def _list(self) -> None:
         self.profiles, self.recipes = profile_entries(self._machine), recipe_entries()
         self.verdicts.clear()
+        self._plain = None
 
     def work(self) -> None:
         """Work out the choice, in about a millisecond."""
@@ -141,9 +143,12 @@ class Bench:
         self.work()
 
     def _in_file(self, plain: Choice, key: str) -> str | None:
-        spec = work_out(plain).spec
-        rows = rows_of(spec, plain.overrides, plain.options, Path.cwd()) if spec is not None else []
-        return next((row.value for row in rows if row.key == key), None)
+        """What a row says without its override; kept, for it is asked at every letter typed there."""
+        if self._plain is None or self._plain[0] != plain:
+            spec = work_out(plain).spec
+            rows = rows_of(spec, plain.overrides, plain.options, Path.cwd()) if spec is not None else []
+            self._plain = (plain, {row.key: row.value for row in rows})
+        return self._plain[1].get(key)
 
     def apply(self, suggestion: Suggestion) -> str:
         """Apply a fix; returns what was changed."""

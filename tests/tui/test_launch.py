@@ -208,3 +208,11 @@ async def test_in_ascii_nothing_else_is_drawn(console: Opener) -> None:
     async with console(120, 36, ascii=True, **DEMO) as desk:
         await desk.sees("tight", "aaaaaaaa", "64 x 1 x 1")
         assert desk.text.isascii(), [letter for letter in desk.text if not letter.isascii()]
+
+
+async def test_the_field_that_is_edited_covers_its_own_row_only(console: Opener) -> None:
+    async with console(**DEMO) as desk:
+        await desk.sees("builtin:tiny")
+        await desk.press("enter", "x")
+        assert desk.screen.query_one("#editor").region.height == 1
+        await desk.sees("builtin:tinyx", "builtin:dates")

@@ -74,7 +74,7 @@ class EditorScreen(BaseScreen):
 
     def body(self) -> ComposeResult:
         """Side by side where there is room, else one above the other."""
-        with Container(id="editor"):
+        with Container(id="draft"):
             yield TomlArea(
                 self._draft.text, soft_wrap=False, show_line_numbers=True, tab_behavior="focus", compact=True,
                 highlight_cursor_line=True,

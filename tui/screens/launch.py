@@ -104,10 +104,13 @@ class LaunchScreen(BaseScreen):
 
     def _show(self) -> None:
         """After every change. Whatever is dearer than a plan waits for a pause."""
-        bench = self._bench
-        self._show_fields()
-        self.view.show_budget(bench.outcome, bench.sound)
         self._show_lists()
+        self._show_typed()
+
+    def _show_typed(self) -> None:
+        """What a letter in a field can change."""
+        self._show_fields()
+        self.view.show_budget(self._bench.outcome, self._bench.sound)
         self._show_panel()
         if self._idle is not None:
             self._idle.stop()
@@ -224,7 +227,7 @@ class LaunchScreen(BaseScreen):
         """The bar follows every letter."""
         if event.key != OTHER:
             self._bench.type(event.key, event.text)
-            self._show()
+            self._show_typed()
 
     def on_fields_left(self, event: Fields.Left) -> None:
         """Any other key is taken when its row is left."""
