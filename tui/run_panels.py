@@ -209,7 +209,7 @@ def _now(watch: RunWatch) -> list[Content]:
 def devices(watch: RunWatch) -> list[Content]:
     """The latest reading of each device."""
     if watch.summary is not None and watch.summary.simulated:
-        return [_row("device", "simulated in host memory: it has no sensors to read")]
+        return [_row("device", "simulated: no sensors to read")]
     return [_row(f"GPU {index}", _reading(event)) for index, event in sorted(watch.gpus.items())]
 
 

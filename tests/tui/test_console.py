@@ -143,8 +143,8 @@ async def test_a_digit_comes_back_to_a_screen_as_it_was_left(console: Opener) ->
 @pytest.mark.asyncio
 async def test_the_palette_offers_the_keys_of_the_screen_by_name(console: Opener) -> None:
     async with console() as desk:
-        await desk.press("colon")
-        await desk.sees("delete (x)", "Queue (4)")
+        await desk.press("colon", *"delete")
+        await desk.sees("delete (x)", "asks first")
         await desk.press("escape")
 
 

@@ -1,0 +1,39 @@
+"""How two screens look, kept as pictures: colours, glyphs and places at once.
+
+A change that is meant is accepted with TUNEDECK_ACCEPT=1; look at the files before committing them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.tui.conftest import Opener
+from tests.tui.journals import make_run
+
+KEPT = Path(__file__).with_name("snapshots")
+
+
+def agree(name: str, picture: str) -> None:
+    """Compare with the kept picture, or keep this one."""
+    path = KEPT / f"{name}.svg"
+    if os.environ.get("TUNEDECK_ACCEPT"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(picture, "utf-8")
+    assert picture == path.read_text("utf-8"), f"{name} looks different; if that is meant: TUNEDECK_ACCEPT=1"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("theme", ["dark", "light", "ansi"])
+async def test_the_list_of_runs_and_a_run_look_as_they_did(console: Opener, runs: Path, theme: str) -> None:
+    make_run(runs).path.rename(runs / "20261120T205800Z-demo")
+    async with console(60, 15, theme=theme) as desk:
+        await desk.sees("✓ done")
+        await desk.pilot.pause()
+        agree(f"runs-{theme}", desk.app.export_screenshot())
+        await desk.press("enter")
+        await desk.sees("◆", "finished; result in model")
+        await desk.pilot.pause()
+        agree(f"run-{theme}", desk.app.export_screenshot())
