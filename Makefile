@@ -2,13 +2,14 @@
 #              ready to be started, else headless
 # make test    lint, types, import contracts, tests
 # make torture every single allocation fails once, engines are killed anywhere: half an hour on two cores
+# make plans   the VRAM budget of every shipped profile and recipe with a dozen models, and what each answer took
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test torture lint clean
+.PHONY: demo test torture plans lint clean
 
 demo: $(READY)
 	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
@@ -20,6 +21,9 @@ test: $(READY) lint
 torture: $(READY)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.train.torture
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -m torture -s
+
+plans: $(READY)
+	$(BIN)/python -m benchmarks.plans
 
 lint: $(READY)
 	$(BIN)/ruff check .

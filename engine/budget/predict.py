@@ -135,8 +135,11 @@ def _inference(
 
 def _added(*rows: dict[str, int]) -> dict[str, int]:
     """Rows of the table added up, component by component."""
-    names = [name for name in COMPONENTS if any(name in row for row in rows)]
-    return {name: sum(row.get(name, 0) for row in rows) for name in names}
+    sums: dict[str, int] = {}
+    for row in rows:
+        for name, size in row.items():
+            sums[name] = sums.get(name, 0) + size
+    return {name: sums[name] for name in COMPONENTS if name in sums}
 
 
 def _components(phase: PhaseCost, shape: Shape) -> dict[str, int]:

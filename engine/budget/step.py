@@ -66,8 +66,17 @@ class Growth(NamedTuple):
     pair: int = 0
 
     def at(self, shape: Shape) -> int:
-        """Bytes at a shape."""
-        return sum(mine * unit for mine, unit in zip(self, shape, strict=True))
+        """Bytes at a shape. Written out: this is where a plan spends its time, and a loop takes thrice as long."""
+        fixed, token, square, chunk, several, position, pair = self
+        return (
+            fixed
+            + token * shape.tokens
+            + square * shape.squares
+            + chunk * shape.chunk
+            + several * shape.several
+            + position * shape.positions
+            + pair * shape.pairs
+        )
 
     def plus(self, other: Growth, times: int = 1) -> Growth:
         """This and `times` another."""

@@ -1,0 +1,140 @@
+"""Every shipped profile and recipe with a dozen models: verdict, peak, micro-batch, and how long each answer took.
+
+Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, some seconds)
+
+Files are read before the clock starts: an answer is one call of `make_plan`. The first answer for a model and a recipe
+works out their closed form, later ones, on other devices or at other lengths, evaluate it: the last lines give both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from engine.budget.architecture import find_architecture
+from engine.budget.plan import Plan, make_plan
+from engine.errors import SpecError
+from engine.spec.find import available
+from engine.spec.load import resolve
+from engine.spec.run import RunSpec
+
+MODELS = (
+    "Qwen/Qwen2.5-0.5B",
+    "Qwen/Qwen2.5-7B",
+    "Qwen/Qwen2.5-72B",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-30B-A3B",
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "google/gemma-2-9b",
+    "google/gemma-3-1b-pt",
+    "openai/gpt-oss-20b",
+)
+REPEATS = 5
+"""Later answers of which the fastest counts: what the machine does beside is not the plan's."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer."""
+
+    model: str
+    recipe: str
+    profile: str
+    verdict: str
+    deciding_phase: str
+    peak_bytes: int
+    device_bytes: int
+    capacity_bytes: int
+    micro_batch: int
+    first_seconds: float
+    again_seconds: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A question without an answer: what the recipe asks, the device cannot do."""
+
+    model: str
+    recipe: str
+    profile: str
+    reason: str
+
+
+def rows(models: Sequence[str] = MODELS) -> Iterator[Row | Refused]:
+    """Every shipped recipe on every shipped profile for each model; the demo recipe has a model of its own."""
+    profiles = [found.name for found in available("profile")]
+    for recipe in (found.name for found in available("recipe")):
+        for model in (None,) if recipe == "demo" else models:
+            yield from (row(profile, recipe, model) for profile in profiles)
+
+
+def row(profile: str, recipe: str, model: str | None) -> Row | Refused:
+    """The answer to one question, asked REPEATS times more to see what it costs once its closed form is known."""
+    try:
+        spec = resolve(profile, recipe, [f"model.id={model}"] if model else ()).spec
+    except SpecError as error:
+        return Refused(model or "", recipe, profile, str(error).rpartition(": ")[2])
+    first_seconds, plan = _timed(spec)
+    return Row(
+        model=spec.recipe.model.id,
+        recipe=recipe,
+        profile=profile,
+        verdict=plan.verdict,
+        deciding_phase=plan.prediction.deciding_phase,
+        peak_bytes=plan.peak_bytes,
+        device_bytes=plan.prediction.device_bytes,
+        capacity_bytes=plan.capacity_bytes,
+        micro_batch=plan.micro_batch,
+        first_seconds=first_seconds,
+        again_seconds=min(_timed(spec)[0] for _ in range(REPEATS)),
+    )
+
+
+def _timed(spec: RunSpec) -> tuple[float, Plan]:
+    find_architecture(spec)  # reads files where it must: no part of the answer
+    begun = time.perf_counter()
+    plan = make_plan(spec)
+    return time.perf_counter() - begun, plan
+
+
+def table(found: Sequence[Row | Refused]) -> list[str]:
+    """A line per question, then what is refused once per reason, then the times."""
+    lines = [f"{'recipe':<15}{'model':<37}{'profile':<8}{'verdict':<14}{'peak GiB':>9}{'of':>8}{'rows':>5}{'ms':>7}"]
+    answers = [one for one in found if isinstance(one, Row)]
+    lines += [
+        f"{one.recipe:<15}{one.model:<37}{one.profile:<8}{one.verdict:<14}{one.device_bytes / 2**30:>9.2f}"
+        f"{one.capacity_bytes / 2**30:>8.2f}{one.micro_batch:>5}{1000 * one.again_seconds:>7.2f}"
+        for one in answers
+    ]
+    refused = {(one.recipe, one.profile): one.reason for one in found if isinstance(one, Refused)}
+    lines += ["", *(f"{recipe} on {profile} is refused: {reason}" for (recipe, profile), reason in refused.items())]
+    for name, times in (
+        ("first time for a model, recipe and device", [one.first_seconds for one in answers]),
+        ("asked again", [one.again_seconds for one in answers]),
+    ):
+        slow = sum(seconds >= 0.001 for seconds in times)
+        lines.append(
+            f"{name}: median {1000 * statistics.median(times):.2f} ms, slowest {1000 * max(times):.2f} ms; "
+            f"{slow} of {len(times)} take a millisecond or more"
+        )
+    return lines
+
+
+def main() -> None:
+    """Print the table, or with --json a list of rows."""
+    parser = argparse.ArgumentParser(description="plan every shipped profile and recipe with a dozen models")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    found = list(rows())
+    print(json.dumps([asdict(one) for one in found], indent=1) if asked.json else "\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    main()

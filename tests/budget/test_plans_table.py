@@ -1,0 +1,27 @@
+"""The table of every shipped profile and recipe (`make plans`)."""
+
+from __future__ import annotations
+
+from benchmarks.plans import MODELS, Refused, Row, row, rows, table
+from engine.spec.find import available
+
+
+def test_every_shipped_profile_and_recipe_is_answered_or_refused_with_the_reason() -> None:
+    found = list(rows(["Qwen/Qwen2.5-0.5B"]))
+    pairs = {(one.profile, one.recipe) for one in found}
+    assert pairs == {(p.name, r.name) for p in available("profile") for r in available("recipe")}
+    refused = {(one.profile, one.recipe): one.reason for one in found if isinstance(one, Refused)}
+    assert set(refused) == {("demo", "qlora")}
+    assert "CUDA" in refused["demo", "qlora"]
+    lines = table(found)
+    assert sum(line.startswith("lora ") for line in lines) == len(available("profile"))
+    assert any("asked again: median" in line for line in lines)
+
+
+def test_a_dozen_models_have_shipped_facts_and_one_that_is_too_large_does_not_fit() -> None:
+    assert len(set(MODELS)) >= 12
+    answers = [row("24gb", "lora", model) for model in MODELS]
+    verdicts = {one.model: one.verdict for one in answers if isinstance(one, Row)}
+    assert set(verdicts) == set(MODELS)
+    assert verdicts["Qwen/Qwen2.5-0.5B"] == "fits"
+    assert verdicts["Qwen/Qwen2.5-72B"] == "does_not_fit"
