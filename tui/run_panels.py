@@ -71,6 +71,8 @@ def _progress(watch: RunWatch, summary: RunSummary, width: int, draw: Draw) -> C
 def _second(watch: RunWatch, summary: RunSummary) -> Content:
     if watch.trouble:
         return Content.styled(f" {watch.trouble}", "bold $bad")
+    if watch.behind > 0.01:
+        return Content.styled(f" reading its history: {100 * (1 - watch.behind):.0f} %", "$muted")
     if summary.status in NEXT_KEYS:
         error = " ".join((summary.last_error or summary.reason or "").split())
         if summary.status == "stale":
@@ -79,8 +81,6 @@ def _second(watch: RunWatch, summary: RunSummary) -> Content:
         return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (said, "$bad"))
     if summary.stopping:
         return Content.styled(" stops after this step, with a checkpoint; s again: at once, without", "$caution")
-    if watch.behind > 0.01:
-        return Content.styled(f" reading its history: {100 * (1 - watch.behind):.0f} %", "$muted")
     if summary.status == "done":
         said = f" {summary.reason or 'finished'}; result in {summary.result or '-'}"
         return Content.styled(f" {clean(said)}", "$muted")
