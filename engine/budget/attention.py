@@ -136,6 +136,8 @@ def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
     weights = add_number(walk, weights)
     if arch.layout == "gpt_oss":
         _joined, weights = _softmax_with_sinks(walk, arch, weights)
+    elif arch.layout == "gpt2":
+        weights = saves_output(walk, weights, weights.itemsize)
     else:
         weights = cast(walk, saves_output(walk, weights, FLOAT), query.itemsize)
     output = _matmul(walk, weights, value_states, query.elements)

@@ -59,7 +59,6 @@ GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss", **SMALL, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
     "sliding_window": 64,
 }
-FAMILIES = (QWEN2, QWEN3, LLAMA, MISTRAL, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, QWEN3_MOE, GPT_OSS)
 
 
 def run_spec(start: str | Path = "builtin:tiny", device: dict[str, Any] | None = None, **tables: Any) -> RunSpec:

@@ -14,7 +14,6 @@ from engine.budget.predict import COMPONENTS, cost_model, predict
 from engine.budget.setting import setting_of
 from engine.budget.step import walk_layer
 from tests.budget.metered import (
-    FAMILIES,
     GEMMA2,
     LLAMA,
     MISTRAL,
@@ -74,9 +73,6 @@ CELLS = [
     (GEMMA2, LORA, "float32", {"gradient_checkpointing": True}, 2, 160, 1),
     (GEMMA2, FULL, "bfloat16", {"gradient_checkpointing": False}, 2, 200, 2),
 ]
-CELLS += [(family, LORA, "bfloat16", {"gradient_checkpointing": True}, 2, 200, 1) for family in FAMILIES]
-CELLS += [(family, FULL, "bfloat16", {"gradient_checkpointing": False}, 2, 200, 2) for family in FAMILIES]
-CELLS += [(family, FULL, "float32", {"gradient_checkpointing": True}, 2, 200, 1) for family in FAMILIES]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]['model_type']}-{cell[1]}-{cell[2]}-{cell[3]}")

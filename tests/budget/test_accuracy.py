@@ -1,0 +1,46 @@
+"""The closed form against the engine's own step on the metered device, over families and ways to train.
+
+`python -m benchmarks.budget_error` prints the whole table; here every way meets two families, and every family the
+two commonest ways.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.budget.cells import FAMILIES, WAYS, applies, error
+
+COMMON = ("lora", "full")
+CELLS = [(family, way) for way in COMMON for family in FAMILIES]
+CELLS += [
+    (family, way)
+    for number, way in enumerate(WAYS)
+    for place, family in enumerate(FAMILIES)
+    if way not in COMMON and (place - 2 * number) % len(FAMILIES) < 2 and applies(family, way)
+]
+
+
+@pytest.mark.parametrize(("family", "way"), CELLS, ids=str)
+def test_peak_is_predicted(family: str, way: str, tmp_path: Path) -> None:
+    assert -0.005 <= error(family, way, tmp_path) <= (0.02 if "fp16" in way else 0.01)
+
+
+def test_every_way_and_every_family_is_met() -> None:
+    assert {way for _, way in CELLS} == set(WAYS)
+    assert {family for family, _ in CELLS} == set(FAMILIES)
+
+
+def test_several_chunks_of_the_loss_are_predicted(tmp_path: Path) -> None:
+    from engine.budget.architecture import find_architecture
+    from engine.budget.predict import predict
+    from tests.budget.metered import QWEN2, folder_of, measured_step, run_spec
+
+    wide = {**QWEN2, "vocab_size": 60_000, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    for also_train in ([], ["lm_head"]):
+        spec = run_spec(
+            folder_of(wide, tmp_path / "wide"), method={"rank": 4, "also_train": also_train}, train={"batch_size": 4}
+        )
+        predicted = predict(find_architecture(spec), spec, rows=4, length=200).peak_bytes
+        assert -0.005 <= predicted / measured_step(spec, 4, 200)[1] - 1 <= 0.02
