@@ -213,6 +213,6 @@ async def test_in_ascii_nothing_else_is_drawn(console: Opener) -> None:
 async def test_the_field_that_is_edited_covers_its_own_row_only(console: Opener) -> None:
     async with console(**DEMO) as desk:
         await desk.sees("builtin:tiny")
-        await desk.press("enter", "x")
+        await desk.press("enter", "end", "x")
         assert desk.screen.query_one("#editor").region.height == 1
         await desk.sees("builtin:tinyx", "builtin:dates")

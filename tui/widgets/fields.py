@@ -126,13 +126,17 @@ class Fields(Vertical):
         row = self.row
         if row is None:
             return
-        self.post_message(self.Begun())
+        self._tell(self.Begun())
         values = self._choices(row.key)
         if values:
             following = values[(values.index(row.value) + 1) % len(values)] if row.value in values else values[0]
-            self.post_message(self.Typed(row.key, following))
+            self._tell(self.Typed(row.key, following))
             return
         self._open(row)
+
+    def _tell(self, message: Message) -> None:
+        """Straight to the screen: bubbling there through four containers costs as much as working out the plan."""
+        self.screen.post_message(message)
 
     def _open(self, row: Row) -> None:
         rows, field = self.query_one(Rows), self.query_one(Editor)
@@ -153,13 +157,13 @@ class Fields(Vertical):
     def on_rows_moved(self, event: Rows.Moved) -> None:
         """Another row."""
         event.stop()
-        self.post_message(self.Moved())
+        self._tell(self.Moved())
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Each letter counts."""
         event.stop()
         if self._edited:
-            self.post_message(self.Typed(self._edited, event.value.strip()))
+            self._tell(self.Typed(self._edited, event.value.strip()))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Enter, Esc, up or down: the row is left."""
@@ -167,7 +171,7 @@ class Fields(Vertical):
         key, self._edited = self._edited, ""
         self.query_one(Editor).display = False
         self.focus_rows()
-        self.post_message(self.Left(key, event.value.strip()))
+        self._tell(self.Left(key, event.value.strip()))
 
     def on_resize(self, _event: events.Resize) -> None:
         """The field follows its row."""
