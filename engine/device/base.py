@@ -144,6 +144,10 @@ class Device(Protocol):
         """A copy of a device tensor on the host, without its autograd history."""
         ...
 
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor of the same values, to be read and dropped: the tensor itself where host and device are one."""
+        ...
+
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take note of device tensors that came about where the device could not see (a memory-mapped file)."""
         ...

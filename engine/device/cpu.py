@@ -89,6 +89,10 @@ class CpuDevice:
         """A copy, so that the caller may change either."""
         return tensor.detach().clone()
 
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself: a checkpoint needs no second copy of the model."""
+        return tensor.detach()
+
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing is counted one by one here."""
 

@@ -101,6 +101,10 @@ class CudaDevice:
         """A copy on the host, complete on return."""
         return tensor.detach().to("cpu", copy=True)
 
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same as `download`."""
+        return self.download(tensor)
+
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """The caching allocator counts everything by itself."""
 

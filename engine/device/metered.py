@@ -98,6 +98,10 @@ class MeteredDevice:
         with self._meter.active(), self._meter.host_region(), torch.no_grad():
             return tensor.detach().clone()
 
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same as `download`."""
+        return self.download(tensor)
+
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count storages that came about unseen, or in a host region. Raises torch.OutOfMemoryError."""
         self._meter.adopt(tensors)

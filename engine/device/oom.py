@@ -41,6 +41,7 @@ _HOST = (
     r"unable to mmap \d+ bytes from file",
     r"unable to allocate shared memory|No space left on device.*(shm|torch_)",  # DataLoader workers and /dev/shm
     r"std::bad_alloc",
+    r"can't start new thread",  # Python: no room for another stack, or no more threads allowed
 )
 # cuBLAS and cuDNN report a handle they had no memory for as not initialized. It is that only without other evidence.
 _MAYBE_DEVICE = (r"CUBLAS_STATUS_NOT_INITIALIZED", r"CUDNN_STATUS_NOT_INITIALIZED")

@@ -157,13 +157,13 @@ class LoadedModel:
         _write_weights(self._on_host(clean), folder)
 
     def _on_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host, one at a time; tensors that share storage go on sharing, so tied weights stay one."""
+        """Host tensors, staged one at a time; tensors that share storage go on sharing, so tied weights stay one."""
         copies: dict[tuple[int, torch.Size], Tensor] = {}
         staged = {}
         for name, tensor in state.items():
             key = (tensor.data_ptr(), tensor.shape)
             if key not in copies:
-                copies[key] = self.device.download(tensor)
+                copies[key] = self.device.staged(tensor)
             staged[name] = copies[key]
         return staged
 

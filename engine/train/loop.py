@@ -32,7 +32,8 @@ from engine.train.journal import Journal, until_there_is_room
 from engine.train.ladder import Remedy
 from engine.train.measure import measured
 from engine.train.optimizer import set_learning_rates
-from engine.train.run_state import RunState, fill_checkpoint, restore, settings
+from engine.train.reserve import HostReserve
+from engine.train.run_state import Best, RunState, fill_checkpoint, restore, settings
 from engine.train.setup import Bench
 from engine.train.transaction import Backoff, RolledBackTooFar, StepOutcome, StepTransaction
 
@@ -53,7 +54,9 @@ class Ending:
 class Training:
     """One run from its first (or next) step to its end."""
 
-    def __init__(self, bench: Bench, directory: RunDirectory, journal: Journal, wishes: Wishes) -> None:
+    def __init__(
+        self, bench: Bench, directory: RunDirectory, journal: Journal, wishes: Wishes, reserve: HostReserve
+    ) -> None:
         self.bench, self.directory, self.journal, self.wishes = bench, directory, journal, wishes
         self.parts = bench.parts
         self.state = RunState()
@@ -65,6 +68,7 @@ class Training:
         self._judge = self._make_judge()
         self._stop_early = False
         self._reloads = 0
+        self._reserve = reserve
         self.sound = True
         """False when weights and optimizer state belong to no step: they must not be saved."""
         self.peak_bytes = 0
@@ -106,6 +110,18 @@ class Training:
         """
         if self.last_saved == self.state.step:
             return
+        self._write(reason)
+
+    def _save_if_possible(self, reason: str) -> bool:
+        """Like `save`, but a run does not end for a checkpoint that there is no host memory for: the next is tried."""
+        try:
+            self.save(reason)
+        except MemoryExhaustedError as error:
+            self.journal.warn("checkpoint_skipped", f"step {self.state.step} was not saved: {error.found}", error.fix)
+            return False
+        return True
+
+    def _write(self, reason: str) -> None:
         self.journal.phase("saving")
         began = time.perf_counter()
         checkpoint = until_there_is_room(
@@ -196,12 +212,12 @@ class Training:
             self.evaluate()
         if self.wishes.checkpoint:
             self.wishes.checkpoint = False
-            self.save("asked for")
+            self._save_if_possible("asked for")
         if spec.checkpoint.every_steps and step % spec.checkpoint.every_steps == 0:
-            self.save("every_steps")
+            self._save_if_possible("every_steps")
         minutes = spec.checkpoint.every_minutes
         if minutes and time.monotonic() - self._saved_at >= minutes * 60:
-            self.save("every_minutes")
+            self._save_if_possible("every_minutes")
         self._read_gpus()
 
     def _read_gpus(self) -> None:
@@ -282,9 +298,11 @@ class Training:
         if value is None:
             return
         if is_better(value, best.value, name, spec.eval.early_stopping_threshold):
-            best.step, best.value, best.since = self.state.step, value, 0
-            self.save(f"best {name}")
-            mark_best(self.directory.checkpoints, self.state.step, name, value)
+            self.state.best = Best(self.state.step, value)
+            if self._save_if_possible(f"best {name}"):
+                mark_best(self.directory.checkpoints, self.state.step, name, value)
+            else:
+                self.state.best = best
         else:
             best.since += 1
         self._stop_early = self._out_of_patience()
@@ -296,11 +314,12 @@ class Training:
     def _write_checkpoint(self) -> Checkpoint:
         bench = self.bench
         facts = settings(bench.spec, bench.total_steps)
-        return write_checkpoint(
-            self.directory.checkpoints,
-            self.state.step,
-            lambda path: fill_checkpoint(path, self.parts, self.state, bench.identity, facts),
-        )
+        with self._reserve.lent(self.parts.device):
+            return write_checkpoint(
+                self.directory.checkpoints,
+                self.state.step,
+                lambda path: fill_checkpoint(path, self.parts, self.state, bench.identity, facts),
+            )
 
     def _go_back_to(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state()["settings"]

@@ -36,6 +36,7 @@ from engine.train.journal import Journal
 from engine.train.loop import Ending, Training
 from engine.train.oom_report import OomReports, as_it_stands
 from engine.train.report import reporter
+from engine.train.reserve import HostReserve
 from engine.train.setup import set_up
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
@@ -99,10 +100,11 @@ def _train(
     device = _open(spec, journal, wishes)
     _tell_start(spec, place, journal, device, resume)
     with device.activate():
+        reserve = HostReserve()
         reports = OomReports(place, device, lambda: spec)
         bench = set_up(spec, device, journal, reporter(journal, device, reports))
         reports.spec = lambda: as_it_stands(bench.spec, bench.parts.loaded, bench.parts.loss, bench.parts.guard)
-        training = Training(bench, place, journal, wishes)
+        training = Training(bench, place, journal, wishes, reserve)
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)

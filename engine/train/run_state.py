@@ -93,11 +93,11 @@ def fill_checkpoint(
     parts.loaded.save(path / "weights")
     with parts.device.host_region():
         tensors = {
-            name: parts.device.download(tensor)
+            name: parts.device.staged(tensor)
             for name, tensor in state_tensors(parts.optimizer, parts.loaded.trainable())
         }
         save_file(tensors, path / "optimizer.safetensors")
-        buffers = {name: parts.device.download(tensor) for name, tensor in parts.rollback.moving()}
+        buffers = {name: parts.device.staged(tensor) for name, tensor in parts.rollback.moving()}
         if buffers:
             save_file(buffers, path / BUFFERS)
     numbers = {

@@ -26,6 +26,7 @@ from engine.train.journal import Journal
 from engine.train.loop import Ending, Training
 from engine.train.optimizer import StepGuard, allocate_state, state_tensors
 from engine.train.report import reporter
+from engine.train.reserve import HostReserve
 from engine.train.run_state import RunState
 from engine.train.scaler import LossScaler
 from engine.train.setup import Bench, set_up
@@ -159,7 +160,7 @@ class Rig:
     def __init__(self, bench: Bench, place: RunDirectory, journal: Witness, writer: EventWriter) -> None:
         self.parts, self.place, self.journal = bench.parts, place, journal
         self.device: MeteredDevice = bench.parts.device  # type: ignore[assignment]
-        self.training = Training(bench, place, journal, Wishes(ControlInbox(place), writer, None))
+        self.training = Training(bench, place, journal, Wishes(ControlInbox(place), writer, None), HostReserve())
         self.training.probe()
         self.training.save("where every unit starts")
         self.set_up_allocations = 0
