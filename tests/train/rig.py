@@ -68,6 +68,8 @@ class Case:
             },
             eval={"metrics": ["loss", "exact_match"], "samples": 2},
             generate={"max_new_tokens": 3},
+            # Rungs that move memory to the host change the level that "not a byte more" is measured from.
+            backoff={"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]},
         )
 
 
