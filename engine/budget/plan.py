@@ -129,6 +129,11 @@ def _judge(
     return "does_not_fit", {}
 
 
+def remedies(spec: RunSpec) -> Iterator[RunSpec]:
+    """The spec under every set of remedies that leaves learning as it is, cheapest first; the first is none."""
+    return (_with_train(spec, changes) for changes in _remedies(spec))
+
+
 def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
     """What the ladder may do without changing what is learned, cheapest first, each on top of the ones before."""
     changes: dict[str, Any] = {}

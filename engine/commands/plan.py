@@ -59,19 +59,45 @@ def plan(
 ) -> None:
     """Say what a run will hold in memory, phase by phase. Exit code 3 when it does not fit."""
     from engine.budget.plan import make_plan
-    from engine.errors import UsageError
 
-    if exact:
-        raise UsageError(
-            "--exact is not in this version", expected="the closed form, which plan uses", fix="leave --exact out"
-        )
     spec = _resolve(profile, recipe, sets)
+    if exact:
+        _exactly(spec, as_json)
+        return
     planned = make_plan(spec)
     if as_json:
         typer.echo(json.dumps(planned.as_json(), indent=2))
     else:
         _print_plan(planned, spec)
     if planned.verdict == "does_not_fit":
+        raise typer.Exit(3)
+
+
+def _exactly(spec: RunSpec, as_json: bool) -> None:
+    """Print the simulated plan; exit code 3 when it does not fit."""
+    from engine.model.quiet import without_chatter
+    from engine.simulate.plan import exact_plan
+    from engine.spec.text import visible
+
+    without_chatter()
+    found = exact_plan(spec)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        typer.echo(f"{visible(spec.recipe.model.id)}: the engine's own step, simulated; nothing was allocated\n")
+        for phase, peak_bytes in found.simulation.phases.items():
+            mark = "*" if phase == found.simulation.deciding_phase else " "
+            typer.echo(f"{mark}{phase:16}{_mib(peak_bytes):>12}")
+        typer.echo("")
+        for component, held_bytes in {**found.simulation.components, **found.beside}.items():
+            typer.echo(f" {component:16}{_mib(held_bytes):>12}")
+        typer.echo(f"\n{found.verdict.replace('_', ' ')}: {_mib(found.device_bytes)} of "
+                   f"{_mib(found.capacity_bytes)}, {_mib(found.margin_bytes)} left")
+        typer.echo(f"micro-batch {found.micro_batch} x {found.length} tokens, {found.accumulation} per optimizer step")
+        if found.closed_form_bytes is not None:
+            off = 100 * (found.closed_form_bytes / found.simulation.peak_bytes - 1)
+            typer.echo(f"the closed form says {_mib(found.closed_form_bytes)} ({off:+.2f} %)")
+    if found.verdict == "does_not_fit":
         raise typer.Exit(3)
 
 

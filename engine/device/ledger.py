@@ -77,6 +77,10 @@ class Ledger:
         self.host: dict[int, _Entry] = {}
         self._fail_at, self._host_fail_at = _NEVER, _NEVER
         self._then: tuple[int, ...] = ()
+        self.counts_fakes = False
+        """Count fake tensors as if they had memory (`engine.simulate`)."""
+        self.sums_in_place = False
+        """Count the sum of two gradients as taking the first one's place."""
         # Re-entrant: the collector may run the release callback while this thread holds the lock.
         self._lock = threading.RLock()
         self._on_release = self._make_release(self.live)
@@ -192,6 +196,18 @@ class Ledger:
         with self._lock:
             self.allocated_bytes += size_bytes - entry.size_bytes
             entry.size_bytes = size_bytes
+
+    def take_over(self, old: torch.UntypedStorage, new: torch.UntypedStorage, operation: Any, shape: Any) -> None:
+        """`new` stands where `old` stood, which is about to go: nothing is requested."""
+        with self._lock:
+            former = self.live.get(old._cdata)
+            if former is None or new._cdata in self.live:
+                return
+            entry = _Entry(new, self._on_release)
+            entry.key, entry.size_bytes = new._cdata, former.size_bytes
+            entry.operation, entry.shape, entry.dtype = operation, shape, former.dtype
+            former.size_bytes = 0
+            self.live[entry.key] = entry
 
     def reset_peak(self) -> None:
         """Start a new peak at what is allocated now."""

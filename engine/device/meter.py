@@ -65,9 +65,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and not _PLAIN.issuperset(types):
-            if any(issubclass(kind, FakeTensor) for kind in types):
-                return func(*args, **(kwargs or {}))  # shapes without memory
-            return NotImplemented  # a wrapper such as DTensor unpacks first; its inner operations come back here
+            if not any(issubclass(kind, FakeTensor) for kind in types):
+                return NotImplemented  # a wrapper such as DTensor unpacks first; its inner operations come back here
+            if not self.ledger.counts_fakes or func.namespace == "prim":
+                return func(*args, **(kwargs or {}))  # shapes without memory; questions such as `tensor.device`
+            if self.ledger.sums_in_place and _sums_gradients(func, args):
+                result = func(*args, **(kwargs or {}))
+                old, new = args[0].untyped_storage(), result.untyped_storage()
+                self.ledger.take_over(old, new, func, result.shape)
+                return result
         does = behaviours.get(id(func))
         if does is None:
             does = behaviour(func)
@@ -93,7 +99,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def meet(self, storage: torch.UntypedStorage, func: Any, tensor: torch.Tensor) -> None:
         """A storage that is not counted turned up in `tensor`, the result of `func`."""
         ledger = self.ledger
-        if storage._cdata in ledger.host or storage.device.type != "cpu":
+        if storage._cdata in ledger.host or storage.device.type != ("meta" if ledger.counts_fakes else "cpu"):
             return
         if self.state == HOST:
             ledger.add_host(storage, asked_for=storage.nbytes() > 0 and func._schema.name not in ANNOUNCERS)
@@ -135,6 +141,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.meet(storage, func, tensor)
         else:
             self.ledger.resize(entry, storage.nbytes(), func)
+
+
+def _sums_gradients(func: Any, args: Any) -> bool:
+    """Whether autograd is adding up two gradients of one tensor: between its nodes, outside of any recording."""
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or torch._C._current_autograd_node():
+        return False
+    left, right = args[0], args[1]
+    return isinstance(right, torch.Tensor) and left.shape == right.shape and left.dtype == right.dtype
 
 
 class _Shape:

@@ -51,15 +51,35 @@ def load_model(spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase
     with seeded(recipe.train.seed, device):
         model = _base(spec, start, config, precision, attention, device)
         check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0])
-        model.config.use_cache = False
-        trained, coverage = _what_learns(spec, start, model)
+        loaded = assemble(spec, start, config, model, device, precision, attention)
+    loaded.tokenizer = tokenizer
+    device.adopt([*loaded.model.parameters(), *loaded.model.buffers()])
+    return loaded
+
+
+def assemble(
+    spec: RunSpec,
+    start: Starting,
+    config: PreTrainedConfig,
+    base: PreTrainedModel,
+    device: Device,
+    precision: Precision,
+    attention: str,
+) -> LoadedModel:
+    """Adapters or frozen parts, dropout and checkpointing around a base that is there; the tokenizer is still missing.
+
+    Raises:
+        UsageError: patterns that match nothing, an adapter where none can go on.
+    """
+    recipe = spec.recipe
+    base.config.use_cache = False
+    trained, coverage = _what_learns(spec, start, base)
     key_dropout(trained)
-    device.adopt([*trained.parameters(), *trained.buffers()])
     loaded = LoadedModel(
         model=trained,
         kind="adapter" if recipe.method.kind == "lora" else "model",
         config=config,
-        tokenizer=tokenizer,
+        tokenizer=None,
         coverage=coverage,
         device=device,
         precision=precision,

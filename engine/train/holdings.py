@@ -52,7 +52,7 @@ def holdings(loaded: LoadedModel, guard: StepGuard, device: Device) -> Holdings:
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of distinct storages, each rounded up to whole blocks."""
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    sizes = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes.values())
 
 

@@ -1,0 +1,63 @@
+"""A metered device whose tensors are fake: shapes, dtypes and lifetimes are real, memory is not.
+
+The books are those of the metered device (`engine.device.ledger`), so a simulation and a metered run are counted by the
+same rules. One difference can be undone: under any dispatch mode autograd adds up gradients that meet at a fork out of
+place, on a card in place; `sums_in_place` counts them as a card would.
+
+Try: `tunedeck plan -p 80gb -r lora --exact`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
+
+from engine.device.metered import MeteredDevice
+
+ROOMY_BYTES = 1 << 60
+"""A simulation is there to find the peak, not to run into a limit."""
+
+
+class SimulatedDevice(MeteredDevice):
+    """See the module's docstring."""
+
+    def __init__(self, *, sums_in_place: bool) -> None:
+        super().__init__(ROOMY_BYTES)
+        self.name = "simulated"
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._meter.ledger.counts_fakes = True
+        self._sums_in_place = sums_in_place
+
+    @contextmanager
+    def simulating(self, *, packed: bool) -> Iterator[None]:
+        """Everything made inside is fake and counted."""
+        with _packing_known(packed), self._mode, self.activate():
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass."""
+        self._meter.ledger.sums_in_place = self._sums_in_place
+        try:
+            yield
+        finally:
+            self._meter.ledger.sums_in_place = False
+
+
+@contextmanager
+def _packing_known(packed: bool) -> Iterator[None]:
+    """transformers looks at position ids to see whether rows are packed; fake ones cannot be looked at."""
+    former = masking_utils.find_packed_sequence_indices
+
+    def known(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return former(position_ids) if packed else None
+
+    masking_utils.find_packed_sequence_indices = known
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = former

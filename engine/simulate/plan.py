@@ -1,0 +1,85 @@
+"""`plan --exact`: the plan's verdict and peak by simulating the engine's step instead of the closed form.
+
+The closed form, where it knows the architecture, only says how many sequences go at once; an unknown one starts at one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.budget.overhead import overhead
+from engine.budget.plan import make_plan, remedies
+from engine.errors import UnknownArchitectureError
+from engine.simulate.step import Simulation, simulate_step
+from engine.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class ExactPlan:
+    """What `plan --exact` prints; the keys of `as_json` are those of `plan --json`."""
+
+    verdict: str
+    capacity_bytes: int
+    simulation: Simulation
+    beside: dict[str, int]
+    """What the device holds beside torch's tensors: still predicted, nothing simulates it."""
+    micro_batch: int
+    accumulation: int
+    length: int
+    closed_form_bytes: int | None
+    """The closed form's peak for the same micro-batch; None where it does not know the architecture."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What the driver would show."""
+        return self.simulation.peak_bytes + sum(self.beside.values())
+
+    @property
+    def margin_bytes(self) -> int:
+        """Capacity left; negative where it does not fit."""
+        return self.capacity_bytes - self.device_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """The document."""
+        return {
+            "verdict": self.verdict,
+            "capacity_bytes": self.capacity_bytes,
+            "peak_bytes": self.simulation.peak_bytes,
+            "device_bytes": self.device_bytes,
+            "margin_bytes": self.margin_bytes,
+            "deciding_phase": self.simulation.deciding_phase,
+            "components": {**self.simulation.components, **self.beside},
+            "phases": self.simulation.phases,
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "tokens_per_micro_batch": self.micro_batch * self.length,
+            "closed_form_bytes": self.closed_form_bytes,
+            "exact": True,
+        }
+
+
+def exact_plan(spec: RunSpec) -> ExactPlan:
+    """Simulate the planned micro-batch. Raises what `simulate_step` raises."""
+    batch, asked = spec.recipe.train.batch_size, spec.recipe.train.micro_batch
+    length, closed_form_bytes = spec.recipe.data.max_length, None
+    try:
+        plan = make_plan(spec)
+        rows, closed_form_bytes = plan.micro_batch, plan.peak_bytes
+    except UnknownArchitectureError:
+        rows = 1 if asked == "auto" else min(asked, batch)
+    capacity = spec.profile.device.capacity_bytes
+    found = simulate_step(spec, rows=rows, length=length)
+    beside = overhead(spec.profile.device, found.peak_bytes)
+    fits = found.peak_bytes + sum(beside.values()) <= capacity
+    verdict = "fits" if fits else "tight" if _remedied_fits(spec, length) else "does_not_fit"
+    return ExactPlan(verdict, capacity, found, beside, rows, -(-batch // rows), length, closed_form_bytes)
+
+
+def _remedied_fits(spec: RunSpec, length: int) -> bool:
+    """Whether one sequence fits with some of the remedies that leave learning as it is."""
+    for remedied in remedies(spec):
+        peak_bytes = simulate_step(remedied, rows=1, length=length).peak_bytes
+        if peak_bytes + sum(overhead(spec.profile.device, peak_bytes).values()) <= spec.profile.device.capacity_bytes:
+            return True
+    return False

@@ -1,0 +1,141 @@
+"""One optimizer step of the engine's own parts, simulated: model, adapters, loss, checkpointing, clipping, optimizer.
+
+Layers are not extrapolated: all of them are run, which takes about 0.1 s each, and so nothing is assumed about which of
+them decides. Workspace inside an operation is not counted, here as on the metered device.
+
+Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-7B --exact`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.budget.architecture import find_config
+from engine.budget.setting import chunk_tokens, resolved_dtype
+from engine.data.batch import Batch
+from engine.errors import UsageError
+from engine.model.attention import resolve_attention
+from engine.model.head import find_head
+from engine.model.load import LoadedModel, assemble
+from engine.model.loss import LossFunction, choose_implementation
+from engine.model.precision import choose_precision
+from engine.model.reference import Starting
+from engine.simulate.device import SimulatedDevice
+from engine.spec.run import RunSpec
+from engine.train.holdings import bytes_of
+from engine.train.host_state import HostState
+from engine.train.optimizer import allocate_state, build_optimizer, state_tensors
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Peak bytes by phase, and what stays."""
+
+    phases: dict[str, int]
+    """forward, backward, optimizer_step: the most that was allocated at once in each."""
+    static_bytes: int
+    components: dict[str, int]
+    """weights, adapters, optimizer, gradients, and the rest of the peak as activations; they add up to it."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of the phases."""
+        return max(self.phases.values())
+
+    @property
+    def deciding_phase(self) -> str:
+        """Where the peak is."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+
+def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
+    """A step of two micro-batches of `rows` sequences of `length` tokens (one where the batch is no larger).
+
+    All but one token are targets; packed rows hold two documents.
+
+    Raises:
+        UsageError: a 4-bit base, which only CUDA kernels handle; what the model's configuration raises.
+    """
+    if spec.recipe.model.quantize != "none":
+        raise UsageError("a 4-bit base cannot be simulated", fix="leave --exact out: the closed form knows it")
+    device = SimulatedDevice(sums_in_place=spec.profile.device.kind != "metered")
+    loaded = _on_meta(spec, device)
+    with device.simulating(packed=spec.recipe.data.packing):
+        return _run(spec, device, loaded, rows, length)
+
+
+def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
+    """The model with its adapters, without memory. Adapters cannot be made of fake tensors, so this comes first."""
+    model = spec.recipe.model.model_copy(update={"dtype": resolved_dtype(spec)})
+    spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
+    facts = find_config(model.id, model.revision)
+    config = AutoConfig.for_model(str(facts["model_type"]), **{k: v for k, v in facts.items() if k != "model_type"})
+    precision = choose_precision(model, spec.recipe.method, config.model_type, device)
+    attention = resolve_attention(config, model.attention, device, precision.compute)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=precision.weights, attn_implementation=attention)
+        return assemble(spec, Starting(model.id, model.revision, None), config, base, device, precision, attention)
+
+
+def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int, length: int) -> Simulation:
+    train = spec.recipe.train
+    loaded.model.to_empty(device="cpu")
+    loaded.base.tie_weights()
+    head = find_head(loaded.base)
+    implementation = choose_implementation(train.loss, head, train.label_smoothing, device)
+    loss = LossFunction(loaded, head, implementation, train.label_smoothing, chunk_tokens(head.vocabulary))
+    loss.offload.on = train.activation_offload
+    optimizer = build_optimizer(train, loaded.trainable())
+    host_state = HostState(optimizer, device)
+    if train.optimizer_offload:
+        allocate_state(optimizer, device.download)
+    else:
+        allocate_state(optimizer)
+    host_state.on = train.optimizer_offload and not host_state.empty
+    static_bytes = device.memory().allocated_bytes
+    phases = {"forward": 0, "backward": 0, "optimizer_step": 0}
+    for _ in range(min(2, -(-train.batch_size // rows))):
+        device.reset_peak()
+        batch = _batch(device, rows, length, packed=spec.recipe.data.packing)
+        total = loss(batch) / (rows * length)
+        phases["forward"] = max(phases["forward"], device.memory().peak_bytes)
+        device.reset_peak()
+        with device.backward():
+            total.backward()
+        phases["backward"] = max(phases["backward"], device.memory().peak_bytes)
+        del total, batch
+    device.reset_peak()
+    gradients = [p.grad for _, p in loaded.trainable() if p.grad is not None]
+    components = _components(loaded, None if host_state.on else optimizer, gradients)
+    if train.max_grad_norm:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in loaded.trainable()], train.max_grad_norm, norm)
+    host_state.make_room()
+    host_state.step()
+    phases["optimizer_step"] = device.memory().peak_bytes
+    components["activations"] = max(0, max(phases.values()) - sum(components.values()))
+    return Simulation(phases, static_bytes, components)
+
+
+def _batch(device: SimulatedDevice, rows: int, length: int, *, packed: bool) -> Batch:
+    with device.host_region():
+        ids = torch.zeros((rows, length), dtype=torch.int64)
+        positions = torch.zeros((rows, length), dtype=torch.int64) if packed else None
+    batch = Batch(ids, ids.clone(), None, positions, tuple(range(rows)), rows * (length - 1) - 1)
+    return replace(batch.moved(device.upload), labels_BS=device.upload(ids))
+
+
+def _components(
+    loaded: LoadedModel, optimizer: torch.optim.Optimizer | None, gradients: list[torch.Tensor]
+) -> dict[str, int]:
+    trainable = loaded.trainable()
+    adapters = [parameter for name, parameter in trainable if "lora_" in name]
+    return {
+        "weights": bytes_of(loaded.model.parameters()) - bytes_of(adapters),
+        "adapters": bytes_of(adapters),
+        "optimizer": bytes_of(tensor for _, tensor in state_tensors(optimizer, trainable)) if optimizer else 0,
+        "gradients": bytes_of(gradients),
+    }

@@ -1,0 +1,74 @@
+"""The simulation against the metered device, which counts real tensors of the same step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import UsageError
+from engine.simulate.plan import ExactPlan, exact_plan
+from engine.simulate.step import simulate_step
+from tests.budget.metered import GEMMA2, GPT_OSS, MIXTRAL, PHI3, QWEN2, folder_of, measured_step, run_spec
+
+LORA: dict[str, Any] = {"rank": 8}
+FULL: dict[str, Any] = {"kind": "full"}
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "train"),
+    [
+        (QWEN2, LORA, {"gradient_checkpointing": True}),
+        (QWEN2, FULL, {"gradient_checkpointing": False, "loss": "plain"}),
+        (GEMMA2, FULL, {"gradient_checkpointing": True}),
+        (MIXTRAL, LORA, {"gradient_checkpointing": False}),
+        (GPT_OSS, LORA, {"gradient_checkpointing": True}),
+        (PHI3, FULL, {"gradient_checkpointing": True, "optimizer": "sgd"}),
+    ],
+    ids=lambda value: value.get("model_type") or "-".join(map(str, value.values())),
+)
+def test_it_holds_what_the_metered_device_counts(
+    config: dict[str, Any], method: dict[str, Any], train: dict[str, Any], tmp_path: Path
+) -> None:
+    tables = {"method": method, "model": {"dtype": "bfloat16"}, "train": {**train, "batch_size": 4}}
+    spec = run_spec(folder_of(config, tmp_path), **tables)
+    found = simulate_step(spec, rows=2, length=120)
+    static_bytes, peak_bytes = measured_step(spec, 2, 120, 2)
+    assert found.static_bytes == pytest.approx(static_bytes, abs=4096)
+    assert found.peak_bytes == pytest.approx(peak_bytes, rel=1e-3)
+    assert sum(found.components.values()) == found.peak_bytes
+
+
+def test_a_card_adds_gradients_in_place_and_holds_no_more(tmp_path: Path) -> None:
+    folder, tables = folder_of(QWEN2, tmp_path), {"model": {"dtype": "bfloat16"}, "train": {"batch_size": 4}}
+    metered = run_spec(folder, **tables)
+    card = run_spec(folder, {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}, **tables)
+    assert simulate_step(card, rows=2, length=120).peak_bytes <= simulate_step(metered, rows=2, length=120).peak_bytes
+
+
+def test_the_exact_plan_has_the_keys_of_the_plan_and_its_figures_in_bytes(tmp_path: Path) -> None:
+    spec = run_spec(folder_of(QWEN2, tmp_path), train={"batch_size": 4}, data={"max_length": 128})
+    document = json.loads(json.dumps(exact_plan(spec).as_json()))
+    assert document["verdict"] == "fits" and document["exact"]
+    assert document["peak_bytes"] == max(document["phases"].values())
+    assert document["closed_form_bytes"] == pytest.approx(document["peak_bytes"], rel=0.01)
+
+
+def test_what_does_not_fit_is_told_from_what_a_remedy_makes_fit(tmp_path: Path) -> None:
+    def plan(memory_gib: float) -> ExactPlan:
+        device = {"kind": "metered", "memory_gib": memory_gib}
+        train = {"batch_size": 4, "micro_batch": 4, "gradient_checkpointing": False}
+        return exact_plan(run_spec(folder_of(QWEN2, tmp_path), device, train=train, data={"max_length": 512}))
+
+    roomy = plan(4.0)
+    half, too_little = 0.5 * roomy.simulation.peak_bytes / 2**30, 0.5 * roomy.simulation.static_bytes / 2**30
+    assert [roomy.verdict, plan(half).verdict, plan(too_little).verdict] == ["fits", "tight", "does_not_fit"]
+
+
+def test_a_four_bit_base_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    card = {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}
+    spec = run_spec(folder_of(QWEN2, tmp_path), card, model={"quantize": "nf4", "init": "pretrained"})
+    with pytest.raises(UsageError, match="4-bit"):
+        simulate_step(spec, rows=1, length=64)
