@@ -37,3 +37,13 @@ async def test_the_list_of_runs_and_a_run_look_as_they_did(console: Opener, runs
         await desk.sees("◆", "finished; result in model")
         await desk.pilot.pause()
         agree(f"run-{theme}", desk.app.export_screenshot())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("theme", ["dark", "light", "ansi"])
+async def test_the_launch_screen_looks_as_it_did(console: Opener, theme: str) -> None:
+    async with console(60, 15, theme=theme, profile="demo", recipe="demo") as desk:
+        await desk.sees("tight", "activations", "s start")
+        await desk.until(lambda: len(desk.screen._bench.verdicts) == len(desk.screen._bench.recipes), "all verdicts")
+        await desk.pilot.pause()
+        agree(f"launch-{theme}", desk.app.export_screenshot())
