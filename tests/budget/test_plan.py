@@ -135,8 +135,10 @@ def test_plan_exits_with_3_when_it_does_not_fit() -> None:
     assert "does not fit" in result.stdout
 
 
-def test_exact_is_refused_plainly() -> None:
-    assert isinstance(invoke("plan", "-p", "demo", "-r", "demo", "--exact").exception, UsageError)
+def test_the_exact_plan_agrees_with_the_closed_form() -> None:
+    document = json.loads(invoke("plan", "-p", "demo", "-r", "demo", "--exact", "--json").stdout)
+    assert document["exact"] and document["verdict"] == "tight"
+    assert document["closed_form_bytes"] == pytest.approx(document["peak_bytes"], rel=0.005)
 
 
 def test_fit_writes_a_recipe_that_fits(tmp_path: Path) -> None:
