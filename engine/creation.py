@@ -7,9 +7,12 @@ Try: `tunedeck queue add -p demo -r demo`
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+from engine.budget.architecture import find_architecture
 from engine.budget.plan import Plan, make_plan
+from engine.budget.preflight import warnings_of
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.files import write_atomically
@@ -32,6 +35,7 @@ def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDir
     plan: Plan | None = None
     try:
         plan = make_plan(spec)
+        notices += warnings_of(find_architecture(spec), spec, free_disk_bytes=_free_bytes(folder))
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
         notices.append(f"no plan before the start: {unknown.found}")
@@ -40,6 +44,15 @@ def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDir
     directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
     warning = note_run(directory)
     return directory, [*notices, *([warning] if warning else [])]
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Free on the disk that holds `folder`, or will once it is made; None where that cannot be told."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    try:
+        return shutil.disk_usage(existing).free
+    except OSError:
+        return None
 
 
 def leave_out_foreign_limits(directory: RunDirectory) -> str | None:

@@ -8,6 +8,7 @@ Try: `tunedeck plan -p demo -r demo`, `tunedeck fit -p 24gb -r full --json`
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,13 +59,17 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run will hold in memory, phase by phase. Exit code 3 when it does not fit."""
+    from engine.budget.architecture import find_architecture
     from engine.budget.plan import make_plan
+    from engine.budget.preflight import warnings_of
 
     spec = _resolve(profile, recipe, sets)
     if exact:
         _exactly(spec, as_json)
         return
     planned = make_plan(spec)
+    for warning in warnings_of(find_architecture(spec), spec):
+        sys.stderr.write(f"tunedeck: {warning}\n")
     if as_json:
         typer.echo(json.dumps(planned.as_json(), indent=2))
     else:
@@ -125,8 +130,6 @@ def fit(
 
 def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     """The run spec; what this version cannot do is refused as `train` would, but for several devices."""
-    import sys
-
     from engine.spec.later import refuse_unbuilt
     from engine.spec.load import resolve
 

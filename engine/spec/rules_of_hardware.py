@@ -14,6 +14,9 @@ from engine.spec.recipe import Recipe
 from engine.spec.rules import Problems
 from engine.spec.text import quoted
 
+AMPERE = 8.0
+"""First compute capability with bf16 in its matrix units and with flash attention."""
+
 
 def reserve_within_memory(profile: Profile) -> Problems:
     device = profile.device
@@ -73,6 +76,25 @@ def device_can(profile: Profile, recipe: Recipe) -> Problems:
                 place,
                 f"{quoted(choice)} on device.kind = {quoted(profile.device.kind)}",
                 "it needs a CUDA device; choose another value or profile",
+            )
+    yield from _before_ampere(profile, recipe)
+
+
+def _before_ampere(profile: Profile, recipe: Recipe) -> Problems:
+    """Turing and older multiply bf16 in software, many times slower, and have no kernels for flash attention."""
+    capability = profile.device.compute_capability
+    if profile.device.kind != "cuda" or capability is None or capability >= AMPERE:
+        return
+    needs_ampere = {
+        ("model", "dtype"): (recipe.model.dtype, "bfloat16", '"auto" or "float16"'),
+        ("model", "attention"): (recipe.model.attention, "flash", '"auto" or "sdpa"'),
+    }
+    for place, (written, choice, instead) in needs_ampere.items():
+        if written == choice:
+            yield Problem(
+                place,
+                f"{quoted(choice)} on device.compute_capability = {capability:g}",
+                f"it needs {AMPERE:g} or newer; {instead} is allowed",
             )
 
 

@@ -1,0 +1,71 @@
+"""What a plan warns of before a run starts, although it may start: each warning says what was found and the fix.
+
+Functions of values only; what no device can do is refused by `engine.spec.rules_of_hardware`.
+
+Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from engine.budget.architecture import Architecture
+from engine.budget.inference import generates
+from engine.budget.parameters import Parameter, layer_parameters, outer_parameters
+from engine.budget.setting import setting_of
+from engine.budget.static import static_bytes
+from engine.spec.run import RunSpec
+
+GIB = 2**30
+
+
+def warnings_of(arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None) -> list[str]:
+    """Everything worth a warning; the disk only where it is known how much of it is free."""
+    found = [*_experts_stay_wide(arch, spec), *_generation(spec)]
+    if free_disk_bytes is not None:
+        found += _disk(arch, spec, free_disk_bytes)
+    return found
+
+
+def checkpoints_bytes(arch: Architecture, spec: RunSpec) -> int:
+    """Disk that a run's checkpoints take at most: those kept, the best, and one that is being written."""
+    setting = replace(setting_of(arch, spec), optimizer_offload=False)
+    total = static_bytes(arch, setting).total
+    # A gradient is as large as what it belongs to: together they are the size of all that is trained.
+    return (total.gradients + total.optimizer) * (spec.recipe.checkpoint.keep + 2)
+
+
+def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    if spec.recipe.model.quantize != "nf4" or not arch.experts:
+        return
+    layer, outer = layer_parameters(arch), outer_parameters(arch)
+    all_of_them = arch.layers * _elements(layer) + _elements(outer)
+    narrow = arch.layers * _elements([parameter for parameter in layer if parameter.linear])
+    wide = 1 - narrow / all_of_them
+    yield (
+        f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {setting_of(arch, spec).dtype}: 4-bit '
+        'loading knows linear layers only, not fused experts, and the plan counts them so; model.quantize = "none" '
+        "is faster and needs little more"
+    )
+
+
+def _elements(parameters: Iterable[Parameter]) -> int:
+    return sum(parameter.elements for parameter in parameters)
+
+
+def _generation(spec: RunSpec) -> Iterator[str]:
+    if generates(spec.recipe):
+        yield (
+            f"evaluations inside training generate up to {spec.recipe.generate.max_new_tokens} tokens a sample: this "
+            "takes time and the memory of the plan's row generate; eval.samples=0 without exact_match avoids it"
+        )
+
+
+def _disk(arch: Architecture, spec: RunSpec, free_bytes: int) -> Iterator[str]:
+    needed = checkpoints_bytes(arch, spec)
+    if needed > free_bytes:
+        yield (
+            f"the checkpoints take up to {needed / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB of disk are free where the "
+            "run is kept: a full disk pauses the run; lower checkpoint.keep, or choose another place with --runs"
+        )
