@@ -1,0 +1,109 @@
+"""An adapter and its base made one model, in host memory, as a folder that needs no peft to open.
+
+No device is used: what training left on the card does not matter, and a model too large for it can be merged. What it
+takes is known beforehand and asked for before anything is loaded; a passing shortage is tried again.
+
+Try: `tunedeck merge last --out merged`
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from engine.device.cpu import CpuDevice
+from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
+from engine.model.hub import HUB_ERRORS, explain
+from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
+from engine.train.failure import Failure, retried
+
+ROOM = 1.15
+"""Memory asked for, over the size of the weights: one layer's product in fp32, and buffers of reading and writing."""
+
+Say = Callable[[str], None]
+
+
+def merge(adapter: Path, target: Path, say: Say, *, trust_remote_code: bool = False) -> int:
+    """Write the merged model to `target`, which must not exist; returns its size in bytes.
+
+    Raises:
+        UsageError: no adapter there, the target exists, the base does not belong to it.
+        EnvironmentProblem: the base cannot be fetched, or the disk has no room.
+        MemoryExhaustedError: the host has not enough memory.
+    """
+    if not (adapter / ADAPTER_CONFIG).is_file():
+        raise UsageError(
+            f"{adapter} holds no adapter", expected="the result of a LoRA run", fix="a full model needs no merging"
+        )
+    if target.exists():
+        raise UsageError(f"{target} exists already", fix="name another folder with --out, or remove it")
+    base, revision = base_of_adapter(adapter)
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _expect_room(base, target.parent)
+        device = CpuDevice(psutil.virtual_memory().total)
+        retried(lambda: _merge(adapter, base, revision, draft, say, trust_remote_code), "merge", device, _report(say))
+        draft.rename(target)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the merged model cannot be written to {target}: {error.strerror or error}",
+            fix="make room on that disk, or name another folder with --out",
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+
+
+def _merge(
+    adapter: Path, base: str, revision: str | None, draft: Path, say: Say, trust_remote_code: bool
+) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    say(f"loading {base}")
+    model = _base(base, revision, trust_remote_code)
+    say("merging")
+    # safe_merge looks at each product before it replaces a weight: an adapter that is not finite is refused.
+    merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
+    say("writing")
+    merged.save_pretrained(draft)
+    AutoTokenizer.from_pretrained(str(adapter)).save_pretrained(draft)
+
+
+def _base(base: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+            base, revision=revision or "main", dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except HUB_ERRORS as error:
+        raise explain(error, base) from error
+
+
+def _expect_room(base: str, folder: Path) -> None:
+    """Weigh a local base against the host's memory and the disk; one that is still on the hub weighs nothing yet."""
+    size_bytes = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
+    free_bytes = psutil.virtual_memory().available
+    if size_bytes * ROOM > free_bytes:
+        raise MemoryExhaustedError(
+            f"merging {base} takes about {size_bytes * ROOM / 2**30:.1f} GiB of host memory, "
+            f"{free_bytes / 2**30:.1f} GiB are free",
+            fix="close other programs, or merge on a machine with more memory",
+        )
+    disk_bytes = shutil.disk_usage(folder).free
+    if size_bytes > disk_bytes:
+        raise EnvironmentProblem(
+            f"the merged model takes about {size_bytes / 2**30:.1f} GiB; {folder} has {disk_bytes / 2**30:.1f} GiB",
+            fix="make room on that disk, or name another folder with --out",
+        )
+
+
+def _report(say: Say) -> Callable[[Failure, str, int], None]:
+    return lambda failure, remedy, number: say(f"host memory ran out in {failure.phase} (attempt {number}): {remedy}")
