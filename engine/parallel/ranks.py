@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,16 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.parallel.votes import Ballot, losing_a_rank_ends_it
+from engine.parallel.votes import Ballot, LostRankError, losing_a_rank_ends_it
 
-PATIENCE = timedelta(days=7)
-"""How long the others wait while rank 0 works alone. Its death is noticed by the supervisor, not by a clock."""
+ERRAND_POLL_SECONDS = 0.05
+"""Between looks at whether rank 0 is done. Its death is noticed by the supervisor, not by a clock."""
 
 COLLECTIVE_PATIENCE = 2
 """Collectives on the device wait this many times longer than votes: a lost rank is to be found by a vote."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Ranks:
     """One process's view of the ranks of its run."""
 
@@ -57,7 +58,7 @@ class Ranks:
     def behind_first(self, action: Callable[[], Any]) -> Any:
         """Rank 0 runs `action` and all get its result (JSON). Nobody else does anything meanwhile.
 
-        Where it raises, it raises on rank 0 alone, and the others wait on until they are ended.
+        Where it raises, it raises on rank 0 alone; the others get LostRankError once that has recorded its end.
         """
         if self.store is None:
             return action()
@@ -69,8 +70,16 @@ class Ranks:
                 self.store.set(key, json.dumps(result))
             return result
         with losing_a_rank_ends_it():
-            self.store.wait([key], PATIENCE)
+            while not self.store.check([key]):
+                if self.store.check(["over"]):
+                    raise LostRankError("rank 0 has ended the run", fix="its journal says why")
+                time.sleep(ERRAND_POLL_SECONDS)
             return json.loads(self.store.get(key))
+
+    def say_over(self) -> None:
+        """Rank 0 has recorded the end of the run: nobody need wait for it any more."""
+        if self.store is not None:
+            self.store.set("over", "1")
 
     def note_error(self, error: dict[str, Any]) -> None:
         """Leave word of why this rank gives up, for rank 0 to record."""

@@ -25,6 +25,10 @@ SLOT_BYTES = 64 * 1024
 HEADER_BYTES = 4
 
 
+# torch 2.13 renamed it and warns of the old name; 2.11 has only that.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class LostRankError(TunedeckError):
     """Another rank is gone or does not answer; only a new attempt from the last checkpoint can go on."""
 
@@ -64,7 +68,7 @@ class Ballot:
         self._sent_bytes[:HEADER_BYTES] = np.frombuffer(len(text).to_bytes(HEADER_BYTES, "little"), np.uint8)
         self._sent_bytes[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
         with losing_a_rank_ends_it():
-            dist.all_gather_into_tensor(self._received, self._sent, group=self._group)
+            _all_gather(self._received, self._sent, group=self._group)
         return [_read(slot.tobytes()) for slot in self._received_bytes]
 
 

@@ -40,15 +40,8 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (lambda spec: _when(bool(spec.recipe.sweep), "sweep"), "sweeps"),
     (lambda spec: _image_key(spec.recipe), "images"),
     (
-        lambda spec: _when(spec.profile.device.count > 1, f"device.count = {spec.profile.device.count}"),
-        "several devices",
-    ),
-    (lambda spec: _when(len(spec.limits.devices) > 1, "--devices"), "several devices"),
-    (
-        lambda spec: _when(
-            spec.profile.parallel.strategy != "single", f'parallel.strategy = "{spec.profile.parallel.strategy}"'
-        ),
-        "several devices",
+        lambda spec: _when(spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
+        "sharded weights",
     ),
     (lambda spec: _when(spec.profile.parallel.sequence > 1, "parallel.sequence"), "sequence parallelism"),
     (lambda spec: _when(spec.profile.nodes.count > 1, "nodes.count"), "several machines"),

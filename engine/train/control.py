@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from engine.journal.control import ControlInbox
 from engine.journal.events import EventWriter
@@ -23,7 +24,8 @@ FORCED = 137
 class Wishes:
     """Collects requests; `ending` says how the run should end, if it should."""
 
-    def __init__(self, inbox: ControlInbox, writer: EventWriter, max_hours: float | None) -> None:
+    def __init__(self, inbox: ControlInbox | None, writer: EventWriter | None, max_hours: float | None) -> None:
+        """Without an inbox, on every rank but the first, only `follow` brings wishes."""
         self._inbox, self._writer = inbox, writer
         self._deadline = time.monotonic() + max_hours * 3600 if max_hours else None
         self._signals = 0
@@ -35,18 +37,28 @@ class Wishes:
 
     def look(self) -> bool:
         """Take in what has come since; True when the run should end. One folder listing: cheap enough for each step."""
-        for request in self._inbox.poll():
+        for request in self._inbox.poll() if self._inbox else ():
             accepted = self.ending is None
             if accepted and request.name == "checkpoint":
                 self.checkpoint = True
             elif accepted:
                 self._end(request.name, "asked for")
             reason = "after this step" if accepted else f"already ending ({self.ending})"
-            self._writer.write("control", request=request.name, accepted=accepted, reason=reason)
+            if self._writer is not None:
+                self._writer.write("control", request=request.name, accepted=accepted, reason=reason)
         if self._signals and self.ending is None:
             self._end("stop", "signal")
         if self._deadline is not None and time.monotonic() > self._deadline and self.ending is None:
             self._end("stop", "max_hours reached")
+        return self.ending is not None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the other ranks."""
+        return {"ending": self.ending, "reason": self.reason, "checkpoint": self.checkpoint}
+
+    def follow(self, told: dict[str, Any]) -> bool:
+        """Wish what rank 0 wishes; True when the run should end."""
+        self.ending, self.reason, self.checkpoint = told["ending"], told["reason"], told["checkpoint"]
         return self.ending is not None
 
     def _end(self, how: str, reason: str) -> None:

@@ -25,11 +25,12 @@ class Growth:
         parts = self.parts
         # A failure empties the cache as well, so what it adds to the count is no sign of thrashing.
         before, self._retries = self._retries, parts.device.memory().alloc_retries
+        told = parts.ranks.tell([self._retries - before, parts.device.available_bytes - parts.static_bytes])
         if not clean:
             return
-        if self._slowed_down(self._retries - before):
+        if self._slowed_down(max(retries for retries, _ in told)):
             return
-        room_bytes = parts.device.available_bytes - parts.static_bytes
+        room_bytes = min(room for _, room in told)
         parts.budget.record_clean_step(room_bytes, parts.may_grow)
         if parts.may_grow and parts.standing and self._may_lift(parts.standing[-1], room_bytes):
             self._lift(step, parts.standing.pop())

@@ -49,14 +49,16 @@ def until_there_is_room(
 
 
 class Journal:
-    """Writes events of one run."""
+    """Writes events of one run; without a writer, on every rank but the first, only warnings, to the log."""
 
-    def __init__(self, writer: EventWriter) -> None:
+    def __init__(self, writer: EventWriter | None) -> None:
         self.writer = writer
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event, waiting while the disk is full. Raises ValueError for fields the kind does not have."""
-        until_there_is_room(lambda: self.writer.write(kind, **fields))
+        writer = self.writer
+        if writer is not None:
+            until_there_is_room(lambda: writer.write(kind, **fields))
 
     def phase(self, name: str, detail: str = "") -> None:
         """Say what the engine is busy with."""
@@ -65,6 +67,8 @@ class Journal:
     def warn_of_full_disk(self) -> None:
         """Warn that the run waits for room. A few bytes often still fit; where they do not, engine.log has to do."""
         fix = "make room and the run goes on by itself; or stop it, and resume later"
+        if self.writer is None:
+            return
         try:
             self.writer.write("warning", code="disk_full", text="the disk is full: the run waits for room", fix=fix)
         except OSError as error:

@@ -6,11 +6,11 @@ The loop owns the order of things and the journal's lines; how a step survives i
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.errors import MemoryExhaustedError
-from engine.evaluate.scores import Interrupted, Judge, Scores
+from engine.evaluate.scores import Interrupted, Judge
 from engine.evaluate.scores import evaluate as score
 from engine.journal.directory import RunDirectory
 from engine.train.best import agree, is_better
@@ -58,7 +58,7 @@ class Training:
         self, bench: Bench, directory: RunDirectory, journal: Journal, wishes: Wishes, reserve: HostReserve
     ) -> None:
         self.bench, self.directory, self.journal, self.wishes = bench, directory, journal, wishes
-        self.parts = bench.parts
+        self.parts, self.ranks = bench.parts, bench.parts.ranks
         self.state = RunState()
         self.transaction = StepTransaction(self.parts)
         self.growth = Growth(self.parts, journal)
@@ -76,10 +76,7 @@ class Training:
 
     def resume(self, from_step: int | None) -> None:
         """Go on from the newest sound checkpoint (at or before `from_step`); from the beginning where there is none."""
-        folder = self.directory.checkpoints
-        checkpoint, complaints = newest_sound(folder, not_after=from_step)
-        for complaint in complaints:
-            self.journal.warn("damaged_checkpoint", complaint, "the one before it is used")
+        checkpoint = self._newest(not_after=from_step)
         if checkpoint is None:
             self.journal.write("resumed", step=0, **{"from": "the beginning"})
             return
@@ -94,11 +91,11 @@ class Training:
             self.evaluate()
         self.journal.phase("training")
         while self.state.step < self.bench.total_steps and not self._stop_early:
-            if self.wishes.look():
+            if self._asked_to_end():
                 return self._end_early()
             self.one_step()
             self._between_steps()
-        if self.wishes.look() and self.state.step < self.bench.total_steps:
+        if self._asked_to_end() and self.state.step < self.bench.total_steps:
             return self._end_early()
         return self._finish()
 
@@ -110,12 +107,21 @@ class Training:
         """
         if self.last_saved == self.state.step:
             return
-        self._write(reason)
+        self.ranks.behind_first(lambda: self._write(reason))
+        self.last_saved, self._saved_at = self.state.step, time.monotonic()
 
     def _save_if_possible(self, reason: str) -> bool:
         """Like `save`, but a run does not end for a checkpoint that there is no host memory for: the next is tried."""
+        if self.last_saved == self.state.step:
+            return True
+        if not self.ranks.behind_first(lambda: self._write_if_possible(reason)):
+            return False
+        self.last_saved, self._saved_at = self.state.step, time.monotonic()
+        return True
+
+    def _write_if_possible(self, reason: str) -> bool:
         try:
-            self.save(reason)
+            self._write(reason)
         except MemoryExhaustedError as error:
             self.journal.warn("checkpoint_skipped", f"step {self.state.step} was not saved: {error.found}", error.fix)
             return False
@@ -129,7 +135,6 @@ class Training:
             self.wishes.look,
             self.journal.warn_of_full_disk,
         )
-        self.last_saved, self._saved_at = self.state.step, time.monotonic()
         prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
         self.journal.write(
             "checkpoint_saved",
@@ -140,6 +145,19 @@ class Training:
             reason=reason,
         )
         self.journal.phase("training")
+
+    def _asked_to_end(self) -> bool:
+        """What rank 0 was asked, on every rank."""
+        self.wishes.look()
+        return self.wishes.follow(self.ranks.from_first(self.wishes.as_json()))
+
+    def _newest(self, not_after: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that rank 0 can believe, told to all."""
+        checkpoint, complaints = newest_sound(self.directory.checkpoints, not_after=not_after)
+        for complaint in complaints:
+            self.journal.warn("damaged_checkpoint", complaint, "the one before it is used")
+        step = self.ranks.from_first(checkpoint and checkpoint.step)
+        return None if step is None else Checkpoint(step, self.directory.checkpoint(step))
 
     @property
     def _has_validation(self) -> bool:
@@ -203,6 +221,7 @@ class Training:
             skipped=not outcome.applied,
             samples=outcome.samples,
             budget=self.parts.budget.budget_bytes,
+            **({"ranks": outcome.ranks} if outcome.ranks else {}),
             **({"loss_scale": self.parts.scaler.scale} if self.parts.scaler.enabled else {}),
         )
 
@@ -210,13 +229,15 @@ class Training:
         spec, step = self.bench.spec.recipe, self.state.step
         if self._has_validation and spec.eval.every_steps and step % spec.eval.every_steps == 0:
             self.evaluate()
-        if self.wishes.checkpoint:
+        minutes = spec.checkpoint.every_minutes
+        due = bool(minutes) and time.monotonic() - self._saved_at >= minutes * 60
+        asked, due = self.ranks.from_first([self.wishes.checkpoint, due])
+        if asked:
             self.wishes.checkpoint = False
             self._save_if_possible("asked for")
         if spec.checkpoint.every_steps and step % spec.checkpoint.every_steps == 0:
             self._save_if_possible("every_steps")
-        minutes = spec.checkpoint.every_minutes
-        if minutes and time.monotonic() - self._saved_at >= minutes * 60:
+        if due:
             self._save_if_possible("every_minutes")
         self._read_gpus()
 
@@ -248,7 +269,7 @@ class Training:
         self.save("end")
         self.journal.phase("saving", "result")
         folder = self.directory.adapter if self.parts.loaded.kind == "adapter" else self.directory.model
-        place_result(self._result_checkpoint(), folder)
+        self.ranks.behind_first(lambda: place_result(self._result_checkpoint(), folder))
         return Ending("done", "early stopping" if self._stop_early else "", folder.name)
 
     @property
@@ -268,17 +289,26 @@ class Training:
 
     def evaluate(self) -> None:
         """Score the validation set; note the best, save it, and count towards early stopping."""
+        metrics = self.ranks.behind_first(self._score)
+        if metrics is None:
+            return
+        self.state.last_evaluated = self.state.step
+        if self.state.step:
+            self._compare_with_best(metrics)
+        self.journal.phase("training")
+
+    def _score(self) -> dict[str, float] | None:
+        """The metrics of the validation set; None when the evaluation was ended early."""
         validation = self.bench.prepared.validation
         if validation is None:
-            return
+            return None
         asked = self.bench.spec.recipe.eval
         self.journal.phase("evaluating")
         began = time.perf_counter()
         try:
             scores = score(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
         except Interrupted:
-            return
-        self.state.last_evaluated = self.state.step
+            return None
         self.journal.write(
             "eval",
             step=self.state.step,
@@ -287,22 +317,20 @@ class Training:
             count=scores.count,
             seconds=round(time.perf_counter() - began, 3),
         )
-        if self.state.step:
-            self._compare_with_best(scores)
-        self.journal.phase("training")
+        return scores.metrics
 
-    def _compare_with_best(self, scores: Scores) -> None:
+    def _compare_with_best(self, metrics: dict[str, float]) -> None:
         spec, best = self.bench.spec.recipe, self.state.best
         name = spec.checkpoint.best_metric
-        value = scores.metrics.get(name)
+        value = metrics.get(name)
         if value is None:
             return
         if is_better(value, best.value, name, spec.eval.early_stopping_threshold):
             self.state.best = Best(self.state.step, value)
-            if self._save_if_possible(f"best {name}"):
-                mark_best(self.directory.checkpoints, self.state.step, name, value)
-            else:
+            if not self._save_if_possible(f"best {name}"):
                 self.state.best = best
+            elif self.ranks.is_first:
+                mark_best(self.directory.checkpoints, self.state.step, name, value)
         else:
             best.since += 1
         self._stop_early = self._out_of_patience()
@@ -331,12 +359,11 @@ class Training:
             self.parts.device,
             self._retried,
         )
-        forget_after(self.directory.checkpoints, checkpoint.step)
         self.last_saved = checkpoint.step
-        complaint = agree(self.directory.checkpoints, self.state.best, self.bench.spec.recipe.checkpoint.best_metric)
-        if complaint:
-            self.journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
-        prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
+        self.state.best = Best(**self.ranks.behind_first(self._agree_on_the_best))
+        if self.ranks.is_first:
+            forget_after(self.directory.checkpoints, checkpoint.step)
+            prune(self.directory.checkpoints, self.bench.spec.recipe.checkpoint.keep)
         same = saved["total_steps"] == here["total_steps"]
         # A run that is made longer after it stopped early goes on; one that was killed while it ended does not.
         self._stop_early = same and self._out_of_patience()
@@ -347,9 +374,17 @@ class Training:
             **{"from": str(checkpoint.path.relative_to(self.directory.path))},
         )
 
+    def _agree_on_the_best(self) -> dict[str, Any]:
+        """The best as its mark and its checkpoint bear it out."""
+        best = self.state.best
+        complaint = agree(self.directory.checkpoints, best, self.bench.spec.recipe.checkpoint.best_metric)
+        if complaint:
+            self.journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
+        return asdict(best)
+
     def _reload_last(self) -> None:
         """An optimizer step failed half-way with nothing to undo it: go back to the last checkpoint."""
-        checkpoint, _ = newest_sound(self.directory.checkpoints)
+        checkpoint = self._newest()
         self._reloads += 1
         if checkpoint is None:
             self.sound = False

@@ -18,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.device import open_device
 from engine.device.base import Device
 from engine.device.oom import classify
@@ -28,6 +30,17 @@ from engine.journal.events import EventWriter
 from engine.journal.heartbeat import beating
 from engine.journal.liveness import claim
 from engine.model.quiet import without_bars
+from engine.parallel.launch import (
+    BEYOND_REPAIR_CODE,
+    LOST_CODE,
+    device_count,
+    is_rank,
+    of_one_rank,
+    settle_as_rank,
+    supervise,
+)
+from engine.parallel.ranks import ALONE, Ranks, joined
+from engine.parallel.votes import LostRankError
 from engine.spec.load import load_run_spec
 from engine.spec.run import RunSpec
 from engine.train.control import Wishes
@@ -51,37 +64,89 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
     _log_to_stderr()
     place = RunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
-    with claim(place), EventWriter(place) as writer, beating(writer):
-        journal = Journal(writer)
-        wishes = Wishes(ControlInbox(place), writer, spec.limits.max_hours)
-        with wishes.listening():
-            status, code = _recorded(spec, place, journal, wishes, resume or from_step is not None, from_step)
+    resume = resume or from_step is not None
+    if is_rank(place):
+        return _run_rank(spec, place, resume, from_step)
+    with claim(place):
+        if device_count(spec) > 1:
+            status, code = supervise(spec, place, resume=resume, from_step=from_step)
+        else:
+            status, code = _run_first(spec, place, ALONE, resume, from_step)
     _on_finish(spec, place, status)
     return code
 
 
-def _recorded(
-    spec: RunSpec, place: RunDirectory, journal: Journal, wishes: Wishes, resume: bool, from_step: int | None
+def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int | None) -> int:
+    """One rank of several. The run's exit code is in the journal; a rank's own only says whether to try again."""
+    settle_as_rank(place, int(os.environ["RANK"]))
+    try:
+        with joined(spec.profile.parallel.timeout_seconds, spec.profile.device.kind) as ranks:
+            if ranks.is_first:
+                _run_first(spec, place, ranks, resume, from_step)
+                ranks.say_over()
+            else:
+                _run_other(spec, place, ranks, resume, from_step)
+    except LostRankError:
+        traceback.print_exc()
+        return LOST_CODE
+    except torch.AcceleratorError:
+        traceback.print_exc()
+        return BEYOND_REPAIR_CODE
+    return 0
+
+
+def _run_first(
+    spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None
 ) -> tuple[str, int]:
-    """Train, and write `run_finished` however it ends; returns (status, exit code)."""
+    """The process that writes events: the only one, or rank 0."""
+    with EventWriter(place) as writer, beating(writer):
+        wishes = Wishes(ControlInbox(place), writer, spec.limits.max_hours)
+        with wishes.listening():
+            return _recorded(spec, place, Journal(writer), wishes, ranks, resume, from_step)
+
+
+def _run_other(spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None) -> None:
+    """Any rank but the first: what it gives up for is left to rank 0 to record."""
+    wishes = Wishes(None, None, None)
+    try:
+        with wishes.listening():
+            _train(spec, place, Journal(None), wishes, ranks, resume, from_step)
+    except (LostRankError, torch.AcceleratorError):
+        raise
+    except Exception as failure:  # noqa: BLE001  (the process boundary: a defect ends the run with a record of it)
+        traceback.print_exc()
+        status, code, error = _described(failure, place)
+        ranks.note_error({"status": status, "exit_code": code, "error": error})
+
+
+def _recorded(
+    spec: RunSpec,
+    place: RunDirectory,
+    journal: Journal,
+    wishes: Wishes,
+    ranks: Ranks,
+    resume: bool,
+    from_step: int | None,
+) -> tuple[str, int]:
+    """Train, and write `run_finished` however it ends; returns (status, exit code). A lost rank is no end of the run,
+    unless it left word of why it gave up."""
     ending = Ending("failed", "")
     error: str | None = None
     facts: dict[str, Any] = {}
     try:
-        ending, facts = _train(spec, place, journal, wishes, resume, from_step)
+        ending, facts = _train(spec, place, journal, wishes, ranks, resume, from_step)
         status, code = ending.status, EXIT_CODES[ending.status]
-    except TunedeckError as failure:
+    except LostRankError:
+        noted = ranks.noted_error()
+        if noted is None:
+            raise
         traceback.print_exc()
-        status = "oom" if isinstance(failure, MemoryExhaustedError) else "failed"
-        code, error = failure.exit_code, failure.render()
-    except Exception as failure:  # noqa: BLE001  (the process boundary: a defect ends the run with a record of it)
+        status, code, error = noted["status"], noted["exit_code"], f"rank {noted['rank']}: {noted['error']}"
+    except Exception as failure:
+        if ranks.size > 1 and isinstance(failure, torch.AcceleratorError):
+            raise
         traceback.print_exc()
-        found = classify(failure)
-        status, code = ("oom", MemoryExhaustedError.exit_code) if found else ("failed", 1)
-        error = TunedeckError(
-            f"{'' if found else 'unexpected '}{type(failure).__name__}: {failure}",
-            fix=f"the traceback is in the run's log: tunedeck log {place.name}",
-        ).render()
+        status, code, error = _described(failure, place)
     journal.write(
         "run_finished",
         status=status,
@@ -94,21 +159,41 @@ def _recorded(
     return status, code
 
 
+def _described(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
+    """(status, exit code, what to tell) for what ended the run."""
+    if isinstance(failure, TunedeckError):
+        status = "oom" if isinstance(failure, MemoryExhaustedError) else "failed"
+        return status, failure.exit_code, failure.render()
+    found = classify(failure)
+    status, code = ("oom", MemoryExhaustedError.exit_code) if found else ("failed", 1)
+    error = TunedeckError(
+        f"{'' if found else 'unexpected '}{type(failure).__name__}: {failure}",
+        fix=f"the traceback is in the run's log: tunedeck log {place.name}",
+    )
+    return status, code, error.render()
+
+
 def _train(
-    spec: RunSpec, place: RunDirectory, journal: Journal, wishes: Wishes, resume: bool, from_step: int | None
+    spec: RunSpec,
+    place: RunDirectory,
+    journal: Journal,
+    wishes: Wishes,
+    ranks: Ranks,
+    resume: bool,
+    from_step: int | None,
 ) -> tuple[Ending, dict[str, Any]]:
-    device = _open(spec, journal, wishes)
-    _tell_start(spec, place, journal, device, resume)
+    device = _open(of_one_rank(spec, ranks.local_rank), journal, wishes)
+    _tell_start(spec, place, journal, device, ranks, resume)
     with device.activate():
         reserve = HostReserve()
         reports = OomReports(place, device, lambda: spec)
-        bench = set_up(spec, device, journal, reporter(journal, device, reports))
+        bench = set_up(spec, device, journal, reporter(journal, device, reports if ranks.is_first else None), ranks)
         reports.spec = lambda: as_it_stands(bench.spec, bench.parts.loaded, bench.parts.loss, bench.parts.guard)
         training = Training(bench, place, journal, wishes, reserve)
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)
-        with quick_to_collect(), _checkpoint_on_failure(training):
+        with quick_to_collect(), _checkpoint_on_failure(training, ranks):
             ending = training.run()
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
@@ -127,22 +212,24 @@ def _open(spec: RunSpec, journal: Journal, wishes: Wishes) -> Device:
 
 
 @contextmanager
-def _checkpoint_on_failure(training: Training) -> Iterator[None]:
+def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
     """Keep the last finished step when a run ends for want of memory or because it diverged."""
     try:
         yield
     except (MemoryExhaustedError, DivergedError):
-        if training.state.step and training.sound:
+        if ranks.is_first and training.state.step and training.sound:
             training.save("before giving up")
         raise
 
 
-def _tell_start(spec: RunSpec, place: RunDirectory, journal: Journal, device: Device, resume: bool) -> None:
+def _tell_start(
+    spec: RunSpec, place: RunDirectory, journal: Journal, device: Device, ranks: Ranks, resume: bool
+) -> None:
     journal.write(
         "run_started",
         run=place.name,
         pid=os.getpid(),
-        world_size=1,
+        world_size=ranks.size,
         versions={package: version(package) for package in PACKAGES},
         device=device.kind,
         device_name=device.name,

@@ -134,20 +134,25 @@ class StepGuard:
         self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
 
     def step(self) -> None:
-        """`optimizer.step()`. When it raises, `restore` says whether it could be undone."""
+        """`optimizer.step()`. Until `accept`, `restore` says whether it could be undone."""
         self._copies = [self.device.download(tensor) for tensor in self._tensors()] if self.takes_copy else []
         self.host_state.make_room()
         self._stepping = True
         self.host_state.step()
-        self._counters = [
-            counter + (parameter.grad is not None)
-            for counter, parameter in zip(self._counters, self._counted, strict=True)
-        ]
+
+    def accept(self) -> None:
+        """The step, if one was taken, is final: it went through on every rank."""
+        if self._stepping:
+            self._counters = [
+                counter + (parameter.grad is not None)
+                for counter, parameter in zip(self._counters, self._counted, strict=True)
+            ]
         self._stepping = False
         self._copies = []
 
     def restore(self) -> bool:
-        """Undo a step that raised, if one did. True when weights and state are exactly as before it; may be repeated.
+        """Undo a step that raised, or that failed on another rank. True when weights and state are exactly as before
+        it; may be repeated.
 
         Without a copy the step counters are the witness: fused optimizers advance them before they touch a weight, so
         counters that stand where they stood mean that nothing was applied.

@@ -42,9 +42,11 @@ def price(spec: RunSpec, longest: int) -> Pricing:
         rows, expected_slope = plan.micro_batch, 1.0
     except UnknownArchitectureError:
         cost, plan, rows, expected_slope = generic_cost(config), None, 1, 0.0
-    top = spec.recipe.train.batch_size
+    devices = spec.profile.device.count * spec.profile.nodes.count
+    top = -(-spec.recipe.train.batch_size // devices)
     if spec.recipe.train.micro_batch != "auto":
         rows = top = min(spec.recipe.train.micro_batch, top)
+    rows = min(rows, top)
     return Pricing(cost, plan, CostBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope))
 
 

@@ -20,7 +20,7 @@ def reporter(journal: Journal, device: Device, reports: OomReports | None = None
             "backoff",
             step=backoff.step,
             phase=failure.phase,
-            failed_rank=0,
+            failed_rank=backoff.failed_rank,
             cause=failure.kind,
             requested_bytes=failure.requested_bytes,
             allocated_bytes=failure.allocated_bytes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.budget.plan import Plan
@@ -20,6 +21,8 @@ from engine.device.base import Device
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossFunction, make_loss
 from engine.model.tokenizer import load_tokenizer
+from engine.parallel.ranks import ALONE, Ranks
+from engine.parallel.reduce import GradientSum, send_from_first
 from engine.spec.recipe import Train
 from engine.spec.run import RunSpec
 from engine.train.failure import Failure, retried
@@ -49,7 +52,9 @@ class Bench:
     flops_per_token: float
 
 
-def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Backoff], None]) -> Bench:
+def set_up(
+    spec: RunSpec, device: Device, journal: Journal, report: Callable[[Backoff], None], ranks: Ranks = ALONE
+) -> Bench:
     """Prepare data, load the model, allocate optimizer state. Every phase is told to the journal.
 
     Raises:
@@ -61,7 +66,7 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     require_files([*recipe.data.sources, *recipe.data.validation])
     tokenizer = load_tokenizer(recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     with device.host_region():
-        prepared = prepare_data(spec, tokenizer, say=lambda text: journal.phase("tokenising", text))
+        prepared = _prepared(spec, tokenizer, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
     spec, pricing = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
@@ -73,6 +78,10 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
     loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
     for notice in loaded.notices:
         journal.warn("model", notice)
+    gradient_sum = None
+    if ranks.size > 1:
+        send_from_first(_learned_tensors(loaded))
+        gradient_sum = retried(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
     guard = retried(lambda: _guarded_optimizer(recipe.train, loaded, device), "optimizer_state", device, told)
     parts = Parts(
         device=device,
@@ -92,6 +101,8 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
         may_grow=recipe.backoff.grow and device.kind != "cpu",
         measures=device.kind != "cpu",
         report=report,
+        ranks=ranks,
+        gradient_sum=gradient_sum,
         advise=lambda failure, micro_batch: in_words(
             avoidance(as_it_stands(spec, loaded, loss, guard), failure, micro_batch)
         ),
@@ -108,6 +119,24 @@ def set_up(spec: RunSpec, device: Device, journal: Journal, report: Callable[[Ba
         identity=Identity(prepared.fingerprint, tokenizer_hash(tokenizer), recipe.train.seed),
         flops_per_token=flops_per_token(loaded),
     )
+
+
+def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journal, ranks: Ranks) -> PreparedData:
+    """The tokenised data: made by rank 0 where it is not cached yet; the others then read what it made."""
+    made: list[PreparedData] = []
+
+    def prepare() -> None:
+        made.append(prepare_data(spec, tokenizer, say=lambda text: journal.phase("tokenising", text)))
+
+    ranks.behind_first(prepare)
+    if not made:
+        prepare()
+    return made[0]
+
+
+def _learned_tensors(loaded: LoadedModel) -> list[torch.Tensor]:
+    """What must be equal on all ranks from the start: trainables, and the buffers."""
+    return [*(parameter.data for _, parameter in loaded.trainable()), *loaded.model.buffers()]
 
 
 def _model_and_loss(

@@ -5,14 +5,18 @@ gradients of the step are dropped, random state and buffers go back, a remedy is
 redone. Nothing of the step is visible outside until it is over.
 
 The loss is the sum over target tokens divided by their number in the whole step, counted before the first forward; so
-any split into micro-batches gives the same gradient.
+any split into micro-batches, and over any number of ranks, gives the same gradient.
+
+With several ranks a step is a row of stages. Each ends in a vote on whether it succeeded everywhere; a failure on one
+rank costs every rank the attempt, and all go on with the same remedy. Micro-batches themselves need no other rank.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +26,14 @@ from engine.data.batch import Batch, collate
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.oom import flush_autograd
-from engine.errors import DivergedError, MemoryExhaustedError
+from engine.errors import DivergedError
 from engine.model.dropout import keyed
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
+from engine.parallel.ranks import ALONE, Ranks
+from engine.parallel.reduce import GradientSum
+from engine.parallel.split import deal
+from engine.train.agreement import Knowledge, Struck, decide, deciding, exhausted, pool, tell_failure
 from engine.train.costbudget import CostBudget
 from engine.train.failure import ATTEMPTS, Failure, attempt, retried
 from engine.train.holdings import Holdings, holdings
@@ -51,6 +59,8 @@ class StepOutcome:
     data_wait_seconds: float
     applied: bool
     overflowed: bool = False
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """What each rank says of the step; empty in a run of one process."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ class Backoff:
     attempt: int
     micro_batch: MicroBatch | None = None
     """What was in flight."""
+    failed_rank: int = 0
 
 
 class RolledBackTooFar(Exception):
@@ -100,6 +111,18 @@ class Parts:
     static_bytes: int = 0
     standing: list[Standing] = field(default_factory=list)
     """Remedies in force, first to last."""
+    ranks: Ranks = ALONE
+    gradient_sum: GradientSum | None = None
+    """Over all ranks; None in a run of one process."""
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What all ranks must know alike."""
+        return Knowledge(self.budget, self.loaded, self.loss, self.guard, self.standing)
+
+
+Stage = Callable[[list[MicroBatch]], None]
+"""A part of a step, over this rank's micro-batches."""
 
 
 class StepTransaction:
@@ -113,6 +136,8 @@ class StepTransaction:
         self._data_wait_seconds = 0.0
         self._grad_norm = 0.0
         self._mean_loss = 0.0
+        self._loss_here: torch.Tensor | None = None
+        self._busy_seconds = 0.0
         self.failures = 0
         """Allocation failures that the last step outlived."""
         self.peak_bytes = 0
@@ -128,20 +153,32 @@ class StepTransaction:
         """
         if not self._targets(samples):
             return StepOutcome(0.0, 0.0, self._tokens(samples), 0, 0, 0, len(samples), 0.0, applied=False)
-        self._data_wait_seconds = 0.0
-        plan = self._until_it_succeeds(step, samples, lambda plan: self._accumulate_and_apply(step, samples, plan))
+        self._data_wait_seconds, began = 0.0, time.perf_counter()
+        mine = self._share(samples)
+        plan = self._until_it_succeeds(
+            step,
+            mine,
+            [
+                lambda plan: self._accumulate(step, mine, plan, max(1, self._targets(samples))),
+                *([self._meet] if self.parts.gradient_sum else []),
+                lambda _plan: self._sum_and_clip(),
+                lambda _plan: self._apply(),
+            ],
+        )
         overflowed = self._conclude(step)
+        told = pool(self.parts.ranks, self.parts.budget, self._facts(plan, time.perf_counter() - began))
         return StepOutcome(
             loss=self._mean_loss,
             grad_norm=self._grad_norm,
             tokens=self._tokens(samples),
             target_tokens=self._targets(samples),
-            micro_batches=len(plan),
-            micro_batch_rows=max(group.rows for group in plan),
-            samples=0 if overflowed else sum(group.rows for group in plan),
+            micro_batches=max(each["micro_batches"] for each in told),
+            micro_batch_rows=max(each["largest_micro_batch"] for each in told),
+            samples=0 if overflowed else sum(each["samples"] for each in told),
             data_wait_seconds=self._data_wait_seconds,
             applied=not overflowed,
             overflowed=overflowed,
+            ranks=told if self.parts.ranks.size > 1 else [],
         )
 
     def probe(self, step: int, samples: NDArray[np.int64]) -> None:
@@ -149,38 +186,47 @@ class StepTransaction:
 
         What would run out of memory hours later does so now, and the budget is learned before the first step.
         """
+        mine = self._share(samples)
 
         def dearest(plan: list[MicroBatch]) -> None:
-            self._micro_batch(step, samples, plan[0], max(1, self._targets(samples)))
+            self._accumulate(step, mine, plan[:1], max(1, self._targets(samples)))
 
-        self._until_it_succeeds(step, samples, dearest, "probe_")
+        self._until_it_succeeds(step, mine, [dearest], "probe_")
         self._drop_gradients()
+        pool(self.parts.ranks, self.parts.budget, {})
+
+    def _facts(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
+        """What this rank says of a finished step."""
+        return {
+            "micro_batches": len(plan),
+            "largest_micro_batch": _most_rows(plan),
+            "samples": sum(group.rows for group in plan),
+            "busy_seconds": round(self._busy_seconds, 4),
+            "step_seconds": round(seconds, 4),
+            "peak_bytes": self.peak_bytes,
+            "allocated_bytes": self.parts.device.memory().allocated_bytes,
+        }
 
     def _until_it_succeeds(
-        self,
-        step: int,
-        samples: NDArray[np.int64],
-        action: Callable[[list[MicroBatch]], None],
-        phase_prefix: str = "",
+        self, step: int, samples: NDArray[np.int64], stages: Sequence[Stage], phase_prefix: str = ""
     ) -> list[MicroBatch]:
-        """Plan and run `action` until memory suffices; each failure costs its attempt and nothing else."""
+        """Plan and run `stages` over this rank's `samples` until memory suffices on every rank; each failure costs its
+        attempt and nothing else."""
         parts = self.parts
         tried: list[str] = []
         retried(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
         plan = self._plan(samples)
         while True:
-            self._phase, self._current = "forward", None
-            failure = attempt(lambda plan=plan: action(plan), parts.device, lambda: self._phase, self._stock)  # type: ignore[misc]
+            struck = self._attempt(plan, stages, phase_prefix)
             self.failures = len(tried)
-            if failure is None:
+            if not struck:
+                parts.guard.accept()
                 return plan
-            failure = replace(failure, phase=phase_prefix + failure.phase)
-            self._recover(step, failure, len(tried) + 1)
-            remedy, rows = self._choose(failure, tried, step), self._rows_in_flight()
+            self._recover(step, struck, len(tried) + 1)
+            remedy = self._choose(struck, tried, step)
             plan = self._plan(samples)
             tried.append(remedy.name)
-            most = max(group.rows for group in plan)
-            parts.report(Backoff(step, failure, remedy, rows, most, len(tried), self._current))
+            self._report(step, struck, remedy, _most_rows(plan), len(tried))
 
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
         parts = self.parts
@@ -192,20 +238,70 @@ class StepTransaction:
     def _targets(self, samples: NDArray[np.int64]) -> int:
         return int(self.parts.data.target_counts[samples].sum())
 
-    def _accumulate_and_apply(self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch]) -> None:
-        device, target_tokens = self.parts.device, max(1, self._targets(samples))
-        total = torch.zeros((), dtype=torch.float32, device=device.torch_device)
+    def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the step's samples that this rank works on."""
+        ranks = self.parts.ranks
+        return samples[deal(self.parts.data.lengths[samples], ranks.size)[ranks.rank]]
+
+    def _attempt(self, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[Struck]:
+        """Run the stages until one fails on any rank; returns who failed in it."""
+        self._phase, self._current = "forward", None
+        for stage in stages:
+            failure = attempt(lambda stage=stage: stage(plan), self.parts.device, lambda: self._phase, self._stock)  # type: ignore[misc]
+            if failure is not None:
+                failure = replace(failure, phase=phase_prefix + failure.phase)
+            struck = tell_failure(
+                self.parts.ranks, failure, self._current, self.parts.device
+            )
+            if struck:
+                return struck
+        return []
+
+    def _report(self, step: int, struck: Sequence[Struck], remedy: Remedy, rows_after: int, number: int) -> None:
+        for each in struck:
+            self.parts.report(
+                Backoff(step, each.failure, remedy, each.rows, rows_after, number, each.micro_batch, each.rank)
+            )
+
+    def _accumulate(
+        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
+    ) -> None:
+        """The gradients of this rank's micro-batches; its share of the step's loss into `_mean_loss`."""
+        began = time.perf_counter()
+        total = torch.zeros((), dtype=torch.float32, device=self.parts.device.torch_device)
         for group in plan:
             total += self._micro_batch(step, samples, group, target_tokens)
         self._current = None
+        if self.parts.ranks.size == 1:
+            self._loss_here = total
+        else:
+            # What a kernel has to complain about must surface here, before the others are told that all went well.
+            self._mean_loss = float(total)
+        self._busy_seconds = time.perf_counter() - began
+
+    def _meet(self, _plan: list[MicroBatch]) -> None:
+        """Make the gradients of all ranks ready to be summed: room for those that only other ranks have."""
+        self._phase = "reduce"
+        assert self.parts.gradient_sum is not None
+        missing = self.parts.gradient_sum.agree()
+        self._mean_loss = sum(self.parts.ranks.tell(self._mean_loss))
+        self.parts.gradient_sum.fill(missing)
+
+    def _sum_and_clip(self) -> None:
+        if self.parts.gradient_sum is not None:
+            self.parts.gradient_sum.sum()
         self._phase = "clip"
-        device.reset_peak()
+        self.parts.device.reset_peak()
         self._grad_norm = self._clip()
-        self._mean_loss = float(total)
+        if self._loss_here is not None:
+            self._mean_loss, self._loss_here = float(self._loss_here), None
+        self.peak_bytes = max(self.peak_bytes, self.parts.device.memory().peak_bytes)
+
+    def _apply(self) -> None:
+        self._phase = "optimizer"
         if np.isfinite(self._mean_loss) and np.isfinite(self._grad_norm):
-            self._phase = "optimizer"
             self.parts.guard.step()
-        self.peak_bytes = max(self.peak_bytes, device.memory().peak_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.parts.device.memory().peak_bytes)
 
     def _micro_batch(
         self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int
@@ -263,26 +359,29 @@ class StepTransaction:
         parts.scaler.overflowed()
         return True
 
-    def _recover(self, step: int, failure: Failure, attempts: int) -> None:
-        """After a failure, outside its handler: nothing of the attempt stays alive and all state is as before it.
-
-        Memory may run out in here, too; each part of it may be repeated.
+    def _recover(self, step: int, struck: Sequence[Struck], attempts: int) -> None:
+        """After a failure, outside its handler: nothing of the attempt stays alive and all state is as before it, on
+        every rank. Memory may run out in here, too; each part of it may be repeated.
 
         Raises:
-            RolledBackTooFar: the optimizer step cannot be undone here.
+            RolledBackTooFar: the optimizer step cannot be undone, here or elsewhere.
         """
+        if all(self.parts.ranks.tell(self._recover_here(step, attempts))):
+            return
+        self._report(step, struck, Remedy("reload"), 0, attempts)
+        raise RolledBackTooFar
+
+    def _recover_here(self, step: int, attempts: int) -> bool:
         for _ in range(ATTEMPTS):
             undone: list[bool] = []
             again = attempt(lambda undone=undone: undone.append(self._put_back()), self.parts.device, lambda: "recover")  # type: ignore[misc]
-            if again is None and undone[0]:
-                return
             if again is None:
-                break
+                return undone[0]
             self._reporter(step)(again, "retry", attempts)
-        self.parts.report(Backoff(step, failure, Remedy("reload"), self._rows_in_flight(), 0, attempts))
-        raise RolledBackTooFar
+        return False
 
     def _put_back(self) -> bool:
+        self._loss_here = None
         self._drop_gradients()
         flush_autograd()
         self.parts.device.release_cached()
@@ -301,35 +400,29 @@ class StepTransaction:
     def _stock(self) -> Holdings:
         return holdings(self.parts.loaded, self.parts.guard, self.parts.device)
 
-    def _rows_in_flight(self) -> int:
-        return self._current.rows if self._current else 0
-
-    def _choose(self, failure: Failure, tried: list[str], step: int) -> Remedy:
-        parts, current = self.parts, self._current
-        now = Situation(
-            parts.device, parts.loaded, parts.loss, parts.budget, failure, current, parts.static_bytes, parts.guard,
-            parts.data, tried, parts.standing,
-        )  # fmt: skip
-        remedy = choose(parts.ladder, now)
-        parts.static_bytes, parts.data = now.static_bytes, now.data
+    def _choose(self, struck: Sequence[Struck], tried: list[str], step: int) -> Remedy:
+        """What is done about the failure, by the rank that decides; the others follow it."""
+        parts, decider = self.parts, deciding(struck)
+        remedy = None
+        if decider.rank == parts.ranks.rank:
+            now = Situation(
+                parts.device, parts.loaded, parts.loss, parts.budget, decider.failure, decider.micro_batch,
+                parts.static_bytes, parts.guard, parts.data, tried, parts.standing,
+            )  # fmt: skip
+            remedy = choose(parts.ladder, now)
+            parts.static_bytes, parts.data = now.static_bytes, now.data
+        remedy = decide(parts.ranks, parts.knowledge, decider.rank, remedy)
+        if remedy is not None and remedy.name == "optimizer_offload":
+            parts.device.release_cached()
+            parts.static_bytes = parts.device.memory().allocated_bytes
+        if remedy is not None and remedy.name == "max_length":
+            parts.data = parts.data.shortened(remedy.after)
         if remedy is None:
-            rows = self._rows_in_flight()
-            parts.report(Backoff(step, failure, Remedy("give_up"), rows, 0, len(tried) + 1, current))
-            raise _exhausted(failure, current, parts)
+            self._report(step, struck, Remedy("give_up"), 0, len(tried) + 1)
+            advice = parts.advise(decider.failure, decider.micro_batch)
+            raise exhausted(decider, advice)
         return remedy
 
 
-def _exhausted(failure: Failure, current: MicroBatch | None, parts: Parts) -> MemoryExhaustedError:
-    if failure.kind != "device":
-        return MemoryExhaustedError(
-            f"host memory ran out in {failure.phase}: {failure.text}",
-            fix="close other programs, or set data.workers = 0; a smaller micro-batch would not help",
-        )
-    length = f" of {current.length} tokens" if current else ""
-    elsewhere = parts.device.capacity_bytes - parts.device.available_bytes
-    neighbour = f", and {elsewhere / 2**20:.1f} MiB by other processes" if elsewhere > 0 else ""
-    return MemoryExhaustedError(
-        f"out of memory in {failure.phase} with one sequence{length} and every remedy used "
-        f"({failure.allocated_bytes / 2**20:.1f} of {parts.device.capacity_bytes / 2**20:.1f} MiB held{neighbour})",
-        fix=parts.advise(failure, current) or "a profile with more memory",
-    )
+def _most_rows(plan: Sequence[MicroBatch]) -> int:
+    return max((group.rows for group in plan), default=0)

@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 
 from engine.parallel.ranks import Ranks, joined
+from engine.train.failure import quick_to_collect
 
 Case = Callable[[Ranks, Path], Any]
 LIMIT_SECONDS = 60.0
@@ -36,7 +37,7 @@ def _member(rank: int, size: int, port: int, cases: list[Case], folder: str) -> 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    with joined(LIMIT_SECONDS, "cpu") as ranks:
+    with joined(LIMIT_SECONDS, "cpu") as ranks, quick_to_collect():
         results = {case.__name__: case(ranks, Path(folder)) for case in cases}
         torch.save(results, Path(folder) / f"rank-{rank}.pt")
         ranks.tell("done")

@@ -1,0 +1,133 @@
+"""Whole runs on two ranks: the curve of one process, through killed and stopped ranks, and on fewer ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.journal.directory import RunDirectory
+from engine.journal.events import read_events
+from engine.spec.load import dump_run_spec
+from engine.start import start_engine
+from tests.parallel.steps import SAMPLES, spec_of
+from tests.train.harness import losses, new_run, of_kind, train, write_samples
+
+LIMIT_SECONDS = 240.0
+TABLES: dict[str, Any] = {
+    "train": {"max_steps": 24, "epochs": 10.0},
+    "checkpoint": {"every_steps": 4, "every_minutes": 0, "keep": 10},
+}
+
+
+def engine_ends(place: RunDirectory, *, resume: bool = False, meanwhile: Callable[[], None] = lambda: None) -> int:
+    process = start_engine(place, resume=resume)
+    try:
+        meanwhile()
+        return process.wait(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+
+
+def wait_for_step(place: RunDirectory, step: int) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not any(event["step"] >= step for event in of_kind(events(place), "step")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def events(place: RunDirectory) -> list[dict[str, Any]]:
+    return list(read_events(place.events)) if place.events.exists() else []
+
+
+def rank_process(place: RunDirectory, rank: int) -> psutil.Process:
+    """The newest process that works on the run as this rank."""
+    for process in sorted(psutil.process_iter(), key=lambda each: -each.create_time()):
+        try:
+            environment = process.environ()
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        if environment.get("TORCHELASTIC_RUN_ID") == place.name and environment.get("RANK") == str(rank):
+            return process
+    raise AssertionError(f"no process is rank {rank} of {place.name}")
+
+
+def with_ranks(folder: Path, ranks: int, timeout_seconds: float = 60.0) -> Any:
+    spec = spec_of(folder, ranks, TABLES)
+    parallel = spec.profile.parallel.model_copy(update={"timeout_seconds": timeout_seconds})
+    return spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": parallel})})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_samples(folder / SAMPLES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def curve(folder: Path) -> dict[int, float]:
+    """The losses of one process."""
+    code, told = train(new_run(folder / "alone", with_ranks(folder, 1)))
+    assert code == 0
+    return losses(told)
+
+
+def test_a_killed_rank_restarts_the_run_from_its_checkpoint_and_fewer_ranks_go_on_with_it(
+    folder: Path, curve: dict[int, float]
+) -> None:
+    place = new_run(folder / "killed", with_ranks(folder, 2))
+
+    def kill() -> None:
+        wait_for_step(place, 6)
+        rank_process(place, 1).send_signal(signal.SIGKILL)
+        wait_for_step(place, 16)
+        (place.path / "control").mkdir(exist_ok=True)
+        os.kill(rank_process(place, 0).ppid(), signal.SIGTERM)
+
+    assert engine_ends(place, meanwhile=kill) == 130
+    restarts = [event for event in of_kind(events(place), "warning") if event["code"] == "rank_lost"]
+    assert len(restarts) == 1 and "rank 1 was killed" in restarts[0]["text"]
+    assert of_kind(events(place), "run_started")[0]["world_size"] == 2
+
+    place.run_toml.write_text(dump_run_spec(with_ranks(folder, 1)))
+    code, told = train(place, resume=True)
+    assert code == 0
+    assert losses(told) == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.torture
+def test_a_stopped_rank_is_noticed_within_the_bound(folder: Path, curve: dict[int, float]) -> None:
+    place = new_run(folder / "stopped", with_ranks(folder, 2, timeout_seconds=20.0))
+
+    def stop() -> None:
+        wait_for_step(place, 6)
+        rank_process(place, 1).send_signal(signal.SIGSTOP)
+
+    assert engine_ends(place, meanwhile=stop) == 0
+    restarts = [event["text"] for event in of_kind(events(place), "warning") if event["code"] == "rank_lost"]
+    assert len(restarts) == 1 and "stopped or stuck" in restarts[0]
+    assert losses(events(place)) == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.torture
+def test_four_ranks_then_two_then_one_go_on_on_one_curve(folder: Path, curve: dict[int, float]) -> None:
+    place = new_run(folder / "fewer", with_ranks(folder, 4))
+    for ranks, step in ((4, 8), (2, 16)):
+        place.run_toml.write_text(dump_run_spec(with_ranks(folder, ranks)))
+
+        def stop(step: int = step) -> None:
+            wait_for_step(place, step)
+            os.kill(rank_process(place, 0).ppid(), signal.SIGTERM)
+
+        assert engine_ends(place, resume=ranks < 4, meanwhile=stop) == 130
+    place.run_toml.write_text(dump_run_spec(with_ranks(folder, 1)))
+    code, told = train(place, resume=True)
+    assert code == 0
+    assert losses(told) == pytest.approx(curve, rel=1e-5)
