@@ -19,6 +19,9 @@ from engine.spec.run import RunSpec
 
 GIB = 2**30
 
+SHORT_ANSWER_TOKENS = 32
+"""Generating no more than this at each evaluation is not worth a word."""
+
 
 def warnings_of(arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None) -> list[str]:
     """Everything worth a warning; the disk only where it is known how much of it is free."""
@@ -45,8 +48,7 @@ def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     wide = 1 - narrow / all_of_them
     yield (
         f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {setting_of(arch, spec).dtype}: 4-bit '
-        'loading knows linear layers only, not fused experts, and the plan counts them so; model.quantize = "none" '
-        "is faster and needs little more"
+        "loading knows linear layers only, not fused experts, and the plan counts them so"
     )
 
 
@@ -55,7 +57,8 @@ def _elements(parameters: Iterable[Parameter]) -> int:
 
 
 def _generation(spec: RunSpec) -> Iterator[str]:
-    if generates(spec.recipe):
+    """Answers of a few tokens cost no more than the evaluation around them."""
+    if generates(spec.recipe) and spec.recipe.generate.max_new_tokens > SHORT_ANSWER_TOKENS:
         yield (
             f"evaluations inside training generate up to {spec.recipe.generate.max_new_tokens} tokens a sample: this "
             "takes time and the memory of the plan's row generate; eval.samples=0 without exact_match avoids it"

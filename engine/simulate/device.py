@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from engine.device.metered import MeteredDevice
@@ -35,7 +37,7 @@ class SimulatedDevice(MeteredDevice):
     @contextmanager
     def simulating(self, *, packed: bool) -> Iterator[None]:
         """Everything made inside is fake and counted."""
-        with _packing_known(packed), self._mode, self.activate():
+        with _packing_known(packed), self._mode, self.activate(), _Answers():
             yield
 
     @contextmanager
@@ -46,6 +48,15 @@ class SimulatedDevice(MeteredDevice):
             yield
         finally:
             self._meter.ledger.sums_in_place = False
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers `tensor.item()` with one: fake tensors have no values, and no size depends on what is asked here."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
