@@ -38,6 +38,8 @@ KEYS: tuple[Key, ...] = (
     Key("runs", "enter", "open", "open", "watch this run"),
     Key("runs", "r", "resume", "resume", "go on with a run that was paused or stopped, or crashed"),
     Key("runs", "n", "clone", "clone", "the same again on the Launch screen, to be changed before it starts"),
+    Key("runs", "space", "mark", "mark", "mark the run for comparing, or take the mark away"),
+    Key("runs", "c", "compare", "compare", "the marked runs in one plot, and what differs"),
     Key("runs", "x", "delete", "delete", "move the run into the folder .trash beside it; asks first"),
     Key("runs", "slash", "filter", "filter", "words, or state:running model:qwen recipe: profile: name:"),
     Key("launch", "s", "start", "start", "start the run: an engine of its own, which goes on without the console"),

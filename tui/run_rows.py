@@ -80,17 +80,20 @@ def heading(width: int, columns: Sequence[Column]) -> Content:
     return Content(" " + "state".ljust(STATE_WIDTH) + "  ".join(parts))
 
 
-def row(entry: Entry, width: int, ascii_only: bool, columns: Sequence[Column] = COLUMNS) -> Content:
+def row(
+    entry: Entry, width: int, ascii_only: bool, columns: Sequence[Column] = COLUMNS, *, marked: bool = False
+) -> Content:
     """The run's line at this width."""
+    lead = Content.styled("*" if ascii_only else "◆", "bold $mark") if marked else Content(" ")
     summary = entry.summary
     if summary is None:
         said = ("x damaged" if ascii_only else "✗ damaged") if entry.trouble else "..."
         state = Content.styled(_fit(said, STATE_WIDTH, False), "$muted")
         rest = clean(entry.directory.name) + (f"  {clean(entry.trouble)}" if entry.trouble else "")
-        return Content.assemble(" ", state, rest)
+        return Content.assemble(lead, state, rest)
     state = state_cell(state_of(summary), str, ascii_only=ascii_only)
     parts = [_fit(clean(column.cell(entry, summary)), size, column.right) for column, size in _sizes(width, columns)]
-    return Content.assemble(" ", state.pad_right(STATE_WIDTH - state.cell_length), "  ".join(parts))
+    return Content.assemble(lead, state.pad_right(STATE_WIDTH - state.cell_length), "  ".join(parts))
 
 
 def _sizes(width: int, columns: Sequence[Column]) -> list[tuple[Column, int]]:

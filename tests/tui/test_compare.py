@@ -104,3 +104,25 @@ async def test_what_a_resume_voids_leaves_every_axis(runs: Path) -> None:
     while curve.look(seconds=1.0):
         pass
     assert curve.over("steps").end == 2 and curve.over("tokens").end == 200 and curve.over("time").end == 1.0
+
+
+async def test_runs_are_marked_on_the_list_and_compared_by_keys(console: Opener, runs: Path) -> None:
+    a, b = (finished(runs, name, rate=1e-4, losses=[2.0, 1.0]) for name in ("a", "b"))
+    async with console(120, 36) as desk:
+        await desk.sees(a.name, b.name)
+        await desk.press("c")
+        await desk.sees("mark two runs or more")
+        await desk.press("space", "space")
+        await desk.sees("2 marked", "◆")
+        await desk.press("c")
+        await desk.sees("loss over steps", a.name, b.name)
+
+
+async def test_a_mark_goes_with_its_run(console: Opener, runs: Path) -> None:
+    a = finished(runs, "a", rate=1e-4, losses=[2.0])
+    async with console() as desk:
+        await desk.sees(a.name)
+        await desk.press("space")
+        await desk.sees("1 marked")
+        a.path.rename(runs / ".gone")
+        await desk.until(lambda: "marked" not in desk.text)

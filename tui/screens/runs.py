@@ -6,6 +6,7 @@ Try: `tunedeck`, then `/` and `state:done`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from textual import events
 from textual.app import ComposeResult
@@ -48,6 +49,8 @@ class RunsScreen(BaseScreen):
         self._filter = ""
         self.shown: list[Entry] = []
         """The runs that the filter lets through."""
+        self._marked: dict[Path, RunDirectory] = {}
+        """Runs to compare, in the order they were marked."""
 
     def body(self) -> ComposeResult:
         """A filter field (only while it is used), column titles, the rows, and a line for an empty list."""
@@ -74,11 +77,16 @@ class RunsScreen(BaseScreen):
         rows = self.query_one(Rows)
         width = self.size.width
         self.query_one(".heading", Lines).show([heading(width, COLUMNS)])
-        rows.show([row(entry, width, self.console.ascii_only) for entry in self.shown] or list(self._empty()))
+        there = {entry.directory.path for entry in self.runs.entries}
+        self._marked = {path: run for path, run in self._marked.items() if path in there}
+        rows.show([self._row(entry, width) for entry in self.shown] or list(self._empty()))
         places = [entry.directory.path for entry in self.shown]
         if chosen is not None and chosen.directory.path in places:
             rows.move_to(places.index(chosen.directory.path))
         self.refresh_bars()
+
+    def _row(self, entry: Entry, width: int) -> Content:
+        return row(entry, width, self.console.ascii_only, marked=entry.directory.path in self._marked)
 
     def _empty(self) -> Iterable[Content]:
         if self.runs.trouble:
@@ -98,13 +106,16 @@ class RunsScreen(BaseScreen):
     def about(self) -> str:
         """How many there are."""
         total, shown = len(self.runs.entries), len(self.shown)
-        return f"{shown} of {total}" if self._filter else str(total)
+        marked = f", {len(self._marked)} marked" if self._marked else ""
+        return (f"{shown} of {total}" if self._filter else str(total)) + marked
 
     def why_not(self, action: str) -> str | None:
         """What the run under the cursor cannot be asked for."""
         entry = self.chosen
-        if action in ("open", "resume", "clone", "delete") and entry is None:
+        if action in ("open", "resume", "clone", "delete", "mark") and entry is None:
             return "there is no run here"
+        if action == "compare" and len(self._marked) < 2:
+            return "mark two runs or more with space first"
         status = entry.summary.status if entry is not None and entry.summary is not None else ""
         if action == "resume" and entry is not None:
             return why_not_resume(entry.directory, status)
@@ -134,6 +145,19 @@ class RunsScreen(BaseScreen):
         """Open Launch with what this run was made of."""
         if self.chosen is not None:
             self.console.open_screen("launch", recipe_of(self.chosen.directory))
+
+    def do_mark(self) -> None:
+        """Mark the run under the cursor, or take its mark away, and go on to the next."""
+        if self.chosen is not None:
+            directory = self.chosen.directory
+            if self._marked.pop(directory.path, None) is None:
+                self._marked[directory.path] = directory
+            self.query_one(Rows).action_move(1)
+            self._fill()
+
+    def do_compare(self) -> None:
+        """The marked runs side by side."""
+        self.console.open_screen("compare", list(self._marked.values()))
 
     def do_delete(self) -> None:
         """Ask, then move the run into the trash."""
