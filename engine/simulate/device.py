@@ -30,7 +30,7 @@ class SimulatedDevice(MeteredDevice):
     def __init__(self, *, sums_in_place: bool) -> None:
         super().__init__(ROOMY_BYTES)
         self.name = "simulated"
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.ledger.counts_fakes = True
         self._sums_in_place = sums_in_place
 

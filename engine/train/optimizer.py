@@ -116,7 +116,7 @@ class StepGuard:
         self.host_state = HostState(optimizer, device)
         self._named = named
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
-        self.never_allocates = _allocation_free(optimizer)
+        self.never_allocates = allocation_free(optimizer)
         self.takes_copy = not self.never_allocates and size_bytes <= SNAPSHOT_LIMIT_BYTES
         self._counted = [parameter for _, parameter in named if "step" in optimizer.state.get(parameter, {})]
         self._copies: list[torch.Tensor] = []
@@ -185,5 +185,6 @@ class StepGuard:
         self.read_counters()
 
 
-def _allocation_free(optimizer: torch.optim.Optimizer) -> bool:
+def allocation_free(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step allocates nothing once its state is there."""
     return isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)) and bool(optimizer.defaults.get("fused"))
