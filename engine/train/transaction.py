@@ -381,7 +381,6 @@ class StepTransaction:
         return False
 
     def _put_back(self) -> bool:
-        self._loss_here = None
         self._drop_gradients()
         flush_autograd()
         self.parts.device.release_cached()
@@ -391,6 +390,7 @@ class StepTransaction:
         return True
 
     def _drop_gradients(self) -> None:
+        self._loss_here = None
         for parameter in self.parameters:
             parameter.grad = None
 
