@@ -62,6 +62,7 @@ def _forward(arch: Architecture, setting: Setting, kind: Kind, caching: bool = F
     return prune(growth(size) for size in walk.take_peaks())
 
 
+@lru_cache(maxsize=256)
 def generation_bytes(arch: Architecture, setting: Setting, *, rows: int, prompt: int, new_tokens: int) -> int:
     """Bytes above what the run holds anyway, for `rows` prompts of `prompt` tokens and answers of `new_tokens`."""
     return max(_prefill(arch, setting, rows, prompt), _decoding(arch, setting, rows, prompt, new_tokens))

@@ -80,9 +80,9 @@ def check(model: type[Spec], data: Data) -> tuple[Spec | None, list[Problem]]:
     if foreign_file := _wrong_file(model, data):
         return None, foreign_file
     data = _visible_notes(data)
-    problems = [*_unsafe_values(model, data), *_field_problems(model, data)]
+    sound, wrong = _validated(model, data)
+    problems = [*_unsafe_values(model, data), *wrong]
     bad = {problem.place for problem in problems}
-    sound = _validated_remainder(model, data)
     for problem in _rule_problems(sound, data) if sound is not None else ():
         if not any(_touches(place, bad) for place in (problem.place, *problem.beside)):
             problems.append(problem)
@@ -125,15 +125,15 @@ def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator
             yield from _unsafe_values(model, child, (*place, part))
 
 
-def _field_problems(model: type[Table], data: Data) -> list[Problem]:
+def _validated(model: type[Spec], data: Data) -> tuple[Spec | None, list[Problem]]:
+    """The table made of what is right in `data`, and what is wrong with its fields."""
     try:
-        model.model_validate(data)
+        return model.model_validate(data), []
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False, include_input=False)
         kinds = {_place(detail["loc"], data, detail["type"]): detail["type"] for detail in details}
         deepest = {p: kind for p, kind in kinds.items() if not any(q[: len(p)] == p and q != p for q in kinds)}
-        return [_problem(model, data, place, kind) for place, kind in deepest.items()]
-    return []
+        return _validated_remainder(model, data), [_problem(model, data, p, kind) for p, kind in deepest.items()]
 
 
 def _place(location: Place, data: Any, kind: str) -> Place:
@@ -304,6 +304,8 @@ def _rule_problems(table: Table, data: Data) -> Iterator[Problem]:
 
 def _partial(base: Data, extra: Data) -> list[Problem]:
     """Problems that laying `extra` over the recipe `base` brings."""
+    if not extra:
+        return []
     strange = [
         Problem((key,), "unknown key", f"tables of a recipe are allowed: {', '.join(LAYERED)}")
         for key in extra

@@ -13,7 +13,8 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,22 @@ def read_document(path: str | Path) -> Document:
     """Read and parse one TOML file. Raises SpecError with file and line for anything that cannot be read as TOML."""
     label = visible(str(path))
     raw = _read_bytes(Path(path), label)
+    document = _parsed(raw, label)
+    return replace(document, data=_copied(document.data), where=dict(document.where))
+
+
+@lru_cache(maxsize=64)
+def _parsed(raw: bytes, label: str) -> Document:
+    """A file's document. The console asks for the same files at every letter typed over them, and parsing is dearer
+    than planning; being kept by content, no change of a file is ever missed. Not to be changed by the caller."""
     return parse_document(_decode(raw, label), label, hashlib.sha256(raw).hexdigest())
+
+
+def _copied(node: Any) -> Any:
+    """Nested tables and lists anew; what TOML has besides cannot be changed."""
+    if isinstance(node, dict):
+        return {key: _copied(value) for key, value in node.items()}
+    return [_copied(value) for value in node] if isinstance(node, list) else node
 
 
 def parse_document(text: str, label: str, sha256: str = "") -> Document:

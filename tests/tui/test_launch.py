@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from textual import events
+from textual._compositor import ChopsUpdate, Compositor
 
 from engine.journal.index import list_runs
 from engine.journal.queue import Queue
@@ -81,6 +83,33 @@ async def test_the_bar_follows_every_letter_and_letters_are_no_keys_while_editin
         assert desk.screen._bench.choice.overrides == {"train.micro_batch": "8"}
         await desk.press("u")
         assert desk.screen._bench.choice.overrides == {}
+
+
+async def test_the_bar_is_painted_with_its_letter_and_without_a_layout_pass(
+    console: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    painted: list[str] = []
+    layouts: list[object] = []
+    partial = Compositor.render_partial_update
+
+    def spy(compositor: Compositor) -> ChopsUpdate | None:
+        update = partial(compositor)
+        if update is not None:
+            painted.append(budget(desk))
+        return update
+
+    async with console(120, 36, **DEMO) as desk:
+        await to_row(desk, "train.micro_batch")
+        await desk.press("enter", "end", "backspace")
+        await desk.until(lambda: desk.screen._bench.next_verdict() is False, "every recipe's verdict")
+        before = budget(desk)
+        desk.screen.screen_layout_refresh_signal.subscribe(desk.screen, layouts.append)
+        monkeypatch.setattr(Compositor, "render_partial_update", spy)
+        desk.app.post_message(events.Key("7", "7"))
+        await desk.until(lambda: painted, "a repaint")
+        assert budget(desk) != before
+        assert painted[0] == budget(desk)
+        assert layouts == []
 
 
 async def test_what_is_wrong_is_said_below_the_row_and_start_refuses_with_it(console: Opener) -> None:

@@ -24,7 +24,7 @@ from engine.spec.find import Kind
 from engine.spec.text import visible
 from tui.keys import bindings
 from tui.launch_bench import Bench
-from tui.launch_fields import OTHER
+from tui.launch_fields import OTHER, choices
 from tui.launch_model import Choice, command, command_lines, data_arguments, refusal
 from tui.machine import read_machine
 from tui.read_samples import read_samples
@@ -66,7 +66,8 @@ class LaunchScreen(BaseScreen):
 
     def body(self) -> ComposeResult:
         """The view, and the prompt."""
-        yield LaunchView(TABS, ascii_only=self.console.ascii_only)
+        fields = Fields(choices, self._begun, self._typed, ascii_only=self.console.ascii_only)
+        yield LaunchView(TABS, fields, ascii_only=self.console.ascii_only)
         yield Prompt()
 
     @property
@@ -219,14 +220,14 @@ class LaunchScreen(BaseScreen):
         self._bench.change(choice)
         self._show()
 
-    def on_fields_begun(self) -> None:
+    def _begun(self) -> None:
         """A row is about to be changed."""
         self._bench.remember()
 
-    def on_fields_typed(self, event: Fields.Typed) -> None:
+    def _typed(self, key: str, text: str) -> None:
         """The bar follows every letter."""
-        if event.key != OTHER:
-            self._bench.type(event.key, event.text)
+        if key != OTHER:
+            self._bench.type(key, text)
             self._show_typed()
 
     def on_fields_left(self, event: Fields.Left) -> None:

@@ -38,6 +38,16 @@ class Editor(Input):
     """The width of the text. Textual's own asks for a layout pass of the whole screen whenever it changes, which is at
     every letter, and took a third of what a letter costs here; where the field stands never depends on it."""
 
+    def __init__(self, typed: Callable[[str], None]) -> None:
+        super().__init__(compact=True, id="editor")
+        self._typed = typed
+        self.disable_messages(Input.Changed)
+
+    def watch_value(self, value: str) -> None:
+        """Straight on, while the key is still being handled: told by a message, the screen would paint the letter
+        first and what follows from it in a second pass."""
+        self._typed(value)
+
     def action_leave(self) -> None:
         """Back to the rows; what was typed stays."""
         self.post_message(self.Submitted(self, self.value))
@@ -53,33 +63,33 @@ class Fields(Vertical):
     Fields Editor {{ layer: field; position: absolute; display: none; height: 1; background: $panel; }}
     """
 
-    class Typed(Message):
-        """A text is being typed in a row, or was chosen there."""
+    class Left(Message):
+        """The row's editing is over."""
 
         def __init__(self, key: str, text: str) -> None:
             super().__init__()
             self.key, self.text = key, text
 
-    class Begun(Message):
-        """A row is about to be changed."""
-
-    class Left(Typed):
-        """The row's editing is over."""
-
     class Moved(Message):
         """Another row is under the cursor."""
 
-    def __init__(self, choices: Callable[[str], list[str]], *, ascii_only: bool) -> None:
+    def __init__(
+        self, choices: Callable[[str], list[str]], begun: Callable[[], None], typed: Callable[[str, str], None],
+        *, ascii_only: bool,
+    ) -> None:  # fmt: skip
+        """`choices` are the values of a key that has only some; `begun` is called before a row is changed, `typed` with
+        its key and its text at every change."""
         super().__init__(id="fields")
-        self._choices, self._ascii_only = choices, ascii_only
+        self._choices, self._begun, self._typed, self._ascii_only = choices, begun, typed, ascii_only
         self._rows: list[Row] = []
+        self._drawn: dict[tuple[Row, str, int], Content] = {}
         self._edited = ""
 
     def compose(self) -> ComposeResult:
         """Rows, hint, and the field on top."""
         yield Rows(id="field-rows")
         yield Lines(id="hint")
-        yield Editor(compact=True, id="editor")
+        yield Editor(self._changed)
 
     @property
     def edited(self) -> str:
@@ -95,7 +105,10 @@ class Fields(Vertical):
     def put(self, rows: Sequence[Row], troubles: dict[str, str], *, width: int) -> None:
         """Show these rows, with what is wrong with each."""
         self._rows = list(rows)
-        self.query_one(Rows).show([self._line(row, troubles.get(row.key, ""), width) for row in rows])
+        before = self._drawn
+        drawn = [(row, troubles.get(row.key, ""), width) for row in rows]
+        self._drawn = {known: before.get(known) or self._line(*known) for known in drawn}
+        self.query_one(Rows).show([self._drawn[known] for known in drawn])
 
     def hint(self, text: str, style: str) -> None:
         """Say something about the row under the cursor."""
@@ -126,28 +139,32 @@ class Fields(Vertical):
         row = self.row
         if row is None:
             return
-        self._tell(self.Begun())
+        self._begun()
         values = self._choices(row.key)
         if values:
             following = values[(values.index(row.value) + 1) % len(values)] if row.value in values else values[0]
-            self._tell(self.Typed(row.key, following))
-            return
-        self._open(row)
-
-    def _tell(self, message: Message) -> None:
-        """Straight to the screen: bubbling there through four containers costs as much as working out the plan."""
-        self.screen.post_message(message)
+            self._typed(row.key, following)
+        else:
+            self._open(row)
 
     def _open(self, row: Row) -> None:
         rows, field = self.query_one(Rows), self.query_one(Editor)
+        field.value = row.value
         self._edited = row.key
-        with field.prevent(Input.Changed):
-            field.value = row.value
         field.cursor_position = len(row.value)
-        field.styles.offset = (VALUE_AT, rows.cursor - rows.top)
-        field.styles.width = max(8, self.size.width - VALUE_AT)
+        self._place(rows, field)
         field.display = True
         field.focus()
+
+    def _place(self, rows: Rows, field: Editor) -> None:
+        """Lay the field over its row."""
+        field.styles.offset = (VALUE_AT, rows.cursor - rows.top)
+        field.styles.width = max(8, self.size.width - VALUE_AT)
+
+    def _changed(self, text: str) -> None:
+        """A letter was typed, or the field was filled to begin with."""
+        if self._edited:
+            self._typed(self._edited, text.strip())
 
     def on_rows_chosen(self, event: Rows.Chosen) -> None:
         """Enter on a row."""
@@ -157,13 +174,7 @@ class Fields(Vertical):
     def on_rows_moved(self, event: Rows.Moved) -> None:
         """Another row."""
         event.stop()
-        self._tell(self.Moved())
-
-    def on_input_changed(self, event: Input.Changed) -> None:
-        """Each letter counts."""
-        event.stop()
-        if self._edited:
-            self._tell(self.Typed(self._edited, event.value.strip()))
+        self.post_message(self.Moved())
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Enter, Esc, up or down: the row is left."""
@@ -171,11 +182,9 @@ class Fields(Vertical):
         key, self._edited = self._edited, ""
         self.query_one(Editor).display = False
         self.focus_rows()
-        self._tell(self.Left(key, event.value.strip()))
+        self.post_message(self.Left(key, event.value.strip()))
 
     def on_resize(self, _event: events.Resize) -> None:
         """The field follows its row."""
         if self._edited:
-            rows, field = self.query_one(Rows), self.query_one(Editor)
-            field.styles.offset = (VALUE_AT, rows.cursor - rows.top)
-            field.styles.width = max(8, self.size.width - VALUE_AT)
+            self._place(self.query_one(Rows), self.query_one(Editor))

@@ -16,7 +16,7 @@ from textual.message import Message
 from engine.spec.text import visible
 from tui import launch_rows
 from tui.launch_budget import budget_lines
-from tui.launch_fields import Row, choices, help_of
+from tui.launch_fields import Row, help_of
 from tui.launch_model import Choice, Outcome
 from tui.machine import Entry
 from tui.theme import draw
@@ -34,9 +34,11 @@ class LaunchView(Vertical):
     class Refocused(Message):
         """Another pane is in front."""
 
-    def __init__(self, tabs: Sequence[str], *, ascii_only: bool) -> None:
+    def __init__(self, tabs: Sequence[str], fields: Fields, *, ascii_only: bool) -> None:
         super().__init__(id="launch")
         self._tabs, self._ascii_only = tabs, ascii_only
+        self.fields = fields
+        """The rows of fields."""
         self.pane = FIELDS
         """The pane in front."""
 
@@ -51,14 +53,9 @@ class LaunchView(Vertical):
                 yield Rows(id="recipe-rows")
             with Vertical(id=FIELDS, classes="pane -front"):
                 yield Lines(classes="heading")
-                yield Fields(choices, ascii_only=self._ascii_only)
+                yield self.fields
             yield Panel(self._tabs, id=PANEL, classes="pane")
         yield Lines(id="budget")
-
-    @property
-    def fields(self) -> Fields:
-        """The rows of fields."""
-        return self.query_one(Fields)
 
     @property
     def panel(self) -> Panel:

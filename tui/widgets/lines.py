@@ -71,6 +71,13 @@ class Lines(Widget):
             strip = self._strips[y] = self._draw(y)
         return strip
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The drawn lines as they are, where nothing stands around them. Textual's own way to its kept strips asks
+        every widget in sight for the colours of all its ancestors whenever any other changes: half of a repaint."""
+        if self.styles.gutter or self.get_line_filters() or crop.column_span != (0, self.size.width):
+            return super().render_lines(crop)
+        return [self.render_line(y) for y in crop.line_range]
+
     def _draw(self, y: int) -> Strip:
         style, width = self.line_style(y), self.content_size.width
         content = self.line_at(y)
