@@ -203,7 +203,7 @@ def _sentences(planned: Plan) -> list[str]:
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
     ]
     if planned.ranks > 1:
-        lines.append(f"for each of {planned.ranks} devices; predicted only: train does not run on several yet")
+        lines.append(f"for each of {planned.ranks} devices")
     if planned.remedies:
         changes = ", ".join(f"{key} = {value!r}" for key, value in planned.remedies.items())
         lines.append(f"fits with {changes}; what is learned stays the same")

@@ -5,6 +5,7 @@ Try: `tunedeck train -p demo -r demo`
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -144,8 +145,14 @@ def engine_process(
     """The engine itself: started by `train` and `resume`, never by hand."""
     if not (directory / "run.toml").is_file():
         raise EnvironmentProblem(f"{directory} is no run directory", fix="use: tunedeck train")
-    from engine.train.main import run
+    from engine.spec.load import load_run_spec
 
+    profile = load_run_spec(directory / "run.toml", own=True).profile
+    if profile.device.count * profile.nodes.count == 1 or "TUNEDECK_RANK_OF" in os.environ:
+        from engine.train.main import run
+    else:
+        # The supervisor of several ranks trains nothing: without the models' libraries it starts in half the time.
+        from engine.parallel.launch import run_supervised as run
     code = run(directory.absolute(), resume=resume, from_step=from_step)
     sys.stdout.flush()
     sys.stderr.flush()

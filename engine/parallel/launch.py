@@ -10,18 +10,23 @@ Try: `tunedeck train -p demo-2 -r demo`
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from engine.ending import on_finish
 from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, EventWriter
+from engine.journal.liveness import claim
+from engine.spec.load import load_run_spec
 from engine.spec.run import RunSpec
 from engine.start import COMMAND, KILLED_CODE
 
@@ -31,8 +36,11 @@ LOST_CODE = 75
 BEYOND_REPAIR_CODE = 74
 """Exit code of a rank whose device or driver can only be used again by a new process (EX_IOERR)."""
 
-SECONDS_TO_LEAVE = 5
+SECONDS_TO_LEAVE = 10
 """Between asking the remaining ranks of a failed attempt to end and killing them."""
+
+RANK_OF = "TUNEDECK_RANK_OF"
+"""Environment variable by which a rank knows that it has a supervisor: the name of the run."""
 
 PR_SET_PDEATHSIG = 1
 """prctl(2): a signal for this process when its parent ends."""
@@ -40,7 +48,12 @@ PR_SET_PDEATHSIG = 1
 
 def is_rank(directory: RunDirectory) -> bool:
     """Whether this process was started as a rank of the run by its supervisor."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") == directory.name
+    return os.environ.get(RANK_OF) == directory.name
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its machine."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or 0)
 
 
 def device_count(spec: RunSpec) -> int:
@@ -48,18 +61,37 @@ def device_count(spec: RunSpec) -> int:
     return spec.profile.device.count * spec.profile.nodes.count
 
 
+def own_device(spec: RunSpec, local_rank: int) -> int:
+    """The index of the device that belongs to rank `local_rank` of this machine."""
+    if spec.limits.devices:
+        return spec.limits.devices[local_rank]
+    # Slurm's --gpus-per-task and torchrun's --virtual-local-rank show each process its own GPU alone.
+    alone = spec.profile.device.kind == "cuda" and torch.cuda.device_count() == 1
+    return 0 if alone else local_rank
+
+
 def of_one_rank(spec: RunSpec, local_rank: int) -> RunSpec:
     """The spec with the one device that belongs to rank `local_rank` of this machine."""
     if spec.profile.device.count == 1:
         return spec
-    chosen = (spec.limits.devices or list(range(spec.profile.device.count)))[local_rank]
     device = spec.profile.device.model_copy(update={"count": 1})
     return spec.model_copy(
         update={
             "profile": spec.profile.model_copy(update={"device": device}),
-            "limits": spec.limits.model_copy(update={"devices": [chosen]}),
+            "limits": spec.limits.model_copy(update={"devices": [own_device(spec, local_rank)]}),
         }
     )
+
+
+def run_supervised(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
+    """Train the run in `directory` on all its devices, or go on with it; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    place = RunDirectory(directory)
+    spec = load_run_spec(place.run_toml, own=True)
+    with claim(place):
+        status, code = supervise(spec, place, resume=resume or from_step is not None, from_step=from_step)
+    on_finish(spec, place, status)
+    return code
 
 
 def supervise(spec: RunSpec, directory: RunDirectory, *, resume: bool, from_step: int | None) -> tuple[str, int]:
@@ -81,6 +113,7 @@ def supervise(spec: RunSpec, directory: RunDirectory, *, resume: bool, from_step
 def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: int | None) -> str:
     """Start all ranks and wait for their end; returns what went wrong, in words."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.profile.device.count)))
+    os.environ[RANK_OF] = directory.name
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_LEAVE)
     config = LaunchConfig(
         min_nodes=1,
@@ -98,21 +131,34 @@ def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: in
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as failed:
-        return in_words(failed.failures)
+        return in_words(failed.failures, device_count(spec))
     return "the ranks ended without recording how the run ended"
 
 
-def in_words(failures: dict[int, ProcessFailure]) -> str:
-    """What happened to the ranks of an attempt: who was killed or broke, else that somebody did not answer."""
+def in_words(failures: dict[int, ProcessFailure], size: int) -> str:
+    """What happened to the ranks of an attempt: who was killed or broke, else who did not answer the others."""
+    unmoved = _unmoved(failures)
     causes = [
         f"rank {rank} {_manner(failure.exitcode)}"
         for rank, failure in sorted(failures.items())
-        if failure.exitcode not in (0, LOST_CODE, -signal.SIGTERM)
+        if failure.exitcode not in (0, LOST_CODE, -signal.SIGTERM) and rank not in unmoved
     ]
     if causes:
         return "; ".join(causes)
-    waiting = ", ".join(str(rank) for rank, failure in sorted(failures.items()) if failure.exitcode == LOST_CODE)
-    return f"rank {waiting} had no answer from another rank, which is stopped or stuck"
+    silent = [str(rank) for rank in range(size) if rank in unmoved or rank not in failures]
+    if not silent:
+        return "the ranks lost each other: all of them were stopped for a while, or the network was"
+    return f"no answer from rank {' or '.join(silent)}, which is stopped or stuck"
+
+
+def _unmoved(failures: dict[int, ProcessFailure]) -> set[int]:
+    """Ranks that did not end when the others had failed, so that the agent killed them (torch 2.13 tells of them)."""
+    first = min((failure.timestamp for failure in failures.values()), default=0)
+    return {
+        rank
+        for rank, failure in failures.items()
+        if failure.exitcode == -signal.SIGKILL and failure.timestamp - first >= SECONDS_TO_LEAVE - 1
+    }
 
 
 def _manner(code: int) -> str:
@@ -143,7 +189,7 @@ def _give_up(directory: RunDirectory, reason: str, limit: int) -> tuple[str, int
             status="failed",
             exit_code=code,
             result=None,
-            error=f"{reason}, after {limit} restarts\nfix: tunedeck resume {directory.name}",
+            error=f"{reason}, after {limit} restart{'s' if limit != 1 else ''}\nfix: tunedeck resume {directory.name}",
             reason=reason,
         )
     return "failed", code

@@ -1,7 +1,8 @@
 """Who else works on this run: rank and size, and the three ways of talking on the host.
 
 `tell` is a vote of all, bounded in time. `from_first` is rank 0 deciding for all. `behind_first` lets rank 0 work alone
-for as long as it takes (tokenising, evaluating, writing a checkpoint) while the others wait without a time limit.
+for as long as it takes (tokenising, evaluating, writing a checkpoint) while the others wait, as long as it gives signs
+of life.
 A run of one process is `ALONE`: the same calls, nothing to wait for.
 
 Try: `pytest tests/parallel/test_ranks.py`
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +26,10 @@ import torch.distributed as dist
 from engine.parallel.votes import Ballot, LostRankError, losing_a_rank_ends_it
 
 ERRAND_POLL_SECONDS = 0.05
-"""Between looks at whether rank 0 is done. Its death is noticed by the supervisor, not by a clock."""
+"""Between looks at whether rank 0 is done."""
+
+LIFE_SECONDS = 5.0
+"""Between signs of life of rank 0 for those who wait while it works alone; a quarter of the patience if shorter."""
 
 COLLECTIVE_PATIENCE = 2
 """Collectives on the device wait this many times longer than votes: a lost rank is to be found by a vote."""
@@ -40,6 +45,8 @@ class Ranks:
     """Among the ranks of this machine."""
     ballot: Ballot | None = None
     store: dist.Store | None = None
+    patience_seconds: float = 600.0
+    """How long the others wait for a sign of life."""
     _errands: int = 0
 
     @property
@@ -64,17 +71,28 @@ class Ranks:
             return action()
         self._errands += 1
         key = f"errand/{self._errands}"
-        if self.is_first:
-            result = action()
-            with losing_a_rank_ends_it():
-                self.store.set(key, json.dumps(result))
-            return result
+        if not self.is_first:
+            return self._result_of_first(self.store, key)
+        result = action()
         with losing_a_rank_ends_it():
-            while not self.store.check([key]):
-                if self.store.check(["over"]):
+            self.store.set(key, json.dumps(result))
+        return result
+
+    def _result_of_first(self, store: dist.Store, key: str) -> Any:
+        signs, heard_at = -1, time.monotonic()
+        with losing_a_rank_ends_it():
+            while not store.check([key]):
+                if store.check(["over"]):
                     raise LostRankError("rank 0 has ended the run", fix="its journal says why")
+                before, signs = signs, store.add("alive", 0)
+                heard_at = time.monotonic() if signs != before else heard_at
+                if time.monotonic() - heard_at > self.patience_seconds:
+                    raise LostRankError(
+                        f"rank 0 has given no sign of life for {self.patience_seconds:.0f} s: it is stopped or stuck",
+                        fix="the run goes on from its last checkpoint",
+                    )
                 time.sleep(ERRAND_POLL_SECONDS)
-            return json.loads(self.store.get(key))
+            return json.loads(store.get(key))
 
     def say_over(self) -> None:
         """Rank 0 has recorded the end of the run: nobody need wait for it any more."""
@@ -97,12 +115,32 @@ class Ranks:
         return None
 
 
+@contextmanager
+def _signs_of_life(store: dist.Store, every_seconds: float) -> Iterator[None]:
+    """While the block runs, a thread counts up what the waiting ranks look at: a stopped process counts no further."""
+    over = threading.Event()
+
+    def count() -> None:
+        # Where the store is gone, so are those who would look at it.
+        with suppress(RuntimeError):
+            while not over.wait(every_seconds):
+                store.add("alive", 1)
+
+    thread = threading.Thread(target=count, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 ALONE = Ranks()
 """A run of one process."""
 
 
 @contextmanager
-def joined(timeout_seconds: float, device_type: str) -> Iterator[Ranks]:
+def joined(timeout_seconds: float, device_type: str, device_index: int = 0) -> Iterator[Ranks]:
     """Join the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...), and leave them at the end.
 
     Raises LostRankError when not all of them come within the time limit.
@@ -111,7 +149,7 @@ def joined(timeout_seconds: float, device_type: str) -> Iterator[Ranks]:
     with losing_a_rank_ends_it():
         store, rank, size = next(dist.rendezvous("env://", timeout=limit))
         if device_type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         store.set_timeout(limit)
         dist.init_process_group(
@@ -123,6 +161,9 @@ def joined(timeout_seconds: float, device_type: str) -> Iterator[Ranks]:
         )
         ballot = Ballot(dist.new_group(backend="gloo", timeout=limit))
     try:
-        yield Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), ballot, dist.PrefixStore("words", store))
+        words = dist.PrefixStore("words", store)
+        ranks = Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), ballot, words, timeout_seconds)
+        with _signs_of_life(words, min(LIFE_SECONDS, timeout_seconds / 4)) if ranks.is_first else nullcontext():
+            yield ranks
     finally:
         dist.destroy_process_group()

@@ -36,6 +36,7 @@ from engine.train.reserve import HostReserve
 from engine.train.run_state import Best, RunState, fill_checkpoint, restore, settings
 from engine.train.setup import Bench
 from engine.train.transaction import Backoff, RolledBackTooFar, StepOutcome, StepTransaction
+from engine.train.watchdog import Watchdog
 
 GPU_SECONDS = 10.0
 """Between readings of the GPU's sensors."""
@@ -62,6 +63,7 @@ class Training:
         self.state = RunState()
         self.transaction = StepTransaction(self.parts)
         self.growth = Growth(self.parts, journal)
+        self.watchdog = Watchdog(journal, bench.spec.profile.parallel.timeout_seconds)
         self.last_saved: int | None = None
         self._saved_at = time.monotonic()
         self._gpu_read_at = 0.0
@@ -179,7 +181,8 @@ class Training:
         samples = self.bench.order.step(step)
         self.transaction.peak_bytes = 0
         try:
-            outcome = self.transaction.run(step, samples)
+            with self.watchdog.step(step):
+                outcome = self.transaction.run(step, samples)
         except RolledBackTooFar:
             self._reload_last()
             return

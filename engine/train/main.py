@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from engine.device import open_device
 from engine.device.base import Device
 from engine.device.oom import classify
+from engine.ending import on_finish
 from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
@@ -33,11 +33,11 @@ from engine.model.quiet import without_bars
 from engine.parallel.launch import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
-    device_count,
     is_rank,
+    local_rank,
     of_one_rank,
+    own_device,
     settle_as_rank,
-    supervise,
 )
 from engine.parallel.ranks import ALONE, Ranks, joined
 from engine.parallel.votes import LostRankError
@@ -61,41 +61,48 @@ log = logging.getLogger("tunedeck")
 
 def run(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
     """Train the run in `directory`, or go on with it; returns the exit code."""
-    _log_to_stderr()
+    log_to_stderr()
     place = RunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
     resume = resume or from_step is not None
     if is_rank(place):
         return _run_rank(spec, place, resume, from_step)
     with claim(place):
-        if device_count(spec) > 1:
-            status, code = supervise(spec, place, resume=resume, from_step=from_step)
-        else:
-            status, code = _run_first(spec, place, ALONE, resume, from_step)
-    _on_finish(spec, place, status)
+        status, code = run_first(spec, place, ALONE, resume, from_step)
+    on_finish(spec, place, status)
     return code
 
 
 def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int | None) -> int:
     """One rank of several. The run's exit code is in the journal; a rank's own only says whether to try again."""
+
+    def work(ranks: Ranks) -> int:
+        if ranks.is_first:
+            run_first(spec, place, ranks, resume, from_step)
+            ranks.say_over()
+        else:
+            run_other(spec, place, ranks, resume, from_step)
+        return 0
+
     settle_as_rank(place, int(os.environ["RANK"]))
+    return as_rank(spec, work)
+
+
+def as_rank(spec: RunSpec, work: Callable[[Ranks], int]) -> int:
+    """Join the other ranks and do `work`; its exit code, or the one that says what made this rank unable to go on."""
+    device = spec.profile.device.kind
     try:
-        with joined(spec.profile.parallel.timeout_seconds, spec.profile.device.kind) as ranks:
-            if ranks.is_first:
-                _run_first(spec, place, ranks, resume, from_step)
-                ranks.say_over()
-            else:
-                _run_other(spec, place, ranks, resume, from_step)
+        with joined(spec.profile.parallel.timeout_seconds, device, own_device(spec, local_rank())) as ranks:
+            return work(ranks)
     except LostRankError:
         traceback.print_exc()
         return LOST_CODE
     except torch.AcceleratorError:
         traceback.print_exc()
         return BEYOND_REPAIR_CODE
-    return 0
 
 
-def _run_first(
+def run_first(
     spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None
 ) -> tuple[str, int]:
     """The process that writes events: the only one, or rank 0."""
@@ -105,18 +112,20 @@ def _run_first(
             return _recorded(spec, place, Journal(writer), wishes, ranks, resume, from_step)
 
 
-def _run_other(spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None) -> None:
-    """Any rank but the first: what it gives up for is left to rank 0 to record."""
+def run_other(spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None) -> int:
+    """Any rank but the first: what it gives up for is left to rank 0 to record. Returns the exit code."""
     wishes = Wishes(None, None, None)
     try:
         with wishes.listening():
-            _train(spec, place, Journal(None), wishes, ranks, resume, from_step)
+            ending, _ = _train(spec, place, Journal(None), wishes, ranks, resume, from_step)
+            return EXIT_CODES[ending.status]
     except (LostRankError, torch.AcceleratorError):
         raise
     except Exception as failure:  # noqa: BLE001  (the process boundary: a defect ends the run with a record of it)
         traceback.print_exc()
         status, code, error = _described(failure, place)
         ranks.note_error({"status": status, "exit_code": code, "error": error})
+        return code
 
 
 def _recorded(
@@ -182,7 +191,7 @@ def _train(
     resume: bool,
     from_step: int | None,
 ) -> tuple[Ending, dict[str, Any]]:
-    device = _open(of_one_rank(spec, ranks.local_rank), journal, wishes)
+    device = _open(of_one_rank(spec, ranks.local_rank), journal, wishes, ranks)
     _tell_start(spec, place, journal, device, ranks, resume)
     with device.activate():
         reserve = HostReserve()
@@ -193,22 +202,37 @@ def _train(
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)
-        with quick_to_collect(), _checkpoint_on_failure(training, ranks):
+        with quick_to_collect(), training.watchdog.watching(), _checkpoint_on_failure(training, ranks):
             ending = training.run()
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
 
-def _open(spec: RunSpec, journal: Journal, wishes: Wishes) -> Device:
-    """The device; with `--wait`, asked for again until it is free, the time is up, or a stop is wished for."""
+def _open(spec: RunSpec, journal: Journal, wishes: Wishes, ranks: Ranks) -> Device:
+    """The device; with `--wait`, asked for again until it is free on every rank, the time is up, or a stop is wished
+    for. Ranks that have theirs wait with those that do not."""
     deadline = time.monotonic() + (spec.limits.wait_seconds or 0.0)
+    device: Device | None = None
     while True:
+        busy: DeviceBusyError | None = None
         try:
-            return open_device(spec)
-        except DeviceBusyError as busy:
-            if time.monotonic() >= deadline or wishes.look():
-                raise
-            journal.phase("waiting for the device", busy.found)
-        time.sleep(min(WAIT_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            device = device or open_device(spec)
+        except DeviceBusyError as error:
+            busy = error
+        seconds_left = deadline - time.monotonic()
+        waits_for, over = _agreed(ranks, busy, seconds_left <= 0 or wishes.look())
+        if device is not None and not waits_for:
+            return device
+        if over:
+            raise busy or DeviceBusyError(waits_for, fix="end what holds it, or wait longer with --wait SECONDS")
+        journal.phase("waiting for the device", waits_for)
+        time.sleep(max(0.0, min(WAIT_POLL_SECONDS, seconds_left)))
+
+
+def _agreed(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
+    """Whose device is busy, in words, and whether rank 0 has waited long enough."""
+    told = ranks.tell([busy.found if busy else "", over])
+    words = [f"rank {rank}: {found}" if ranks.size > 1 else found for rank, (found, _) in enumerate(told) if found]
+    return "; ".join(words), told[0][1]
 
 
 @contextmanager
@@ -257,16 +281,7 @@ def _tell_stage(training: Training, journal: Journal) -> None:
     )
 
 
-def _on_finish(spec: RunSpec, place: RunDirectory, status: str) -> None:
-    """Run the user's own --on-finish command; its failure is logged and changes nothing."""
-    if not spec.limits.on_finish:
-        return
-    environment = {**os.environ, "TUNEDECK_RUN": str(place.path), "TUNEDECK_STATUS": status}
-    done = subprocess.run(spec.limits.on_finish, shell=True, env=environment, check=False)
-    log.info("--on-finish ended with %d", done.returncode)
-
-
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     """stderr is engine.log. Warnings of libraries go there once each."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from engine.journal.directory import RunDirectory
 from engine.journal.events import read_events
 from engine.spec.load import dump_run_spec
+from engine.spec.run import RunSpec
 from engine.start import start_engine
 from tests.parallel.steps import SAMPLES, spec_of
 from tests.train.harness import losses, new_run, of_kind, train, write_samples
@@ -58,10 +60,13 @@ def rank_process(place: RunDirectory, rank: int) -> psutil.Process:
     raise AssertionError(f"no process is rank {rank} of {place.name}")
 
 
-def with_ranks(folder: Path, ranks: int, timeout_seconds: float = 60.0) -> Any:
+def with_ranks(folder: Path, ranks: int, timeout_seconds: float = 60.0, restarts: int = 3) -> RunSpec:
     spec = spec_of(folder, ranks, TABLES)
-    parallel = spec.profile.parallel.model_copy(update={"timeout_seconds": timeout_seconds})
-    return spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": parallel})})
+    changes = {
+        "parallel": spec.profile.parallel.model_copy(update={"timeout_seconds": timeout_seconds}),
+        "nodes": spec.profile.nodes.model_copy(update={"max_restarts": restarts}),
+    }
+    return spec.model_copy(update={"profile": spec.profile.model_copy(update=changes)})
 
 
 @pytest.fixture(scope="module")
@@ -79,40 +84,77 @@ def curve(folder: Path) -> dict[int, float]:
     return losses(told)
 
 
-def test_a_killed_rank_restarts_the_run_from_its_checkpoint_and_fewer_ranks_go_on_with_it(
-    folder: Path, curve: dict[int, float]
-) -> None:
-    place = new_run(folder / "killed", with_ranks(folder, 2))
+def ask_to_stop(place: RunDirectory) -> None:
+    """As a scheduler does: TERM to the supervisor."""
+    os.kill(rank_process(place, 0).ppid(), signal.SIGTERM)
 
-    def kill() -> None:
-        wait_for_step(place, 6)
-        rank_process(place, 1).send_signal(signal.SIGKILL)
-        wait_for_step(place, 16)
-        (place.path / "control").mkdir(exist_ok=True)
-        os.kill(rank_process(place, 0).ppid(), signal.SIGTERM)
 
-    assert engine_ends(place, meanwhile=kill) == 130
-    restarts = [event for event in of_kind(events(place), "warning") if event["code"] == "rank_lost"]
-    assert len(restarts) == 1 and "rank 1 was killed" in restarts[0]["text"]
-    assert of_kind(events(place), "run_started")[0]["world_size"] == 2
+def restarts(place: RunDirectory) -> list[str]:
+    return [event["text"] for event in of_kind(events(place), "warning") if event["code"] == "rank_lost"]
 
+
+def finish_alone(place: RunDirectory, folder: Path) -> dict[int, float]:
+    """Go on with one process to the end; returns the losses of the whole run."""
     place.run_toml.write_text(dump_run_spec(with_ranks(folder, 1)))
     code, told = train(place, resume=True)
     assert code == 0
-    assert losses(told) == pytest.approx(curve, rel=1e-5)
+    return losses(told)
+
+
+def test_a_killed_rank_restarts_the_run_a_stopped_one_too_many_ends_it_and_one_process_goes_on_with_it(
+    folder: Path, curve: dict[int, float]
+) -> None:
+    place = new_run(folder / "lost", with_ranks(folder, 2, timeout_seconds=20.0, restarts=1))
+
+    def disturb() -> None:
+        wait_for_step(place, 6)
+        rank_process(place, 1).send_signal(signal.SIGKILL)
+        wait_for_step(place, 11)
+        rank_process(place, 1).send_signal(signal.SIGSTOP)
+
+    assert engine_ends(place, meanwhile=disturb) == 1
+    assert of_kind(events(place), "run_started")[0]["world_size"] == 2
+    (restart,) = restarts(place)
+    assert "rank 1 was killed" in restart and "restart 1 of 1" in restart
+    end = events(place)[-1]
+    assert (end["kind"], end["status"]) == ("run_finished", "failed")
+    assert "no answer from rank 1, which is stopped or stuck, after 1 restart" in end["error"]
+    assert finish_alone(place, folder) == pytest.approx(curve, rel=1e-5)
 
 
 @pytest.mark.torture
-def test_a_stopped_rank_is_noticed_within_the_bound(folder: Path, curve: dict[int, float]) -> None:
-    place = new_run(folder / "stopped", with_ranks(folder, 2, timeout_seconds=20.0))
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_killed_or_stopped_at_any_moment_costs_a_restart_and_nothing_else(
+    seed: int, folder: Path, curve: dict[int, float]
+) -> None:
+    """Also while ranks are imported, joined, or set up, and while rank 0 writes alone."""
+    drawn = random.Random(seed)
+    rank, blow = drawn.randrange(2), (signal.SIGKILL, signal.SIGSTOP)[seed % 2]
+    place = new_run(folder / f"moment-{seed}", with_ranks(folder, 2, timeout_seconds=20.0))
+
+    def strike() -> None:
+        time.sleep(drawn.uniform(1.0, 20.0))
+        rank_process(place, rank).send_signal(blow)
+
+    assert engine_ends(place, meanwhile=strike) == 0
+    assert len(restarts(place)) == 1
+    assert losses(events(place)) == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.torture
+def test_rank_0_stopped_while_it_works_alone_is_noticed_within_the_bound(
+    folder: Path, curve: dict[int, float]
+) -> None:
+    place = new_run(folder / "alone-stopped", with_ranks(folder, 2, timeout_seconds=20.0))
 
     def stop() -> None:
-        wait_for_step(place, 6)
-        rank_process(place, 1).send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not any(event["name"] == "saving" for event in of_kind(events(place), "phase")):
+            assert time.monotonic() < deadline
+        rank_process(place, 0).send_signal(signal.SIGSTOP)
 
     assert engine_ends(place, meanwhile=stop) == 0
-    restarts = [event["text"] for event in of_kind(events(place), "warning") if event["code"] == "rank_lost"]
-    assert len(restarts) == 1 and "stopped or stuck" in restarts[0]
+    assert ["no answer from rank 0" in text for text in restarts(place)] == [True]
     assert losses(events(place)) == pytest.approx(curve, rel=1e-5)
 
 
@@ -124,10 +166,7 @@ def test_four_ranks_then_two_then_one_go_on_on_one_curve(folder: Path, curve: di
 
         def stop(step: int = step) -> None:
             wait_for_step(place, step)
-            os.kill(rank_process(place, 0).ppid(), signal.SIGTERM)
+            ask_to_stop(place)
 
         assert engine_ends(place, resume=ranks < 4, meanwhile=stop) == 130
-    place.run_toml.write_text(dump_run_spec(with_ranks(folder, 1)))
-    code, told = train(place, resume=True)
-    assert code == 0
-    assert losses(told) == pytest.approx(curve, rel=1e-5)
+    assert finish_alone(place, folder) == pytest.approx(curve, rel=1e-5)
