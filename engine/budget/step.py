@@ -33,25 +33,24 @@ class Shape(NamedTuple):
 
     one: int
     tokens: int
-    """rows × positions, padding included; a sequence has one position less than tokens."""
+    """rows × length, padding included."""
     squares: int
-    """rows × positions²."""
+    """rows × length²."""
     chunk: int
     """Tokens of the first chunk of the loss."""
     several: int
     """1 where the loss takes more than one chunk, else 0."""
     positions: int
-    """Of one row."""
+    """Tokens of one row."""
     pairs: int
-    """positions²."""
+    """Their square."""
 
 
 def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
-    """The shape of `rows` sequences padded to `length` tokens, the last of which predicts nothing and is left out."""
-    positions = max(1, length - 1)
-    tokens = rows * positions
+    """The shape of `rows` sequences padded to `length` tokens."""
+    tokens = rows * length
     chunk = min(tokens, chunk_tokens)
-    return Shape(1, tokens, tokens * positions, chunk, int(tokens > chunk), positions, positions * positions)
+    return Shape(1, tokens, tokens * length, chunk, int(tokens > chunk), length, length * length)
 
 
 class Growth(NamedTuple):
