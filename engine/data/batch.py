@@ -52,11 +52,12 @@ def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_
     ids_BS = np.full(shape, pad_id, np.int64)
     labels_BS = np.full(shape, IGNORED, np.int64)
     mask_BS = np.zeros(shape, np.int64)
-    positions_BS = np.zeros(shape, np.int64)
+    positions_BS = np.zeros(shape if data.packed else (0, 0), np.int64)
     for row, example in enumerate(examples):
         length = len(example.input_ids)
         ids_BS[row, :length], labels_BS[row, :length], mask_BS[row, :length] = example.input_ids, example.labels, 1
-        positions_BS[row] = _positions(example, shape[1])
+        if data.packed:
+            positions_BS[row] = _positions(example, shape[1])
     ragged = bool((mask_BS == 0).any())
     return Batch(
         torch.from_numpy(ids_BS),

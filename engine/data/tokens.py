@@ -110,12 +110,13 @@ class TokenData:
             raise IndexError(f"row {row} of {len(self)}")
         row %= len(self)
         pieces = [self._document(document) for document in self.documents_of(row)]
-        ids = np.concatenate([ids for ids, _ in pieces])
-        targets = np.concatenate([targets for _, targets in pieces])
-        segments = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(ids) for ids, _ in pieces])
-        labels = np.where(targets, ids, np.int32(IGNORED)).astype(np.int32)
         cut = slice(self.limit)
-        return Example(ids[cut], labels[cut], segments[cut] if self.packed else None)
+        ids = np.concatenate([ids for ids, _ in pieces])[cut]
+        labels = np.where(np.concatenate([targets for _, targets in pieces])[cut], ids, np.int32(IGNORED))
+        if not self.packed:
+            return Example(ids, labels, None)
+        segments = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(ids) for ids, _ in pieces])
+        return Example(ids, labels, segments[cut])
 
     def documents_of(self, row: int) -> NDArray[np.int64]:
         """Document numbers that make up one row, in order."""

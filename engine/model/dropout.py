@@ -86,10 +86,14 @@ def key_dropout(model: nn.Module) -> None:
                 places[adapter] = KeyedDropout(dropout.p, name).train(dropout.training)
 
 
+def keyed_dropouts(model: nn.Module) -> list[KeyedDropout]:
+    """Those of `key_dropout`. To be kept: looking through a large model takes milliseconds."""
+    return [module for module in model.modules() if isinstance(module, KeyedDropout)]
+
+
 @contextmanager
-def keyed(model: nn.Module, *, seed: int, step: int, sample_ids: Sequence[int]) -> Iterator[None]:
+def keyed(layers: Sequence[KeyedDropout], *, seed: int, step: int, sample_ids: Sequence[int]) -> Iterator[None]:
     """Hold the draw of one micro-batch around its forward and backward (recomputation runs in the latter)."""
-    layers = [module for module in model.modules() if isinstance(module, KeyedDropout)]
     draw = Draw(seed, step, tuple(int(sample) for sample in sample_ids))
     for layer in layers:
         layer.draw = draw

@@ -74,14 +74,14 @@ class Rollback:
         for buffer in self._buffers:
             buffer.refresh(self.device)
         self._drawn_from = _mixed(self.seed, step)
-        torch.manual_seed(self._drawn_from)
+        _seed_generators(self._drawn_from)
 
     def restore(self) -> None:
         """Put back buffers and random state. May be repeated after a failure."""
         with torch.no_grad():
             for buffer in self._buffers:
                 buffer.restore()
-        torch.manual_seed(self._drawn_from)
+        _seed_generators(self._drawn_from)
 
     def moving(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, live tensor) of the buffers that training changes, for checkpoints."""
@@ -102,6 +102,17 @@ class Rollback:
                 else:
                     buffer.module._buffers[buffer.key] = self.device.upload(value)
                 buffer.first_version = -1
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed torch's generators of the host and of CUDA where it runs.
+
+    `torch.manual_seed` also leaves a call and a stack trace in a list for every kind of device that is not in use: a
+    third of a millisecond a step, and memory that is never given back.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _mixed(seed: int, step: int) -> int:

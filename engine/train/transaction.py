@@ -27,7 +27,7 @@ from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.oom import flush_autograd
 from engine.errors import DivergedError
-from engine.model.dropout import keyed
+from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.parallel.ranks import ALONE, Ranks
@@ -131,6 +131,7 @@ class StepTransaction:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.parameters = [parameter for _, parameter in parts.loaded.trainable()]
+        self._dropouts = keyed_dropouts(parts.loaded.model)
         self._phase = "forward"
         self._current: MicroBatch | None = None
         self._data_wait_seconds = 0.0
@@ -309,15 +310,17 @@ class StepTransaction:
         """Forward and backward of one micro-batch, adding to the gradients; returns its share of the step's loss."""
         parts = self.parts
         self._phase, self._current = "forward", group
-        parts.device.reset_peak()
+        if parts.measures:
+            parts.device.reset_peak()
         batch = self._load(samples[list(group.members)])
-        with keyed(parts.loaded.model, seed=parts.seed, step=step, sample_ids=batch.sample_ids):
+        with keyed(self._dropouts, seed=parts.seed, step=step, sample_ids=batch.sample_ids):
             loss = parts.loss(batch) / target_tokens
             self._phase = "backward"
             (loss * parts.scaler.scale).backward()
-        peak_bytes = parts.device.memory().peak_bytes
+        # Elsewhere a reading shows nothing here: what was kept for backward is free again, and it costs a system call.
+        peak_bytes = parts.device.memory().peak_bytes if parts.measures else 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        parts.budget.record_success(group.cost_bytes, max(0, peak_bytes - parts.static_bytes) if parts.measures else 0)
+        parts.budget.record_success(group.cost_bytes, max(0, peak_bytes - parts.static_bytes))
         return loss.detach()
 
     def _load(self, indices: NDArray[np.int64]) -> Batch:

@@ -146,9 +146,9 @@ class Bench:
 
     def keyed(self, batch: Any) -> AbstractContextManager[None]:
         """The draw of dropout masks for this batch."""
-        from engine.model.dropout import keyed
+        from engine.model.dropout import keyed, keyed_dropouts
 
-        return keyed(self.loaded.model, seed=0, step=1, sample_ids=batch.sample_ids)
+        return keyed(keyed_dropouts(self.loaded.model), seed=0, step=1, sample_ids=batch.sample_ids)
 
     def batch(self, rows: int, length: int) -> Any:
         """Random tokens, all of them targets but one, so that targets are gathered."""

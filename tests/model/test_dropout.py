@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.model.dropout import KeyedDropout, kept, keyed, row_key
+from engine.model.dropout import KeyedDropout, kept, keyed, keyed_dropouts, row_key
 from engine.model.loss import make_loss
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
 
@@ -54,9 +54,9 @@ def test_every_part_of_the_key_counts(change: dict[str, object]) -> None:
 
 def test_padding_and_company_leave_a_samples_mask_alone() -> None:
     layer = KeyedDropout(0.3, "q_proj").train()
-    with keyed(layer, seed=0, step=1, sample_ids=[4, 9]):
+    with keyed([layer], seed=0, step=1, sample_ids=[4, 9]):
         together = layer(torch.ones(2, 10, 16))
-    with keyed(layer, seed=0, step=1, sample_ids=[9]):
+    with keyed([layer], seed=0, step=1, sample_ids=[9]):
         alone = layer(torch.ones(1, 7, 16))
     assert torch.equal(together[1, :7], alone[0])
 
@@ -64,7 +64,7 @@ def test_padding_and_company_leave_a_samples_mask_alone() -> None:
 def test_backward_uses_the_forward_mask() -> None:
     layer = KeyedDropout(0.3, "q_proj").train()
     values = torch.ones(2, 5, 8, requires_grad=True)
-    with keyed(layer, seed=0, step=1, sample_ids=[0, 1]):
+    with keyed([layer], seed=0, step=1, sample_ids=[0, 1]):
         dropped = layer(values)
     dropped.sum().backward()
     assert torch.equal(values.grad, dropped.detach())
@@ -98,7 +98,7 @@ def test_split_and_checkpointing_leave_gradients_alone() -> None:
                 batch.input_ids_BS[rows], batch.labels_BS[rows], batch.attention_mask_BS[rows], None,
                 tuple(rows), 0,
             )
-            with keyed(loaded.model, seed=7, step=3, sample_ids=part.sample_ids):
+            with keyed(keyed_dropouts(loaded.model), seed=7, step=3, sample_ids=part.sample_ids):
                 (loss(part) / batch.target_tokens).backward()
         return [p.grad.clone() for _, p in loaded.trainable()]
 
