@@ -2,9 +2,10 @@
 
 Run: python -m benchmarks.loop [--steps 30]        (needs tunedeck[bench]; CPU, about five minutes)
 
-Speed: tokens/s of real (unpadded) tokens. The three train side by side in one process, in turn step by step (A B C C B
-A ...), each stopped while another steps, so that every ratio compares the same samples within a few seconds; the first
-steps are left out. Lengths once all equal, once mixed as chat data is (log-normal). Everybody gets the same effective
+Speed: tokens/s of real (unpadded) tokens. The three train side by side, each in its own process, in turn step by step
+(A B C C B A ...), the others at rest, so that every ratio compares the same samples within a few seconds; the first
+steps are left out. Ratios are given of the clock's seconds and of the processor's, which other work on the machine
+disturbs less. Lengths once all equal, once mixed as chat data is (log-normal). Everybody gets the same effective
 batch and the same largest micro-batch.
 Memory: bytes of tensors at the peak of a step, counted by the metered device around each contestant, at a vocabulary
 of 32k. Workspace inside single operations is not counted, for nobody.
@@ -15,15 +16,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import random
 import statistics
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -83,37 +85,47 @@ class StepEnd(TrainerCallback):
         self._step_done()
 
 
-class InTurn:
-    """A contestant in a thread of its own, at rest between its steps until `step` lets it do one more."""
+class Seconds(NamedTuple):
+    """Of one step: by the clock, and of the processor over all threads."""
 
-    def __init__(self, contestant: Contestant, job: Job, device: Device) -> None:
-        self.seconds: list[float] = []
-        """Of each step so far; the first includes getting ready."""
-        self._error: BaseException | None = None
-        self._go, self._rests = threading.Semaphore(0), threading.Semaphore(0)
-        threading.Thread(target=self._run, args=(contestant, job, device), daemon=True).start()
+    clock: float
+    processor: float
+
+
+class InTurn:
+    """A contestant in a process of its own, as users run it, at rest between its steps until `step` lets it do one."""
+
+    def __init__(self, name: str, job: Job) -> None:
+        self.steps: list[Seconds] = []
+        """Each step so far; the first includes getting ready."""
+        fresh = multiprocessing.get_context("spawn")
+        self._pipe, theirs = fresh.Pipe()
+        self._process = fresh.Process(target=_contest, args=(name, job, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
 
     def step(self) -> None:
-        """Let it do one step and wait for the end of it."""
-        self._go.release()
-        self._rests.acquire()
-        if self._error:
-            raise self._error
+        """Let it do one step and wait for the end of it. Raises EOFError when it died."""
+        self._pipe.send(None)
+        self.steps.append(Seconds(*self._pipe.recv()))
 
-    def _run(self, contestant: Contestant, job: Job, device: Device) -> None:
-        self._go.acquire()
-        self._began = time.perf_counter()
+
+def _contest(name: str, job: Job, pipe: Connection) -> None:
+    """Body of a contestant's process: sends each step's seconds, and goes on when told to."""
+    be_quiet()
+    pipe.recv()
+    began = Seconds(time.perf_counter(), time.process_time())
+
+    def step_done() -> None:
+        nonlocal began
+        pipe.send((time.perf_counter() - began.clock, time.process_time() - began.processor))
         try:
-            contestant(job, device, self._step_done)
-        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
-            self._error = error
-        self._rests.release()
+            pipe.recv()
+        except EOFError:  # The comparison is over.
+            raise SystemExit from None
+        began = Seconds(time.perf_counter(), time.process_time())
 
-    def _step_done(self) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
-        self._rests.release()
-        self._go.acquire()
-        self._began = time.perf_counter()
+    CONTESTANTS[name](job, open_device(spec_of(job, "cpu")), step_done)
 
 
 def their_arguments(job: Job, folder: str) -> dict[str, Any]:
@@ -167,20 +179,25 @@ CONTESTANTS: dict[str, Contestant] = {"tunedeck": ours, "Trainer": trainer, "SFT
 
 def compare_speed(job: Job) -> dict[str, Any]:
     """Tokens/s of everybody, and our ratio to each of the others step by step: median and quartiles."""
-    device = open_device(spec_of(job, "cpu"))
-    running = {name: InTurn(contestant, job, device) for name, contestant in CONTESTANTS.items()}
+    running = {name: InTurn(name, job) for name in CONTESTANTS}
     for number in range(job.steps):
         # Every other time in reverse: nobody always follows the same neighbour.
         for contestant in list(running.values())[:: 1 if number % 2 else -1]:
             contestant.step()
     tokens = job.tokens_per_step[WARM_UP_STEPS:]
-    seconds = {name: contestant.seconds[WARM_UP_STEPS:] for name, contestant in running.items()}
-    table: dict[str, Any] = {name: round(sum(tokens) / sum(spent)) for name, spent in seconds.items()}
+    steps = {name: contestant.steps[WARM_UP_STEPS:] for name, contestant in running.items()}
+    table: dict[str, Any] = {name: round(sum(tokens) / sum(step.clock for step in own)) for name, own in steps.items()}
     for name in list(CONTESTANTS)[1:]:
-        ratios = [theirs / mine for mine, theirs in zip(seconds["tunedeck"], seconds[name], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        table[f"ratio to {name}"] = [round(middle, 3), round(low, 3), round(high, 3)]
+        pairs = list(zip(steps["tunedeck"], steps[name], strict=True))
+        table[f"ratio to {name}"] = _quartiles(theirs.clock / mine.clock for mine, theirs in pairs)
+        table[f"of processor time to {name}"] = _quartiles(theirs.processor / mine.processor for mine, theirs in pairs)
     return table
+
+
+def _quartiles(ratios: Iterable[float]) -> list[float]:
+    """[median, lower, upper quartile]."""
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return [round(middle, 3), round(low, 3), round(high, 3)]
 
 
 def compare_memory(job: Job) -> dict[str, float]:
@@ -209,14 +226,19 @@ class PeakOfRun:
         """Kept: the run's peak is wanted."""
 
 
+def be_quiet() -> None:
+    """Only the tables are to be seen."""
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def main() -> None:
     """Print the three tables."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=30)
     asked = arguments.parse_args()
-    warnings.filterwarnings("ignore")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    be_quiet()
     with tempfile.TemporaryDirectory() as folder:
         for name, mixed in (("fixed", False), ("mixed", True)):
             job = make_job(Path(folder, name), mixed=mixed, vocabulary=264, steps=asked.steps)
