@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from engine.budget.architecture import find_architecture
+from engine.budget.lookup import find_architecture
 from engine.budget.predict import predict
 from engine.model.quiet import without_chatter
 from engine.simulate.step import simulate_step

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from engine.budget.architecture import find_architecture
+from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
 from engine.budget.preflight import warnings_of
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError

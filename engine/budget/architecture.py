@@ -1,32 +1,20 @@
-"""The facts of a decoder that decide its memory, read from a `config.json` without torch and without its weights.
+"""The facts of a decoder that decide its memory, read from the contents of a `config.json`, without its weights.
 
-Looked for, in this order: the built-in models, a local folder, the hub cache on this machine, the shipped
-`profiles/models/*.toml`. Parameter names and shapes follow from these facts in `engine.budget.parameters`.
+Where a config is found is `engine.budget.lookup`; parameter names and shapes follow from these facts in
+`engine.budget.parameters`.
 
-Try: `python -c "from engine.budget.architecture import *; print(from_config(builtin_config('builtin:tiny')))"`
+Try: `python -c "from engine.budget.lookup import *; print(find_config('builtin:tiny'))"`
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from importlib import resources
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import tomli
-
 from engine.budget.families import FAMILIES, Family, Layout
-from engine.errors import ConfigNotHereError, UnknownArchitectureError, UsageError
-from engine.journal.index import resolve_run
-from engine.spec.load import load_run_spec
-from engine.spec.run import RunSpec
-
-BUILTIN_PREFIX = "builtin:"
-RUN_PREFIX = "run:"
+from engine.budget.tower import TOWERS, Tower, read_tower
+from engine.errors import UnknownArchitectureError, UsageError
 
 
 @dataclass(frozen=True)
@@ -74,9 +62,18 @@ class Architecture:
     positions: int | None = None
     """Rows of a learned position table (GPT-2)."""
     experts: Experts | None = None
+    tower: Tower | None = None
+    """Of a vision-language model; the rest of these facts are then its decoder's."""
+    rotary_by_row: bool = False
+    """Every row has rotary tables of its own."""
     default_attention: str = "sdpa"
     max_length: int | None = None
     """Longest sequence the model was made for."""
+
+    @property
+    def root(self) -> str:
+        """Dotted name of the decoder's body."""
+        return "model.language_model" if self.tower else "model"
 
     @property
     def query_width(self) -> int:
@@ -94,15 +91,32 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     model_type = str(config.get("model_type", ""))
     if model_type == "gpt2":
         return _from_gpt2(config)
+    if model_type in TOWERS:
+        return _with_tower(model_type, config)
     family = FAMILIES.get(model_type)
     if family is None:
         raise UnknownArchitectureError(
             f"no memory model for model_type {model_type!r}",
-            expected=f"one of {', '.join(sorted(FAMILIES))}",
+            expected=f"one of {', '.join(sorted({'gpt2', *FAMILIES, *TOWERS}))}",
             fix="train without a plan: micro-batches start small and what fits is learned during the run",
         )
     stated = {key: value for key, value in config.items() if value is not None}
     return _from_llama_like(model_type, family, {**family.defaults, **stated})
+
+
+def _with_tower(model_type: str, config: Mapping[str, Any]) -> Architecture:
+    """Published Qwen configs keep the decoder's keys at the top, Gemma's and those saved by transformers 5 in a table
+    of their own; whether embeddings are tied is said in either place."""
+    text = dict(config.get("text_config") or {})
+    decoder = from_config({**config, **text, "model_type": TOWERS[model_type][0]})
+    tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
+    return replace(
+        decoder,
+        model_type=model_type,
+        tied=tied if stated else decoder.tied,
+        tower=read_tower(config, decoder.hidden),
+    )
 
 
 def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) -> Architecture:
@@ -137,6 +151,7 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
             attention_softcap=facts.get("attn_logit_softcapping"),
             logit_softcap=facts.get("final_logit_softcapping"),
             experts=_experts(facts) if family.layout in ("mixtral", "qwen3_moe", "gpt_oss") else None,
+            rotary_by_row=family.rotary_by_row,
             default_attention=family.default_attention,
             max_length=facts.get("max_position_embeddings"),
         )
@@ -203,101 +218,3 @@ def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
         positions=int(config.get("n_positions", 1024)),
         max_length=int(config.get("n_positions", 1024)),
     )
-
-
-def find_architecture(spec: RunSpec) -> Architecture:
-    """The facts of the model a run starts from.
-
-    Raises ConfigNotHereError when no config can be found on this machine, UsageError for an unknown family or a folder
-    that does not exist.
-    """
-    return from_config(find_config(spec.recipe.model.id, spec.recipe.model.revision))
-
-
-def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """The config of a built-in model, local folder, cached hub model or shipped entry, as its JSON would have it."""
-    if model.startswith(BUILTIN_PREFIX):
-        return builtin_config(model)
-    if model.startswith(RUN_PREFIX):
-        return _config_of_run(model)
-    local = Path(model).expanduser()
-    if local.is_dir():
-        return _read_json(local / "config.json")
-    if local.is_absolute() or model.startswith("."):
-        raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
-    cached = _cached_config(model, revision)
-    if cached is not None:
-        return _read_json(cached)
-    shipped = shipped_configs().get(model.lower())
-    if shipped is not None:
-        return dict(shipped)
-    raise ConfigNotHereError(
-        f"no config.json of {model!r} on this machine",
-        expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
-        fix=f"download it once with: hf download {model} config.json",
-    )
-
-
-def _config_of_run(model: str) -> dict[str, Any]:
-    """What an earlier run started from has the shape of what it made."""
-    text = model.removeprefix(RUN_PREFIX).partition("@")[0]
-    start = load_run_spec(resolve_run(text, None).run_toml).recipe.model
-    return find_config(start.id, start.revision)
-
-
-def builtin_config(name: str) -> dict[str, Any]:
-    """The config of "builtin:NAME": the one place its numbers are kept is profiles/models/builtin-NAME.toml."""
-    config = shipped_configs().get(name)
-    if config is None or not name.startswith(BUILTIN_PREFIX):
-        known = ", ".join(sorted(key for key in shipped_configs() if key.startswith(BUILTIN_PREFIX)))
-        raise UsageError(f"no built-in model {name!r}", expected=known, fix="set model.id to one of them")
-    return dict(config)
-
-
-@lru_cache(maxsize=1)
-def shipped_configs() -> dict[str, dict[str, Any]]:
-    """Lower-case model id = config, over every `profiles/models/*.toml` (one file may describe several ids)."""
-    configs: dict[str, dict[str, Any]] = {}
-    for entry in shipped_entries():
-        for model in entry["ids"]:
-            configs[str(model).lower()] = dict(entry["config"])
-    return configs
-
-
-def shipped_entries() -> Iterator[dict[str, Any]]:
-    """The parsed files of profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
-    for path in sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name):
-        if path.name.endswith(".toml"):
-            yield tomli.loads(path.read_text(encoding="utf-8"))
-
-
-def _cached_config(model: str, revision: str | None) -> Path | None:
-    """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
-    repository = _hub_cache() / ("models--" + model.replace("/", "--"))
-    reference = repository / "refs" / (revision or "main")
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
-    config = repository / "snapshots" / commit / "config.json"
-    return config if commit and config.is_file() else None
-
-
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps repositories: $HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
-    if "HF_HUB_CACHE" in os.environ:
-        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    return Path(home).expanduser() / "hub"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A config file as a dict; raises UsageError when it is absent or not JSON."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
-            expected="the model's config.json",
-            fix="check the folder named by model.id",
-        ) from error
-    if not isinstance(loaded, dict):
-        raise UsageError(f"{path} does not hold a JSON object", fix="check the folder named by model.id")
-    return loaded

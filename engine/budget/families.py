@@ -38,6 +38,8 @@ class Family:
     """Full and sliding layers have rotary tables of their own."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by a number, which is a buffer."""
+    rotary_by_row: bool = False
+    """Every row has rotary tables of its own: positions have three axes, on which images lie."""
     default_attention: Literal["sdpa", "eager"] = "sdpa"
     """What transformers picks when nothing is asked for: gpt-oss has no sdpa path."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +47,8 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(qkv_bias=True, defaults={"tie_word_embeddings": False}),
+    "qwen2_vl_text": Family(qkv_bias=True, rotary_by_row=True, defaults={"tie_word_embeddings": False}),
+    "qwen2_5_vl_text": Family(qkv_bias=True, rotary_by_row=True, defaults={"tie_word_embeddings": False}),
     "qwen3": Family(qk_norm=True, bias_key="attention_bias", defaults={"tie_word_embeddings": False, "head_dim": 128}),
     "llama": Family(bias_key="attention_bias", mlp_bias_key="mlp_bias", defaults={"tie_word_embeddings": False}),
     "mistral": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 8}),

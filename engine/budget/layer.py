@@ -28,7 +28,8 @@ from engine.budget.operations import (
     scale_by_weight,
     split,
 )
-from engine.budget.parameters import Parameter, layer_parameters, linear_shape
+from engine.budget.parameter import Parameter
+from engine.budget.parameters import layer_parameters, linear_shape
 from engine.budget.setting import Setting
 from engine.budget.static import rounded
 

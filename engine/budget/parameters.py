@@ -10,33 +10,14 @@ Try: `python -m pytest tests/budget/test_parameters.py`
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
-from math import prod
 
 from engine.budget.architecture import Architecture
+from engine.budget.parameter import Parameter, linear
+from engine.budget.tower_parameters import tower_ends, tower_layer
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One tensor. `linear` marks the weight of a linear layer, which an adapter can be put beside."""
-
-    name: str
-    shape: tuple[int, ...]
-    linear: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Number of values."""
-        return prod(self.shape)
-
-    @property
-    def module(self) -> str:
-        """Dotted name of the module that owns it."""
-        return self.name.rpartition(".")[0]
 
 
 @lru_cache(maxsize=64)
@@ -57,21 +38,28 @@ def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
             Parameter("transformer.wpe.weight", (arch.positions or 0, arch.hidden)),
         ]
     else:
-        vectors = [Parameter("model.norm.weight", (arch.hidden,))]
-        tables = [Parameter(EMBEDDING, (arch.vocab, arch.hidden))]
+        vectors = [Parameter(f"{arch.root}.norm.weight", (arch.hidden,))]
+        tables = [Parameter(f"{arch.root}.embed_tokens.weight", (arch.vocab, arch.hidden))]
     head = [] if arch.tied else [Parameter(HEAD, (arch.vocab, arch.hidden), linear=True)]
     return (*tables, *vectors, *head)
 
 
 def layer_prefix(arch: Architecture, layer: int) -> str:
     """What stands before a layer's relative names."""
-    return f"transformer.h.{layer}." if arch.layout == "gpt2" else f"model.layers.{layer}."
+    return f"transformer.h.{layer}." if arch.layout == "gpt2" else f"{arch.root}.layers.{layer}."
 
 
 def parameter_count(arch: Architecture) -> int:
     """Parameters of the whole model, a tied head counted once."""
-    per_layer = sum(parameter.elements for parameter in layer_parameters(arch))
-    return arch.layers * per_layer + sum(parameter.elements for parameter in outer_parameters(arch))
+    total = arch.layers * elements(layer_parameters(arch)) + elements(outer_parameters(arch))
+    if arch.tower is None:
+        return total
+    return total + arch.tower.layers * elements(tower_layer(arch.tower)) + elements(tower_ends(arch.tower))
+
+
+def elements(parameters: Iterable[Parameter]) -> int:
+    """Values of several tensors."""
+    return sum(parameter.elements for parameter in parameters)
 
 
 def linear_shape(arch: Architecture, parameter: Parameter) -> tuple[int, int]:
@@ -80,27 +68,21 @@ def linear_shape(arch: Architecture, parameter: Parameter) -> tuple[int, int]:
     return (columns, rows) if arch.layout == "gpt2" else (rows, columns)
 
 
-def _linear(name: str, inputs: int, outputs: int, bias: bool) -> list[Parameter]:
-    """A torch Linear: weight [outputs, inputs] and, where there is one, its bias."""
-    weight = Parameter(f"{name}.weight", (outputs, inputs), linear=True)
-    return [weight, Parameter(f"{name}.bias", (outputs,))] if bias else [weight]
-
-
 def _attention(arch: Architecture) -> list[Parameter]:
     """Projections, and what some families add to them: norms on queries and keys, sinks."""
     hidden, query, kv = arch.hidden, arch.query_width, arch.kv_width
     if arch.layout == "phi3":
-        projections = _linear("self_attn.qkv_proj", hidden, query + 2 * kv, False)
+        projections = linear("self_attn.qkv_proj", hidden, query + 2 * kv, False)
     else:
         projections = [
-            *_linear("self_attn.q_proj", hidden, query, arch.qkv_bias),
-            *_linear("self_attn.k_proj", hidden, kv, arch.qkv_bias),
-            *_linear("self_attn.v_proj", hidden, kv, arch.qkv_bias),
+            *linear("self_attn.q_proj", hidden, query, arch.qkv_bias),
+            *linear("self_attn.k_proj", hidden, kv, arch.qkv_bias),
+            *linear("self_attn.v_proj", hidden, kv, arch.qkv_bias),
         ]
     extra = [Parameter(f"self_attn.{name}.weight", (arch.head_dim,)) for name in ("q_norm", "k_norm") if arch.qk_norm]
     if arch.layout == "gpt_oss":
         extra.append(Parameter("self_attn.sinks", (arch.heads,)))
-    return [*projections, *_linear("self_attn.o_proj", query, hidden, arch.output_bias), *extra]
+    return [*projections, *linear("self_attn.o_proj", query, hidden, arch.output_bias), *extra]
 
 
 def _feed_forward(arch: Architecture) -> list[Parameter]:
@@ -108,15 +90,15 @@ def _feed_forward(arch: Architecture) -> list[Parameter]:
     hidden, width = arch.hidden, arch.intermediate
     if arch.layout == "phi3":
         return [
-            *_linear("mlp.gate_up_proj", hidden, 2 * width, False),
-            *_linear("mlp.down_proj", width, hidden, False),
+            *linear("mlp.gate_up_proj", hidden, 2 * width, False),
+            *linear("mlp.down_proj", width, hidden, False),
         ]
     if arch.experts is not None:
         return _expert_parameters(arch)
     return [
-        *_linear("mlp.gate_proj", hidden, width, arch.mlp_bias),
-        *_linear("mlp.up_proj", hidden, width, arch.mlp_bias),
-        *_linear("mlp.down_proj", width, hidden, arch.mlp_bias),
+        *linear("mlp.gate_proj", hidden, width, arch.mlp_bias),
+        *linear("mlp.up_proj", hidden, width, arch.mlp_bias),
+        *linear("mlp.down_proj", width, hidden, arch.mlp_bias),
     ]
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.budget.architecture import Architecture, find_architecture
+from engine.budget.architecture import Architecture
+from engine.budget.lookup import find_architecture
 from engine.budget.predict import Prediction, batch_of_a_rank, predict
 from engine.budget.setting import Setting, setting_of
 from engine.budget.sharing import sharing_of

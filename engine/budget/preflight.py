@@ -7,12 +7,12 @@ Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.budget.architecture import Architecture
 from engine.budget.inference import generates
-from engine.budget.parameters import Parameter, layer_parameters, outer_parameters
+from engine.budget.parameters import elements, layer_parameters, parameter_count
 from engine.budget.setting import setting_of
 from engine.budget.static import static_bytes
 from engine.spec.run import RunSpec
@@ -33,27 +33,21 @@ def warnings_of(arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | Non
 
 def checkpoints_bytes(arch: Architecture, spec: RunSpec) -> int:
     """Disk that a run's checkpoints take at most: those kept, the best, and one that is being written."""
-    setting = replace(setting_of(arch, spec), optimizer_offload=False)
-    total = static_bytes(arch, setting).total
-    # A gradient is as large as what it belongs to: together they are the size of all that is trained.
+    setting = setting_of(arch, spec)
+    total = static_bytes(arch, replace(setting, optimizer_offload=False, image_patches=1)).total
+    # A gradient is as large as what it belongs to: together they are the size of all that is trained, a tower included.
     return (total.gradients + total.optimizer) * (spec.recipe.checkpoint.keep + 2)
 
 
 def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     if spec.recipe.model.quantize != "nf4" or not arch.experts:
         return
-    layer, outer = layer_parameters(arch), outer_parameters(arch)
-    all_of_them = arch.layers * _elements(layer) + _elements(outer)
-    narrow = arch.layers * _elements([parameter for parameter in layer if parameter.linear])
-    wide = 1 - narrow / all_of_them
+    narrow = arch.layers * elements(parameter for parameter in layer_parameters(arch) if parameter.linear)
+    wide = 1 - narrow / parameter_count(arch)
     yield (
         f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {setting_of(arch, spec).dtype}: 4-bit '
         "loading knows linear layers only, not fused experts, and the plan counts them so"
     )
-
-
-def _elements(parameters: Iterable[Parameter]) -> int:
-    return sum(parameter.elements for parameter in parameters)
 
 
 def _generation(spec: RunSpec) -> Iterator[str]:

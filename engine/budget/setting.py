@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.budget.architecture import Architecture
+from engine.budget.tower_parameters import TOWER_MODULES
+from engine.spec.images import image_key
+from engine.spec.recipe import Recipe
 from engine.spec.run import RunSpec
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -59,6 +62,8 @@ class Setting:
     quantized: bool
     autocast: bool
     """fp32 weights are multiplied in fp16: full fine-tuning in float16."""
+    image_patches: int
+    """Of the one image that a sequence holds at most, as far as is planned for; 0 for text only."""
     metered: bool
     """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
 
@@ -94,7 +99,7 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         dropout=lora and method.dropout > 0,
         also_train=tuple(method.also_train),
         train_only=tuple(method.train_only),
-        freeze=(*method.freeze, *(ROUTERS if arch.experts and recipe.moe.freeze_router else ())),
+        freeze=(*method.freeze, *(() if method.train_only else _frozen_by_default(arch, recipe))),
         checkpointing=recipe.train.gradient_checkpointing,
         activation_offload=recipe.train.activation_offload and spec.profile.device.kind != "cpu",
         loss=resolved_loss(spec),
@@ -107,8 +112,22 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         window_reached=arch.sliding_window is not None and recipe.data.max_length > arch.sliding_window,
         autocast=autocast,
         quantized=recipe.model.quantize == "nf4",
+        image_patches=image_patches(arch, recipe),
         metered=spec.profile.device.kind == "metered",
     )
+
+
+def image_patches(arch: Architecture, recipe: Recipe) -> int:
+    """Patches of the largest image the recipe lets through; 0 without images, or without a tower to see them."""
+    if arch.tower is None or image_key(recipe) is None:
+        return 0
+    return arch.tower.patches_of(recipe.data.image_max_pixels)
+
+
+def _frozen_by_default(arch: Architecture, recipe: Recipe) -> tuple[str, ...]:
+    """Modules that full fine-tuning leaves alone unless train_only names them: routers, and a tower without images."""
+    routers = ROUTERS if arch.experts and recipe.moe.freeze_router else ()
+    return (*routers, *(TOWER_MODULES if arch.tower and not image_patches(arch, recipe) else ()))
 
 
 def resolved_dtype(spec: RunSpec) -> str:

@@ -7,20 +7,22 @@ Try: `python -m pytest tests/budget/test_static.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
+from engine.budget.parameter import Parameter
 from engine.budget.parameters import (
     HEAD,
-    Parameter,
     compile_globs,
     layer_parameters,
     layer_prefix,
     outer_parameters,
 )
 from engine.budget.setting import Setting
+from engine.budget.tower import Tower
+from engine.budget.tower_parameters import in_tower, tower_ends, tower_layer, tower_prefix
 
 BLOCK_BYTES = 512
 
@@ -70,11 +72,13 @@ class StaticBytes:
     embedding_gradient: int
     head_gradient: int
     """Of an untied head; a tied one shares the embedding's."""
+    tower: Tensors
+    """Of a vision tower. Its gradients come only where there are images."""
 
     @property
     def total(self) -> Tensors:
         """Layers and the rest."""
-        return self.layers.plus(self.outer)
+        return self.layers.plus(self.outer).plus(self.tower)
 
 
 @dataclass(frozen=True)
@@ -105,12 +109,50 @@ def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
         outer=outer,
         embedding_gradient=gradients.get(outer_parameters(arch)[0].name, 0),
         head_gradient=gradients.get("lm_head.weight", 0),
+        tower=tower_tensors(arch.tower, setting) if arch.tower else Tensors(),
     )
+
+
+@lru_cache(maxsize=256)
+def tower_tensors(tower: Tower, setting: Setting) -> Tensors:
+    """Bytes of a vision tower: its layers, its ends, and its buffers."""
+    total = _tensors(_chosen(tower_ends(tower), select_tower_ends(tower, setting)), setting)
+    for layer in range(tower.layers):
+        total = total.plus(tower_layer_tensors(tower, setting, select_tower_layer(tower, setting, layer)))
+    positions = 8 * tower.patches if tower.patches else 0  # int64
+    total = total.plus(Tensors(weights=rounded(positions) if positions else 2 * BLOCK_BYTES))
+    return total if setting.image_patches else replace(total, gradients=0)
+
+
+@lru_cache(maxsize=256)
+def tower_layer_tensors(tower: Tower, setting: Setting, chosen: Selection) -> Tensors:
+    """Bytes of one layer of a tower."""
+    return _tensors(_chosen(tower_layer(tower), chosen), setting)
+
+
+@lru_cache(maxsize=1024)
+def select_tower_layer(tower: Tower, setting: Setting, layer: int) -> Selection:
+    """Apply the recipe's patterns to one layer of a tower."""
+    return _select(tower_prefix(tower, layer), tower_layer(tower), setting)
+
+
+@lru_cache(maxsize=256)
+def select_tower_ends(tower: Tower, setting: Setting) -> Selection:
+    """The same for what stands before and behind the layers."""
+    return _select("", tower_ends(tower), setting)
+
+
+def _chosen(parameters: Iterable[Parameter], chosen: Selection) -> Iterator[tuple[Parameter, bool, bool]]:
+    return ((p, p.name in chosen.trained, p.name in chosen.adapted) for p in parameters)
 
 
 def select_layer(arch: Architecture, setting: Setting, layer: int) -> Selection:
     """Apply the recipe's patterns to one layer's names."""
-    prefix, parameters = layer_prefix(arch, layer), layer_parameters(arch)
+    return _select(layer_prefix(arch, layer), layer_parameters(arch), setting)
+
+
+def _select(prefix: str, parameters: Iterable[Parameter], setting: Setting) -> Selection:
+    parameters = list(parameters)
     trained = frozenset(p.name for p in parameters if is_trained((prefix + p.name,), setting))
     adapted = frozenset(p.name for p in parameters if p.linear and is_adapted(prefix + p.module, setting))
     return Selection(trained, adapted - trained)
@@ -144,8 +186,10 @@ def is_trained(names: tuple[str, ...], setting: Setting) -> bool:
 
 
 def is_adapted(module: str, setting: Setting) -> bool:
-    """Whether a linear layer inside a decoder layer gets an adapter."""
+    """Whether a linear layer, the head aside, gets an adapter. In a vision tower only what a pattern names."""
     if not setting.lora or _named(setting.exclude, module):
+        return False
+    if isinstance(setting.targets, str) and in_tower(module):
         return False
     if setting.targets == "all-linear":
         return True
@@ -162,7 +206,7 @@ def _named(patterns: tuple[str, ...], module: str) -> bool:
 @lru_cache(maxsize=256)
 def layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
     """Bytes of one layer."""
-    return _tensors(((p, p.name in chosen.trained, p.name in chosen.adapted) for p in layer_parameters(arch)), setting)
+    return _tensors(_chosen(layer_parameters(arch), chosen), setting)
 
 
 def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Setting) -> Tensors:
@@ -193,14 +237,23 @@ def optimizer_scratch(arch: Architecture, setting: Setting) -> int:
 
 def _learning_shapes(arch: Architecture, setting: Setting) -> list[tuple[tuple[int, ...], int]]:
     """(shape, bytes per element) of every kind of tensor that learns, each once."""
-    chosen = [select_layer(arch, setting, layer) for layer in range(arch.layers)]
     outer = selected_outer(arch, setting)
-    parts = layer_parameters(arch)
     full = [p.shape for p in outer_parameters(arch) if p.name in outer]
-    full += [p.shape for p in parts if any(p.name in selection.trained for selection in chosen)]
-    adapted = [p for p in parts if any(p.name in selection.adapted for selection in chosen)]
+    adapted: list[Parameter] = []
+    for parts, selections in _groups(arch, setting):
+        full += [p.shape for p in parts if any(p.name in chosen.trained for chosen in selections)]
+        adapted += [p for p in parts if any(p.name in chosen.adapted for chosen in selections)]
     sides = [(side, setting.rank) for p in adapted for side in p.shape]
     return [(shape, setting.base_bytes) for shape in full] + [(shape, setting.adapter_bytes) for shape in sides]
+
+
+def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parameter, ...], list[Selection]]]:
+    """Parameters that adapters may stand beside, with what is chosen of them in each of their layers."""
+    yield layer_parameters(arch), [select_layer(arch, setting, layer) for layer in range(arch.layers)]
+    tower = arch.tower
+    if tower:
+        yield tower_layer(tower), [select_tower_layer(tower, setting, layer) for layer in range(tower.layers)]
+        yield tower_ends(tower), [select_tower_ends(tower, setting)]
 
 
 def _stage(arch: Architecture, setting: Setting, shapes: list[tuple[tuple[int, ...], int]]) -> int:

@@ -303,8 +303,11 @@ def inputs(arch: Architecture, setting: Setting, kinds: Sequence[Kind]) -> Growt
         shared = Growth(token=INPUT_BYTES, square=masks)
     else:
         shared = Growth(token=INPUT_BYTES, pair=masks)
-    positions = _position_bytes(arch, setting)
-    return shared.plus(Growth(token=positions) if setting.packed else Growth(position=positions))
+    ids, tables = INDEX, _rotary_bytes(arch, setting)
+    if setting.packed:
+        return shared.plus(Growth(token=ids + tables))
+    by_row = Growth(token=tables, position=ids) if arch.rotary_by_row else Growth(position=ids + tables)
+    return shared.plus(by_row)
 
 
 def _mask_of(arch: Architecture, setting: Setting, kind: Kind) -> bool | None:
@@ -314,8 +317,8 @@ def _mask_of(arch: Architecture, setting: Setting, kind: Kind) -> bool | None:
     return kind.slides
 
 
-def _position_bytes(arch: Architecture, setting: Setting) -> int:
-    """A position's id (int64), and its rows of cos and sin, once for every kind of layer that has its own."""
+def _rotary_bytes(arch: Architecture, setting: Setting) -> int:
+    """A position's rows of cos and sin, once for every kind of layer that has its own."""
     turned = int(arch.head_dim * arch.rotary_share)
     width = {"gpt2": 0, "gpt_oss": turned // 2}.get(arch.layout, turned)
-    return INDEX + 2 * width * setting.base_bytes * arch.rotary_tables
+    return 2 * width * setting.base_bytes * arch.rotary_tables

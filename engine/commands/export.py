@@ -43,7 +43,7 @@ def merge(
     adapter = resolve_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
     target = (out or directory.path / "merged").absolute()
     size_bytes = merge_adapter(adapter, target, _say, trust_remote_code=trust_remote_code)
-    sys.stdout.write(f"{target} ({size(size_bytes)}) opens with AutoModelForCausalLM.from_pretrained\n")
+    sys.stdout.write(f"{target} ({size(size_bytes)}) opens with from_pretrained of transformers\n")
 
 
 def _say(text: str) -> None:

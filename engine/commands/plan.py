@@ -59,7 +59,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run will hold in memory, phase by phase. Exit code 3 when it does not fit."""
-    from engine.budget.architecture import find_architecture
+    from engine.budget.lookup import find_architecture
     from engine.budget.plan import make_plan
     from engine.budget.preflight import warnings_of
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import psutil
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from engine.device.cpu import CpuDevice
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
+from engine.model.config import auto_class
 from engine.model.hub import HUB_ERRORS, explain
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 from engine.train.failure import Failure, retried
@@ -78,8 +79,10 @@ def _merge(
 
 def _base(base: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
-            base, revision=revision or "main", dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
+        found = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+        config = AutoConfig.from_pretrained(base, **found)
+        return auto_class(config).from_pretrained(  # type: ignore[no-any-return]
+            base, config=config, dtype="auto", use_safetensors=True, **found
         )
     except torch.OutOfMemoryError:
         raise

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.budget.tower_parameters import in_tower
 from engine.errors import UsageError
 from engine.model.freezing import compiled, matches, no_match, select
 from engine.spec.recipe import Method
@@ -134,11 +135,11 @@ def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def choose_targets(
     linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], method: Method
 ) -> list[str]:
-    """Dotted names that get adapters, in the model's order."""
+    """Dotted names that get adapters, in the model's order. In a vision tower only what a pattern names."""
     if method.targets == "all-linear":
-        chosen = list(linears)
+        chosen = [name for name in linears if not in_tower(name)]
     elif method.targets == "attention":
-        chosen = [name for name in linears if _in_attention(name)]
+        chosen = [name for name in linears if _in_attention(name) and not in_tower(name)]
     else:
         names = [*linears, *experts]
         chosen = [name for name in names if name in _match_all(method.targets, names, "method.targets")]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
@@ -33,6 +33,11 @@ STATEFUL_FAMILIES = frozenset({
 """Model types with such layers whatever their config says."""
 POSITION_BLIND_FAMILIES = frozenset({"bloom", "mpt", "codegen", "ctrl", "xlnet", "openai-gpt", "gpt_neo"})
 """Model types that take no position ids, or build their mask without them."""
+
+
+POSITIONS_BY_AXIS = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Model types whose positions have three axes, for images. They see documents only in a fourth, that of the text, which
+stands first."""
 
 
 def why_documents_mix(config: PreTrainedConfig | Mapping[str, Any], attention: str) -> str | None:
@@ -110,6 +115,7 @@ def _flash_obstacle(config: PreTrainedConfig, device: Device, dtype: torch.dtype
 
 def _supports(config: PreTrainedConfig, flag: str) -> bool:
     """A class flag of the architecture; remote code, unknown here, is taken to have it and checked when loaded."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return True
-    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], flag, False))
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            return bool(getattr(mapping[type(config)], flag, False))
+    return True

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.budget.architecture import builtin_config
+from engine.budget.lookup import builtin_config
+from engine.budget.tower import TOWERS
 from engine.errors import UsageError
 from engine.model.hub import HUB_ERRORS, explain, require_hub
 from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
 from engine.spec.run import RunSpec
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that opens a model of this config: its own code, a decoder, or a decoder behind a tower."""
+    return AutoModelForImageTextToText if config.model_type in TOWERS else AutoModelForCausalLM
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
@@ -45,10 +51,11 @@ def load_config(start: Starting, trust_remote_code: bool) -> PreTrainedConfig:
         )
     except HUB_ERRORS as error:
         raise explain(error, start.base) from error
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+    known = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TOWERS)
+    if config.model_type not in known and not getattr(config, "auto_map", None):
         raise UsageError(
             f"{start.base} is a {config.model_type!r} model, which is not a causal language model",
-            expected="a model that transformers opens with AutoModelForCausalLM",
+            expected="a model that transformers opens with AutoModelForCausalLM, or one with a known vision tower",
             fix="choose another model.id",
         )
     return config

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.budget.tower_parameters import in_tower
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
 from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers
 from engine.model.attention import looks_ahead, resolve_attention
-from engine.model.config import load_config
+from engine.model.config import auto_class, load_config
 from engine.model.dropout import key_dropout
 from engine.model.freezing import freeze_parameters
 from engine.model.hub import HUB_ERRORS, explain
@@ -28,6 +29,7 @@ from engine.model.loaded import LoadedModel
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
 from engine.model.tokenizer import check_vocabulary
+from engine.spec.images import image_key
 from engine.spec.run import RunSpec
 
 __all__ = ["LoadedModel", "load_model"]
@@ -86,7 +88,7 @@ def assemble(
         attention=attention,
         base_exists_elsewhere=not _made_here(spec, start),
         notices=list(precision.notices),
-        sees_padding=looks_ahead(trained),
+        sees_padding=looks_ahead(base.get_decoder()),
     )
     loaded.model.train()
     loaded.set_checkpointing(recipe.train.gradient_checkpointing)
@@ -113,7 +115,7 @@ def _base(
         return _nf4(spec, start, config, precision, attention, device)
     if _made_here(spec, start):
         with device.torch_device:
-            return AutoModelForCausalLM.from_config(
+            return auto_class(config).from_config(
                 config,
                 dtype=precision.weights,
                 attn_implementation=attention,
@@ -129,7 +131,7 @@ def _pretrained(
     if device.torch_device.type != "cpu":
         options["device_map"] = {"": device.torch_device}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class(config).from_pretrained(
             start.base,
             config=config,
             revision=start.revision or "main",
@@ -211,7 +213,8 @@ def _what_learns(spec: RunSpec, start: Starting, model: PreTrainedModel) -> tupl
                 f"{start.adapter} is an adapter, which full fine-tuning does not go on from",
                 fix='set method.kind = "lora", or merge the adapter first',
             )
-        freeze_parameters(model, method, routers if moe.freeze_router else ())
+        unseen = () if image_key(spec.recipe) else [name for name, _ in model.named_parameters() if in_tower(name)]
+        freeze_parameters(model, method, [*(routers if moe.freeze_router else ()), *unseen])
         return model, _coverage_of_full(model)
     model.requires_grad_(False)
     if start.adapter is not None:

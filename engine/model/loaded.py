@@ -1,7 +1,7 @@
 """A loaded model: what learns in it, and how it is written down and read back.
 
-An adapter is saved so that PeftModel.from_pretrained restores it, a full model so that
-AutoModelForCausalLM.from_pretrained does, each with the tokenizer. A base that exists nowhere else (built in, or random
+An adapter is saved so that PeftModel.from_pretrained restores it, a full model so that transformers' from_pretrained
+does, each with the tokenizer. A base that exists nowhere else (built in, or random
 weights) is written to `base/` beside its adapter: without it the adapter would be worthless.
 
 Try: `python -m pytest tests/model/test_save.py`.
@@ -20,11 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.adapters import Coverage
+from engine.model.config import auto_class
 from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
 
@@ -176,7 +177,7 @@ class LoadedModel:
 
     def _load_converted(self, folder: Path) -> None:
         """Architectures whose files differ from their parameters (fused experts): through transformers, on the host."""
-        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=self.precision.weights, use_safetensors=True)
+        saved = auto_class(self.config).from_pretrained(folder, dtype=self.precision.weights, use_safetensors=True)
         source, target = saved.state_dict(), self.model.state_dict()
         if source.keys() != target.keys():
             raise _other_parameters(folder, set(source), set(target))

@@ -29,6 +29,7 @@ from engine.budget.setting import chunk_tokens as default_chunk_tokens
 from engine.data.batch import Batch
 from engine.device.base import Device
 from engine.errors import UsageError
+from engine.model.attention import POSITIONS_BY_AXIS
 from engine.model.chunked import Shape, chunked_loss, token_losses
 from engine.model.head import Head, find_head
 from engine.model.loaded import LoadedModel
@@ -137,9 +138,16 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     shape = ids_BS.shape
     if positions_BS is not None and loaded.attention.startswith("flash"):
         ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
-    extra = {} if positions_BS is None else {"position_ids": positions_BS}
+    extra = {} if positions_BS is None else {"position_ids": _by_axis(loaded, positions_BS)}
     output = decoder_of(loaded.base)(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **extra)
     return output.last_hidden_state.reshape(*shape, -1)  # type: ignore[no-any-return]
+
+
+def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
+    """Positions as the family wants them: [B, S], or the text's and one for each axis of an image, [4, B, S]."""
+    if loaded.config.model_type not in POSITIONS_BY_AXIS:
+        return positions_BS
+    return positions_BS.expand(4, *positions_BS.shape)
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from engine.budget.architecture import find_config
+from engine.budget.lookup import find_config
 from engine.budget.setting import chunk_tokens, resolved_dtype
 from engine.data.batch import Batch
 from engine.errors import UsageError
 from engine.model.attention import resolve_attention
+from engine.model.config import auto_class
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, assemble
 from engine.model.loss import LossFunction, choose_implementation
@@ -76,7 +77,7 @@ def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
     precision = choose_precision(model, spec.recipe.method, config.model_type, device)
     attention = resolve_attention(config, model.attention, device, precision.compute)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=precision.weights, attn_implementation=attention)
+        base = auto_class(config).from_config(config, dtype=precision.weights, attn_implementation=attention)
         return assemble(spec, Starting(model.id, model.revision, None), config, base, device, precision, attention)
 
 

@@ -9,21 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import SpecError
+from engine.spec.images import image_key
 from engine.spec.recipe import Recipe
-from engine.spec.rules import sources_of
 from engine.spec.run import RunSpec
-
-
-def _image_key(recipe: Recipe) -> str | None:
-    for place, source in sources_of(recipe):
-        table = ".".join(str(part) for part in place if isinstance(part, str))
-        if source.format == "image-chat":
-            return f'{table}.{source.name}.format = "image-chat"'
-        if source.image_root is not None:
-            return f"{table}.{source.name}.image_root"
-    if recipe.data.image_min_pixels is not None or recipe.data.image_max_pixels is not None:
-        return "data.image_min_pixels or data.image_max_pixels"
-    return None
 
 
 def _scores(recipe: Recipe) -> str | None:
@@ -38,7 +26,7 @@ def _when(condition: bool, key: str) -> str | None:
 ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (lambda spec: _when(bool(spec.recipe.stages), "stages"), "runs of several stages"),
     (lambda spec: _when(bool(spec.recipe.sweep), "sweep"), "sweeps"),
-    (lambda spec: _image_key(spec.recipe), "images"),
+    (lambda spec: image_key(spec.recipe), "images"),
     (
         lambda spec: _when(spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
         "sharded weights",
@@ -58,7 +46,7 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
 """(what the user wrote, or None) and the feature that is not there yet."""
 
 
-PLANNED_FOR = ("several devices", "sequence parallelism", "several machines")
+PLANNED_FOR = ("several devices", "sequence parallelism", "several machines", "images")
 """What the budget predicts although no run does it yet."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.budget.architecture import find_architecture
+from engine.budget.lookup import find_architecture
 from engine.budget.predict import predict
 from engine.spec.run import RunSpec
 from tests.budget.metered import (

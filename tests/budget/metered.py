@@ -60,6 +60,38 @@ GPT_OSS: dict[str, Any] = {
     "sliding_window": 64,
 }
 
+TEXT: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}
+PATCHES: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2}
+AXES: dict[str, Any] = {"rope_type": "default", "mrope_section": [4, 6, 6]}
+QWEN2_VL: dict[str, Any] = {
+    "model_type": "qwen2_vl", **TEXT, "rope_scaling": AXES, "image_token_id": 999,
+    "vision_config": {**PATCHES, "embed_dim": 64, "hidden_size": 128, "mlp_ratio": 4},
+}
+QWEN2_5_VL: dict[str, Any] = {
+    "model_type": "qwen2_5_vl", **TEXT, "rope_scaling": AXES, "image_token_id": 999, "tie_word_embeddings": True,
+    "vision_config": {
+        **PATCHES, "hidden_size": 64, "intermediate_size": 176, "out_hidden_size": 128, "window_size": 112,
+        "fullatt_block_indexes": [1],
+    },
+}
+GEMMA3_VL: dict[str, Any] = {
+    "model_type": "gemma3", "mm_tokens_per_image": 16, "image_token_index": 999, "boi_token_index": 998,
+    "eoi_token_index": 997,
+    "text_config": {
+        "model_type": "gemma3_text", **TEXT, "head_dim": 32, "sliding_window": 64, "pad_token_id": 0,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 224, "patch_size": 14, "vision_use_head": False,
+    },
+}
+WITH_TOWER: dict[str, dict[str, Any]] = {
+    config["model_type"]: config for config in (QWEN2_VL, QWEN2_5_VL, GEMMA3_VL)
+}
+
 
 def run_spec(start: str | Path = "builtin:tiny", device: dict[str, Any] | None = None, **tables: Any) -> RunSpec:
     """A run spec with any of the recipe's tables, on a roomy metered device."""

@@ -33,7 +33,7 @@ def test_every_way_and_every_family_is_met() -> None:
 
 
 def test_several_chunks_of_the_loss_are_predicted(tmp_path: Path) -> None:
-    from engine.budget.architecture import find_architecture
+    from engine.budget.lookup import find_architecture
     from engine.budget.predict import predict
     from tests.budget.metered import QWEN2, folder_of, measured_step, run_spec
 

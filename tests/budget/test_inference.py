@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture import Architecture, builtin_config, find_architecture, from_config
+from engine.budget.architecture import Architecture, from_config
 from engine.budget.inference import GENERATION_ROWS, generation_bytes
+from engine.budget.lookup import builtin_config, find_architecture
 from engine.budget.plan import make_plan
 from engine.budget.predict import predict
 from engine.budget.setting import setting_of

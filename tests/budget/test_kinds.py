@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.budget.architecture import Architecture, builtin_config, from_config
+from engine.budget.architecture import Architecture, from_config
 from engine.budget.kinds import Kind, kinds_of
+from engine.budget.lookup import builtin_config
 from engine.budget.setting import setting_of
 from tests.budget.metered import GEMMA2, GEMMA3, GPT_OSS, MISTRAL, QWEN2, run_spec
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture import from_config, shipped_entries
+from engine.budget.architecture import from_config
+from engine.budget.lookup import shipped_entries
 from engine.budget.parameters import compile_globs, layer_parameters, layer_prefix, outer_parameters, parameter_count
+from engine.budget.tower_parameters import tower_ends, tower_layer, tower_prefix
 
 ENTRIES = list(shipped_entries())
 
@@ -28,11 +30,14 @@ UNSHIPPED: dict[str, dict[str, Any]] = {
 def meta_model(config: dict[str, Any]) -> Any:
     """The model that transformers builds from a config, on the meta device."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from engine.model.config import auto_class
 
     facts = {key: value for key, value in config.items() if key != "model_type"}
+    found = AutoConfig.for_model(config["model_type"], **facts)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **facts))
+        return auto_class(found).from_config(found)
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -42,6 +47,11 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(arch.layers):
         prefix = layer_prefix(arch, layer)
         named |= {prefix + parameter.name: parameter.shape for parameter in layer_parameters(arch)}
+    if arch.tower:
+        named |= {parameter.name: parameter.shape for parameter in tower_ends(arch.tower)}
+        for layer in range(arch.tower.layers):
+            prefix = tower_prefix(arch.tower, layer)
+            named |= {prefix + parameter.name: parameter.shape for parameter in tower_layer(arch.tower)}
     return named
 
 

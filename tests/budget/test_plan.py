@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.budget.advice import advise
-from engine.budget.architecture import find_architecture, find_config
+from engine.budget.lookup import find_architecture, find_config
 from engine.budget.plan import make_plan
 from engine.budget.predict import predict
 from engine.cli import app

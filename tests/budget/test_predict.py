@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture import Architecture, builtin_config, find_architecture, find_config, from_config
+from engine.budget.architecture import Architecture, from_config
 from engine.budget.kinds import kinds_of
+from engine.budget.lookup import builtin_config, find_architecture, find_config
 from engine.budget.parameters import layer_parameters
 from engine.budget.predict import COMPONENTS, cost_model, predict
 from engine.budget.setting import setting_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from engine.budget.architecture import find_architecture
+from engine.budget.lookup import find_architecture
 from engine.budget.preflight import checkpoints_bytes, warnings_of
 from engine.cli import app
 from engine.errors import SpecError

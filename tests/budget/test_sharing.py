@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture import find_architecture
+from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
 from engine.budget.predict import cost_model, predict
 from engine.budget.setting import setting_of

@@ -1,0 +1,125 @@
+"""Where the config of a model is found: built in, a local folder, the hub cache on this machine, or shipped with us.
+
+Nothing is downloaded and no weights are read. What a config says is `engine.budget.architecture`.
+
+Try: `python -c "from engine.budget.lookup import find_config; print(find_config('builtin:tiny'))"`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from engine.budget.architecture import Architecture, from_config
+from engine.errors import ConfigNotHereError, UsageError
+from engine.journal.index import resolve_run
+from engine.spec.load import load_run_spec
+from engine.spec.run import RunSpec
+
+BUILTIN_PREFIX = "builtin:"
+RUN_PREFIX = "run:"
+
+
+def find_architecture(spec: RunSpec) -> Architecture:
+    """The facts of the model a run starts from.
+
+    Raises ConfigNotHereError when no config can be found on this machine, UsageError for an unknown family or a folder
+    that does not exist.
+    """
+    return from_config(find_config(spec.recipe.model.id, spec.recipe.model.revision))
+
+
+def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The config of a built-in model, local folder, cached hub model or shipped entry, as its JSON would have it."""
+    if model.startswith(BUILTIN_PREFIX):
+        return builtin_config(model)
+    if model.startswith(RUN_PREFIX):
+        return _config_of_run(model)
+    local = Path(model).expanduser()
+    if local.is_dir():
+        return _read_json(local / "config.json")
+    if local.is_absolute() or model.startswith("."):
+        raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
+    cached = _cached_config(model, revision)
+    if cached is not None:
+        return _read_json(cached)
+    shipped = shipped_configs().get(model.lower())
+    if shipped is not None:
+        return dict(shipped)
+    raise ConfigNotHereError(
+        f"no config.json of {model!r} on this machine",
+        expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
+        fix=f"download it once with: hf download {model} config.json",
+    )
+
+
+def _config_of_run(model: str) -> dict[str, Any]:
+    """What an earlier run started from has the shape of what it made."""
+    text = model.removeprefix(RUN_PREFIX).partition("@")[0]
+    start = load_run_spec(resolve_run(text, None).run_toml).recipe.model
+    return find_config(start.id, start.revision)
+
+
+def builtin_config(name: str) -> dict[str, Any]:
+    """The config of "builtin:NAME": the one place its numbers are kept is profiles/models/builtin-NAME.toml."""
+    config = shipped_configs().get(name)
+    if config is None or not name.startswith(BUILTIN_PREFIX):
+        known = ", ".join(sorted(key for key in shipped_configs() if key.startswith(BUILTIN_PREFIX)))
+        raise UsageError(f"no built-in model {name!r}", expected=known, fix="set model.id to one of them")
+    return dict(config)
+
+
+@lru_cache(maxsize=1)
+def shipped_configs() -> dict[str, dict[str, Any]]:
+    """Lower-case model id = config, over every `profiles/models/*.toml` (one file may describe several ids)."""
+    configs: dict[str, dict[str, Any]] = {}
+    for entry in shipped_entries():
+        for model in entry["ids"]:
+            configs[str(model).lower()] = dict(entry["config"])
+    return configs
+
+
+def shipped_entries() -> Iterator[dict[str, Any]]:
+    """The parsed files of profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
+    for path in sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name):
+        if path.name.endswith(".toml"):
+            yield tomli.loads(path.read_text(encoding="utf-8"))
+
+
+def _cached_config(model: str, revision: str | None) -> Path | None:
+    """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
+    repository = _hub_cache() / ("models--" + model.replace("/", "--"))
+    reference = repository / "refs" / (revision or "main")
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
+    config = repository / "snapshots" / commit / "config.json"
+    return config if commit and config.is_file() else None
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps repositories: $HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    if "HF_HUB_CACHE" in os.environ:
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A config file as a dict; raises UsageError when it is absent or not JSON."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
+            expected="the model's config.json",
+            fix="check the folder named by model.id",
+        ) from error
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{path} does not hold a JSON object", fix="check the folder named by model.id")
+    return loaded

@@ -1,0 +1,39 @@
+"""One tensor of a model by name and shape; which ones a model has is `engine.budget.parameters`.
+
+Try: `python -m pytest tests/budget/test_parameters.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor. `linear` marks the weight of a linear layer, which an adapter can be put beside."""
+
+    name: str
+    shape: tuple[int, ...]
+    linear: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of values."""
+        return prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module that owns it."""
+        return self.name.rpartition(".")[0]
+
+
+def linear(name: str, inputs: int, outputs: int, bias: bool) -> list[Parameter]:
+    """A torch Linear: weight [outputs, inputs] and, where there is one, its bias."""
+    weight = Parameter(f"{name}.weight", (outputs, inputs), linear=True)
+    return [weight, Parameter(f"{name}.bias", (outputs,))] if bias else [weight]
+
+
+def vectors(name: str, size: int, *, bias: bool) -> list[Parameter]:
+    """A norm: its weight and, for a layer norm, its bias."""
+    return [Parameter(f"{name}.{part}", (size,)) for part in (("weight", "bias") if bias else ("weight",))]
