@@ -34,7 +34,14 @@ class Entry:
     reader: SummaryReader
     summary: RunSummary | None = None
     trouble: str = ""
+    begun: bool = False
+    """Whether reading it has begun: one with a million steps takes many looks."""
     mark: Mark = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether it was read to its end, or why it cannot be is known."""
+        return self.summary is not None or bool(self.trouble)
 
 
 class RunList:
@@ -59,14 +66,14 @@ class RunList:
     @property
     def unread(self) -> int:
         """How many runs have not been looked at yet."""
-        return sum(entry.summary is None and not entry.trouble for entry in self._entries.values())
+        return sum(not entry.known for entry in self._entries.values())
 
     def refresh(self, *, seconds: float) -> bool:
         """Look for runs that came or went, and read what changed for about this long. True when anything changed."""
         changed = self._relist()
         deadline = time.monotonic() + seconds
         for entry in self._due():
-            changed = self._read(entry) or changed
+            changed = self._read(entry, max(0.0, deadline - time.monotonic())) or changed
             if time.monotonic() > deadline:
                 break
         return changed
@@ -86,25 +93,29 @@ class RunList:
         return before != list(self._entries)
 
     def _due(self) -> Iterator[Entry]:
-        """First what was never read, then what may have changed."""
-        entries = self.entries
-        yield from (entry for entry in entries if entry.summary is None and not entry.trouble)
-        for entry in entries:
+        """First what was never looked at, then what may have changed, at last the long ones that are being read."""
+        unread = [entry for entry in self.entries if not entry.known]
+        yield from (entry for entry in unread if not entry.begun)
+        for entry in self.entries:
             live = entry.summary is not None and entry.summary.status in LIVE
-            if live or _mark(entry.directory) != entry.mark:
+            if entry.known and (live or _mark(entry.directory) != entry.mark):
                 yield entry
+        yield from (entry for entry in unread if entry.begun)
 
-    def _read(self, entry: Entry) -> bool:
-        before = (entry.summary, entry.trouble)
-        entry.mark = _mark(entry.directory)
+    def _read(self, entry: Entry, seconds: float) -> bool:
+        before, mark = (entry.summary, entry.trouble), _mark(entry.directory)
+        begun, entry.begun = entry.begun, True
         try:
-            entry.summary, entry.trouble = entry.reader.refresh(), ""
+            if not entry.reader.read(seconds=seconds):
+                return not begun
+            entry.summary, entry.trouble = entry.reader.summary(), ""
         except TunedeckError as error:
             entry.trouble = error.found
         except OSError as error:
             entry.trouble = f"cannot be read: {error.strerror or error}"
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             entry.trouble = f"its events are not ours: {type(error).__name__}"
+        entry.mark = mark
         return (entry.summary, entry.trouble) != before
 
 

@@ -21,7 +21,15 @@ from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, decode, end_of_events
 from engine.journal.sentences import clean, sentence
-from engine.journal.summary import MARK_WITHIN_BYTES, QUIET, STEP_MARK, RunState, RunSummary, compose
+from engine.journal.summary import (
+    LINES_BETWEEN_CLOCKS,
+    MARK_WITHIN_BYTES,
+    QUIET,
+    STEP_MARK,
+    RunState,
+    RunSummary,
+    compose,
+)
 from tui.series import Series
 
 STEP = re.compile(rb'"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*"peak_bytes":(\d+)')
@@ -31,9 +39,6 @@ PEEK_BYTES = 64 * 1024
 """How much of the end is read first where a long history lies before it."""
 
 GPU_MARK = b'"kind":"gpu"'
-LINES_BETWEEN_CLOCKS = 512
-"""Lines read between two looks at the clock: about a millisecond."""
-
 FEED_LINES = 1000
 """Events that the feed keeps. All of them are in events.jsonl."""
 

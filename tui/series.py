@@ -73,7 +73,10 @@ class Series:
 
     def cut_after(self, x: float) -> None:
         """Void every point beyond `x`. A bucket that reaches beyond it goes as a whole: at most one dot of a plot."""
-        kept = bisect_right(self._last, x)
+        self.keep(bisect_right(self._last, x))
+
+    def keep(self, kept: int) -> None:
+        """Void all but the first buckets."""
         for column in (self._first, self._last, self._sum, self._least, self._greatest, self._count):
             del column[kept:]
 

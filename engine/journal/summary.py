@@ -9,7 +9,9 @@ Try: `tunedeck show last --json`
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 import tomllib
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -41,6 +43,9 @@ QUIET = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
 
 MARK_WITHIN_BYTES = 120
 """`seq`, `time` and `kind` come first on a line, so the mark ends well before this."""
+
+LINES_BETWEEN_CLOCKS = 512
+"""Lines read between two looks at the clock: about a millisecond."""
 
 
 @dataclass
@@ -197,6 +202,15 @@ _FOLDS = {
 }
 
 
+@dataclass
+class _Stretch:
+    """Lines that are not parsed yet: the ends of a row of steps, and the newest that only says when it was written."""
+
+    first: bytes | None = None
+    last: bytes | None = None
+    quiet: bytes | None = None
+
+
 class SummaryReader:
     """Follows one run; each `refresh` reads only what was added."""
 
@@ -207,36 +221,54 @@ class SummaryReader:
         self._damaged = 0
 
     def refresh(self) -> RunSummary:
-        """The run as it is now. Never writes."""
-        self._read()
+        """The run as it is now, however long reading it takes. Never writes."""
+        self.read()
+        return self.summary()
+
+    def summary(self) -> RunSummary:
+        """What has been read amounts to this; before the end was reached, it is a past that may never have been."""
         return compose(self.directory, self.state, self._damaged)
 
-    def _read(self) -> None:
-        """Fold the new lines; within a stretch of steps only the first and the last are parsed."""
-        first: bytes | None = None
-        last: bytes | None = None
-        quiet: bytes | None = None
-        for line in self._tail.lines():
-            if line.find(STEP_MARK, 0, MARK_WITHIN_BYTES) >= 0:
-                first, last, quiet = first or line, line, None
-                peak = PEAK.search(line, MARK_WITHIN_BYTES)
-                if peak is not None and (found := int(peak[1])) > self.state.peak_bytes:
-                    self.state.peak_bytes = found
-                continue
-            quiet = line if QUIET.search(line, 0, MARK_WITHIN_BYTES) else None
-            event = None if quiet else decode(line)
-            if event is not None and event["kind"] in _STEP_BOUND:
-                self._fold_steps(first, last)
-                first = last = None
-            if event is not None:
-                self.state.fold(event)
-            elif quiet is None:
-                self._damaged += 1
-        self._fold_steps(first, last)
-        if quiet is not None and (event := decode(quiet)) is not None:
+    def read(self, *, seconds: float = math.inf) -> bool:
+        """Read new lines for about this long; True when there are no more. A million steps take about a second."""
+        deadline = time.monotonic() + seconds
+        stretch = _Stretch()
+        for count, line in enumerate(self._tail.lines(), 1):
+            self._take(line, stretch)
+            if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
+                self._close(stretch)
+                return False
+        self._close(stretch)
+        return True
+
+    def _take(self, line: bytes, stretch: _Stretch) -> None:
+        """Fold one line; within a stretch of steps only the first and the last are parsed."""
+        if line.find(STEP_MARK, 0, MARK_WITHIN_BYTES) >= 0:
+            stretch.first, stretch.last, stretch.quiet = stretch.first or line, line, None
+            peak = PEAK.search(line, MARK_WITHIN_BYTES)
+            if peak is not None and (found := int(peak[1])) > self.state.peak_bytes:
+                self.state.peak_bytes = found
+            return
+        stretch.quiet = line if QUIET.search(line, 0, MARK_WITHIN_BYTES) else None
+        if stretch.quiet is not None:
+            return
+        event = decode(line)
+        if event is None:
+            self._damaged += 1
+            return
+        if event["kind"] in _STEP_BOUND:
+            self._fold_steps(stretch)
+        self.state.fold(event)
+
+    def _close(self, stretch: _Stretch) -> None:
+        """Fold what the end of a read leaves over."""
+        self._fold_steps(stretch)
+        if stretch.quiet is not None and (event := decode(stretch.quiet)) is not None:
             self.state.fold(event)
 
-    def _fold_steps(self, first: bytes | None, last: bytes | None) -> None:
+    def _fold_steps(self, stretch: _Stretch) -> None:
+        first, last = stretch.first, stretch.last
+        stretch.first = stretch.last = None
         if last is None:
             return
         event = decode(last)

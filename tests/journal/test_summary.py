@@ -147,3 +147,21 @@ def test_a_long_run_is_summarised_without_parsing_every_line(run: RunDirectory) 
     assert sum(1 for _ in read_events(run.events)) == 100_000
     assert summarised < 0.6 * (time.process_time() - begun)
     assert (summary.step, summary.measured["peak_bytes"]) == (100_000, (200 << 20) + 100_000)
+
+
+def test_read_in_slices_a_long_history_amounts_to_the_same(run: RunDirectory) -> None:
+    with EventWriter(run) as writer:
+        start(writer)
+        for step in range(1, 1501):
+            writer.write("step", **step_fields(step, peak_bytes=step % 700))
+            if step % 400 == 0:
+                writer.write("eval", step=step, metrics={"loss": 1 / step})
+                writer.write("heartbeat")
+        writer.write("resumed", step=1200, **{"from": "checkpoints/step-00001200"})
+        writer.write("step", **step_fields(1201))
+    reader, slices = SummaryReader(run), 1
+    while not reader.read(seconds=0.0):
+        slices += 1
+    assert slices == 3
+    assert reader.summary() == summarise(run)
+    assert reader.summary().step == 1201

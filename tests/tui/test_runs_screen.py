@@ -12,6 +12,7 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.liveness import engine_process
+from engine.journal.summary import summarise
 from tests.cli.harness import make_run as make_real_run
 from tests.cli.harness import write_recipe
 from tests.tui.conftest import SIZES, Opener, Spawn
@@ -163,6 +164,20 @@ async def test_a_thousand_runs_are_listed_at_once_and_read_bit_by_bit(runs: Path
     while found.unread and time.monotonic() < deadline:
         found.refresh(seconds=0.05)
     assert {entry.summary.status for entry in found.entries if entry.summary} == {"done"}
+
+
+async def test_a_run_of_many_steps_keeps_no_other_waiting(runs: Path) -> None:
+    for number in range(3):
+        make_run(runs, f"short-{number}").path.rename(runs / f"20200101T00000{number}Z-short")
+    long = make_run(runs, "long", steps=2000)
+    found = RunList.of_folder(runs)
+    for _ in range(4):
+        found.refresh(seconds=0.0)
+    assert [entry.known for entry in found.entries] == [False, True, True, True]
+    deadline = time.monotonic() + 60
+    while found.unread and time.monotonic() < deadline:
+        found.refresh(seconds=0.0)
+    assert found.entries[0].summary == summarise(long)
 
 
 async def test_a_run_that_has_ended_is_not_read_again(runs: Path) -> None:

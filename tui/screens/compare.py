@@ -5,6 +5,7 @@ Try: mark runs with space on the Runs screen, then `c`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -12,9 +13,10 @@ from textual.app import ComposeResult
 from textual.content import Content
 
 from engine.errors import TunedeckError
-from engine.journal.compare import Comparison, compare, shown_score, shown_setting
+from engine.journal.compare import Comparison, compare_summaries, shown_score, shown_setting
 from engine.journal.directory import RunDirectory
 from engine.journal.sentences import clean, duration
+from engine.journal.summary import SummaryReader, read_spec
 from tui.compare_curves import AXES, Curve
 from tui.keys import bindings
 from tui.screens.base import BaseScreen
@@ -23,10 +25,13 @@ from tui.widgets.overlay import Overlay, OverlayPlot, letter_of, style_of
 from tui.widgets.rows import Rows
 
 LOOK_SECONDS = 1.0
-CATCH_UP_SECONDS = 0.08
+CATCH_UP_SECONDS = 0.02
 SLICE_SECONDS = 0.04
 TABLE_SECONDS = 5.0
-"""Between two looks at the figures: summaries of long runs are not read at every look."""
+"""Between two looks at the figures, once they have been read."""
+
+PAINT_SECONDS = 0.5
+"""Between two repaints while long histories are read."""
 
 NAME_WIDTH = 26
 COLUMN_WIDTH = 13
@@ -41,10 +46,12 @@ class CompareScreen(BaseScreen):
     def __init__(self) -> None:
         super().__init__()
         self._curves: list[Curve] = []
+        self._readers: list[SummaryReader] = []
         self._found: Comparison | None = None
         self._trouble = ""
         self._axis, self._log, self._smooth = AXES[0], False, False
-        self._table_due = 0.0
+        self._table_due = self._paint_due = 0.0
+        self._stale = False
 
     def body(self) -> ComposeResult:
         """The plot, and the table under it."""
@@ -55,7 +62,8 @@ class CompareScreen(BaseScreen):
     def receive(self, argument: object) -> None:
         """The runs to compare; without any, those of the last time."""
         if argument:
-            self._curves = [Curve(run) for run in cast("Sequence[RunDirectory]", argument)]
+            runs = cast("Sequence[RunDirectory]", argument)
+            self._curves, self._readers = [Curve(run) for run in runs], [SummaryReader(run) for run in runs]
             self._found, self._table_due = None, 0.0
 
     def on_mount(self) -> None:
@@ -68,25 +76,36 @@ class CompareScreen(BaseScreen):
         self.call_after_refresh(self._paint)
 
     def _look(self) -> None:
-        news = [curve.look(seconds=SLICE_SECONDS) for curve in self._curves] if self.is_current else []
-        self._table_due -= LOOK_SECONDS
-        if self.is_current and self._table_due <= 0:
-            self._table_due = TABLE_SECONDS
-            self._compare()
-        if any(news) or self._found is None:
-            self._paint()
-        self.set_timer(CATCH_UP_SECONDS if any(news) else LOOK_SECONDS, self._look)
+        busy = self.is_current and self._read()
+        self.set_timer(CATCH_UP_SECONDS if busy else LOOK_SECONDS, self._look)
 
-    def _compare(self) -> None:
-        if not self._curves:
-            return
+    def _read(self) -> bool:
+        """Read on, for a slice of time whatever the number of runs; whether there was anything."""
+        each = SLICE_SECONDS / max(1, 2 * len(self._curves))
+        news = [curve.look(seconds=each) for curve in self._curves]
+        if self._curves and time.monotonic() >= self._table_due:
+            news.append(self._compare(each))
+        self._stale = self._stale or any(news)
+        if self._stale and (not any(news) or time.monotonic() >= self._paint_due):
+            self._paint()
+        return any(news)
+
+    def _compare(self, seconds: float) -> bool:
+        """The table, once every run was read to its end; what was known of a run that is gone stays."""
+        if self._found is not None and not all(reader.directory.exists() for reader in self._readers):
+            return False
         try:
-            self._found, self._trouble = compare([curve.directory for curve in self._curves]), ""
+            if not all(reader.read(seconds=seconds) for reader in self._readers):
+                return True
+            specs = [read_spec(reader.directory) for reader in self._readers]
+            self._found, self._trouble = compare_summaries([reader.summary() for reader in self._readers], specs), ""
         except (TunedeckError, OSError) as error:
             self._trouble = clean(getattr(error, "found", str(error)))
-        self._paint()
+        self._table_due = time.monotonic() + TABLE_SECONDS
+        return True
 
     def _paint(self) -> None:
+        self._stale, self._paint_due = False, time.monotonic() + PAINT_SECONDS
         series = [curve.over(self._axis) for curve in self._curves]
         end = max((each.end for each in series), default=0.0)
         label = duration(end) if self._axis == "time" else f"{end:,.0f}"

@@ -43,7 +43,7 @@ PLOT_SECONDS = 1.0
 SLICE_SECONDS = 0.04
 """How long one look may read; a key press waits no longer."""
 
-CATCH_UP_SECONDS = 0.05
+CATCH_UP_SECONDS = 0.02
 """Between looks while a long history is being read."""
 
 ALL_PANES = ("loss", "figures", "events", "log", "memory")

@@ -34,7 +34,7 @@ LOOK_SECONDS = 1.0
 SLICE_SECONDS = 0.05
 """How long one look may read: less than what a key press may wait."""
 
-CATCH_UP_SECONDS = 0.08
+CATCH_UP_SECONDS = 0.02
 """Between two looks while there are runs that were never read."""
 
 
