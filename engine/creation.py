@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
 from engine.budget.preflight import warnings_of
-from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError
+from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.files import write_atomically
 from engine.journal.index import note_run, noted_runs
@@ -44,6 +44,16 @@ def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDir
     directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
     warning = note_run(directory)
     return directory, [*notices, *([warning] if warning else [])]
+
+
+def require_launcher(spec: RunSpec) -> None:
+    """Raise UsageError for a profile of several machines: nothing here starts processes on another one."""
+    machines = spec.profile.nodes.count
+    if machines > 1:
+        raise UsageError(
+            f"profile {spec.profile.name!r} has {machines} machines, and this command runs on one",
+            fix="write a script that starts it on all of them: tunedeck launch with the same -p and -r",
+        )
 
 
 def _free_bytes(folder: Path) -> int | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 
@@ -16,10 +18,10 @@ import typer
 
 from engine.commands.progress import Reporter, print_rows, reporter, result_rows
 from engine.journal.directory import RunDirectory
-from engine.journal.events import Event, end_of_events
+from engine.journal.events import Event, EventTail, end_of_events
 from engine.journal.sentences import clean
 from engine.journal.summary import RunSummary, summarise
-from engine.start import DETACHED_CODE, follow, start_engine, wait_until_running
+from engine.start import DETACHED_CODE, POLL_SECONDS, follow, start_engine, wait_until_running
 
 
 def start_and_follow(
@@ -35,6 +37,27 @@ def start_and_follow(
         return
     show = _JsonLines() if as_json else reporter(summarise(directory))
     raise typer.Exit(_follow_with(show, directory, process, offset, log_offset, as_json))
+
+
+def view(directory: RunDirectory, offset: int, *, as_json: bool) -> None:
+    """Show the run from byte `offset` of its events on until stdin ends: beside a rank 0 that somebody else started.
+
+    Signals of the launcher are for that rank; this process ends when it does.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    show = _JsonLines() if as_json else reporter(summarise(directory))
+    tail = EventTail(directory.events, offset=offset)
+    over = finished = False
+    while not over:
+        over = bool(select.select([sys.stdin], [], [], POLL_SECONDS)[0])
+        for event in tail.poll():
+            finished = event["kind"] == "run_finished"
+            show.event(event)
+        show.tick()
+    show.close()
+    if finished:
+        finish(directory, as_json=as_json)
 
 
 def _follow_with(

@@ -7,17 +7,19 @@ Try: `tunedeck resume last`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.commands.options import JsonOption, RunArgument, RunsOption, SetOption, runs_folder
-from engine.commands.train import Detach, Devices, MaxHours, OnFinish, Profile, Trust, Wait, say
+from engine.commands.train import Detach, Devices, MaxHours, OnFinish, Profile, Trust, Wait, check_seat, say
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
+    from engine.parallel.seat import Seat
     from engine.spec.run import RunSpec
 
 FromStep = Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="Go on from this checkpoint.")]
@@ -47,9 +49,12 @@ def resume(
     --max-hours, --on-finish, --devices, --wait and --trust-remote-code stay as they were; 0 or "" takes one back.
     """
     from engine.commands.follow import start_and_follow
+    from engine.creation import require_launcher
     from engine.journal.index import note_run, resolve_run
     from engine.journal.liveness import refuse_if_claimed
+    from engine.parallel.seat import find_seat
     from engine.spec.devices import device_indices
+    from engine.spec.load import load_run_spec, override
 
     given: dict[str, Any] = {
         "devices": None if devices is None else device_indices(devices or None),
@@ -60,12 +65,43 @@ def resume(
     }
     given = {name: value for name, value in given.items() if value is not None}
     directory = resolve_run(run, runs_folder(runs))
-    refuse_if_claimed(directory)
-    _check_step(directory, from_step)
-    say(_respecify(directory, profile, sets or [], from_step, given))
-    warning = note_run(directory)
-    say([warning] if warning else [])
+
+    def prepare() -> None:
+        refuse_if_claimed(directory)
+        _check_step(directory, from_step)
+        say(_respecify(directory, profile, sets or [], from_step, given))
+        warning = note_run(directory)
+        say([warning] if warning else [])
+
+    seat = find_seat()
+    if seat is not None:
+        spec = override(load_run_spec(directory.run_toml), sets or [], profile=profile).spec
+        raise typer.Exit(_resume_launched(spec, seat, directory, prepare, from_step, detach, json))
+    prepare()
+    require_launcher(load_run_spec(directory.run_toml))
     start_and_follow(directory, resume=True, from_step=from_step, detach=detach, as_json=json)
+
+
+def _resume_launched(
+    spec: RunSpec,
+    seat: Seat,
+    directory: RunDirectory,
+    prepare: Callable[[], None],
+    from_step: int | None,
+    detach: bool,
+    as_json: bool,
+) -> int:
+    """Be one rank of the run. Rank 0 alone prepares it, and only at the first start of the launcher's job."""
+    from engine.train.launched import Task, take_up, train_launched, worked_on
+
+    def settle() -> Task:
+        again = worked_on(seat, directory)
+        if not again:
+            prepare()
+        return take_up(seat, directory, resume=True, from_step=None if again else from_step)
+
+    check_seat(spec, seat, detach)
+    return train_launched(spec, seat, settle, as_json=as_json)
 
 
 def _check_step(directory: RunDirectory, step: int | None) -> None:

@@ -16,7 +16,10 @@ from engine.commands.options import JsonOption, RunsOption, SetOption, runs_fold
 from engine.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
+    from engine.journal.directory import RunDirectory
+    from engine.parallel.seat import Seat
     from engine.spec.load import Resolved
+    from engine.spec.run import RunSpec
 
 Profile = Annotated[
     str | None, typer.Option("-p", "--profile", help="Hardware profile: a name, or a path to a TOML file.")
@@ -44,6 +47,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     app.command()(train)
     app.command(name="_engine", hidden=True)(engine_process)
+    app.command(name="_view", hidden=True)(view_process)
 
 
 def train(
@@ -62,19 +66,54 @@ def train(
     on_finish: OnFinish = None,
     runs: RunsOption = None,
 ) -> None:
-    """Train a recipe on a hardware profile: start the engine and follow it."""
+    """Train a recipe on a hardware profile: start the engine and follow it.
+
+    Started once for each device by torchrun, accelerate launch or srun, each process becomes a rank of one run.
+    """
     from engine.commands.follow import start_and_follow
-    from engine.creation import new_run
+    from engine.creation import new_run, require_launcher
+    from engine.parallel.seat import find_seat
 
     resolved = resolve_arguments(
         profile, recipe, run_spec, sets or [], name,
         devices=devices, trust_remote_code=trust_remote_code, max_hours=max_hours, on_finish=on_finish,
         wait_seconds=wait,
     )  # fmt: skip
+    seat = find_seat()
+    if seat is not None:
+        raise typer.Exit(_train_launched(resolved, seat, runs_folder(runs), force, detach, json))
+    require_launcher(resolved.spec)
     say(resolved.notices)
     directory, notices = new_run(resolved.spec, runs_folder(runs), force=force)
     say(notices)
     start_and_follow(directory, detach=detach, as_json=json)
+
+
+def _train_launched(resolved: Resolved, seat: Seat, folder: Path, force: bool, detach: bool, as_json: bool) -> int:
+    """Be one rank of a new run, or of the one that an earlier start of the launcher's job began."""
+    from engine.creation import new_run
+    from engine.train.launched import begin_or_go_on, train_launched
+
+    def make() -> RunDirectory:
+        say(resolved.notices)
+        directory, notices = new_run(resolved.spec, folder, force=force)
+        say(notices)
+        return directory
+
+    check_seat(resolved.spec, seat, detach)
+    return train_launched(resolved.spec, seat, lambda: begin_or_go_on(seat, folder, make), as_json=as_json)
+
+
+def check_seat(spec: RunSpec, seat: Seat, detach: bool) -> None:
+    """Raise UsageError where a launcher's processes cannot be the ranks of this run."""
+    from engine.parallel.seat import require_seats
+
+    require_seats(spec, seat)
+    if detach:
+        raise UsageError(
+            f"--detach, and {seat.launcher} started this process and waits for its end",
+            fix="leave --detach out, and let the launcher run in the background",
+        )
 
 
 def resolve_arguments(
@@ -157,3 +196,15 @@ def engine_process(
     sys.stdout.flush()
     sys.stderr.flush()
     raise typer.Exit(code)
+
+
+def view_process(
+    directory: Annotated[Path, typer.Argument()],
+    offset: Annotated[int, typer.Option("--from", min=0)] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Shows a run beside a rank 0 that a launcher started; by that rank, never by hand."""
+    from engine.commands.follow import view
+    from engine.journal.directory import RunDirectory
+
+    view(RunDirectory(directory), offset, as_json=json)

@@ -64,6 +64,11 @@ class RunDirectory:
         return self.path / "engine.json"
 
     @property
+    def launch(self) -> Path:
+        """Which launcher's job works on the run, where its ranks were started by one."""
+        return self.path / "launch.json"
+
+    @property
     def control(self) -> Path:
         """Requests to the engine, one file each."""
         return self.path / "control"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.parallel.meeting import fresh_store
 from engine.parallel.votes import Ballot, LostRankError, losing_a_rank_ends_it
 
 ERRAND_POLL_SECONDS = 0.05
@@ -148,6 +149,7 @@ def joined(timeout_seconds: float, device_type: str, device_index: int = 0) -> I
     limit = timedelta(seconds=timeout_seconds)
     with losing_a_rank_ends_it():
         store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        store = fresh_store(store, rank, size, limit)
         if device_type == "cuda":
             torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.errors import EnvironmentProblem
+from engine.journal.directory import RunDirectory
+from engine.journal.events import read_events
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.reduce import GradientSum, send_from_first
 from engine.parallel.votes import SLOT_BYTES
+from engine.train.launched import require_shared
 from tests.parallel.crew import run_crew
 
 
@@ -79,7 +84,22 @@ def replicas(ranks: Ranks, _folder: Path) -> Any:
     return layer.weight.detach()
 
 
-CASES = [votes, too_long, errand, noted_errors, gradients, half_gradients, replicas]
+def blind_rank(ranks: Ranks, folder: Path) -> Any:
+    """Rank 1 looks for the run where there is none."""
+    here = folder / ("here" if ranks.is_first else "elsewhere")
+    here.mkdir(exist_ok=True)
+    if ranks.is_first:
+        RunDirectory(here).launch.write_text(json.dumps({"token": "abc"}))
+    try:
+        require_shared(ranks, RunDirectory(here), "abc", patience_seconds=0.2)
+    except EnvironmentProblem as problem:
+        ranks.tell("recorded")
+        end = list(read_events(folder / "here" / "events.jsonl"))[-1]
+        return problem.found, end["status"], end["exit_code"]
+    return None
+
+
+CASES = [votes, too_long, errand, noted_errors, gradients, half_gradients, replicas, blind_rank]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +143,12 @@ def test_gradients_keep_their_dtype(seen: dict[str, list[Any]]) -> None:
 
 def test_replicas_start_from_the_values_of_rank_0(seen: dict[str, list[Any]]) -> None:
     assert torch.equal(*seen["replicas"])
+
+
+def test_a_folder_that_one_machine_does_not_see_ends_the_run_everywhere(seen: dict[str, list[Any]]) -> None:
+    for found, status, code in seen["blind_rank"]:
+        assert "not the same folder on all machines" in found
+        assert (status, code) == ("failed", 6)
 
 
 def test_a_run_of_one_process_asks_nobody() -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,16 @@ def rank_process(place: RunDirectory, rank: int) -> psutil.Process:
         if environment.get("TORCHELASTIC_RUN_ID") == place.name and environment.get("RANK") == str(rank):
             return process
     raise AssertionError(f"no process is rank {rank} of {place.name}")
+
+
+def first_process(place: RunDirectory, rank: int) -> psutil.Process:
+    """This rank's process, as soon as it is there."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(AssertionError):
+            return rank_process(place, rank)
+        time.sleep(0.05)
+    return rank_process(place, rank)
 
 
 def with_ranks(folder: Path, ranks: int, timeout_seconds: float = 60.0, restarts: int = 3) -> RunSpec:
@@ -133,8 +144,9 @@ def test_a_rank_killed_or_stopped_at_any_moment_costs_a_restart_and_nothing_else
     place = new_run(folder / f"moment-{seed}", with_ranks(folder, 2, timeout_seconds=20.0))
 
     def strike() -> None:
-        time.sleep(drawn.uniform(1.0, 20.0))
-        rank_process(place, rank).send_signal(blow)
+        process = first_process(place, rank)
+        time.sleep(drawn.uniform(0.0, 10.0))
+        process.send_signal(blow)
 
     assert engine_ends(place, meanwhile=strike) == 0
     assert len(restarts(place)) == 1
