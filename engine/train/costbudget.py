@@ -121,7 +121,7 @@ class CostBudget:
         if not self.room_is_back(room_bytes, self.passing_bytes, self.passing_room_bytes):
             return
         if self.clean_steps >= self.patience_steps:
-            self.patience_steps = min(2 * self.patience_steps, LONGEST_PATIENCE_STEPS)
+            self.wait_longer()
         self.passing_bytes = None
 
     def _way_back(self) -> bool:
@@ -149,9 +149,15 @@ class CostBudget:
 
     def think_back(self, learned: dict[str, Any]) -> None:
         """The remedy was lifted: what held before it holds again, and the budget it was forced at."""
-        doubled = 2 if self.clean_steps >= self.patience_steps else 1
-        patience = min(doubled * self.patience_steps, LONGEST_PATIENCE_STEPS)
-        vars(self).update({**learned, "patience_steps": patience, "passing_bytes": None, "clean_steps": 0})
+        if self.clean_steps >= self.patience_steps:
+            self.wait_longer()
+        kept = {"patience_steps": self.patience_steps, "passing_bytes": None, "clean_steps": 0}
+        vars(self).update(learned | kept)
+
+    def wait_longer(self) -> None:
+        """Memory was tried for on suspicion: the next time after more clean steps."""
+        self.patience_steps = min(2 * self.patience_steps, LONGEST_PATIENCE_STEPS)
+        self.clean_steps = 0
 
     def as_json(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

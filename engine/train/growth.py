@@ -8,6 +8,7 @@ Try: `pytest tests/train/test_growth.py`
 from __future__ import annotations
 
 from engine.train.costbudget import CostBudget
+from engine.train.failure import attempt
 from engine.train.journal import Journal
 from engine.train.ladder import LIFTS, Standing
 from engine.train.transaction import Parts
@@ -50,22 +51,34 @@ class Growth:
 
     def _may_lift(self, remedy: Standing, room_bytes: int) -> bool:
         """Whether what a neighbour forced has the room it lacked. The budget of the time knows what it takes."""
-        if not remedy.passing or not remedy.failed_bytes:
+        if not remedy.passing:
             return False
         now = self.parts.budget
         waited = {"clean_steps": now.clean_steps, "patience_steps": now.patience_steps}
         knew = CostBudget.from_json({**remedy.learned, **waited})
-        return knew.room_is_back(room_bytes, remedy.failed_bytes, remedy.room_bytes)
+        return knew.room_is_back(room_bytes - remedy.moved_bytes, remedy.failed_bytes, remedy.room_bytes)
 
     def _lift(self, step: int, remedy: Standing) -> None:
+        """Take the remedy back on every rank, or on none: what left the device may not find room to come back."""
         parts = self.parts
-        LIFTS[remedy.name](parts, remedy.before)
-        parts.budget.think_back(remedy.learned)
+        lift = LIFTS[remedy.name]
+        failure = attempt(lambda: lift(parts, remedy.before), parts.device, lambda: "lift")
+        if any(parts.ranks.tell(failure is not None)):
+            lift(parts, remedy.after)
+            parts.budget.wait_longer()
+            parts.standing.append(remedy)
+        else:
+            parts.budget.think_back(remedy.learned)
+            self._tell(step, remedy)
+        parts.device.release_cached()
+        parts.static_bytes = parts.device.memory().allocated_bytes
+
+    def _tell(self, step: int, remedy: Standing) -> None:
         self.journal.write(
             "remedy_lifted",
             step=step,
             remedy=remedy.name,
             before=remedy.after,
             after=remedy.before,
-            reason="the memory that a neighbour held is free again",
+            reason="the memory that was short is free again",
         )

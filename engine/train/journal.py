@@ -53,6 +53,7 @@ class Journal:
 
     def __init__(self, writer: EventWriter | None) -> None:
         self.writer = writer
+        self._phase: tuple[str, str] | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event, waiting while the disk is full. Raises ValueError for fields the kind does not have."""
@@ -61,8 +62,10 @@ class Journal:
             until_there_is_room(lambda: writer.write(kind, **fields))
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Say what the engine is busy with."""
-        self.write("phase", name=name, detail=detail)
+        """Say what the engine is busy with, where that is news."""
+        if self._phase != (name, detail):
+            self._phase = name, detail
+            self.write("phase", name=name, detail=detail)
 
     def warn_of_full_disk(self) -> None:
         """Warn that the run waits for room. A few bytes often still fit; where they do not, engine.log has to do."""

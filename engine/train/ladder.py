@@ -82,14 +82,26 @@ class Standing:
     """A neighbour forced it."""
     learned: dict[str, Any]
     """What the budget knew before."""
+    moved_bytes: int = 0
+    """What left the device for good and would have to come back."""
 
     @classmethod
-    def of(cls, now: Situation, remedy: Remedy) -> Standing:
-        """The record of a remedy that was just applied. From here on the budget learns anew."""
-        failed_bytes = now.micro_batch.cost_bytes if now.micro_batch else 0
-        passing = now.squeezed or 0 < failed_bytes <= max(now.budget.proven_bytes, now.budget.known_bytes)
+    def of(cls, now: Situation, remedy: Remedy, moved_bytes: int) -> Standing:
+        """The record of a remedy that was just applied. From here on the budget learns anew.
+
+        A failure outside micro-batches (clipping, the optimizer step) had room beside the dearest of them before, if a
+        step was ever finished.
+        """
+        dearest_bytes = max(now.budget.proven_bytes, now.budget.known_bytes)
+        if now.micro_batch is None:
+            failed_bytes, worked_before = dearest_bytes, now.guard.steps > 0
+        else:
+            failed_bytes = now.micro_batch.cost_bytes
+            worked_before = failed_bytes <= dearest_bytes
+        room_bytes = now.room_bytes - moved_bytes
+        passing = now.squeezed or worked_before
         learned = now.budget.start_over()
-        return cls(remedy.name, remedy.before, remedy.after, failed_bytes, now.room_bytes, passing, learned)
+        return cls(remedy.name, remedy.before, remedy.after, failed_bytes, room_bytes, passing, learned, moved_bytes)
 
 
 def retry(now: Situation) -> Remedy | None:
@@ -159,7 +171,6 @@ def optimizer_offload(now: Situation) -> Remedy | None:
     host_state.move(to_host=True)
     now.device.release_cached()
     now.static_bytes = now.device.memory().allocated_bytes
-    now.budget.start_over()
     return Remedy("optimizer_offload", False, True)
 
 
@@ -188,10 +199,11 @@ LIFTS: dict[str, Callable[[Parts, Any], None]] = {
     "checkpointing": lambda parts, before: parts.loaded.set_checkpointing(before),
     "chunk_loss": lambda parts, before: setattr(parts.loss, "chunk_tokens", before),
     "activation_offload": lambda parts, before: setattr(parts.loss.offload, "on", before),
+    "optimizer_offload": lambda parts, before: parts.guard.host_state.move(to_host=before),
     "max_length": lambda parts, before: setattr(parts, "data", parts.data.shortened(before)),
 }
-"""How remedies that stay on are taken back, given the setting before. Optimizer state that has moved stays: to bring it
-back takes the very memory that was short, all at once."""
+"""How remedies that stay on are taken back, given the setting before (and put on again, given the one after). Optimizer
+state that comes back may find no room; it then stays where it is."""
 
 
 def choose(ladder: Sequence[str], now: Situation) -> Remedy | None:
@@ -200,11 +212,12 @@ def choose(ladder: Sequence[str], now: Situation) -> Remedy | None:
     Where nothing is left to make smaller, or nothing that would help (host memory ran out beside a device with its
     own), the same is tried again a few times before giving up: a passing shortage may strike twice.
     """
+    static_bytes = now.static_bytes
     for name in ladder:
         remedy = RUNGS[name](now) if name in RUNGS and _helps(name, now.failure) else None
         if remedy is not None:
             if name in LIFTS:
-                now.standing.append(Standing.of(now, remedy))
+                now.standing.append(Standing.of(now, remedy, static_bytes - now.static_bytes))
             return remedy
     return Remedy("retry") if "retry" in ladder and now.tried.count("retry") < ATTEMPTS - 1 else None
 

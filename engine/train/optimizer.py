@@ -121,6 +121,8 @@ class StepGuard:
         self._counted = [parameter for _, parameter in named if "step" in optimizer.state.get(parameter, {})]
         self._copies: list[torch.Tensor] = []
         self._stepping = False
+        self.steps = 0
+        """Taken and accepted in this process."""
         self._counters: list[float] = []
         self.read_counters()
 
@@ -143,6 +145,7 @@ class StepGuard:
     def accept(self) -> None:
         """The step, if one was taken, is final: it went through on every rank."""
         if self._stepping:
+            self.steps += 1
             self._counters = [
                 counter + (parameter.grad is not None)
                 for counter, parameter in zip(self._counters, self._counted, strict=True)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -97,10 +97,10 @@ def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(t
     static, peak = first["allocated_bytes"], first["peak_bytes"]
     assert first["micro_batches"] == 1
     left_bytes = static + (peak - static) / 2
-    count = tmp_path / "neighbour"
+    counted = tmp_path / "neighbour"
     place = new_run(tmp_path / "runs", make_spec(samples, memory_gib=CAPACITY_GIB, **TABLES))
-    with neighbour(count) as hold:
-        monkeypatch.setenv(NEIGHBOUR_VARIABLE, str(count))
+    with neighbour(counted) as hold:
+        monkeypatch.setenv(NEIGHBOUR_VARIABLE, str(counted))
         process = start_engine(place)
         run = Watched(place)
         run.until(lambda step: step["step"] >= 5)
@@ -165,6 +165,57 @@ def test_a_remedy_that_a_neighbour_forced_is_lifted_when_it_has_gone(tmp_path, s
     assert ("checkpointing", True, False) in [(e["remedy"], e["before"], e["after"]) for e in lifted]
     assert taken[-1] == 1
     assert len([e for e in of_kind(workshop.events(), "backoff") if e["step"] > 3]) == 0
+
+
+@pytest.fixture
+def squeezed(tmp_path, shared):
+    """A run whose optimizer state a neighbour has driven to the host, and how it takes its next step."""
+    spec = make_spec(
+        even_samples(tmp_path / "samples.jsonl", 240), memory_gib=CAPACITY_GIB, data={"max_length": 256},
+        train={"batch_size": 4, "max_steps": 100}, backoff={"ladder": ["optimizer_offload"]},
+    )  # fmt: skip
+    with Workshop(spec, tmp_path / "place") as bench, EventWriter(RunDirectory(tmp_path)) as writer:
+        transaction, growth = StepTransaction(bench.parts), Growth(bench.parts, Journal(writer))
+        numbers = count(1)
+
+        def step(before_growth: Callable[[], None] = lambda: None) -> None:
+            number = next(numbers)
+            transaction.run(number, bench.order.step(number))
+            before_growth()
+            growth.after_step(number, clean=not transaction.failures)
+
+        step()
+        shared.hold(int(bench.parts.device.capacity_bytes - 0.95 * transaction.peak_bytes))
+        step()
+        assert bench.parts.guard.host_state.on
+        yield bench.parts, step
+
+
+def test_optimizer_state_comes_back_when_the_neighbour_has_gone(tmp_path, shared, squeezed):
+    parts, step = squeezed
+    static_bytes = parts.static_bytes
+    step()
+    assert parts.guard.host_state.on
+    shared.hold(0)
+    step()
+    assert not parts.guard.host_state.on
+    assert not parts.standing
+    assert parts.static_bytes == parts.device.memory().allocated_bytes > static_bytes
+    lifted = of_kind(list(read_events(tmp_path / "events.jsonl")), "remedy_lifted")
+    assert [(e["remedy"], e["before"], e["after"]) for e in lifted] == [("optimizer_offload", True, False)]
+
+
+def test_optimizer_state_that_finds_no_room_stays_on_the_host_and_is_left_there_longer(shared, squeezed):
+    parts, step = squeezed
+    patience_steps = parts.budget.patience_steps
+    static_bytes = parts.static_bytes
+    shared.hold(0)
+    step(before_growth=lambda: parts.device.fail_at(3))
+    assert parts.guard.host_state.on
+    assert parts.static_bytes == parts.device.memory().allocated_bytes == static_bytes
+    assert parts.budget.patience_steps == 2 * patience_steps
+    step()
+    assert not parts.guard.host_state.on
 
 
 def test_a_neighbour_that_leaves_no_room_at_all_is_named(tmp_path, shared):
