@@ -14,7 +14,21 @@ from typing import Annotated
 
 import typer
 
-from engine.commands import compare, control, data, doctor, evaluate, export, library, plan, queue, resume, runs, train
+from engine.commands import (
+    compare,
+    control,
+    data,
+    doctor,
+    evaluate,
+    export,
+    launch,
+    library,
+    plan,
+    queue,
+    resume,
+    runs,
+    train,
+)
 from engine.errors import EnvironmentProblem, StoppedError, TunedeckError, UsageError
 
 app = typer.Typer(
@@ -48,7 +62,7 @@ def options(
     """Fine-tune language models without dying of memory."""
 
 
-for room in (plan, train, resume, control, queue, runs, compare, evaluate, export, data, library, doctor):
+for room in (plan, train, resume, control, queue, launch, runs, compare, evaluate, export, data, library, doctor):
     room.register(app)
 
 

@@ -30,6 +30,17 @@ def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDir
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
         EnvironmentProblem: the folder cannot be written.
     """
+    plan, notices = checked_plan(spec, folder, force=force)
+    directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
+    warning = note_run(directory)
+    return directory, [*notices, *([warning] if warning else [])]
+
+
+def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | None, list[str]]:
+    """The plan of a run whose directory would be in `folder`, and notices; None where nothing can be predicted.
+
+    Raises UsageError and DoesNotFitError, as `new_run` does.
+    """
     refuse_unbuilt(spec)
     notices: list[str] = []
     plan: Plan | None = None
@@ -41,9 +52,7 @@ def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDir
         notices.append(f"no plan before the start: {unknown.found}")
     if plan is not None and plan.verdict == "does_not_fit" and not force:
         raise _does_not_fit(plan)
-    directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
-    warning = note_run(directory)
-    return directory, [*notices, *([warning] if warning else [])]
+    return plan, notices
 
 
 def require_launcher(spec: RunSpec) -> None:

@@ -39,8 +39,10 @@ class Seat:
     """The same for every start of one job by this launcher; empty where each start is a job of its own."""
     again: bool = False
     """An earlier start of the job may have left a run to go on with."""
+    restarts: int = 0
+    """How often this launcher has started all ranks again; a job that was queued again has a new launcher."""
     restarts_left: int = 0
-    """How often the launcher would still start all ranks again."""
+    """How often it still would."""
 
     @property
     def is_first(self) -> bool:
@@ -60,9 +62,11 @@ class Seat:
 
 def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
     """This process's seat; None when it was started alone. Raises UsageError for an environment that is incomplete."""
-    if _number(environment, "WORLD_SIZE", 1) > 1 and "RANK" in environment:
+    # A job of one process is a job, too: queued again, it goes on with its run.
+    least = 1 if environment.get(JOB) else 2
+    if _number(environment, "WORLD_SIZE", 0) >= least and "RANK" in environment:
         return _torchrun(environment) if "TORCHELASTIC_RUN_ID" in environment else _plain(environment)
-    if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environment:
+    if _number(environment, "SLURM_STEP_NUM_TASKS", 0) >= least and "SLURM_PROCID" in environment:
         return _slurm(environment)
     return None
 
@@ -89,6 +93,7 @@ def _torchrun(environment: Mapping[str, str]) -> Seat:
         launcher="torchrun",
         job=environment.get(JOB) or _elastic_job(environment["TORCHELASTIC_RUN_ID"]),
         again=bool(environment.get(JOB)) or restarts > 0,
+        restarts=restarts,
         restarts_left=_number(environment, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts,
     )
 
@@ -107,6 +112,7 @@ def _plain(
     launcher: str = "environment",
     job: str = "",
     again: bool = False,
+    restarts: int = 0,
     restarts_left: int = 0,
 ) -> Seat:
     rank = _number(environment, "RANK", 0)
@@ -125,6 +131,7 @@ def _plain(
         _number(environment, "MASTER_PORT", 29_500),
         job,
         again,
+        restarts,
         restarts_left,
     )
 

@@ -66,6 +66,8 @@ class Nodes(Table):
     """Wall-clock limit, in the launcher's own notation."""
     cloud: str | None = None
     """SkyPilot cloud."""
+    accelerators: str | None = None
+    """SkyPilot's name of the GPUs, such as "H100"."""
     max_restarts: CountOrZero = 3
     """How often an attempt is restarted from its last checkpoint."""
 

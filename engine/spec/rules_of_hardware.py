@@ -5,6 +5,7 @@ Like `engine.spec.rules`: small functions that yield problems, gathered in a tab
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 from engine.spec.document import Problem
@@ -13,6 +14,9 @@ from engine.spec.profile import Profile
 from engine.spec.recipe import Recipe
 from engine.spec.rules import Problems
 from engine.spec.text import quoted
+
+PLAIN_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:,@+-]*")
+"""What may stand in a script without quotes: names of partitions and clouds, and times such as 2-12:00:00."""
 
 AMPERE = 8.0
 """First compute capability with bf16 in its matrix units and with flash attention."""
@@ -62,6 +66,16 @@ def cuda_facts_are_cuda(profile: Profile) -> Problems:
             )
 
 
+def words_for_launchers_are_plain(profile: Profile) -> Problems:
+    """They become lines of a shell script, and a profile may come from someone else."""
+    for key in ("partition", "account", "time_limit", "cloud", "accelerators"):
+        value = getattr(profile.nodes, key)
+        if value is not None and not PLAIN_WORD.fullmatch(value):
+            yield Problem(
+                ("nodes", key), quoted(value), "letters, digits and any of . _ : , @ + - are allowed, without spaces"
+            )
+
+
 def device_can(profile: Profile, recipe: Recipe) -> Problems:
     """What a recipe asks of the hardware, with places in the recipe."""
     needs_cuda: dict[Place, tuple[str, str]] = {
@@ -103,6 +117,7 @@ PROFILE_RULES: tuple[Callable[[Profile], Iterable[Problem]], ...] = (
     strategy_matches_count,
     sequence_divides_devices,
     cuda_facts_are_cuda,
+    words_for_launchers_are_plain,
 )
 
 

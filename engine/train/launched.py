@@ -31,6 +31,7 @@ from engine.journal.events import EventTail, EventWriter, end_of_events
 from engine.journal.files import write_atomically
 from engine.journal.index import list_runs
 from engine.journal.liveness import claim
+from engine.journal.summary import summarise
 from engine.parallel.launch import BEYOND_REPAIR_CODE, LOST_CODE, settle_as_rank
 from engine.parallel.ranks import Ranks
 from engine.parallel.seat import Seat
@@ -93,10 +94,12 @@ def train_launched(spec: RunSpec, seat: Seat, settle: Callable[[], Task], *, as_
 
 def begin_or_go_on(seat: Seat, folder: Path, make: Callable[[], RunDirectory]) -> Task:
     """The run that an earlier start of this job began in `folder`, else a new one. On rank 0."""
-    for place in list_runs(folder) if seat.again else ():
-        if worked_on(seat, place):
-            return take_up(seat, place, resume=True)
-    return take_up(seat, make(), resume=False)
+    place = next((place for place in list_runs(folder) if worked_on(seat, place)), None)
+    if place is None:
+        return take_up(seat, make(), resume=False)
+    if summarise(place).status == "done":
+        return Task(str(place.path), ended=0)
+    return take_up(seat, place, resume=True)
 
 
 def worked_on(seat: Seat, place: RunDirectory) -> bool:
@@ -105,9 +108,12 @@ def worked_on(seat: Seat, place: RunDirectory) -> bool:
 
 
 def take_up(seat: Seat, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
-    """Work on `place`, noted there as this job's."""
-    offset = _note(place)["from_byte"] if worked_on(seat, place) else end_of_events(place.events)
-    task = Task(str(place.path), resume, from_step, _ended(place, offset), secrets.token_hex(8))
+    """Work on `place`, noted there as this job's. A run that ended is not begun again by a restart of its ranks, but by
+    a job that was queued again."""
+    restarted = seat.restarts > 0 and worked_on(seat, place)
+    offset = int(_note(place)["from_byte"]) if restarted else end_of_events(place.events)
+    ended = _ended(place, offset) if restarted else None
+    task = Task(str(place.path), resume, from_step, ended, secrets.token_hex(8))
     note = {"launcher": seat.launcher, "job": seat.job, "token": task.token, "from_byte": offset}
     write_atomically(place.launch, json.dumps(note) + "\n")
     return task
