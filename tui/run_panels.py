@@ -13,6 +13,7 @@ from textual.content import Content
 
 from engine.journal.sentences import clean, duration, number, score, size
 from engine.journal.summary import RunSummary, read_spec
+from tui.run_ranks import in_short
 from tui.run_rows import state_cell, state_of
 from tui.run_watch import FeedLine, RunWatch
 
@@ -101,6 +102,8 @@ def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool) -> list[Content]:
         ("data wait", _wait(step)),
         ("micro-batch", draw(_micro_batch(watch, step))),
     ]
+    if step.get("ranks"):
+        rows.append(("ranks", in_short(watch)))
     if watch.summary is not None:
         times = watch.summary.backoffs
         rows.append(("out of memory", f"{times} {'time' if times == 1 else 'times'}, survived" if times else "never"))

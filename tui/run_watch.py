@@ -32,7 +32,7 @@ from engine.journal.summary import (
 )
 from tui.series import Series
 
-STEP = re.compile(rb'"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*"peak_bytes":(\d+)')
+STEP = re.compile(rb'"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*?"peak_bytes":(\d+)')
 """What the curve needs of a step's line, as the writer spells it. A line spelled otherwise is parsed in full."""
 
 PEEK_BYTES = 64 * 1024

@@ -27,6 +27,7 @@ from tui.clone import recipe_of
 from tui.keys import bindings
 from tui.resuming import why_not_resume
 from tui.run_panels import feed_lines, figures, headline, log_lines, memory
+from tui.run_ranks import ranks
 from tui.run_watch import FeedLine, LogTail, RunWatch
 from tui.screens.base import BaseScreen
 from tui.screens.question import Question
@@ -46,10 +47,16 @@ SLICE_SECONDS = 0.04
 CATCH_UP_SECONDS = 0.02
 """Between looks while a long history is being read."""
 
-ALL_PANES = ("loss", "figures", "events", "log", "memory")
+ALL_PANES = ("loss", "figures", "ranks", "events", "log", "memory")
 
 PANES = {"all": (), "regular": ("events", "memory", "log"), "one": ("loss", "figures", "events", "memory", "log")}
 """Which panes `tab` goes through, by how much room there is; the others are always in sight."""
+
+RANKS_BEFORE = {"regular": "memory", "one": "events"}
+"""Where the ranks of a run of several stand among them."""
+
+MOST_RANK_LINES = 9
+"""Of a screen that shows everything: eight ranks and their heading."""
 
 
 class RunScreen(BaseScreen):
@@ -62,6 +69,8 @@ class RunScreen(BaseScreen):
     def __init__(self) -> None:
         super().__init__()
         self._pane = {"all": "events", "regular": "events", "one": "loss"}
+        self._rank_lines = 0
+        """Lines that the ranks take; 0 for a run of one process."""
         self._fed = 0
         self._plotted = (-1, float("-inf"))
 
@@ -88,6 +97,7 @@ class RunScreen(BaseScreen):
             yield LossPlot(self.draw, self.console.ascii_only, id="loss")
             yield Lines(id="figures", classes="pane")
         yield Lines(id="tabs")
+        yield Lines(id="ranks", classes="pane")
         with Horizontal(id="lower"):
             with Vertical(id="words"):
                 yield Scrollback[FeedLine]("events", feed_lines, id="events")
@@ -114,10 +124,20 @@ class RunScreen(BaseScreen):
         pane = self.query_one("#memory", Lines)
         heading = [Content.styled(" memory", "bold")] if self._room == "all" else []
         pane.show([*heading, *memory(watch, pane.size.width, self.draw)])
+        self._paint_ranks()
         new, self._fed = watch.fed - self._fed, watch.fed
         if new:
             self.query_one("#events", Scrollback).add(list(watch.feed)[-new:])
         self.refresh_bars()
+
+    def _paint_ranks(self) -> None:
+        pane = self.query_one("#ranks", Lines)
+        height = MOST_RANK_LINES if self._room == "all" else max(3, pane.size.height)
+        lines = ranks(self.watch_of, self.size.width, height, self.draw)
+        pane.show(lines)
+        if len(lines) != self._rank_lines:
+            self._rank_lines = len(lines)
+            self._arrange()
 
     def _plot(self) -> None:
         """Redraw the curve when data came, at most once a second."""
@@ -151,12 +171,23 @@ class RunScreen(BaseScreen):
             return "one"
         return "all" if self.has_class("-roomy") else "regular"
 
+    def _panes(self) -> tuple[str, ...]:
+        """Which panes `tab` goes through now."""
+        names = PANES[self._room]
+        if not self._rank_lines or not names:
+            return names
+        at = names.index(RANKS_BEFORE[self._room])
+        return (*names[:at], "ranks", *names[at:])
+
     def _arrange(self) -> None:
         """Show the panes there is room for."""
-        room = self._room
-        switched, chosen = PANES[room], self._pane[room]
+        room, switched = self._room, self._panes()
+        chosen = self._pane[room]
         for name in ALL_PANES:
             self.query_one(f"#{name}").display = name not in switched or name == chosen
+        table = self.query_one("#ranks", Lines)
+        table.display = table.display and bool(self._rank_lines)
+        table.styles.height = self._rank_lines if room == "all" else "1fr"
         for box in ("words", "upper", "lower"):
             found = self.query_one(f"#{box}")
             found.display = any(child.display for child in found.children)
@@ -249,8 +280,7 @@ class RunScreen(BaseScreen):
 
     def do_next_pane(self) -> None:
         """Show the next pane."""
-        room = self._room
-        names = PANES[room]
+        room, names = self._room, self._panes()
         self._pane[room] = names[(names.index(self._pane[room]) + 1) % len(names)]
         self._arrange()
         self.call_after_refresh(self._paint)
