@@ -169,11 +169,20 @@ def run(flags: Flags) -> NoReturn:
     except TunedeckError as error:
         sys.stderr.write("tunedeck: " + "\n  ".join(map(visible, error.render().splitlines())) + "\n")
         sys.exit(error.exit_code)
+    _measure_the_terminal_itself()
     app = TunedeckApp(flags)
     app.run()
     for name in still_running(app.runs_dir):
         sys.stderr.write(f"tunedeck: {visible(name)} goes on; tunedeck shows it again\n")
     sys.exit(app.return_code)
+
+
+def _measure_the_terminal_itself() -> None:
+    """Sizes that a shell or a test runner exported would be believed before the terminal's own, for good. Only when
+    served to a browser is there no terminal to ask: then they are all there is."""
+    if "TEXTUAL_DRIVER" not in os.environ:
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
 
 
 def _check(flags: Flags) -> None:

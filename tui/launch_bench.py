@@ -21,7 +21,7 @@ from engine.spec.rewrite import belongs_to
 from engine.spec.run import RunSpec
 from tui import own_files
 from tui.launch_fields import NAME, Row, as_typed, rows_of
-from tui.launch_model import Choice, Outcome, Trouble, from_settings, split_of, work_out
+from tui.launch_model import Choice, Outcome, Trouble, from_settings, refusal, split_of, work_out
 from tui.machine import Entry, Machine, entry_of, profile_entries, recipe_entries
 
 QUEUE_WAIT_SECONDS = 24 * 3600.0
@@ -49,11 +49,16 @@ class Bench:
     def begin(self, settings: object = None) -> None:
         """Read the files anew, and take over `settings` where there are any."""
         self._list()
-        first = self.choice if self.choice.profile else Choice(self.profiles[0].text, self.recipes[0].text)
+        first = self.choice if self.choice.profile else self._first()
         if settings is not None:
             self.remember()
         self.choice = from_settings(settings, first)
         self.work()
+
+    def _first(self) -> Choice:
+        """Where nothing was chosen yet: this machine, and the first recipe that could be started on it."""
+        choices = [Choice(self.profiles[0].text, recipe.text) for recipe in self.recipes]
+        return next((choice for choice in choices if refusal(work_out(choice), "start") is None), choices[0])
 
     def _list(self) -> None:
         self.profiles, self.recipes = profile_entries(self._machine), recipe_entries()

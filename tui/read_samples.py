@@ -22,10 +22,13 @@ async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
 
     Cancelling the call ends the process.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", str(COMMAND), "data", *arguments, "--show", str(SAMPLES), "--json",
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(COMMAND), "data", *arguments, "--show", str(SAMPLES), "--json",
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:
+        raise TunedeckError(f"no process can be started to read them: {error.strerror or error}") from error
     try:
         out, err = await process.communicate()
     finally:
@@ -34,5 +37,7 @@ async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
     if process.returncode:
         lines = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
         raise TunedeckError("\n".join(lines[-6:]) or f"the samples could not be read: exit code {process.returncode}")
-    report = json.loads(out)
-    return dict(report)
+    try:
+        return dict(json.loads(out))
+    except (ValueError, TypeError) as error:
+        raise TunedeckError("what tunedeck data printed cannot be read", fix="run it in a shell") from error

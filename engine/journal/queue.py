@@ -131,24 +131,37 @@ class Queue:
             )
         except FileNotFoundError:
             return Order()
+        except OSError as error:
+            reason = error.strerror or error
+            raise EnvironmentProblem(f"{path} cannot be read: {reason}", fix="check its permissions") from error
         except (ValueError, KeyError, TypeError) as error:
             raise EnvironmentProblem(f"{path} cannot be read: {error}", fix="remove it; the runs stay") from error
 
     @contextmanager
     def _changing(self) -> Iterator[Order]:
         """The order, written back when the block ends well; nobody else changes it meanwhile."""
+        with self._locked() as order:
+            yield order
+            try:
+                write_atomically(self.folder / "order.json", json.dumps(asdict(order), indent=2) + "\n")
+            except OSError as error:
+                raise self._not_written(error) from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[Order]:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise EnvironmentProblem(
-                f"the queue in {self.folder} cannot be written: {error.strerror or error}",
-                fix="choose another runs folder with --runs DIR",
-            ) from error
+            raise self._not_written(error) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            order = self._read()
-            yield order
-            write_atomically(self.folder / "order.json", json.dumps(asdict(order), indent=2) + "\n")
+            yield self._read()
         finally:
             os.close(file)
+
+    def _not_written(self, error: OSError) -> EnvironmentProblem:
+        return EnvironmentProblem(
+            f"the queue in {self.folder} cannot be written: {error.strerror or error}",
+            fix="make room on its disk, or choose another runs folder with --runs DIR",
+        )

@@ -23,9 +23,9 @@ def discard(directory: RunDirectory) -> Path:
 
     Raises EnvironmentProblem when an engine works on it, or the folder cannot be written.
     """
-    refuse_if_claimed(directory)
     trash = directory.path.parent / TRASH
     try:
+        refuse_if_claimed(directory)
         trash.mkdir(exist_ok=True)
         for number in count(1):
             place = trash / (directory.name if number == 1 else f"{directory.name}-{number}")

@@ -10,10 +10,11 @@ import pytest
 
 from tests.journal.conftest import Spawn, own_state, spawn
 from tests.tui.harness import Desk
+from tests.tui.terminal import terminal
 from tui.app import TunedeckApp
 from tui.arguments import Flags
 
-__all__ = ["SIZES", "Opener", "Spawn", "own_state", "spawn"]
+__all__ = ["SIZES", "Opener", "Spawn", "own_state", "spawn", "terminal"]
 
 Opener = Callable[..., AbstractAsyncContextManager[Desk]]
 

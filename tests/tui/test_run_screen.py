@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -164,13 +165,17 @@ async def test_leaving_the_console_leaves_the_engine_alone(console: Opener, runs
 async def test_the_out_of_memory_screen_shows_sentences_and_reports(console: Opener, runs: Path) -> None:
     run = make_run(runs)
     run.oom.mkdir()
-    (run.oom / "step-1.json").write_text('{"held_bytes": 66060288, "by": {"activations": ["[red]layer 3[/red]"]}}')
+    tensor = {"size_bytes": 66060288, "shape": [4, 5], "dtype": "float32", "name": "[red]layer 3[/red]"}
+    report = {"step": 7, "attempt": 1, "phase": "backward", "device": "a device", "text": "no", "largest": [tensor]}
+    (run.oom / "step-1.json").write_text(json.dumps(report))
     (run.oom / "step-2.json").write_text('{"held_by')
-    async with console() as desk:
+    (run.oom / "step-3.json").write_text('{"largest": [{}]}')
+    async with console(80, 36) as desk:
         await open_run(desk)
         await desk.press("o")
-        await desk.sees("out of memory in backward", "held_bytes: 63 MiB", "[red]layer 3[/red]")
-        await desk.sees("is no JSON: it may have been cut off")
+        await desk.sees("step 1: out of memory in backward", "step 7, attempt 1")
+        await desk.sees("63 MiB  4x5 float32  [red]layer 3[/red]")
+        await desk.sees("cannot be read: it may have been cut off", "is no report as this version writes them")
         await desk.press("escape")
         assert desk.screen.where == "run"
 

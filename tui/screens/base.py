@@ -75,7 +75,7 @@ class BaseScreen(Screen[None]):
 
     def say(self, text: str, style: str = "") -> None:
         """A message in place of the keys, for a few seconds."""
-        self.query_one(FooterLine).say(visible(text), style)
+        self.query_one(FooterLine).say(visible(text, keep="\n"), style)
 
     def refuse(self, error: TunedeckError) -> None:
         """Say why something could not be done, in the lines there are: the first thing found, and the fix."""

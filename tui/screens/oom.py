@@ -5,21 +5,24 @@ Try: `o` on a run that has backed off; headless: `tunedeck show RUN --oom`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from textual.content import Content
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import read_events
-from engine.journal.sentences import clean, sentence, size
+from engine.journal.events import EventTail, decode
+from engine.journal.oom_page import page, read_report
+from engine.journal.sentences import clean, sentence
+from engine.journal.summary import MARK_WITHIN_BYTES
 from tui.keys import bindings
 from tui.screens.reading import ReadingScreen
 
 MOST_REPORTS = 20
 """Reports that are shown, the newest."""
+
+BACKOFF_MARK = b'"kind":"backoff"'
+"""How the writer spells it. Only these lines are parsed: there may be a million others."""
 
 
 class OomScreen(ReadingScreen):
@@ -32,6 +35,7 @@ class OomScreen(ReadingScreen):
         """The run directory."""
         assert isinstance(argument, RunDirectory)
         self._directory = argument
+        self._told = [*self._sentences(), *self._reports()]
 
     def about(self) -> str:
         """The run's name."""
@@ -39,48 +43,36 @@ class OomScreen(ReadingScreen):
 
     def lines(self, width: int) -> Sequence[Content]:
         """First the sentences, then the reports, newest first."""
-        lines: list[Content] = []
-        for text in self._sentences():
-            lines += Content(text).wrap(width - 2)
-            lines.append(Content(""))
-        reports = sorted(self._directory.oom.glob("*.json"), reverse=True)[:MOST_REPORTS]
-        for path in reports:
-            lines.append(Content.styled(clean(path.name), "bold $info"))
-            lines += [part for text in _report(path) for part in Content(text).wrap(width - 2)]
-            lines.append(Content(""))
-        if not reports:
-            lines.append(Content.styled("the engine has left no report of its own in oom/", "$muted"))
-        return [Content.assemble(" ", line) for line in lines]
+        return [Content.assemble(" ", line) for content in self._told for line in content.wrap(max(10, width - 2))]
 
-    def _sentences(self) -> Iterable[str]:
-        for event in read_events(self._directory.events):
-            if event["kind"] == "backoff":
-                yield sentence(event) or ""
+    def _sentences(self) -> Iterable[Content]:
+        try:
+            for line in EventTail(self._directory.events).lines():
+                event = decode(line) if line.find(BACKOFF_MARK, 0, MARK_WITHIN_BYTES) >= 0 else None
+                if event is not None:
+                    yield Content(sentence(event) or "")
+        except OSError as error:
+            yield Content.styled(f"the events cannot be read: {error.strerror or error}", "$bad")
+
+    def _reports(self) -> Iterable[Content]:
+        paths = sorted(self._directory.oom.glob("*.json"), reverse=True)
+        yield Content("")
+        if not paths:
+            yield Content.styled("the engine has left no report of its own in oom/", "$muted")
+        for path in paths[:MOST_REPORTS]:
+            yield Content.styled(clean(path.name), "bold $info")
+            yield from _report(path, "#" if self.console.ascii_only else "█")
+            yield Content("")
+        if len(paths) > MOST_REPORTS:
+            yield Content.styled(f"{len(paths) - MOST_REPORTS} older reports are in {clean(paths[0].parent)}", "$muted")
 
 
-def _report(path: Path) -> Iterable[str]:
-    """A report as indented lines; bytes in units that can be read."""
+def _report(path: Path, bar: str) -> list[Content]:
+    """A report as a page."""
+    report = read_report(path)
+    if report is None:
+        return [Content.styled("cannot be read: it may have been cut off", "$caution")]
     try:
-        found = json.loads(path.read_text("utf-8", errors="replace"))
-    except OSError as error:
-        return [f"cannot be read: {error.strerror or error}"]
-    except ValueError:
-        return ["is no JSON: it may have been cut off"]
-    return list(_tree(found))
-
-
-def _tree(value: Any, name: str = "", depth: int = 0) -> Iterable[str]:
-    indent = "  " * depth
-    if isinstance(value, dict):
-        if name:
-            yield f"{indent}{clean(name)}:"
-        for key, part in value.items():
-            yield from _tree(part, str(key), depth + bool(name))
-    elif isinstance(value, list):
-        yield f"{indent}{clean(name)}:"
-        for part in value:
-            yield from _tree(part, "-", depth + 1)
-    elif name.endswith("bytes") and isinstance(value, int):
-        yield f"{indent}{clean(name)}: {size(value)}"
-    else:
-        yield from (f"{indent}{clean(name)}: {clean(line)}" for line in str(value).splitlines() or [""])
+        return [Content(line) for line in page(report, bar=bar)]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return [Content.styled("is no report as this version writes them", "$caution")]

@@ -86,6 +86,8 @@ class QueueScreen(BaseScreen):
             self._order, self._trouble = self._queue.look(), ""
         except TunedeckError as error:
             self._order, self._trouble = Order(), error.found
+        except OSError as error:
+            self._order, self._trouble = Order(), f"a run that waits cannot be read: {error.strerror or error}"
         names = [*([self._order.current] if self._at_work else []), *self._order.waiting]
         return [RunDirectory(self.console.runs_dir / str(name)) for name in names]
 
@@ -182,6 +184,8 @@ class QueueScreen(BaseScreen):
                 os.kill(self._order.keeper.pid, signal.SIGTERM)
             except ProcessLookupError:
                 self.say("it has ended by itself")
+            except PermissionError:
+                self.say(f"process {self._order.keeper.pid} belongs to someone else, who alone can end it", "$bad")
             else:
                 self.say("no further run is started; the present one goes on")
         self._read()

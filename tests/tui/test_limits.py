@@ -1,0 +1,77 @@
+"""The console where nothing can be written: it stays up, shows what it knows, and says what it could not do.
+
+The limits are the system's own: a process that may write no byte to any file, and folders without the right to write
+(root is stripped of the power to write there all the same).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.harness import make_run as make_real_run
+from tests.cli.harness import write_recipe
+from tests.tui.journals import add, make_run
+from tests.tui.terminal import Terminal, needs_tmux
+
+pytestmark = [needs_tmux, pytest.mark.skipif(shutil.which("prlimit") is None, reason="util-linux is not installed")]
+
+FULL_DISK = ["prlimit", "--fsize=0"]
+CAPABILITIES = "-dac_override,-dac_read_search,-fowner"
+RIGHTLESS = ["setpriv", f"--bounding-set={CAPABILITIES}", f"--inh-caps={CAPABILITIES}"] if os.geteuid() == 0 else []
+
+
+@pytest.fixture
+def locked(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home in which nothing can be made or changed: the working directory, the runs, state and configuration."""
+    home = tmp_path / "home"
+    for name in ("TUNEDECK_STATE", "TUNEDECK_CONFIG", "TUNEDECK_CACHE"):
+        monkeypatch.setenv(name, str(home / name))
+        (home / name).mkdir(parents=True)
+    places = [*runs.rglob("*"), runs, *home.iterdir(), home]
+    modes = {place: place.stat().st_mode for place in places}
+    for place in places:
+        place.chmod(0o500 if place.is_dir() else 0o400)
+    yield home
+    for place in reversed(places):
+        place.chmod(modes[place])
+
+
+def test_with_a_full_disk_it_says_what_it_cannot_write_and_stays(terminal: Terminal, tmp_path: Path) -> None:
+    paused = make_real_run(tmp_path, write_recipe(tmp_path))
+    started = {"run": paused.name, "pid": 1, "world_size": 1, "versions": {}}
+    add(paused, lambda writer: writer.write("run_started", **started))
+    add(paused, lambda writer: writer.write("run_finished", status="paused", exit_code=130, result=None))
+    terminal.open_console("-p", "demo", "-r", "demo", under=FULL_DISK)
+    terminal.sees("tight", "missing")
+    terminal.press("s")
+    terminal.sees("no run directory can be made", "fix: choose another with --runs")
+    terminal.press("1")
+    terminal.sees("paused", paused.name)
+    terminal.press("Enter")
+    terminal.sees("r goes on with it")
+    terminal.press("r")
+    terminal.sees("the engine cannot be started: File too large")
+    terminal.press("Escape")
+    terminal.sees("paused", "1 Runs")
+
+
+def test_in_a_read_only_home_runs_can_be_looked_at_and_plans_be_made(
+    runs: Path, request: pytest.FixtureRequest
+) -> None:
+    done = make_run(runs, "kept", status="paused")
+    home = request.getfixturevalue("locked")
+    terminal: Terminal = request.getfixturevalue("terminal")
+    terminal.open_console(under=RIGHTLESS, cwd=home)
+    terminal.sees("paused", done.name)
+    terminal.press("x")
+    terminal.press("y")
+    terminal.sees("cannot be moved", "Permission denied")
+    terminal.press("2")
+    terminal.sees("fits", "left")
+    terminal.press("s")
+    terminal.sees("no run directory can be made", "fix: choose another with --runs")
