@@ -117,7 +117,7 @@ class Ranks:
 
 
 @contextmanager
-def _signs_of_life(store: dist.Store, every_seconds: float) -> Iterator[None]:
+def signs_of_life(store: dist.Store, every_seconds: float) -> Iterator[None]:
     """While the block runs, a thread counts up what the waiting ranks look at: a stopped process counts no further."""
     over = threading.Event()
 
@@ -165,7 +165,7 @@ def joined(timeout_seconds: float, device_type: str, device_index: int = 0) -> I
     try:
         words = dist.PrefixStore("words", store)
         ranks = Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), ballot, words, timeout_seconds)
-        with _signs_of_life(words, min(LIFE_SECONDS, timeout_seconds / 4)) if ranks.is_first else nullcontext():
+        with signs_of_life(words, min(LIFE_SECONDS, timeout_seconds / 4)) if ranks.is_first else nullcontext():
             yield ranks
     finally:
         dist.destroy_process_group()

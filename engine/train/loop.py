@@ -41,6 +41,8 @@ from engine.train.watchdog import Watchdog
 GPU_SECONDS = 10.0
 """Between readings of the GPU's sensors."""
 
+GPU_FIELDS = ("index", "used_bytes", "utilisation_percent", "temperature_celsius", "power_watts")
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -234,7 +236,7 @@ class Training:
             self.evaluate()
         minutes = spec.checkpoint.every_minutes
         due = bool(minutes) and time.monotonic() - self._saved_at >= minutes * 60
-        asked, due = self.ranks.from_first([self.wishes.checkpoint, due])
+        asked, due, look = self.ranks.from_first([self.wishes.checkpoint, due, self._gpus_are_due()])
         if asked:
             self.wishes.checkpoint = False
             self._save_if_possible("asked for")
@@ -242,22 +244,20 @@ class Training:
             self._save_if_possible("every_steps")
         if due:
             self._save_if_possible("every_minutes")
-        self._read_gpus()
+        if look:
+            self._read_gpus()
+
+    def _gpus_are_due(self) -> bool:
+        return self.parts.device.kind == "cuda" and time.monotonic() - self._gpu_read_at >= GPU_SECONDS
 
     def _read_gpus(self) -> None:
-        now = time.monotonic()
-        if now - self._gpu_read_at < GPU_SECONDS:
-            return
-        self._gpu_read_at = now
-        for reading in self.parts.device.readings():
-            self.journal.write(
-                "gpu",
-                index=reading.index,
-                used_bytes=reading.used_bytes,
-                utilisation_percent=reading.utilisation_percent,
-                temperature_celsius=reading.temperature_celsius,
-                power_watts=reading.power_watts,
-            )
+        """Every rank's reading of its own card; those of several machines are numbered by rank."""
+        self._gpu_read_at = time.monotonic()
+        here = [{name: getattr(reading, name) for name in GPU_FIELDS} for reading in self.parts.device.readings()]
+        several_machines = self.bench.spec.profile.nodes.count > 1
+        for rank, readings in enumerate(self.ranks.tell(here)):
+            for reading in readings:
+                self.journal.write("gpu", **{**reading, "index": rank if several_machines else reading["index"]})
 
     def _end_early(self) -> Ending:
         self.save(self.wishes.reason)

@@ -219,7 +219,7 @@ def _open(spec: RunSpec, journal: Journal, wishes: Wishes, ranks: Ranks) -> Devi
         except DeviceBusyError as error:
             busy = error
         seconds_left = deadline - time.monotonic()
-        waits_for, over = _agreed(ranks, busy, seconds_left <= 0 or wishes.look())
+        waits_for, over = agreed(ranks, busy, seconds_left <= 0 or wishes.look())
         if device is not None and not waits_for:
             return device
         if over:
@@ -228,7 +228,7 @@ def _open(spec: RunSpec, journal: Journal, wishes: Wishes, ranks: Ranks) -> Devi
         time.sleep(max(0.0, min(WAIT_POLL_SECONDS, seconds_left)))
 
 
-def _agreed(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
+def agreed(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
     """Whose device is busy, in words, and whether rank 0 has waited long enough."""
     told = ranks.tell([busy.found if busy else "", over])
     words = [f"rank {rank}: {found}" if ranks.size > 1 else found for rank, (found, _) in enumerate(told) if found]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from engine.errors import EnvironmentProblem
+from engine.errors import DeviceBusyError, EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.journal.events import read_events
-from engine.parallel.ranks import ALONE, Ranks
+from engine.parallel.ranks import ALONE, Ranks, signs_of_life
 from engine.parallel.reduce import GradientSum, send_from_first
-from engine.parallel.votes import SLOT_BYTES
+from engine.parallel.votes import SLOT_BYTES, LostRankError
 from engine.train.launched import require_shared
+from engine.train.main import agreed
 from tests.parallel.crew import run_crew
 
 
@@ -99,7 +103,13 @@ def blind_rank(ranks: Ranks, folder: Path) -> Any:
     return None
 
 
-CASES = [votes, too_long, errand, noted_errors, gradients, half_gradients, replicas, blind_rank]
+def busy_devices(ranks: Ranks, _folder: Path) -> Any:
+    """Rank 1's device is in use; rank 0 alone keeps the time."""
+    busy = DeviceBusyError("held by pid 7") if ranks.rank == 1 else None
+    return [agreed(ranks, busy, over=ranks.is_first), agreed(ranks, None, over=not ranks.is_first)]
+
+
+CASES = [busy_devices, votes, too_long, errand, noted_errors, gradients, half_gradients, replicas, blind_rank]
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +159,31 @@ def test_a_folder_that_one_machine_does_not_see_ends_the_run_everywhere(seen: di
     for found, status, code in seen["blind_rank"]:
         assert "not the same folder on all machines" in found
         assert (status, code) == ("failed", 6)
+
+
+def test_all_ranks_wait_for_a_device_that_one_of_them_waits_for(seen: dict[str, list[Any]]) -> None:
+    assert seen["busy_devices"] == [[("rank 1: held by pid 7", True), ("", False)]] * 2
+
+
+def test_rank_0_may_work_alone_for_longer_than_the_others_patience_as_long_as_it_lives() -> None:
+    store = dist.HashStore()
+    first, second = (Ranks(rank, 2, rank, None, store, patience_seconds=0.2) for rank in (0, 1))
+    with ThreadPoolExecutor(1) as pool, signs_of_life(store, 0.02):
+        waiting = pool.submit(second.behind_first, lambda: "not its own")
+
+        def work() -> str:
+            deadline = time.monotonic() + 4 * 0.2
+            while time.monotonic() < deadline:
+                assert not waiting.done()
+            return "made"
+
+        assert first.behind_first(work) == waiting.result() == "made"
+
+
+def test_a_rank_0_that_gives_no_sign_of_life_is_lost() -> None:
+    second = Ranks(1, 2, 1, None, dist.HashStore(), patience_seconds=0.1)
+    with pytest.raises(LostRankError, match="no sign of life"):
+        second.behind_first(lambda: None)
 
 
 def test_a_run_of_one_process_asks_nobody() -> None:
