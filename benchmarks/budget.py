@@ -40,6 +40,11 @@ DENSE = (
 )  # fmt: skip
 EXPERTS = ("mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b")
 
+VISION = (
+    "Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct",
+    "Qwen/Qwen2.5-VL-7B-Instruct", "google/gemma-3-4b-pt", "google/gemma-3-12b-pt",
+)  # fmt: skip
+
 WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {"method": {"rank": 16}},
     "LoRA, bf16 adapters": {"method": {"rank": 64, "adapter_dtype": "bfloat16"}},
@@ -55,9 +60,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "full, adafactor": {"method": {"kind": "full"}, "train": {"optimizer": "adafactor"}},
     "full, upper layers only": {"method": {"kind": "full", "train_only": ["model.layers.*[13579].**"]}},
 }
+WAYS_WITH_TOWER: dict[str, dict[str, Any]] = {
+    "full, decoder only": {"method": {"kind": "full", "train_only": ["model.language_model"]}},
+    "LoRA on decoder and tower": {"method": {"rank": 16, "targets": ["**.[0-9]*.**"]}},
+}
+FOR_VISION = ("LoRA", "DoRA", "full", "LoRA, everything kept", *WAYS_WITH_TOWER)
 FOR_EXPERTS = ("LoRA on attention", "LoRA", "LoRA, bf16 adapters", "full", "LoRA, plain loss")
-TARGETS = {"dense": (0.5, 2.0), "experts": (2.0, 5.0)}
+TARGETS = {"dense": (0.5, 2.0), "experts": (2.0, 5.0), "vision": (2.0, 5.0)}
 """Median and worst error in percent that BUDGET.md asks for."""
+
+PIXELS_PER_TOKEN = 28 * 28
+"""Of the Qwen models."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +81,19 @@ class Cell:
     way: str
     rows: int
     length: int
+    image_tokens: int = 0
+    """Of the image in front of each row; 0 for text alone."""
 
     @property
     def key(self) -> str:
         """Its name in the results."""
-        return f"{self.model} | {self.way} | {self.rows} x {self.length}"
-
-    @property
-    def kind(self) -> str:
-        """dense or experts."""
-        return "experts" if self.model in EXPERTS else "dense"
+        images = f", {self.image_tokens} of an image" if self.image_tokens else ""
+        return f"{self.model} | {self.way} | {self.rows} x {self.length}{images}"
 
 
 def cells() -> Iterator[Cell]:
-    """Every dense model with six ways and each way at least four times, experts with five; shapes at random."""
+    """Every dense model with six ways and each way at least four times, experts with five, vision-language models with
+    six on images and one on text; shapes at random."""
     drawn = random.Random(20)
     ways = list(WAYS)
     for number, model in enumerate(DENSE):
@@ -90,6 +102,13 @@ def cells() -> Iterator[Cell]:
     for model in EXPERTS:
         for way in FOR_EXPERTS:
             yield Cell(model, way, *_shape(drawn))
+    for model in VISION:
+        for way in FOR_VISION:
+            rows = drawn.choice((1, 2, 4))
+            length = drawn.randrange(400, 4096 // rows)
+            # Images of Gemma 3 are of one size.
+            yield Cell(model, way, rows, length, 256 if "gemma" in model else drawn.randrange(64, length - 64))
+        yield Cell(model, "LoRA", *_shape(drawn))
 
 
 def _shape(drawn: random.Random) -> tuple[int, int]:
@@ -99,12 +118,14 @@ def _shape(drawn: random.Random) -> tuple[int, int]:
 
 def spec_of(cell: Cell) -> RunSpec:
     """The run spec of a cell on a card that is large enough for anything."""
-    way = WAYS[cell.way]
+    way = (WAYS | WAYS_WITH_TOWER)[cell.way]
+    images = {"image_max_pixels": cell.image_tokens * PIXELS_PER_TOKEN} if cell.image_tokens else {}
+    data = {"sources": [{"name": "main", "path": "none.jsonl"}], "max_length": 8192, **images}
     recipe = {
         "name": "cell",
         "model": {"id": cell.model, "init": "random", "dtype": "bfloat16"},
         "method": way.get("method", {}),
-        "data": {"sources": [{"name": "main", "path": "none.jsonl"}], "max_length": 8192, **way.get("data", {})},
+        "data": {**data, **way.get("data", {})},
         "train": {"batch_size": 2 * cell.rows, "gradient_checkpointing": True, **way.get("train", {})},
     }
     device = {"kind": "cuda", "memory_gib": 9000.0, "compute_capability": 9.0}
@@ -158,14 +179,19 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     for result in results.values():
         predicted, simulated = (result[f"{side}_bytes"] / 2**20 for side in ("predicted", "simulated"))
         lines.append(
-            f"| {result['model']} | {result['way']} | {result['rows']} x {result['length']} | {predicted:,.0f} | "
+            f"| {result['model']} | {result['way']} | {_shape_text(result)} | {predicted:,.0f} | "
             f"{simulated:,.0f} | {error(result):+.2f} % |"
         )
     return "\n".join(lines) + "\n"
 
 
 def _kind(result: dict[str, Any]) -> str:
-    return "experts" if result["model"] in EXPERTS else "dense"
+    return "experts" if result["model"] in EXPERTS else "vision" if result["model"] in VISION else "dense"
+
+
+def _shape_text(result: dict[str, Any]) -> str:
+    images = result.get("image_tokens")
+    return f"{result['rows']} x {result['length']}" + (f", {images} of an image" if images else "")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
-from engine.budget.preflight import warnings_of
+from engine.budget.preflight import refuse_unsafe, warnings_of
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.files import write_atomically
@@ -26,7 +26,7 @@ def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDir
     """Plan the run and make its directory in `folder`; returns it with notices for the user.
 
     Raises:
-        UsageError: the spec asks for what this version does not do.
+        UsageError: the spec asks for what this version does not do, or for what would train wrongly.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
         EnvironmentProblem: the folder cannot be written.
     """
@@ -42,6 +42,7 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
     Raises UsageError and DoesNotFitError, as `new_run` does.
     """
     refuse_unbuilt(spec)
+    refuse_unsafe(spec)
     notices: list[str] = []
     plan: Plan | None = None
     try:

@@ -23,6 +23,8 @@ class Adapted:
     outputs: int
     inputs: int
     biased: bool
+    merged: int = 1
+    """Tokens that it takes at once."""
 
 
 def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost) -> Ghost:
@@ -49,9 +51,10 @@ def _update(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
 def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
     """B(A(x))."""
     rank, width = setting.rank, setting.adapter_bytes
-    first = linear(walk, x, rank, rounded(rank * layer.inputs * width), True)
+    first = linear(walk, x, -(-rank // layer.merged), rounded(rank * layer.inputs * width), True)
     del x
-    return linear(walk, first, layer.outputs, rounded(rank * layer.outputs * width), True)
+    outputs = -(-layer.outputs // layer.merged)
+    return linear(walk, first, outputs, rounded(rank * layer.outputs * width), True)
 
 
 def dropped(walk: Walk, x: Ghost) -> Ghost:

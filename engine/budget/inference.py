@@ -13,12 +13,14 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Walk
+from engine.budget.growth import Growth, growth, prune, shape_of
 from engine.budget.head import Head
 from engine.budget.kinds import Kind, kinds_of
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
-from engine.budget.step import Growth, embeddings_held, entry, growth, inputs, prune, shape_of
+from engine.budget.step import embeddings_held, entry, inputs
+from engine.budget.vision import tower_cost
 from engine.spec.recipe import Recipe
 
 GENERATION_ROWS = 64
@@ -47,7 +49,13 @@ def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     arguments = [entry(walk, arch, setting, False)]
     Head(walk, arch, setting).forward(arguments.pop())
     after = inputs(arch, setting, ())
-    return prune([*layers, *(after.plus(growth(size)) for size in walk.take_peaks())])
+    peaks = [*layers, *(after.plus(growth(size)) for size in walk.take_peaks())]
+    if setting.image_patches:
+        tower = tower_cost(arch, setting, False, learning=False)
+        embedded = Growth(token=arch.hidden * setting.base_bytes)
+        peaks = [peak.plus(tower.inputs).plus(tower.held) for peak in peaks]
+        peaks += [peak.plus(tower.inputs).plus(embedded) for peak in tower.forward]
+    return prune(peaks)
 
 
 @lru_cache(maxsize=256)

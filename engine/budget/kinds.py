@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.setting import Setting
-from engine.budget.static import Selection, embedding_learns, select_layer
+from engine.budget.static import Selection, embedding_learns, select_layer, select_tower_ends, select_tower_layer
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Kind:
 
     chosen: Selection
     masked: bool
-    """Attention gets a mask: packed documents, or a sliding window shorter than the sequence."""
+    """Attention gets a mask: packed documents, images seen both ways, or a window shorter than the sequence."""
     slides: bool
     """It attends within a window only."""
     follows: bool
@@ -35,14 +35,28 @@ class Kind:
 def kinds_of(arch: Architecture, setting: Setting) -> tuple[Kind, ...]:
     """The kind of every layer, from the first."""
     kinds: list[Kind] = []
-    follows = embedding_learns(arch, setting)
+    follows = embedding_learns(arch, setting) or tower_learns(arch, setting)
     for layer in range(arch.layers):
         slides = layer < len(arch.sliding_layers) and arch.sliding_layers[layer]
-        masked = setting.packed or (slides and setting.window_reached)
+        masked = setting.packed or sees_images_both_ways(arch, setting) or (slides and setting.window_reached)
         kind = Kind(select_layer(arch, setting, layer), masked, slides, follows)
         kinds.append(kind)
         follows = kind.learns
     return tuple(kinds)
+
+
+def sees_images_both_ways(arch: Architecture, setting: Setting) -> bool:
+    """Whether tokens of an image see each other, for which attention needs a mask of every row."""
+    return arch.tower is not None and arch.tower.bidirectional and setting.image_patches > 0
+
+
+def tower_learns(arch: Architecture, setting: Setting) -> bool:
+    """Whether the decoder's input needs a gradient on account of images."""
+    tower = arch.tower
+    if tower is None or not setting.image_patches:
+        return False
+    layers = (select_tower_layer(tower, setting, layer) for layer in range(tower.layers))
+    return any(chosen.trained or chosen.adapted for chosen in (select_tower_ends(tower, setting), *layers))
 
 
 def body_learns(arch: Architecture, setting: Setting) -> bool:

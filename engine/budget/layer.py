@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-from engine.budget.adapter import Adapted, adapted
 from engine.budget.architecture import Architecture
 from engine.budget.attention import attend, rotary
 from engine.budget.experts import mixture
 from engine.budget.ghost import TOKEN, Ghost, Walk
 from engine.budget.kinds import Kind
 from engine.budget.operations import (
-    FLOAT,
     activation,
     add,
     add_number,
-    cast,
     copy,
     cube,
-    half_linear,
     halves,
     layer_norm,
-    linear,
     multiply,
     narrow,
-    power_mean,
     saves_output,
     scale,
-    scale_by_weight,
     split,
 )
-from engine.budget.parameter import Parameter
-from engine.budget.parameters import layer_parameters, linear_shape
+from engine.budget.parameters import layer_parameters
 from engine.budget.setting import Setting
-from engine.budget.static import rounded
+from engine.budget.weights import Weights, rms_norm
 
 
-class Layer:
+class Layer(Weights):
     """Operations of one layer: which of its weights are trained or adapted decides what they save."""
 
     def __init__(self, walk: Walk, arch: Architecture, setting: Setting, kind: Kind) -> None:
-        self.walk = walk
+        super().__init__(walk, setting, kind.chosen, layer_parameters(arch), transposed=arch.layout == "gpt2")
         self.arch = arch
-        self.setting = setting
-        self.chosen = kind.chosen
         self.cached: list[Ghost] | None = None
         """Where keys and values go while text is generated."""
         self.masked = kind.masked
-        self.parameters = {parameter.name: parameter for parameter in layer_parameters(arch)}
 
     def forward(self, x: Ghost) -> Ghost:
         """Two halves with their residual connections; Gemma 2 and 3 norm what each half gives, too."""
@@ -76,7 +65,7 @@ class Layer:
 
     def norm(self, name: str, x: Ghost, rows: int = TOKEN) -> Ghost:
         """RMSNorm in fp32, cast back, then times the weight; Gemma and gpt-oss multiply before the cast."""
-        walk, (size, trained) = self.walk, self._weight(name)
+        walk, (size, trained) = self.walk, self.weight(name)
         return rms_norm(walk, x, rows, size, trained, self.setting.base_bytes, wide=self.arch.wide_norm)
 
     def attention(self, x: Ghost) -> tuple[Ghost, Ghost | None]:
@@ -139,11 +128,11 @@ class Layer:
         """GPT-2: layer norms, no rotary embedding, an ungated feed-forward block."""
         walk = self.walk
         residual = x
-        hidden = layer_norm(walk, x, *self._weight("ln_1"))
+        hidden = layer_norm(walk, x, *self.weight("ln_1"))
         output, _weights = self._joint_attention(hidden, "attn.c_attn", "attn.c_proj")
         hidden = add(walk, output, residual)
         residual = hidden
-        hidden = layer_norm(walk, hidden, *self._weight("ln_2"))
+        hidden = layer_norm(walk, hidden, *self.weight("ln_2"))
         forward = self._gpt2_feed_forward(hidden)
         return add(walk, residual, forward)
 
@@ -155,51 +144,7 @@ class Layer:
 
     def _trained_bytes(self) -> dict[str, int]:
         """Gradient bytes of the layer's trained parameters."""
-        return {name: self._parameter(name)[0] for name in self.chosen.trained}
-
-    def linear(self, module: str, x: Ghost) -> Ghost:
-        """A linear layer, with peft's adapter beside it where it has one."""
-        name = f"{module}.weight"
-        if name not in self.chosen.adapted:
-            return self._base(module, self.parameters[name], x)
-        outputs, inputs = linear_shape(self.arch, self.parameters[name])
-        layer = Adapted(outputs, inputs, f"{module}.bias" in self.parameters)
-        # Nested, so that what the base gives is let go of as soon as the sum with it is made.
-        return adapted(self.walk, self.setting, layer, x, self._base(module, self.parameters[name], x))
-
-    def _base(self, module: str, parameter: Parameter, x: Ghost) -> Ghost:
-        """The layer's own weight and bias."""
-        weight, trained = self._weight(module)
-        bias, bias_trained = self._bias(module)
-        outputs, _ = linear_shape(self.arch, parameter)
-        if self.setting.autocast:
-            return half_linear(self.walk, x, outputs, parameter.elements, trained, bias if bias_trained else 0)
-        unpacked = parameter.elements * self.setting.base_bytes if self.setting.quantized else 0
-        return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0, unpacked)
-
-    def _weight(self, module: str) -> tuple[int, bool]:
-        """Bytes of a module's weight gradient, and whether it is trained."""
-        return self._parameter(f"{module}.weight")
-
-    def _bias(self, module: str) -> tuple[int, bool]:
-        """The same of its bias; nothing where it has none."""
-        return self._parameter(f"{module}.bias")
-
-    def _parameter(self, name: str) -> tuple[int, bool]:
-        parameter = self.parameters.get(name)
-        if parameter is None:
-            return 0, False
-        return rounded(parameter.elements * self.setting.base_bytes), name in self.chosen.trained
-
-
-def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width: int, *, wide: bool) -> Ghost:
-    """`Qwen2RMSNorm.forward`, or with `wide` that of Gemma and gpt-oss; each of `rows` has a root of its own."""
-    itemsize = x.itemsize
-    x = cast(walk, x, FLOAT)
-    x = multiply(walk, x, power_mean(walk, x, rows))
-    if wide:
-        return cast(walk, scale_by_weight(walk, x, weight, trained), itemsize)
-    return scale_by_weight(walk, cast(walk, x, itemsize), weight, trained, width)
+        return {name: self.parameter(name)[0] for name in self.chosen.trained}
 
 
 def new_gelu(walk: Walk, x: Ghost) -> Ghost:

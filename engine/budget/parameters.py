@@ -62,12 +62,6 @@ def elements(parameters: Iterable[Parameter]) -> int:
     return sum(parameter.elements for parameter in parameters)
 
 
-def linear_shape(arch: Architecture, parameter: Parameter) -> tuple[int, int]:
-    """(outputs, inputs) of a linear layer's weight; GPT-2's Conv1D keeps it the other way round."""
-    rows, columns = parameter.shape
-    return (columns, rows) if arch.layout == "gpt2" else (rows, columns)
-
-
 def _attention(arch: Architecture) -> list[Parameter]:
     """Projections, and what some families add to them: norms on queries and keys, sinks."""
     hidden, query, kv = arch.hidden, arch.query_width, arch.kv_width

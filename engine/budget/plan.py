@@ -15,7 +15,7 @@ from typing import Any, Literal
 from engine.budget.architecture import Architecture
 from engine.budget.lookup import find_architecture
 from engine.budget.predict import Prediction, batch_of_a_rank, predict
-from engine.budget.setting import Setting, setting_of
+from engine.budget.setting import Setting, image_patches, setting_of
 from engine.budget.sharing import sharing_of
 from engine.spec.run import RunSpec
 
@@ -36,6 +36,8 @@ class Plan:
     simulated: bool
     ranks: int
     """Devices the run is spread over; bytes are those of one. For several the plan is a prediction only, so far."""
+    image_tokens: int
+    """Of the one image that each sequence is planned with, among its tokens; 0 for text alone."""
     remedies: dict[str, Any]
     """Recipe keys that would make a tight plan fit, without changing what is learned."""
 
@@ -70,6 +72,7 @@ class Plan:
             "tokens_per_micro_batch": self.tokens_per_micro_batch,
             "remedies": self.remedies,
             "ranks": self.ranks,
+            "image_tokens": self.image_tokens,
             "predicted_only": self.ranks > 1,
         }
 
@@ -88,7 +91,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     rows = _largest_that_fits(arch, spec, length, capacity, batch) if asked == "auto" else min(asked, batch)
     prediction = predict(arch, spec, rows=max(rows, 1), length=length)
     verdict, remedies = _judge(arch, spec, prediction, length, capacity)
-    rows = max(rows, 1)
+    rows, patches = max(rows, 1), image_patches(arch, spec.recipe)
     return Plan(
         verdict=verdict,
         capacity_bytes=capacity,
@@ -99,6 +102,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
         setting=setting_of(arch, spec),
         simulated=spec.profile.device.kind == "metered",
         ranks=sharing.ranks,
+        image_tokens=arch.tower.tokens_of(spec.recipe.data.image_max_pixels) if arch.tower and patches else 0,
         remedies=remedies,
     )
 

@@ -12,19 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
+from engine.budget.growth import Growth, PhaseCost, Shape, prune, shape_of
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import overhead
 from engine.budget.setting import Setting, setting_of
 from engine.budget.sharing import Sharing, bucket_bytes, buffers, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
-from engine.budget.step import (
-    Growth,
-    PhaseCost,
-    Shape,
-    prune,
-    shape_of,
-    step_cost,
-)
+from engine.budget.step import step_cost
 from engine.spec.run import RunSpec
 
 COMPONENTS = (

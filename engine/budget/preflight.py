@@ -12,9 +12,13 @@ from dataclasses import replace
 
 from engine.budget.architecture import Architecture
 from engine.budget.inference import generates
+from engine.budget.isolation import refuse_mixing
+from engine.budget.lookup import find_config
 from engine.budget.parameters import elements, layer_parameters, parameter_count
 from engine.budget.setting import setting_of
 from engine.budget.static import static_bytes
+from engine.errors import ConfigNotHereError
+from engine.spec.images import image_key
 from engine.spec.run import RunSpec
 
 GIB = 2**30
@@ -25,7 +29,7 @@ SHORT_ANSWER_TOKENS = 32
 
 def warnings_of(arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None) -> list[str]:
     """Everything worth a warning; the disk only where it is known how much of it is free."""
-    found = [*_experts_stay_wide(arch, spec), *_generation(spec)]
+    found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(spec), *_generation(spec)]
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
     return found
@@ -48,6 +52,46 @@ def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
         f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {setting_of(arch, spec).dtype}: 4-bit '
         "loading knows linear layers only, not fused experts, and the plan counts them so"
     )
+
+
+def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Images that no sequence has room for, or that the model has no eyes for."""
+    key, data = image_key(spec.recipe), spec.recipe.data
+    if key is None:
+        return
+    if arch.tower is None:
+        yield f"{key} is about images, which {spec.recipe.model.id} cannot see: it has no vision tower"
+        return
+    tokens = arch.tower.tokens_of(data.image_max_pixels)
+    if tokens < data.max_length:
+        return
+    what = f"an image takes up to {tokens} tokens, data.max_length is {data.max_length}"
+    if arch.tower.patches is not None:
+        yield f"{what}: samples with images are dropped; raise data.max_length"
+        return
+    pixels = data.max_length // 2 * arch.tower.pixels_per_token
+    yield (
+        f"{what}: samples with such images are dropped; set data.image_max_pixels={pixels} for at most half of a "
+        "sequence, or raise data.max_length"
+    )
+
+
+def _offload(spec: RunSpec) -> Iterator[str]:
+    """Where the device's memory is the host's there is no other place."""
+    train = spec.recipe.train
+    asked = [key for key in ("activation_offload", "optimizer_offload") if getattr(train, key)]
+    if asked and spec.profile.device.kind == "cpu":
+        keys = " and ".join(f"train.{key}" for key in asked)
+        yield f'{keys} saves nothing with device.kind = "cpu": the host is the device; leave it out'
+
+
+def refuse_unsafe(spec: RunSpec) -> None:
+    """Raise UsageError for what would train, but wrongly, as far as the model's config is at hand to tell."""
+    try:
+        facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
+    except ConfigNotHereError:
+        return  # the engine asks again once it has the model
+    refuse_mixing(facts, spec)
 
 
 def _generation(spec: RunSpec) -> Iterator[str]:

@@ -9,110 +9,24 @@ Try: `python -m pytest tests/budget/test_step.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import TOKEN, Ghost, Node, Walk, unpack
+from engine.budget.ghost import TOKEN, Ghost, Node, Walk
+from engine.budget.growth import Growth, PhaseCost, Walked, growth, prune
 from engine.budget.head import Head
-from engine.budget.kinds import Kind, body_learns, kinds_of
+from engine.budget.kinds import Kind, body_learns, kinds_of, sees_images_both_ways
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT, INDEX
 from engine.budget.setting import Setting
 from engine.budget.sharing import ALONE, Sharing, buffers
 from engine.budget.static import layer_tensors, static_bytes
+from engine.budget.vision import tower_cost
 
 INPUT_BYTES = 24
 """Per token: input ids, labels and the targets among them, int64."""
-
-
-class Shape(NamedTuple):
-    """What sizes are functions of; the first is always 1."""
-
-    one: int
-    tokens: int
-    """rows × length, padding included."""
-    squares: int
-    """rows × length²."""
-    chunk: int
-    """Tokens of the first chunk of the loss."""
-    several: int
-    """1 where the loss takes more than one chunk, else 0."""
-    positions: int
-    """Tokens of one row."""
-    pairs: int
-    """Their square."""
-
-
-def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
-    """The shape of `rows` sequences padded to `length` tokens."""
-    tokens = rows * length
-    chunk = min(tokens, chunk_tokens)
-    return Shape(1, tokens, tokens * length, chunk, int(tokens > chunk), length, length * length)
-
-
-class Growth(NamedTuple):
-    """Bytes per unit of each part of a `Shape`."""
-
-    fixed: int = 0
-    token: int = 0
-    square: int = 0
-    chunk: int = 0
-    several: int = 0
-    position: int = 0
-    pair: int = 0
-
-    def at(self, shape: Shape) -> int:
-        """Bytes at a shape. Written out: this is where a plan spends its time, and a loop takes thrice as long."""
-        fixed, token, square, chunk, several, position, pair = self
-        return (
-            fixed
-            + token * shape.tokens
-            + square * shape.squares
-            + chunk * shape.chunk
-            + several * shape.several
-            + position * shape.positions
-            + pair * shape.pairs
-        )
-
-    def plus(self, other: Growth, times: int = 1) -> Growth:
-        """This and `times` another."""
-        return Growth(*(mine + times * its for mine, its in zip(self, other, strict=True)))
-
-
-@dataclass(frozen=True)
-class PhaseCost:
-    """What is live in one phase above the static bytes: known parts, and the alternatives for the rest."""
-
-    gradients: int
-    saved: Growth
-    """Activations kept for backward by the layers."""
-    working: tuple[Growth, ...]
-    """What else is live, at each local maximum that some shape may be decided by."""
-    label: str
-    """The component the working bytes are shown as."""
-    inputs: Growth
-    """The batch, its positions and masks."""
-    buffers: int = 0
-    """What several devices communicate through."""
-
-    def at(self, shape: Shape) -> int:
-        """Bytes at a shape."""
-        around = self.gradients + self.buffers + self.saved.at(shape) + self.inputs.at(shape)
-        return around + max(working.at(shape) for working in self.working)
-
-
-@dataclass(frozen=True)
-class Walked:
-    """One layer's bytes: at its forward's maxima, kept after it, at its backward's maxima, and its gradients."""
-
-    forward: tuple[Growth, ...]
-    saved: Growth
-    backward: tuple[Growth, ...]
-    casts: Growth
-    """What autocast keeps of it until the forward pass is over, beside what is saved."""
 
 
 @lru_cache(maxsize=256)
@@ -124,6 +38,8 @@ def step_cost(
     `accumulating` when an earlier micro-batch of the same step has left gradients.
     """
     phases = _phases(arch, setting, accumulating, sharing)
+    if setting.image_patches:
+        phases = _with_tower(phases, arch, setting, accumulating, sharing)
     return {
         name: tuple(replace(cost, buffers=buffers(arch, setting, sharing, name)) for cost in costs)
         for name, costs in phases.items()
@@ -153,6 +69,41 @@ def _phases(
         batch = inputs(arch, setting, ())
         phases["embedding_backward"] = (PhaseCost(before, Growth(), (working,), "gradients", batch),)
     return phases
+
+
+def _with_tower(
+    phases: dict[str, tuple[PhaseCost, ...]], arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing
+) -> dict[str, tuple[PhaseCost, ...]]:
+    """The same with images: the tower goes first, its output and what it keeps are held meanwhile, and its backward
+    pass comes when gradients have reached the decoder's input, where they wait if the embeddings learn, too."""
+    static, tower = static_bytes(arch, setting), tower_cost(arch, setting, accumulating)
+    images = tower.inputs.plus(Growth(token=INDEX if sees_images_both_ways(arch, setting) else 3 * INDEX))
+    around: dict[str, tuple[PhaseCost, ...]] = {}
+    for name, costs in phases.items():
+        kept = Growth() if name == "embedding_backward" else tower.kept
+        kept = kept.plus(tower.held) if name == "forward" else kept
+        around[name] = tuple(replace(c, saved=c.saved.plus(kept), inputs=c.inputs.plus(images)) for c in costs)
+    label = "recompute" if setting.checkpointing else "activations"
+    batch, width = inputs(arch, setting, ()).plus(images), arch.hidden * setting.base_bytes
+    total, table = static.total.gradients, static.embedding_gradient
+    waiting = table if arch.tied else 0
+    held = sharing.part(total) if accumulating else 0
+    around["forward"] += (PhaseCost(held, Growth(token=width), tower.forward, label, batch),)
+    made = held + waiting if accumulating else sharing.part(total - static.tower.gradients - table + waiting)
+    arrived = Growth(token=width * int(table > 0))
+    backward = tuple(
+        PhaseCost(
+            made + (0 if accumulating else sharing.part(moment.gradients)),
+            moment.kept.plus(arrived),
+            moment.working,
+            label,
+            batch,
+        )
+        for moment in tower.backward
+    )
+    if backward:
+        around["embedding_backward"] = (*around.get("embedding_backward", ()), *backward)
+    return around
 
 
 def _forward(arch: Architecture, setting: Setting, accumulating: bool, held: int) -> tuple[PhaseCost, ...]:
@@ -279,27 +230,13 @@ def entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> G
     return hidden
 
 
-def growth(size: int) -> Growth:
-    """A packed size of a walk."""
-    return Growth(*unpack(size))
-
-
-def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
-    """Only those that are the largest for some shape: none that another exceeds in every coefficient."""
-    kept: list[Growth] = []
-    for candidate in sorted(set(candidates), key=lambda item: item[1:] + item[:1], reverse=True):
-        if not any(all(a >= b for a, b in zip(other, candidate, strict=True)) for other in kept):
-            kept.append(candidate)
-    return tuple(kept)
-
-
 def inputs(arch: Architecture, setting: Setting, kinds: Sequence[Kind]) -> Growth:
     """What a batch holds beside activations: ids and targets, positions and their rotary tables, and a mask for each
     way of attending among `kinds`. Rows share positions and masks unless each is packed differently, or eager."""
     masks = len({_mask_of(arch, setting, kind) for kind in kinds} - {None})
     if setting.attention == "eager":
         shared = Growth(token=INPUT_BYTES, square=masks * setting.base_bytes)
-    elif setting.packed:
+    elif setting.packed or sees_images_both_ways(arch, setting):
         shared = Growth(token=INPUT_BYTES, square=masks)
     else:
         shared = Growth(token=INPUT_BYTES, pair=masks)

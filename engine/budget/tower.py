@@ -55,6 +55,11 @@ class Tower:
         """Whether the tokens of an image see each other in the decoder, which then needs a mask."""
         return self.kind == "siglip"
 
+    @property
+    def pixels_per_token(self) -> int:
+        """Of an image whose size matters."""
+        return (self.patch_side * self.merge) ** 2
+
     def patches_of(self, max_pixels: int | None) -> int:
         """Patches of the largest image allowed: `data.image_max_pixels`, else what the processor lets through.
 
@@ -64,7 +69,7 @@ class Tower:
         if self.patches is not None:
             return self.patches
         pixels = max_pixels or self.most_pixels or 0
-        return max(1, pixels // (self.patch_side * self.merge) ** 2) * self.merge**2
+        return max(1, pixels // self.pixels_per_token) * self.merge**2
 
     def tokens_of(self, max_pixels: int | None) -> int:
         """Tokens that such an image takes in a sequence."""

@@ -130,6 +130,7 @@ def fit(
 
 def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     """The run spec; what this version cannot do is refused as `train` would, but for several devices."""
+    from engine.budget.preflight import refuse_unsafe
     from engine.spec.later import refuse_unbuilt
     from engine.spec.load import resolve
 
@@ -137,6 +138,7 @@ def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     for notice in resolved.notices:
         sys.stderr.write(f"tunedeck: {notice}\n")
     refuse_unbuilt(resolved.spec, planning=True)
+    refuse_unsafe(resolved.spec)
     return resolved.spec
 
 
@@ -202,6 +204,8 @@ def _sentences(planned: Plan) -> list[str]:
         + (f"; {_mib(planned.peak_bytes)} are torch's tensors" if used != planned.peak_bytes else ""),
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
     ]
+    if planned.image_tokens:
+        lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is let through")
     if planned.ranks > 1:
         lines.append(f"for each of {planned.ranks} devices")
     if planned.remedies:

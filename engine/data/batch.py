@@ -5,8 +5,8 @@ Shapes: B rows, S tokens in the longest of them. Everything is int64 and on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -31,12 +31,16 @@ class Batch:
     """Index in the data of each row; dropout masks are keyed by it."""
     target_tokens: int
     """Labels that count after the causal shift."""
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the model takes beside ids where rows hold images, by its processor's names: pixel values, the grid they
+    lie on, and for each token its type, or its positions in place of `position_ids_BS`."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same micro-batch with every tensor passed through `move`."""
-        fields = ("input_ids_BS", "labels_BS", "attention_mask_BS", "position_ids_BS")
-        tensors = {field: getattr(self, field) for field in fields}
-        return replace(self, **{field: None if tensor is None else move(tensor) for field, tensor in tensors.items()})
+        names = ("input_ids_BS", "labels_BS", "attention_mask_BS", "position_ids_BS")
+        tensors = {name: getattr(self, name) for name in names}
+        moved = {name: None if tensor is None else move(tensor) for name, tensor in tensors.items()}
+        return replace(self, **moved, images={name: move(tensor) for name, tensor in self.images.items()})
 
 
 def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_id: int) -> Batch:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from engine.budget.isolation import refuse_mixing
 from engine.data.cache import cache_folder, hash_text
 from engine.data.formats import Format, recognise
 from engine.data.packing import pack
@@ -25,7 +26,7 @@ from engine.data.store import Store, StoreWriter, cached_store
 from engine.data.tokenise import Tokeniser
 from engine.data.tokens import Columns, TokenData
 from engine.data.workers import Results, tokenised
-from engine.errors import DataError, UsageError
+from engine.errors import DataError
 from engine.spec.recipe import Source
 from engine.spec.run import RunSpec
 
@@ -185,16 +186,9 @@ def _view(
 def _check_packing(spec: RunSpec) -> None:
     """Refuse packing where attention would let documents see each other."""
     # Imported here because it brings torch and the models along, which unpacked data do without.
-    from engine.model.attention import keeps_documents_apart, why_documents_mix
     from engine.model.config import model_config_dict
 
-    config, attention = model_config_dict(spec), spec.recipe.model.attention
-    if not keeps_documents_apart(config, attention):
-        raise UsageError(
-            f"data.packing = true, but {why_documents_mix(config, attention)}",
-            expected="a model whose attention keeps the documents of a row apart",
-            fix="set data.packing = false",
-        )
+    refuse_mixing(model_config_dict(spec), spec)
 
 
 def _fingerprint(spec: RunSpec, sources: Sequence[Source], prints: Sequence[str]) -> str:

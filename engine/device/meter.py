@@ -99,7 +99,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def meet(self, storage: torch.UntypedStorage, func: Any, tensor: torch.Tensor) -> None:
         """A storage that is not counted turned up in `tensor`, the result of `func`."""
         ledger = self.ledger
-        if storage._cdata in ledger.host or storage.device.type != ("meta" if ledger.counts_fakes else "cpu"):
+        kinds = ("meta", "cpu") if ledger.counts_fakes else ("cpu",)  # beside fakes stand whole numbers that are real
+        if storage._cdata in ledger.host or storage.device.type not in kinds:
             return
         if self.state == HOST:
             ledger.add_host(storage, asked_for=storage.nbytes() > 0 and func._schema.name not in ANNOUNCERS)

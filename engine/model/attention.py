@@ -1,9 +1,6 @@
-"""Which attention kernel a model runs with, and whether that kernel keeps packed documents apart.
+"""Which attention kernel a model runs with. Which of them keep packed documents apart is `engine.budget.isolation`.
 
-Reads configs; touches no weights. Facts of transformers 5.23: `masking_utils.find_packed_sequence_indices` builds a
-block mask from restarting position ids, for any batch size, when there is no attention mask;
-`modeling_flash_attention_utils._is_packed_sequence` does so only for a batch of one, so `engine.model.loss` flattens
-packed batches under flash. tests/model/test_packing.py holds it against real models.
+Reads configs; touches no weights.
 
 Try: `python -m pytest tests/model/test_packing.py`.
 """
@@ -11,8 +8,7 @@ Try: `python -m pytest tests/model/test_packing.py`.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,40 +19,9 @@ from engine.errors import EnvironmentProblem, UsageError
 
 Asked = Literal["auto", "flash", "sdpa", "eager"]
 
-STATEFUL_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "ssm", "moe_mamba", "hybrid")
-"""Layer types that carry a state from token to token, which restarting position ids do not reset."""
-STATEFUL_FAMILIES = frozenset({
-    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "falcon_h1",
-    "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_next", "plamo2", "xlstm", "minimax", "kimi_linear",
-    "olmo_hybrid",
-})
-"""Model types with such layers whatever their config says."""
-POSITION_BLIND_FAMILIES = frozenset({"bloom", "mpt", "codegen", "ctrl", "xlnet", "openai-gpt", "gpt_neo"})
-"""Model types that take no position ids, or build their mask without them."""
-
-
 POSITIONS_BY_AXIS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Model types whose positions have three axes, for images. They see documents only in a fourth, that of the text, which
 stands first."""
-
-
-def why_documents_mix(config: PreTrainedConfig | Mapping[str, Any], attention: str) -> str | None:
-    """None when documents of one packed row cannot see each other; otherwise the reason, as a sentence."""
-    facts = config if isinstance(config, Mapping) else config.to_dict()
-    model_type = str(facts.get("model_type", "unknown"))
-    layers = {str(layer) for layer in facts.get("layer_types") or ()}
-    if model_type in STATEFUL_FAMILIES or layers & set(STATEFUL_LAYERS):
-        return f"{model_type} carries a state from token to token, so packed documents would run into each other"
-    if model_type in POSITION_BLIND_FAMILIES or facts.get("alibi"):
-        return f"{model_type} does not take position ids, so nothing marks where a packed document starts"
-    if attention not in ("auto", "flash", "sdpa", "eager"):
-        return f"attention {attention!r} is not known to keep packed documents apart"
-    return None
-
-
-def keeps_documents_apart(config: PreTrainedConfig | Mapping[str, Any], attention: str) -> bool:
-    """Whether packing is safe with this model and attention."""
-    return why_documents_mix(config, attention) is None
 
 
 def resolve_attention(config: PreTrainedConfig, asked: Asked, device: Device, dtype: torch.dtype) -> str:

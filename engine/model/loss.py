@@ -139,7 +139,9 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     if positions_BS is not None and loaded.attention.startswith("flash"):
         ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
     extra = {} if positions_BS is None else {"position_ids": _by_axis(loaded, positions_BS)}
-    output = decoder_of(loaded.base)(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **extra)
+    # The tower, where there is one, belongs to the body around the decoder.
+    body = loaded.base.base_model if batch.images else decoder_of(loaded.base)
+    output = body(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **{**extra, **batch.images})
     return output.last_hidden_state.reshape(*shape, -1)  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
@@ -51,12 +52,26 @@ class SimulatedDevice(MeteredDevice):
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers `tensor.item()` with one: fake tensors have no values, and no size depends on what is asked here."""
+    """Answers `tensor.item()` of a fake tensor with one: no size depends on what is asked of them.
+
+    Sizes do depend on how images are cut into windows. This is worked out in whole numbers, which come from the grid of
+    each image: real ones stay real, and so does what is made of nothing else.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(value, torch.Tensor)]
+        if all(_is_known(tensor) for tensor in tensors) and (tensors or func is torch.ops.aten.arange.default):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **(kwargs or {}))
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **kwargs)
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    """Whether it holds real whole numbers."""
+    return not isinstance(tensor, FakeTensor) and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 @contextmanager

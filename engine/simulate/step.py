@@ -9,12 +9,15 @@ Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-7B --exact`
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import AutoConfig
 
+from engine.budget.architecture import from_config
 from engine.budget.lookup import find_config
-from engine.budget.setting import chunk_tokens, resolved_dtype
+from engine.budget.setting import chunk_tokens, image_patches, resolved_dtype
+from engine.budget.tower import TOWERS
 from engine.data.batch import Batch
 from engine.errors import UsageError
 from engine.model.attention import resolve_attention
@@ -25,6 +28,8 @@ from engine.model.loss import LossFunction, choose_implementation
 from engine.model.precision import choose_precision
 from engine.model.reference import Starting
 from engine.simulate.device import SimulatedDevice
+from engine.simulate.images import images_of
+from engine.spec.images import image_key
 from engine.spec.run import RunSpec
 from engine.train.holdings import bytes_of
 from engine.train.host_state import HostState
@@ -100,7 +105,7 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     phases = {"forward": 0, "backward": 0, "optimizer_step": 0}
     for _ in range(min(2, -(-train.batch_size // rows))):
         device.reset_peak()
-        batch = _batch(device, rows, length, packed=spec.recipe.data.packing)
+        batch = _batch(spec, device, rows, length)
         total = loss(batch) / (rows * length)
         phases["forward"] = max(phases["forward"], device.memory().peak_bytes)
         device.reset_peak()
@@ -122,12 +127,23 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     return Simulation(phases, static_bytes, components)
 
 
-def _batch(device: SimulatedDevice, rows: int, length: int, *, packed: bool) -> Batch:
+def _batch(spec: RunSpec, device: SimulatedDevice, rows: int, length: int) -> Batch:
+    facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
     with device.host_region():
         ids = torch.zeros((rows, length), dtype=torch.int64)
-        positions = torch.zeros((rows, length), dtype=torch.int64) if packed else None
-    batch = Batch(ids, ids.clone(), None, positions, tuple(range(rows)), rows * (length - 1) - 1)
+        positions = torch.zeros((rows, length), dtype=torch.int64) if spec.recipe.data.packing else None
+        images = _images(spec, facts, rows, length)
+    batch = Batch(ids, ids.clone(), None, positions, tuple(range(rows)), rows * (length - 1) - 1, images)
     return replace(batch.moved(device.upload), labels_BS=device.upload(ids))
+
+
+def _images(spec: RunSpec, facts: dict[str, Any], rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Those of a recipe with images and a model with a tower that the budget knows."""
+    if image_key(spec.recipe) is None or facts.get("model_type") not in TOWERS:
+        return {}
+    arch = from_config(facts)
+    patches = image_patches(arch, spec.recipe)
+    return images_of(arch.tower, patches, rows, length) if arch.tower else {}
 
 
 def _components(

@@ -193,6 +193,7 @@ class Bench:
             labels = ids.clone()
             labels[0, 0:2] = -100
             positions = (torch.arange(length) % (length // 2)).expand(rows, length)
+            images = self.images(ids)
         return Batch(
             input_ids_BS=self.device.upload(ids),
             labels_BS=self.device.upload(labels),
@@ -200,7 +201,24 @@ class Bench:
             position_ids_BS=self.device.upload(positions) if self.spec.recipe.data.packing else None,
             sample_ids=tuple(range(rows)),
             target_tokens=rows * (length - 1) - 1,
+            images={name: self.device.upload(tensor) for name, tensor in images.items()},
         )
+
+    def images(self, ids: Any) -> dict[str, Any]:
+        """Where the recipe has images: one of the largest size in front of every row, its tokens written into `ids`."""
+        from engine.budget.lookup import find_architecture
+        from engine.budget.setting import image_patches
+        from engine.simulate.images import images_of
+
+        arch = find_architecture(self.spec)
+        patches = image_patches(arch, self.spec.recipe)
+        if not patches:
+            return {}
+        ids[:, : patches // arch.tower.merge**2] = self.loaded.config.image_token_id
+        made = images_of(arch.tower, patches, *ids.shape)
+        if "token_type_ids" in made:
+            made["token_type_ids"] = (ids == self.loaded.config.image_token_id).long()
+        return made
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from engine.budget.lookup import find_architecture
 from engine.budget.preflight import checkpoints_bytes, warnings_of
 from engine.cli import app
-from engine.errors import SpecError
+from engine.errors import SpecError, UsageError
 from engine.spec.load import resolve
 from engine.spec.run import RunSpec
 
@@ -55,3 +57,33 @@ def test_plan_prints_its_warnings_beside_the_answer() -> None:
     assert shown.exit_code == 0
     assert "fused experts" in shown.stderr
     assert "fused experts" not in shown.stdout
+
+
+VISION = ("model.id=Qwen/Qwen2.5-VL-3B-Instruct", "data.sources.main.format=image-chat")
+
+
+def test_images_larger_than_a_sequence_are_warned_of_with_a_size_that_fits() -> None:
+    said = warned(spec_of("lora", *VISION, "data.max_length=2048"))
+    assert "16384 tokens" in said and "data.max_length is 2048" in said
+    size = next(word for word in said.split() if word.startswith("data.image_max_pixels="))
+    assert not warned(spec_of("lora", *VISION, "data.max_length=2048", size))
+
+
+def test_images_for_a_model_that_cannot_see_are_warned_of() -> None:
+    assert "no vision tower" in warned(spec_of("lora", "model.id=Qwen/Qwen2.5-7B", VISION[1]))
+
+
+def test_offload_from_host_memory_to_itself_is_warned_of() -> None:
+    sets = ["model.id=Qwen/Qwen2.5-7B", "train.optimizer_offload=true"]
+    host = spec_of("lora", *sets, "device.kind=cpu", profile="demo")
+    assert "train.optimizer_offload saves nothing" in warned(host)
+    assert not warned(spec_of("lora", *sets))
+
+
+@pytest.mark.parametrize("command", ["plan", "fit", "train"])
+def test_packing_where_documents_would_mix_is_refused_before_anything_is_loaded(tmp_path: Path, command: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
+    sets = ["--set", f"model.id={tmp_path}", "--set", "data.packing=true"]
+    refused = CliRunner().invoke(app, [command, "-p", "80gb", "-r", "lora", *sets]).exception
+    assert isinstance(refused, UsageError)
+    assert "carries a state" in refused.found

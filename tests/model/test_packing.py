@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.model.attention import keeps_documents_apart, why_documents_mix
+from engine.budget.isolation import why_documents_mix
 from tests.model.samples import FAMILIES
 
 LENGTHS = ((11, 5, 4), (3, 17))
@@ -27,7 +27,7 @@ PAIRS.remove(("gemma2", "sdpa"))
 @pytest.mark.parametrize(("family", "attention"), PAIRS)
 def test_packed_documents_have_the_logits_they_have_alone(family: str, attention: str) -> None:
     model = build(family, attention)
-    assert keeps_documents_apart(model.config, attention)
+    assert why_documents_mix(model.config.to_dict(), attention) is None
     generator = torch.Generator().manual_seed(2)
     rows = [[torch.randint(0, 256, (length,), generator=generator) for length in row] for row in LENGTHS]
     ids_BS = torch.stack([torch.cat(row) for row in rows])
@@ -41,7 +41,7 @@ def test_packed_documents_have_the_logits_they_have_alone(family: str, attention
 def test_families_with_a_running_state_are_refused() -> None:
     assert "state" in (why_documents_mix({"model_type": "mamba"}, "auto") or "")
     mixed = {"model_type": "something_new", "layer_types": ["full_attention", "linear_attention"]}
-    assert not keeps_documents_apart(mixed, "sdpa")
+    assert "state" in (why_documents_mix(mixed, "sdpa") or "")
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mpt"])

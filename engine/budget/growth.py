@@ -1,0 +1,118 @@
+"""Bytes as functions of a micro-batch's shape: how much there is per token, per row, per chunk of the loss.
+
+A `Walk` counts in packed sizes; here they become `Growth`, which is added up and evaluated.
+
+Try: `python -m pytest tests/budget/test_predict.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.budget.ghost import unpack
+
+
+class Shape(NamedTuple):
+    """What sizes are functions of; the first is always 1."""
+
+    one: int
+    tokens: int
+    """rows × length, padding included."""
+    squares: int
+    """rows × length²."""
+    chunk: int
+    """Tokens of the first chunk of the loss."""
+    several: int
+    """1 where the loss takes more than one chunk, else 0."""
+    positions: int
+    """Tokens of one row."""
+    pairs: int
+    """Their square."""
+    rows: int
+
+
+def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
+    """The shape of `rows` sequences padded to `length` tokens."""
+    tokens = rows * length
+    chunk = min(tokens, chunk_tokens)
+    return Shape(1, tokens, tokens * length, chunk, int(tokens > chunk), length, length * length, rows)
+
+
+class Growth(NamedTuple):
+    """Bytes per unit of each part of a `Shape`."""
+
+    fixed: int = 0
+    token: int = 0
+    square: int = 0
+    chunk: int = 0
+    several: int = 0
+    position: int = 0
+    pair: int = 0
+    row: int = 0
+
+    def at(self, shape: Shape) -> int:
+        """Bytes at a shape. Written out: this is where a plan spends its time, and a loop takes thrice as long."""
+        fixed, token, square, chunk, several, position, pair, row = self
+        return (
+            fixed
+            + token * shape.tokens
+            + square * shape.squares
+            + chunk * shape.chunk
+            + several * shape.several
+            + position * shape.positions
+            + pair * shape.pairs
+            + row * shape.rows
+        )
+
+    def plus(self, other: Growth, times: int = 1) -> Growth:
+        """This and `times` another."""
+        return Growth(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """What is live in one phase above the static bytes: known parts, and the alternatives for the rest."""
+
+    gradients: int
+    saved: Growth
+    """Activations kept for backward by the layers."""
+    working: tuple[Growth, ...]
+    """What else is live, at each local maximum that some shape may be decided by."""
+    label: str
+    """The component the working bytes are shown as."""
+    inputs: Growth
+    """The batch, its positions and masks."""
+    buffers: int = 0
+    """What several devices communicate through."""
+
+    def at(self, shape: Shape) -> int:
+        """Bytes at a shape."""
+        around = self.gradients + self.buffers + self.saved.at(shape) + self.inputs.at(shape)
+        return around + max(working.at(shape) for working in self.working)
+
+
+@dataclass(frozen=True)
+class Walked:
+    """One layer's bytes: at its forward's maxima, kept after it, at its backward's maxima, and its gradients."""
+
+    forward: tuple[Growth, ...]
+    saved: Growth
+    backward: tuple[Growth, ...]
+    casts: Growth
+    """What autocast keeps of it until the forward pass is over, beside what is saved."""
+
+
+def growth(size: int) -> Growth:
+    """A packed size of a walk."""
+    return Growth(*unpack(size))
+
+
+def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
+    """Only those that are the largest for some shape: none that another exceeds in every coefficient."""
+    kept: list[Growth] = []
+    for candidate in sorted(set(candidates), key=lambda item: item[1:] + item[:1], reverse=True):
+        if not any(all(a >= b for a, b in zip(other, candidate, strict=True)) for other in kept):
+            kept.append(candidate)
+    return tuple(kept)

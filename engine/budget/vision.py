@@ -1,0 +1,372 @@
+"""A vision tower in a micro-batch: what its layers and its merger hold, in bytes per row with an image of a known size.
+
+A `Walk` goes through them with a patch as its token. What comes out is `TowerCost`; `engine.budget.step` puts it around
+the decoder, which begins when the tower is done and whose backward pass ends before the tower's begins.
+
+Try: `python -m pytest tests/budget/test_towers.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from engine.budget.architecture import Architecture
+from engine.budget.attention import attend, rotary
+from engine.budget.ghost import TOKEN, Ghost, Node, Storage, Walk
+from engine.budget.growth import Growth, Walked, growth, prune
+from engine.budget.operations import (
+    FLOAT,
+    activation,
+    add,
+    cast,
+    copy,
+    layer_norm,
+    linear,
+    multiply,
+    saves_output,
+    scale,
+    split,
+)
+from engine.budget.setting import Setting
+from engine.budget.static import Selection, select_tower_ends, select_tower_layer, tower_layer_tensors
+from engine.budget.tower import Tower
+from engine.budget.tower_parameters import tower_ends, tower_layer
+from engine.budget.weights import Weights, rms_norm
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A moment of the tower's backward pass: gradients made so far, what is still kept, what it works with."""
+
+    gradients: int
+    kept: Growth
+    working: tuple[Growth, ...]
+
+
+@dataclass(frozen=True)
+class TowerCost:
+    """Bytes of one pass through the tower; everything but `inputs` is beside them."""
+
+    inputs: Growth
+    """Pixels in fp32, as a processor gives them."""
+    forward: tuple[Growth, ...]
+    held: Growth
+    """Its output, and what else the model's frame refers to until the decoder is done."""
+    kept: Growth
+    """Saved for the tower's own backward pass."""
+    backward: tuple[Backward, ...]
+
+
+@lru_cache(maxsize=256)
+def tower_cost(arch: Architecture, setting: Setting, accumulating: bool, *, learning: bool = True) -> TowerCost:
+    """The tower of `arch` at `setting.image_patches` patches a row; without `learning` nothing is kept."""
+    tower, patches = arch.tower, setting.image_patches
+    assert tower is not None
+    chosen = [select_tower_layer(tower, setting, layer) for layer in range(tower.layers)]
+    ends = select_tower_ends(tower, setting)
+    follows = learning and bool(ends.trained - {name for name in ends.trained if _is_behind(name)})
+    around = _around(tower, setting)
+    kept = _kept_around(tower, setting, ends, chosen) if learning and not setting.activation_offload else Growth()
+    around = around.plus(kept, -1) if tower.kind != "siglip" else around
+    forward, walked = [], []
+    begins = follows
+    for layer, selection in enumerate(chosen):
+        windowed = tower.window is not None and layer not in tower.full_layers
+        found = walk_tower_layer(tower, setting, selection, begins, windowed, accumulating, learning)
+        forward += [peak.plus(kept).plus(around) for peak in found.forward]
+        walked.append((found, kept, tower_layer_tensors(tower, setting, selection).gradients))
+        if not setting.activation_offload:
+            kept = kept.plus(found.saved)
+        begins = begins or bool(learning and (selection.trained or selection.adapted))
+    merged = _walk_merger(tower, setting, ends, begins, accumulating, learning)
+    forward += [peak.plus(kept).plus(around) for peak in merged.forward]
+    backward = _backward(tower, setting, ends, merged, kept, walked) if merged.backward else ()
+    return TowerCost(
+        inputs=Growth(row=FLOAT * tower.patch_values * patches),
+        forward=prune(forward),
+        held=merged.held,
+        kept=kept if setting.activation_offload else kept.plus(merged.saved),
+        backward=backward,
+    )
+
+
+def _is_behind(name: str) -> bool:
+    """Whether a parameter outside the layers comes after them."""
+    return "merger" in name or "projector" in name or "post_layernorm" in name
+
+
+def _backward(
+    tower: Tower,
+    setting: Setting,
+    ends: Selection,
+    merged: Merged,
+    kept: Growth,
+    walked: list[tuple[Walked, Growth, int]],
+) -> tuple[Backward, ...]:
+    """The merger, then the layers from the last to the first that learns."""
+    moments = [Backward(0, kept, merged.backward)]
+    gradients = sum(p.elements * setting.base_bytes for p in tower_ends(tower) if p.name in ends.trained)
+    for found, below, made in reversed(walked):
+        if not found.backward:
+            break
+        moments.append(Backward(gradients, below, found.backward))
+        gradients += made
+    return tuple(moments)
+
+
+def _around(tower: Tower, setting: Setting) -> Growth:
+    """What the tower's frames refer to from its first layer to its last."""
+    if tower.kind == "siglip":  # the embeddings of patches, which the first layer gets
+        return Growth(row=tower.hidden * setting.base_bytes * setting.image_patches)
+    return _tables(tower, setting).plus(_cast_pixels(tower, setting))
+
+
+def _kept_around(tower: Tower, setting: Setting, ends: Selection, chosen: list[Selection]) -> Growth:
+    """Saved beside the layers: pixels for the gradient of what takes them, tables for the rotary embedding's."""
+    first = tower_ends(tower)[0].name in ends.trained
+    kept = _cast_pixels(tower, setting) if first else Growth()
+    turned = tower.kind != "siglip" and (first or any(layer.trained or layer.adapted for layer in chosen))
+    return kept.plus(_tables(tower, setting)) if turned else kept
+
+
+def _cast_pixels(tower: Tower, setting: Setting) -> Growth:
+    """Pixels in the tower's dtype; those of the batch where that is theirs."""
+    width = 0 if setting.base_bytes == FLOAT else setting.base_bytes
+    return Growth(row=width * tower.patch_values * setting.image_patches)
+
+
+def _tables(tower: Tower, setting: Setting) -> Growth:
+    """Rotary tables of all patches in fp32."""
+    return Growth(row=2 * FLOAT * tower.hidden // tower.heads * setting.image_patches)
+
+
+@lru_cache(maxsize=256)
+def walk_tower_layer(
+    tower: Tower,
+    setting: Setting,
+    chosen: Selection,
+    follows: bool,
+    windowed: bool,
+    accumulating: bool,
+    learning: bool,
+) -> Walked:
+    """Forward and backward of one layer by itself."""
+    walk = Walk(metered=setting.metered, accumulating=accumulating, learning=learning)
+    layer = TowerLayer(walk, tower, setting, chosen)
+    window = tower.window if windowed else None
+    in_turn = tower.kind != "siglip" and not (learning and (follows or chosen.trained or chosen.adapted))
+
+    def sizes(peaks: Iterable[int]) -> tuple[Growth, ...]:
+        return prune(_by_row(growth(size), setting.image_patches, window, one_by_one=in_turn) for size in peaks)
+
+    arguments = [_entry(walk, tower, setting, follows)]
+    if setting.checkpointing and learning:
+        output = walk.checkpoint(lambda: layer.forward(arguments[0]))
+    else:
+        output = layer.forward(arguments.pop())
+    forward = sizes(walk.take_peaks())
+    walk.casts.clear()
+    if output.node is None:
+        return Walked(forward, Growth(), (), Growth())
+    saved, size, node = walk.live - output.size, output.size, output.node
+    del output
+    walk.backward(node, walk.allocate(size))
+    (kept,) = sizes([saved])
+    return Walked(forward, kept, sizes(walk.take_peaks()), Growth())
+
+
+def _entry(walk: Walk, tower: Tower, setting: Setting, gradient: bool) -> Ghost:
+    hidden = walk.new(tower.hidden * TOKEN, setting.base_bytes)
+    if gradient:
+        hidden.node = Node([], lambda gradient: [], hidden.size, None)
+    return hidden
+
+
+def _by_row(size: Growth, patches: int, window: int | None, *, one_by_one: bool = False) -> Growth:
+    """Bytes per patch, per pair of patches that see each other, and per position, as bytes per row.
+
+    `one_by_one`: images, or windows, come one after the other, and no pair of the one before is left by then.
+    """
+    seen = min(window or patches, patches)
+    fixed = size.fixed + size.position * patches
+    if one_by_one:
+        return Growth(fixed=fixed + size.square * seen * seen, row=size.token * patches)
+    return Growth(fixed=fixed, row=size.token * patches + size.square * patches * seen)
+
+
+class TowerLayer(Weights):
+    """One layer, written like its modelling file; a token of the walk is a patch."""
+
+    def __init__(self, walk: Walk, tower: Tower, setting: Setting, chosen: Selection) -> None:
+        super().__init__(walk, setting, chosen, tower_layer(tower), transposed=False)
+        self.tower = tower
+        self.arch = _attending(tower)
+
+    def forward(self, x: Ghost) -> Ghost:
+        """Two halves with their residual connections."""
+        first, second = ("layer_norm1", "layer_norm2") if self.tower.kind == "siglip" else ("norm1", "norm2")
+        residual = x
+        hidden = self.norm(first, x)
+        hidden, _weights = self.attention(hidden)
+        hidden = add(self.walk, residual, hidden)
+        residual = hidden
+        hidden = self.norm(second, hidden)
+        hidden = self.feed_forward(hidden)
+        return add(self.walk, residual, hidden)
+
+    def norm(self, name: str, x: Ghost) -> Ghost:
+        """A layer norm where it has a bias, else an RMSNorm."""
+        return norm_of(self, name, x)
+
+    def attention(self, x: Ghost) -> tuple[Ghost, Ghost | None]:
+        """Projections, rotary embedding in fp32, the kernel for one image after the other, the output projection."""
+        walk, elements = self.walk, self.tower.hidden * TOKEN
+        if self.tower.kind == "siglip":
+            query = self.linear("self_attn.q_proj", x)
+            key = self.linear("self_attn.k_proj", x)
+            value = self.linear("self_attn.v_proj", x)
+            output, weights = attend(walk, self.arch, self.setting, False, query, key, value)
+            return self.linear("self_attn.out_proj", output), weights
+        query, key, value = split(walk, self.linear("attn.qkv", x), [elements] * 3)
+        query, key = self._turned(query, key)
+        outputs, _weights = attend(walk, self.arch, self.setting, False, query, key, value)
+        joined = copy(walk, outputs)
+        return self.linear("attn.proj", joined), None
+
+    def _turned(self, query: Ghost, key: Ghost) -> tuple[Ghost, Ghost]:
+        """`apply_rotary_pos_emb_vision`."""
+        walk, itemsize = self.walk, query.itemsize
+        query, key = cast(walk, query, FLOAT), cast(walk, key, FLOAT)
+        turned_query = rotary(walk, self.arch, query, FLOAT)
+        turned_key = rotary(walk, self.arch, key, FLOAT)
+        turned_query = cast(walk, turned_query, itemsize)
+        turned_key = cast(walk, turned_key, itemsize)
+        return turned_query, turned_key
+
+    def feed_forward(self, x: Ghost) -> Ghost:
+        """Gated in Qwen2.5-VL, plain in the others."""
+        if self.tower.kind == "qwen2_5_vl":
+            gate = activation(self.walk, self.linear("mlp.gate_proj", x))
+            return self.linear("mlp.down_proj", multiply(self.walk, gate, self.linear("mlp.up_proj", x)))
+        act = quick_gelu if self.tower.activation == "quick_gelu" else activation
+        hidden = self.linear("mlp.fc1", x)
+        hidden = act(self.walk, hidden)
+        return self.linear("mlp.fc2", hidden)
+
+
+def quick_gelu(walk: Walk, x: Ghost) -> Ghost:
+    """`x * sigmoid(1.702 * x)`."""
+    return multiply(walk, x, saves_output(walk, scale(walk, x), x.itemsize))
+
+
+def norm_of(weights: Weights, name: str, x: Ghost) -> Ghost:
+    """A norm among `weights`: a layer norm where it has a bias, else an RMSNorm."""
+    size, trained = weights.weight(name)
+    if f"{name}.bias" in weights.parameters:
+        return layer_norm(weights.walk, x, size, trained)
+    return rms_norm(weights.walk, x, TOKEN, size, trained, weights.setting.base_bytes, wide=False)
+
+
+@lru_cache(maxsize=64)
+def _attending(tower: Tower) -> Architecture:
+    """What attention asks of an architecture, with the tower's numbers."""
+    return Architecture(
+        model_type=tower.kind,
+        layout="llama",
+        vocab=0,
+        hidden=tower.hidden,
+        intermediate=tower.intermediate,
+        layers=tower.layers,
+        heads=tower.heads,
+        kv_heads=tower.heads,
+        head_dim=tower.hidden // tower.heads,
+        tied=False,
+        activation=tower.activation,
+    )
+
+
+@dataclass(frozen=True)
+class Merged:
+    """From the last layer's output to the decoder's tokens."""
+
+    forward: tuple[Growth, ...]
+    held: Growth
+    """Referred to by the model's frame while the decoder runs, and not saved anyway."""
+    saved: Growth
+    backward: tuple[Growth, ...]
+
+
+def _walk_merger(
+    tower: Tower, setting: Setting, ends: Selection, follows: bool, accumulating: bool, learning: bool
+) -> Merged:
+    """Forward and backward by themselves; gradients of the tokens come as rows taken out of the decoder's input."""
+    walk = Walk(metered=setting.metered, accumulating=accumulating, learning=learning)
+    weights = Weights(walk, setting, ends, tower_ends(tower), transposed=False)
+    held = _siglip_merger(weights, tower, _entry(walk, tower, setting, follows)) if tower.kind == "siglip" else (
+        _qwen_merger(weights, tower, _entry(walk, tower, setting, follows))
+    )
+
+    def sizes(peaks: Iterable[int]) -> tuple[Growth, ...]:
+        return prune(_by_row(growth(size), setting.image_patches, None) for size in peaks)
+
+    forward, all_of_it = sizes(walk.take_peaks()), walk.live
+    walk.casts.clear()
+    output = held[-1]
+    node, size = output.node, output.size
+    held.clear()
+    del output
+    (saved,) = sizes([walk.live])
+    (beside,) = sizes([all_of_it - walk.live])
+    if node is None:
+        return Merged(forward, beside, Growth(), ())
+    taken = [walk.allocate(size), walk.allocate(size)]
+    incoming = taken.pop()
+    taken.clear()
+    walk.backward(node, incoming)
+    return Merged(forward, beside, saved, sizes(walk.take_peaks()))
+
+
+def _qwen_merger(weights: Weights, tower: Tower, x: Ghost) -> list[Ghost]:
+    """`PatchMerger`, in Qwen2.5-VL put back into order, and the tokens of all images joined into a copy."""
+    walk, merged = weights.walk, tower.merge**2
+    hidden = norm_of(weights, "model.visual.merger.ln_q", x)
+    hidden = weights.linear("model.visual.merger.mlp.0", hidden, merged)
+    hidden = activation(walk, hidden)
+    hidden = weights.linear("model.visual.merger.mlp.2", hidden, merged)
+    if tower.window is not None:
+        hidden = _reordered(walk, hidden)
+    return [x, hidden, copy(walk, hidden)]
+
+
+def _reordered(walk: Walk, x: Ghost) -> Ghost:
+    """`x[index]`: backward adds into zeros."""
+    size = x.size
+    saved = walk.save(None) if x.node is not None else None
+    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+
+
+def _siglip_merger(weights: Weights, tower: Tower, x: Ghost) -> list[Ghost]:
+    """The tower's last norm, then `Gemma3MultiModalProjector`: pooled, normed in fp32, projected."""
+    walk = weights.walk
+    last = norm_of(weights, "model.vision_tower.post_layernorm", x)
+    del x
+    laid_out = copy(walk, last)
+    pooled = _pooled(walk, laid_out, -(-tower.hidden // tower.merge**2) * TOKEN)
+    size, trained = weights.weight("model.multi_modal_projector.mm_soft_emb_norm")
+    normed = rms_norm(walk, pooled, TOKEN, size, trained, weights.setting.base_bytes, wide=True)
+    size, trained = weights.parameter("model.multi_modal_projector.mm_input_projection_weight")
+    projected = linear(walk, normed, -(-tower.output // tower.merge**2), size, trained)
+    return [last, projected]
+
+
+def _pooled(walk: Walk, x: Ghost, elements: int) -> Ghost:
+    """`avg_pool2d`: saves its input."""
+    size = x.size
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        return [walk.allocate(size)]
+
+    saved = walk.save(x) if x.node is not None else None
+    return walk.result(elements, x.itemsize, [x], back, saved)

@@ -1,0 +1,80 @@
+"""The weights of one layer in a walk, and what is computed with them: which learn decides what is kept.
+
+Which operations a layer consists of is `engine.budget.layer` and `engine.budget.vision`.
+
+Try: `python -m pytest tests/budget/test_accuracy.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.budget.adapter import Adapted, adapted
+from engine.budget.ghost import Ghost, Walk
+from engine.budget.operations import FLOAT, cast, half_linear, linear, multiply, power_mean, scale_by_weight
+from engine.budget.parameter import Parameter
+from engine.budget.setting import Setting
+from engine.budget.static import Selection, rounded
+
+
+class Weights:
+    """Parameters by their names relative to the layer. `transposed`: linear weights are [inputs, outputs]."""
+
+    def __init__(
+        self, walk: Walk, setting: Setting, chosen: Selection, parameters: Iterable[Parameter], *, transposed: bool
+    ) -> None:
+        self.walk = walk
+        self.setting = setting
+        self.chosen = chosen
+        self.parameters = {parameter.name: parameter for parameter in parameters}
+        self.transposed = transposed
+
+    def linear(self, module: str, x: Ghost, merged: int = 1) -> Ghost:
+        """A linear layer, with peft's adapter beside it where it has one; it takes `merged` tokens at once."""
+        name = f"{module}.weight"
+        if name not in self.chosen.adapted:
+            return self._base(module, self.parameters[name], x, merged)
+        outputs, inputs = self._shape(self.parameters[name])
+        layer = Adapted(outputs, inputs, f"{module}.bias" in self.parameters, merged)
+        # Nested, so that what the base gives is let go of as soon as the sum with it is made.
+        return adapted(self.walk, self.setting, layer, x, self._base(module, self.parameters[name], x, merged))
+
+    def _base(self, module: str, parameter: Parameter, x: Ghost, merged: int) -> Ghost:
+        """The layer's own weight and bias."""
+        weight, trained = self.weight(module)
+        bias, bias_trained = self.bias(module)
+        outputs = -(-self._shape(parameter)[0] // merged)
+        if self.setting.autocast:
+            return half_linear(self.walk, x, outputs, parameter.elements, trained, bias if bias_trained else 0)
+        unpacked = parameter.elements * self.setting.base_bytes if self.setting.quantized else 0
+        return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0, unpacked)
+
+    def weight(self, module: str) -> tuple[int, bool]:
+        """Bytes of a module's weight gradient, and whether it is trained."""
+        return self.parameter(f"{module}.weight")
+
+    def bias(self, module: str) -> tuple[int, bool]:
+        """The same of its bias; nothing where it has none."""
+        return self.parameter(f"{module}.bias")
+
+    def parameter(self, name: str) -> tuple[int, bool]:
+        """The same of any of the parameters."""
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            return 0, False
+        return rounded(parameter.elements * self.setting.base_bytes), name in self.chosen.trained
+
+    def _shape(self, parameter: Parameter) -> tuple[int, int]:
+        """(outputs, inputs) of a linear layer's weight."""
+        rows, columns = parameter.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width: int, *, wide: bool) -> Ghost:
+    """`Qwen2RMSNorm.forward`, or with `wide` that of Gemma and gpt-oss; each of `rows` has a root of its own."""
+    itemsize = x.itemsize
+    x = cast(walk, x, FLOAT)
+    x = multiply(walk, x, power_mean(walk, x, rows))
+    if wide:
+        return cast(walk, scale_by_weight(walk, x, weight, trained), itemsize)
+    return scale_by_weight(walk, cast(walk, x, itemsize), weight, trained, width)

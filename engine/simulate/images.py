@@ -1,0 +1,30 @@
+"""Images of a size, as a vision-language model takes them: tensors of the right shapes, one image in front of each row.
+
+Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2-VL-2B-Instruct --set data.image_max_pixels=501760 --exact`
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.budget.tower import Tower
+
+
+def images_of(tower: Tower, patches: int, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """`Batch.images` for `rows` rows of `length` tokens with an image of `patches` patches each; pixels are fp32."""
+    if tower.patches is not None:
+        side = int(patches**0.5) * tower.patch_side
+        pixels = torch.zeros((rows, tower.patch_shape[0], side, side))
+        return {"pixel_values": pixels, "token_type_ids": torch.zeros((rows, length), dtype=torch.int64)}
+    return {
+        "pixel_values": torch.zeros((rows * patches, tower.patch_values)),
+        "image_grid_thw": torch.tensor([[1, *grid_of(patches, tower.merge)]] * rows),
+        "position_ids": torch.zeros((3, rows, length), dtype=torch.int64),
+    }
+
+
+def grid_of(patches: int, merge: int) -> tuple[int, int]:
+    """Patches from top to bottom and from left to right, as square as their number allows."""
+    tokens = patches // merge**2
+    high = next(side for side in range(int(tokens**0.5), 0, -1) if tokens % side == 0)
+    return high * merge, tokens // high * merge
