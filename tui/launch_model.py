@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.budget.plan import Plan, make_plan
+from engine.creation import require_launcher
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
 from engine.spec.devices import check_devices, device_indices
 from engine.spec.find import FOLDERS, SHIPPED, Kind
@@ -155,6 +156,10 @@ def _unbuilt(spec: RunSpec) -> list[Trouble]:
         refuse_unbuilt(spec)
     except SpecError as error:
         return [Trouble(match["key"] if (match := _NAMED.match(text)) else "", text) for text in error.problems]
+    try:
+        require_launcher(spec)
+    except UsageError as error:
+        return [Trouble("", f"{error.found}: tunedeck launch writes a script for all of them")]
     return []
 
 

@@ -96,6 +96,7 @@ def _write(script: Path, text: str, job: Job) -> None:
     from engine.spec.load import dump_run_spec
 
     try:
+        _refuse_to_replace(script, text)
         script.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(job.spec_file, dump_run_spec(job.spec))
         write_atomically(script, text)
@@ -104,3 +105,12 @@ def _write(script: Path, text: str, job: Job) -> None:
         raise EnvironmentProblem(
             f"{script} cannot be written: {error.strerror or error}", fix="choose another place with --out FILE"
         ) from error
+
+
+def _refuse_to_replace(script: Path, text: str) -> None:
+    """Raise UsageError where a script stands that says something else: somebody may have edited it."""
+    if script.exists() and script.read_text("utf-8", errors="replace") != text:
+        raise UsageError(
+            f"{script} is there already, and different",
+            fix="remove it, or write another one with --out FILE or --name NAME",
+        )

@@ -178,6 +178,15 @@ def test_what_a_profile_of_someone_else_says_cannot_become_a_command(tunedeck: T
     assert not (tmp_path / "demo.sbatch").exists()
 
 
+def test_a_script_that_was_edited_is_not_replaced(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    assert tunedeck("launch", "-p", "demo-2", "-r", "demo", "--slurm").code == 0
+    assert tunedeck("launch", "-p", "demo-2", "-r", "demo", "--slurm").code == 0, "the same again is no loss"
+    script = tmp_path / "demo.sbatch"
+    script.write_text(script.read_text() + "# mine\n")
+    tunedeck("launch", "-p", "demo-2", "-r", "demo", "--slurm").complains(2, "demo.sbatch", "--out FILE")
+    assert script.read_text().endswith("# mine\n")
+
+
 def test_a_launcher_must_be_named(tunedeck: Tunedeck, files: tuple[Path, Path]) -> None:
     tunedeck("launch", "-p", files[0], "-r", files[1]).complains(2, "nodes.launcher", "--slurm or --skypilot")
     tunedeck("launch", "-p", files[0], "-r", files[1], "--slurm", "--skypilot").complains(2, "both given")

@@ -93,12 +93,33 @@ def test_torchrun_starts_one_run_and_restarts_it_after_a_rank_was_killed(
     assert summarise(place).status == "done" and summarise(place).step == 30
 
 
-def test_srun_starts_one_run_that_rank_0_shows(tmp_path: Path, arguments: list[str]) -> None:
-    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
-    command = [sys.executable, "-P", str(COMMAND), *arguments, "--set", "train.max_steps=3"]
-    ranks = [started(command, tmp_path, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **step) for rank in (0, 1)]
-    assert [rank.wait(timeout=LIMIT_SECONDS) for rank in ranks] == [0, 0]
-    shown = [json.loads(line) for line in (tmp_path / "out-0").read_text().splitlines()]
-    assert shown == events(the_run(tmp_path)) and shown[-1]["kind"] == "run_finished"
-    assert of_kind(shown, "run_started")[0]["world_size"] == 2
+def srun(command: list[str], folder: Path, step: int) -> list[int]:
+    """As srun starts two tasks of a job step; their exit codes."""
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": "localhost"}
+    ranks = [
+        started(command, folder, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_STEP_NUM_TASKS="2", **job)
+        for rank in ("0", "1")
+    ]
+    return [rank.wait(timeout=LIMIT_SECONDS) for rank in ranks]
+
+
+def shown(folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 printed."""
+    return [json.loads(line) for line in (folder / "out-0").read_text().splitlines()]
+
+
+def test_srun_starts_one_run_that_rank_0_shows_and_goes_on_with_it(tmp_path: Path, arguments: list[str]) -> None:
+    tunedeck = [sys.executable, "-P", str(COMMAND)]
+    assert srun([*tunedeck, *arguments, "--set", "train.max_steps=3"], tmp_path, 0) == [0, 0]
+    place = the_run(tmp_path)
+    first = events(place)
+    assert shown(tmp_path) == first and first[-1]["kind"] == "run_finished"
+    assert of_kind(first, "run_started")[0]["world_size"] == 2
     assert (tmp_path / "out-1").read_text() == ""
+
+    longer = [*tunedeck, "resume", str(place.path), "--set", "train.max_steps=5", "--json"]
+    assert srun(longer, tmp_path, 1) == [0, 0]
+    second = events(place)[len(first) :]
+    printed = (tmp_path / "out-0").read_text().splitlines()
+    assert [json.loads(line) for line in printed if line.startswith("{")] == second
+    assert of_kind(second, "resumed")[0]["step"] == 3 and of_kind(second, "step")[-1]["step"] == 5
