@@ -1,6 +1,7 @@
 """Where the config of a model is found: built in, a local folder, the hub cache on this machine, or shipped with us.
 
-Nothing is downloaded and no weights are read. What a config says is `engine.budget.architecture`.
+Nothing is downloaded here (`engine.budget.hub` does) and no weights are read. What a config says is
+`engine.budget.architecture`.
 
 Try: `python -c "from engine.budget.lookup import find_config; print(find_config('builtin:tiny'))"`
 """
@@ -41,7 +42,7 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
     if model.startswith(BUILTIN_PREFIX):
         return builtin_config(model)
     if model.startswith(RUN_PREFIX):
-        return _config_of_run(model)
+        return find_config(*start_of(model, revision))
     local = Path(model).expanduser()
     if local.is_dir():
         return _read_json(local / "config.json")
@@ -60,11 +61,13 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
     )
 
 
-def _config_of_run(model: str) -> dict[str, Any]:
-    """What an earlier run started from has the shape of what it made."""
-    text = model.removeprefix(RUN_PREFIX).partition("@")[0]
-    start = load_run_spec(resolve_run(text, None).run_toml).recipe.model
-    return find_config(start.id, start.revision)
+def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
+    """The model behind "run:RUN" and its revision; what an earlier run made has the shape of what it started from."""
+    while model.startswith(RUN_PREFIX):
+        text = model.removeprefix(RUN_PREFIX).partition("@")[0]
+        start = load_run_spec(resolve_run(text, None).run_toml).recipe.model
+        model, revision = start.id, start.revision
+    return model, revision
 
 
 def builtin_config(name: str) -> dict[str, Any]:

@@ -130,6 +130,7 @@ def fit(
 
 def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     """The run spec; what this version cannot do is refused as `train` would, but for several devices."""
+    from engine.budget.hub import bring_config
     from engine.budget.preflight import refuse_unsafe
     from engine.spec.later import refuse_unbuilt
     from engine.spec.load import resolve
@@ -138,6 +139,8 @@ def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     for notice in resolved.notices:
         sys.stderr.write(f"tunedeck: {notice}\n")
     refuse_unbuilt(resolved.spec, planning=True)
+    for notice in bring_config(resolved.spec):
+        sys.stderr.write(f"tunedeck: {notice}\n")
     refuse_unsafe(resolved.spec)
     return resolved.spec
 

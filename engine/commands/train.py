@@ -83,10 +83,22 @@ def train(
     if seat is not None:
         raise typer.Exit(_train_launched(resolved, seat, runs_folder(runs), force, detach, json))
     require_launcher(resolved.spec)
-    say(resolved.notices)
+    say([*resolved.notices, *_config_brought(resolved.spec)])
     directory, notices = new_run(resolved.spec, runs_folder(runs), force=force)
     say(notices)
     start_and_follow(directory, detach=detach, as_json=json)
+
+
+def _config_brought(spec: RunSpec) -> list[str]:
+    """Notices about the config that the plan needs. A hub out of reach is no reason not to start: there is no plan
+    then, which `new_run` says, and the engine looks for the weights itself."""
+    from engine.budget.hub import bring_config
+    from engine.errors import ConfigNotHereError
+
+    try:
+        return bring_config(spec)
+    except ConfigNotHereError:
+        return []
 
 
 def _train_launched(resolved: Resolved, seat: Seat, folder: Path, force: bool, detach: bool, as_json: bool) -> int:
