@@ -167,11 +167,14 @@ class Walk:
         trains: bool = False,
     ) -> Ghost:
         """The output of an operation; `trains` says that a trained weight takes part."""
-        output = self.new(elements, itemsize)
-        if self.learning and (trains or any(parent.node is not None for parent in parents)):
-            output.node = Node([parent.node for parent in parents], back, elements * itemsize, saved)
-            if self._refilling < 0:
-                self.tape.append(output.node)
+        size = elements * itemsize
+        output = Ghost(Storage(self, size), elements, itemsize)
+        if self.learning:
+            nodes = [parent.node for parent in parents]
+            if trains or any(nodes):
+                output.node = Node(nodes, back, size, saved)
+                if self._refilling < 0:
+                    self.tape.append(output.node)
         return output
 
     def checkpoint(self, forward: Callable[[], Ghost]) -> Ghost:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import ge
 from typing import NamedTuple
 
 from engine.budget.ghost import unpack
@@ -67,8 +68,18 @@ class Growth(NamedTuple):
         )
 
     def plus(self, other: Growth, times: int = 1) -> Growth:
-        """This and `times` another."""
-        return Growth(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+        """This and `times` another. Written out for the same reason."""
+        fixed, token, square, chunk, several, position, pair, row = other
+        return Growth(
+            self.fixed + times * fixed,
+            self.token + times * token,
+            self.square + times * square,
+            self.chunk + times * chunk,
+            self.several + times * several,
+            self.position + times * position,
+            self.pair + times * pair,
+            self.row + times * row,
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,6 @@ def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
     """Only those that are the largest for some shape: none that another exceeds in every coefficient."""
     kept: list[Growth] = []
     for candidate in sorted(set(candidates), key=lambda item: item[1:] + item[:1], reverse=True):
-        if not any(all(a >= b for a, b in zip(other, candidate, strict=True)) for other in kept):
+        if not any(all(map(ge, other, candidate)) for other in kept):
             kept.append(candidate)
     return tuple(kept)

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.setting import Setting
-from engine.budget.static import Selection, embedding_learns, select_layer, select_tower_ends, select_tower_layer
+from engine.budget.static import Selection, embedding_learns, select_tower_ends, selections, tower_selections
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ def kinds_of(arch: Architecture, setting: Setting) -> tuple[Kind, ...]:
     """The kind of every layer, from the first."""
     kinds: list[Kind] = []
     follows = embedding_learns(arch, setting) or tower_learns(arch, setting)
-    for layer in range(arch.layers):
+    for layer, chosen in enumerate(selections(arch, setting)):
         slides = layer < len(arch.sliding_layers) and arch.sliding_layers[layer]
         masked = setting.packed or sees_images_both_ways(arch, setting) or (slides and setting.window_reached)
-        kind = Kind(select_layer(arch, setting, layer), masked, slides, follows)
+        kind = Kind(chosen, masked, slides, follows)
         kinds.append(kind)
         follows = kind.learns
     return tuple(kinds)
@@ -55,8 +55,8 @@ def tower_learns(arch: Architecture, setting: Setting) -> bool:
     tower = arch.tower
     if tower is None or not setting.image_patches:
         return False
-    layers = (select_tower_layer(tower, setting, layer) for layer in range(tower.layers))
-    return any(chosen.trained or chosen.adapted for chosen in (select_tower_ends(tower, setting), *layers))
+    parts = (select_tower_ends(tower, setting), *tower_selections(tower, setting))
+    return any(chosen.trained or chosen.adapted for chosen in parts)
 
 
 def body_learns(arch: Architecture, setting: Setting) -> bool:

@@ -7,7 +7,7 @@ Try: `python -m pytest tests/budget/test_static.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -93,8 +93,7 @@ class Selection:
 def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
     """Count every tensor of the run once."""
     layers: dict[Selection, int] = {}
-    for layer in range(arch.layers):
-        chosen = select_layer(arch, setting, layer)
+    for chosen in selections(arch, setting):
         layers[chosen] = layers.get(chosen, 0) + 1
     per_kind = {chosen: layer_tensors(arch, setting, chosen) for chosen in layers}
     total = Tensors()
@@ -117,8 +116,8 @@ def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
 def tower_tensors(tower: Tower, setting: Setting) -> Tensors:
     """Bytes of a vision tower: its layers, its ends, and its buffers."""
     total = _tensors(_chosen(tower_ends(tower), select_tower_ends(tower, setting)), setting)
-    for layer in range(tower.layers):
-        total = total.plus(tower_layer_tensors(tower, setting, select_tower_layer(tower, setting, layer)))
+    for chosen in tower_selections(tower, setting):
+        total = total.plus(tower_layer_tensors(tower, setting, chosen))
     positions = 8 * tower.patches if tower.patches else 0  # int64
     total = total.plus(Tensors(weights=rounded(positions) if positions else 2 * BLOCK_BYTES))
     return total if setting.image_patches else replace(total, gradients=0)
@@ -130,10 +129,11 @@ def tower_layer_tensors(tower: Tower, setting: Setting, chosen: Selection) -> Te
     return _tensors(_chosen(tower_layer(tower), chosen), setting)
 
 
-@lru_cache(maxsize=1024)
-def select_tower_layer(tower: Tower, setting: Setting, layer: int) -> Selection:
-    """Apply the recipe's patterns to one layer of a tower."""
-    return _select(tower_prefix(tower, layer), tower_layer(tower), setting)
+@lru_cache(maxsize=256)
+def tower_selections(tower: Tower, setting: Setting) -> tuple[Selection, ...]:
+    """Apply the recipe's patterns to every layer of a tower."""
+    parameters = tower_layer(tower)
+    return _per_layer(tower.layers, setting, lambda layer: _select(tower_prefix(tower, layer), parameters, setting))
 
 
 @lru_cache(maxsize=256)
@@ -146,9 +146,20 @@ def _chosen(parameters: Iterable[Parameter], chosen: Selection) -> Iterator[tupl
     return ((p, p.name in chosen.trained, p.name in chosen.adapted) for p in parameters)
 
 
-def select_layer(arch: Architecture, setting: Setting, layer: int) -> Selection:
-    """Apply the recipe's patterns to one layer's names."""
-    return _select(layer_prefix(arch, layer), layer_parameters(arch), setting)
+@lru_cache(maxsize=256)
+def selections(arch: Architecture, setting: Setting) -> tuple[Selection, ...]:
+    """Apply the recipe's patterns to every layer's names."""
+    parameters = layer_parameters(arch)
+    return _per_layer(arch.layers, setting, lambda layer: _select(layer_prefix(arch, layer), parameters, setting))
+
+
+def _per_layer(layers: int, setting: Setting, select: Callable[[int], Selection]) -> tuple[Selection, ...]:
+    """One answer for all where no pattern can tell one layer's number from another's: most of a first plan's time."""
+    targets = () if isinstance(setting.targets, str) else setting.targets
+    patterns = (*targets, *setting.exclude, *setting.also_train, *setting.train_only, *setting.freeze)
+    if any(character in pattern for pattern in patterns for character in "?[0123456789"):
+        return tuple(select(layer) for layer in range(layers))
+    return (select(0),) * layers
 
 
 def _select(prefix: str, parameters: Iterable[Parameter], setting: Setting) -> Selection:
@@ -247,13 +258,12 @@ def _learning_shapes(arch: Architecture, setting: Setting) -> list[tuple[tuple[i
     return [(shape, setting.base_bytes) for shape in full] + [(shape, setting.adapter_bytes) for shape in sides]
 
 
-def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parameter, ...], list[Selection]]]:
+def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parameter, ...], set[Selection]]]:
     """Parameters that adapters may stand beside, with what is chosen of them in each of their layers."""
-    yield layer_parameters(arch), [select_layer(arch, setting, layer) for layer in range(arch.layers)]
-    tower = arch.tower
-    if tower:
-        yield tower_layer(tower), [select_tower_layer(tower, setting, layer) for layer in range(tower.layers)]
-        yield tower_ends(tower), [select_tower_ends(tower, setting)]
+    yield layer_parameters(arch), set(selections(arch, setting))
+    if arch.tower:
+        yield tower_layer(arch.tower), set(tower_selections(arch.tower, setting))
+        yield tower_ends(arch.tower), {select_tower_ends(arch.tower, setting)}
 
 
 def _stage(arch: Architecture, setting: Setting, shapes: list[tuple[tuple[int, ...], int]]) -> int:

@@ -9,7 +9,7 @@ Try: `python -m pytest tests/budget/test_step.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -140,23 +140,31 @@ def _backward(
     arch: Architecture, setting: Setting, accumulating: bool, early: int, sharing: Sharing
 ) -> dict[str, tuple[PhaseCost, ...]]:
     """The first and the last layer of each kind that backward comes to; in between sizes change evenly."""
-    kinds, kept = kinds_of(arch, setting), _kept(arch, setting, accumulating)
+    kinds = kinds_of(arch, setting)
+    reached = [layer for layer in reversed(range(arch.layers)) if kinds[layer].learns]
+    makes = {kind: sharing.part(layer_tensors(arch, setting, kind.chosen).gradients) for kind in set(kinds)}
+    made, gradients = {}, early
+    for layer in reached:
+        made[layer] = gradients
+        gradients += 0 if accumulating else makes[kinds[layer]]
+    last = {kinds[layer]: layer for layer in reached}
+    first = {kinds[layer]: layer for layer in reversed(reached)}
+
+    def costs(layers: Iterable[int]) -> tuple[PhaseCost, ...]:
+        return tuple(_backward_of(arch, setting, accumulating, layer, made[layer]) for layer in layers)
+
+    if not reached:
+        return {}
+    return {"layer_first": costs(first.values()), "layer_last": costs(last.values())}
+
+
+def _backward_of(arch: Architecture, setting: Setting, accumulating: bool, layer: int, gradients: int) -> PhaseCost:
+    """One layer's backward pass, when so many bytes of gradients have been made."""
+    kinds = kinds_of(arch, setting)
+    batch = inputs(arch, setting, _recomputed(setting, kinds[: layer + 1]))
+    working = walk_layer(arch, setting, kinds[layer], accumulating).backward
     label = "recompute" if setting.checkpointing else "activations"
-    first: dict[Kind, PhaseCost] = {}
-    last: dict[Kind, PhaseCost] = {}
-    gradients = early
-    for layer in reversed(range(arch.layers)):
-        kind = kinds[layer]
-        if not kind.learns:
-            break
-        working = walk_layer(arch, setting, kind, accumulating).backward
-        batch = inputs(arch, setting, _recomputed(setting, kinds[: layer + 1]))
-        last[kind] = PhaseCost(gradients, kept[layer], working, label, batch)
-        first.setdefault(kind, last[kind])
-        if not accumulating:
-            gradients += sharing.part(layer_tensors(arch, setting, kind.chosen).gradients)
-    phases = {"layer_first": tuple(first.values()), "layer_last": tuple(last.values())}
-    return {name: costs for name, costs in phases.items() if costs}
+    return PhaseCost(gradients, _kept(arch, setting, accumulating)[layer], working, label, batch)
 
 
 def _recomputed(setting: Setting, kinds: Sequence[Kind]) -> list[Kind]:
@@ -171,22 +179,27 @@ def _kept(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Gro
     Nothing where activations wait on the host. Within the layer at work all that it saves is counted all the same,
     which without checkpointing is more than there is.
     """
-    kept = [Growth()]
-    for kind in kinds_of(arch, setting):
-        if setting.activation_offload:
-            kept.append(Growth())
-            continue
-        kept.append(kept[-1].plus(walk_layer(arch, setting, kind, accumulating).saved))
-    return tuple(kept)
+    kinds = kinds_of(arch, setting)
+    if setting.activation_offload:
+        return (Growth(),) * (len(kinds) + 1)
+    return _summed(kinds, {kind: walk_layer(arch, setting, kind, accumulating).saved for kind in set(kinds)})
+
+
+def _summed(kinds: Sequence[Kind], per_kind: Mapping[Kind, Growth]) -> tuple[Growth, ...]:
+    """Nothing, then what the first layer adds, and so on to all of them."""
+    sums = [Growth()]
+    for kind in kinds:
+        sums.append(sums[-1].plus(per_kind[kind]))
+    return tuple(sums)
 
 
 @lru_cache(maxsize=256)
 def _casts(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
     """What autocast keeps of the layers below each layer, and of all of them."""
-    casts = [Growth()]
-    for kind in kinds_of(arch, setting):
-        casts.append(casts[-1].plus(walk_layer(arch, setting, kind, accumulating).casts))
-    return tuple(casts)
+    kinds = kinds_of(arch, setting)
+    if not setting.autocast:
+        return (Growth(),) * (len(kinds) + 1)
+    return _summed(kinds, {kind: walk_layer(arch, setting, kind, accumulating).casts for kind in set(kinds)})
 
 
 @lru_cache(maxsize=256)

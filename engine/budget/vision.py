@@ -8,7 +8,7 @@ Try: `python -m pytest tests/budget/test_towers.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,7 +30,7 @@ from engine.budget.operations import (
     split,
 )
 from engine.budget.setting import Setting
-from engine.budget.static import Selection, select_tower_ends, select_tower_layer, tower_layer_tensors
+from engine.budget.static import Selection, select_tower_ends, tower_layer_tensors, tower_selections
 from engine.budget.tower import Tower
 from engine.budget.tower_parameters import tower_ends, tower_layer
 from engine.budget.weights import Weights, rms_norm
@@ -64,7 +64,7 @@ def tower_cost(arch: Architecture, setting: Setting, accumulating: bool, *, lear
     """The tower of `arch` at `setting.image_patches` patches a row; without `learning` nothing is kept."""
     tower, patches = arch.tower, setting.image_patches
     assert tower is not None
-    chosen = [select_tower_layer(tower, setting, layer) for layer in range(tower.layers)]
+    chosen = tower_selections(tower, setting)
     ends = select_tower_ends(tower, setting)
     follows = learning and bool(ends.trained - {name for name in ends.trained if _is_behind(name)})
     around = _around(tower, setting)
@@ -123,7 +123,7 @@ def _around(tower: Tower, setting: Setting) -> Growth:
     return _tables(tower, setting).plus(_cast_pixels(tower, setting))
 
 
-def _kept_around(tower: Tower, setting: Setting, ends: Selection, chosen: list[Selection]) -> Growth:
+def _kept_around(tower: Tower, setting: Setting, ends: Selection, chosen: Sequence[Selection]) -> Growth:
     """Saved beside the layers: pixels for the gradient of what takes them, tables for the rotary embedding's."""
     first = tower_ends(tower)[0].name in ends.trained
     kept = _cast_pixels(tower, setting) if first else Growth()
