@@ -30,6 +30,9 @@ from tui.screens import SCREENS, ScreenRow, screen_row
 from tui.screens.base import BaseScreen
 from tui.theme import THEMES
 
+HOME = "runs"
+"""The screen that every way back ends at."""
+
 REAP_SECONDS = 1.0
 """Between looks at the engines this console has started."""
 
@@ -50,6 +53,8 @@ class TunedeckApp(App[None]):
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.flags = flags
         self._engines = Engines()
+        self._visited: list[str] = []
+        """Kept screens on the way back to the list of runs, the present one last."""
         self.runs_dir = runs_folder(flags.runs)
         self.ascii_only = arguments.ascii_only(flags, os.environ)
         for theme in THEMES:
@@ -58,12 +63,13 @@ class TunedeckApp(App[None]):
 
     def on_mount(self) -> None:
         """Open the first screen."""
+        self.set_class(self.ascii_only, "-ascii")
         self.set_interval(REAP_SECONDS, self._reap)
         settings = {"profile": self.flags.profile, "recipe": self.flags.recipe}
         if any(settings.values()):
             self.open_screen("launch", settings)
         else:
-            self.open_screen("runs")
+            self.open_screen(HOME)
 
     def open_screen(self, name: str, argument: object = None) -> None:
         """Show a screen of the table. A kept one replaces all that is open, the others go on top of it."""
@@ -73,6 +79,8 @@ class TunedeckApp(App[None]):
         if not row.kept:
             self.push_screen(screen)
             return
+        earlier = self._visited if name != HOME else []
+        self._visited = [*(visited for visited in earlier if visited != name), name]
         while len(self.screen_stack) > 2:
             self.pop_screen()
         if len(self.screen_stack) == 1:
@@ -129,11 +137,14 @@ class TunedeckApp(App[None]):
             self.open_screen("help", where)
 
     def do_back(self) -> None:
-        """To the screen before."""
+        """To the screen before, at last to the list of runs."""
         if len(self.screen_stack) > 2:
             self.pop_screen()
-        else:
+        elif self._visited == [HOME]:
             self.say("this is the first screen: q leaves the console, training goes on")
+        else:
+            self._visited.pop()
+            self.open_screen(self._visited[-1] if self._visited else HOME)
 
     def do_leave(self) -> None:
         """Leave; nothing else ends."""

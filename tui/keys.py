@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
 KEYS: tuple[Key, ...] = (
     Key(EVERYWHERE, "question_mark,f1", "help", "help", "what the keys do here"),
-    Key(EVERYWHERE, "escape", "back", "", "back; out of a field; out of a filter"),
+    Key(EVERYWHERE, "escape", "back", "back", "back; out of a field; out of a filter"),
     Key(EVERYWHERE, "q", "leave", "quit", "leave the console; training goes on"),
     Key(EVERYWHERE, "colon", "palette", "", "everything by name (also ctrl+p)"),
     Key(EVERYWHERE, "T", "theme", "", "next theme: dark, light, ansi"),
@@ -77,7 +77,8 @@ KEYS: tuple[Key, ...] = (
     Key("library", "n", "new", "new", "a new file from this one, under another name"),
     Key("library", "i", "take_in", "import", "check a file and take it into your own folder"),
     Key("library", "e", "pass_on", "export", "write a copy of the file, to pass it on"),
-    Key("library", "tab,l,right,shift+tab,h,left", "other_pane", "pane", "from the list to the text and back"),
+    Key("library", "tab,l,right", "other_pane", "pane", "from the list to the text and back"),
+    Key("library", "shift+tab,h,left", "other_pane", "", "the same"),
     Key("editor", "f2", "save", "save", "save the file"),
     Key("editor", "f3", "next_problem", "next problem", "to the next line that something is wrong with"),
     Key("queue", "s", "start", "start", "work on the queue: one run after another, without this console too"),
@@ -86,6 +87,7 @@ KEYS: tuple[Key, ...] = (
     Key("queue", "x", "remove", "remove", "take this run out (twice); its folder goes to the trash"),
     Key("queue", "e", "end", "end", "start no further run; the present one goes on"),
     Key("queue", "enter", "open", "", "watch this run"),
+    Key("compare", "tab", "next_pane", "", "plot or table, where there is not room for both"),
     Key("compare", "x", "axis", "axis", "over steps, tokens or training time"),
     Key("compare", "y", "log_axis", "log axis", "loss on a log axis, or not"),
     Key("compare", "m", "smooth", "smooth", "loss smoothed, or as it is"),

@@ -31,6 +31,11 @@ def budget_lines(
     return [*lines, *[Content("")] * (height - len(lines) - 1), state]
 
 
+def devices_of(outcome: Outcome) -> int:
+    """How many devices would each get a bar."""
+    return outcome.spec.profile.device.count if outcome.spec is not None else 1
+
+
 def _labels(sound: Outcome, room: int) -> list[str]:
     """A bar for each device, or one for all where there is no room."""
     spec = sound.spec

@@ -214,7 +214,7 @@ def help_of(key: str) -> str:
     field = describe.fields_of(table).get(place[-1]) if table else None
     if field is None:
         return key
-    return f"{key}: {field.description or ''}"
+    return field.description or ""
 
 
 def _model(key: str) -> Any:

@@ -91,7 +91,7 @@ def _second(watch: RunWatch, summary: RunSummary) -> Content:
 def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool) -> list[Content]:
     """The numbers of the latest step."""
     step = watch.latest or {}
-    rows: list[tuple[str, str]] = [("loss", number(step["loss"]) if "loss" in step else "-")]
+    rows: list[tuple[str, str | Content]] = [("loss", number(step["loss"]) if "loss" in step else "-")]
     rows += _scores(watch)
     rows += [
         ("learning rate", number(step.get("learning_rate", "-"))),
@@ -111,8 +111,8 @@ def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool) -> list[Content]:
     return [_row(name, value) for name, value in rows]
 
 
-def _row(name: str, value: str, style: str = "") -> Content:
-    return Content.assemble((f" {name:<{LABEL}}", "$muted"), (value, style))
+def _row(name: str, value: str | Content) -> Content:
+    return Content.assemble((f" {name:<{LABEL}}", "$muted"), value)
 
 
 def _scores(watch: RunWatch) -> Iterable[tuple[str, str]]:
@@ -122,12 +122,12 @@ def _scores(watch: RunWatch) -> Iterable[tuple[str, str]]:
             yield label[: LABEL - 1], score(name, value)
 
 
-def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str:
+def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Content:
     speed = step.get("tokens_per_second")
     if speed is None:
         return "-"
     recent = [event["tokens_per_second"] for event in watch.curves.recent if event.get("tokens_per_second")]
-    return f"{speed:,.0f}  {sparkline(recent[-8:], ascii_only=ascii_only)}"
+    return Content.assemble(f"{speed:,.0f}  ", (sparkline(recent[-8:], ascii_only=ascii_only), "$band"))
 
 
 def sparkline(values: list[float], *, ascii_only: bool = False) -> str:

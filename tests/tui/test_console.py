@@ -141,6 +141,18 @@ async def test_a_digit_comes_back_to_a_screen_as_it_was_left(console: Opener) ->
 
 
 @pytest.mark.asyncio
+async def test_escape_goes_back_screen_by_screen_to_the_list_of_runs(console: Opener) -> None:
+    async with console() as desk:
+        await desk.press("2", "3", "question_mark")
+        seen = [desk.screen.where]
+        for _ in range(3):
+            await desk.press("escape")
+            seen.append(desk.screen.where)
+        assert seen == ["help", "library", "launch", "runs"]
+        await desk.press("escape")
+        await desk.sees("this is the first screen")
+
+
 async def test_the_palette_offers_the_keys_of_the_screen_by_name(console: Opener) -> None:
     async with console() as desk:
         await desk.press("colon", *"delete")

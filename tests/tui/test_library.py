@@ -47,6 +47,13 @@ async def test_every_file_is_listed_with_where_it_comes_from(console: Opener, wi
         await desk.sees("qlora")
 
 
+async def test_the_first_file_is_chosen_and_shown_at_once(console: Opener) -> None:
+    async with console(120, 36) as desk:
+        await desk.press("3")
+        await desk.sees("kind = ", "enter edit")
+        assert desk.screen.chosen.entry is not None
+
+
 async def test_the_text_is_shown_with_what_is_wrong_below_its_line(console: Opener, project: Path) -> None:
     async with console(120, 36) as desk:
         await to_file(desk, "mine")

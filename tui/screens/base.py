@@ -92,10 +92,15 @@ class BaseScreen(Screen[None]):
         """The rows of the key table that hold here."""
         return [*keys.of(self.where), *keys.of(keys.EVERYWHERE)]
 
+    def footer_rows(self) -> list[keys.Key]:
+        """Those that the footer has a place for: the way back only where a digit does not lead there as well."""
+        kept = any(row.kept for row in SCREENS if row.name == self.where)
+        return [key for key in self.key_rows() if not (kept and key.action == "back")]
+
     def refresh_bars(self) -> None:
         """Write title and footer anew: call it when what `about` or `why_not` answers may have changed."""
-        self.query_one(TitleLine).put(self._left(), self._right())
-        self.query_one(FooterLine).put([(key, self._usable(key)) for key in self.key_rows()])
+        self.query_one(TitleLine).put([self._left(named=True), self._left(named=False)], self._right())
+        self.query_one(FooterLine).put([(key, self._usable(key)) for key in self.footer_rows()])
 
     def _usable(self, key: keys.Key) -> bool:
         return key.where == keys.EVERYWHERE or self.why_not(key.action) is None
@@ -115,10 +120,11 @@ class BaseScreen(Screen[None]):
         """Shown again: what the bars say may have changed meanwhile."""
         self.call_after_refresh(self.refresh_bars)
 
-    def _left(self) -> Content:
+    def _left(self, *, named: bool) -> Content:
         name = next((row.title for row in SCREENS if row.name == self.where), self.where)
         about = self.about()
-        return Content.assemble((" Tunedeck ", "bold $info"), (name, "bold"), ("  " + about if about else "", "$muted"))
+        program = " Tunedeck " if named else " "
+        return Content.assemble((program, "bold $info"), (name, "bold"), ("  " + about if about else "", "$muted"))
 
     def _right(self) -> Content:
         return Content.assemble(*self._tabs())

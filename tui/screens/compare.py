@@ -57,7 +57,7 @@ class CompareScreen(BaseScreen):
         """The plot, and the table under it."""
         yield OverlayPlot(self.console.ascii_only, id="overlay")
         yield Lines(id="overlay-legend", classes="heading")
-        yield Rows(id="differences")
+        yield Rows(id="differences", classes="pane")
 
     def receive(self, argument: object) -> None:
         """The runs to compare; without any, those of the last time."""
@@ -111,6 +111,8 @@ class CompareScreen(BaseScreen):
         label = duration(end) if self._axis == "time" else f"{end:,.0f}"
         self.query_one(OverlayPlot).put(Overlay(series, self._axis, label, self._log, self._smooth))
         over = f"loss over {self._axis}" + (", log axis" if self._log else "") + (", smoothed" if self._smooth else "")
+        there = "table" if self.query_one(OverlayPlot).has_class("-front") else "plot"
+        over += f"  tab: {there}" if self.has_class("-one-pane") else ""
         self.query_one("#overlay-legend", Lines).show([Content(f" {over}")])
         self.query_one("#differences", Rows).show(self._table())
         self.refresh_bars()
@@ -151,7 +153,16 @@ class CompareScreen(BaseScreen):
 
     def why_not(self, action: str) -> str | None:
         """Nothing to draw without runs."""
-        return None if self._curves else "no run is marked"
+        if action == "next_pane" and not self.has_class("-one-pane"):
+            return "plot and table are in sight"
+        return None if self._curves else "no run is marked: space on the Runs screen marks one"
+
+    def do_next_pane(self) -> None:
+        """The plot, or the table."""
+        for pane in self.query(".pane"):
+            pane.toggle_class("-front")
+        self.query_one(Rows).focus()
+        self.call_after_refresh(self._paint)
 
     def do_axis(self) -> None:
         """Over steps, tokens, time."""

@@ -120,7 +120,7 @@ class EditorScreen(BaseScreen):
         box, ascii_only = self.query_one("#notes", Lines), self.console.ascii_only
         width, height = box.size
         if self.has_class("-roomy"):
-            box.show(beside_lines(self._notes, round(self.area.scroll_y), height, ascii_only=ascii_only))
+            box.show(beside_lines(self._notes, round(self.area.scroll_y), width, height, ascii_only=ascii_only))
         else:
             cursor = self.area.cursor_location[0]
             box.show(below_lines(self._notes, cursor, width, height, ascii_only=ascii_only))

@@ -87,7 +87,7 @@ class LibraryScreen(BaseScreen):
         rows.show([self._row(item) for item in self._items])
         if stem or rows.cursor == 0:
             stems = [item.entry.path.stem if item.entry else "" for item in self._items]
-            rows.move_to(stems.index(stem) if stem in stems else 1)
+            rows.move_to(stems.index(stem) if stem and stem in stems else 1)
         self._show_text()
 
     def _row(self, item: Item) -> Content:

@@ -23,7 +23,8 @@ class Question(ModalScreen[bool]):
 
     def on_resize(self) -> None:
         """As many lines as it needs at this width."""
-        lines = Content.styled(f" {self._question}", "bold").wrap(max(10, self.size.width))
+        wrapped = Content.styled(self._question, "bold").wrap(max(10, self.size.width - 2))
+        lines = [Content.assemble(" ", line) for line in wrapped]
         keys = Content.assemble((" y", "bold $info"), f" {self._yes}   ", ("any other key", "bold $info"), " no")
         field = self.query_one(Lines)
         field.styles.height = len(lines) + 1

@@ -93,15 +93,16 @@ class RunScreen(BaseScreen):
     def body(self) -> ComposeResult:
         """The panes."""
         yield Lines(id="headline")
+        yield Lines(id="all-tabs", classes="tabs")
         with Horizontal(id="upper"):
             yield LossPlot(self.draw, self.console.ascii_only, id="loss")
             yield Lines(id="figures", classes="pane")
-        yield Lines(id="tabs")
+        yield Lines(id="word-tabs", classes="tabs")
         yield Lines(id="ranks", classes="pane")
         with Horizontal(id="lower"):
             with Vertical(id="words"):
-                yield Scrollback[FeedLine]("events", feed_lines, id="events")
-                yield Scrollback[str]("log", log_lines, id="log")
+                yield Scrollback[FeedLine]("events", feed_lines, empty="nothing has happened yet", id="events")
+                yield Scrollback[str]("log", log_lines, empty="the engine has written nothing to engine.log", id="log")
             yield Lines(id="memory", classes="pane")
 
     def on_mount(self) -> None:
@@ -193,8 +194,10 @@ class RunScreen(BaseScreen):
             found.display = any(child.display for child in found.children)
         for pane in self.query(Scrollback):
             pane.headed = not switched
-        self.query_one("#tabs", Lines).display = bool(switched)
-        self.query_one("#tabs", Lines).show([_tabs(switched, chosen)])
+        for name, where in (("#all-tabs", "one"), ("#word-tabs", "regular")):
+            tabs = self.query_one(name, Lines)
+            tabs.display = room == where
+            tabs.show([_tabs(switched, chosen)])
 
     def why_not(self, action: str) -> str | None:
         """What the run's state forbids."""

@@ -106,8 +106,9 @@ class RunsScreen(BaseScreen):
     def about(self) -> str:
         """How many there are."""
         total, shown = len(self.runs.entries), len(self.shown)
-        marked = f", {len(self._marked)} marked" if self._marked else ""
-        return (f"{shown} of {total}" if self._filter else str(total)) + marked
+        if self._marked:
+            return f"{len(self._marked)} marked"
+        return f"{shown} of {total}" if self._filter else str(total)
 
     def why_not(self, action: str) -> str | None:
         """What the run under the cursor cannot be asked for."""

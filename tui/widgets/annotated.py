@@ -57,14 +57,17 @@ def _coloured(line: str) -> Content:
     return Content.styled(line, style)
 
 
-def beside_lines(notes: Sequence[Note], top: int, height: int, *, ascii_only: bool) -> list[Content]:
-    """For an editor that shows `height` lines from line `top` (counted from 0): each note on the line it belongs to."""
+def beside_lines(notes: Sequence[Note], top: int, width: int, height: int, *, ascii_only: bool) -> list[Content]:
+    """For an editor that shows `height` lines from line `top` (counted from 0): each note on the line it belongs to,
+    its rest on the lines after it as far as they are free."""
     glyph = draw("✗", ascii_only=ascii_only)
     texts = {line: "; ".join(note.text for note in notes if note.line == line) for line, _ in notes}
-    lines = [
-        Content.styled(f"{glyph} {texts[line]}", "$bad") if line in texts else Content("")
-        for line in range(top + 1, top + height + 1)
-    ]
+    lines: list[Content] = []
+    rest: list[Content] = []
+    for line in range(top + 1, top + height + 1):
+        if line in texts:
+            rest = list(Content.styled(f"{glyph} {texts[line]}", "$bad").wrap(max(16, width - 1)))
+        lines.append(rest.pop(0) if rest else Content(""))
     hidden = sum(not top < note.line < top + height for note in notes)
     if hidden and lines:
         lines[-1] = Content.styled(f"{glyph} {hidden} out of sight: f3 goes there", "$bad")

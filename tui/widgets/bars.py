@@ -20,10 +20,11 @@ SAID_LINES = 3
 class TitleLine(Lines):
     """The screen's name on the left, what it is about in the middle, the other screens on the right."""
 
-    def put(self, left: Content, right: Content) -> None:
-        """Show both; where they do not fit, the right one goes."""
-        gap = self.size.width - left.cell_length - right.cell_length
-        self.show([Content.assemble(left, " " * gap, right) if gap > 0 else left])
+    def put(self, lefts: Sequence[Content], right: Content) -> None:
+        """Show the first left one that leaves room for the right one; where none does, the first alone."""
+        gaps = [self.size.width - left.cell_length - right.cell_length for left in lefts]
+        fitting = (Content.assemble(left, " " * gap, right) for left, gap in zip(lefts, gaps, strict=True) if gap > 0)
+        self.show([next(fitting, lefts[0])])
 
 
 class FooterLine(Lines):

@@ -15,7 +15,7 @@ from textual.message import Message
 
 from engine.spec.text import visible
 from tui import launch_rows
-from tui.launch_budget import budget_lines
+from tui.launch_budget import budget_lines, devices_of
 from tui.launch_fields import Row, help_of
 from tui.launch_model import Choice, Outcome
 from tui.machine import Entry
@@ -39,6 +39,7 @@ class LaunchView(Vertical):
         self._tabs, self._ascii_only = tabs, ascii_only
         self.fields = fields
         """The rows of fields."""
+        self._changed = 0
         self.pane = FIELDS
         """The pane in front."""
 
@@ -110,21 +111,26 @@ class LaunchView(Vertical):
 
     def show_fields(self, rows: Sequence[Row], outcome: Outcome) -> None:
         """The rows, with what is wrong with each."""
-        changed = sum(row.changed for row in rows)
-        self._head(FIELDS, f"Fields  {changed} changed" if changed else "Fields", [])
+        self._changed = sum(row.changed for row in rows)
         troubles = {row.key: visible(outcome.trouble_of(row.key)) for row in rows}
         self.fields.put(rows, troubles, width=self.fields.size.width)
         self.show_hint(outcome)
 
     def show_hint(self, outcome: Outcome) -> None:
-        """What is wrong with the field under the cursor, else what it means."""
+        """What is wrong with the field under the cursor, else what it means; its key is in the heading."""
         row = self.fields.row
+        changed = f"  {self._changed} changed" if self._changed else ""
+        self._head(FIELDS, "Fields" + changed, [], visible(row.key) if row is not None else "")
         if row is not None:
             trouble = visible(outcome.trouble_of(row.key))
             self.fields.hint(trouble or help_of(row.key), "$bad" if trouble else "$muted")
 
     def show_budget(self, outcome: Outcome, sound: Outcome) -> None:
         """Verdict, bars and legend; `sound` is shown, muted, while the outcome has no plan."""
+        several = devices_of(sound) > 1
+        if several != self.has_class("-several"):
+            self.set_class(several, "-several")
+            self.call_after_refresh(self.show_budget, outcome, sound)
         box, ascii_only = self.query_one("#budget", Lines), self._ascii_only
         width, height = box.size
         letters = ascii_only or self.app.no_color
@@ -134,12 +140,14 @@ class LaunchView(Vertical):
         """The open tab."""
         self.panel.show(lines, self._mark(PANEL))
 
-    def _head(self, pane: str, text: str, chosen: Sequence[bool]) -> None:
-        """A pane's heading; for a list also which of how many is chosen."""
+    def _head(self, pane: str, text: str, chosen: Sequence[bool], beside: str = "") -> None:
+        """A pane's heading; for a list also which of how many is chosen, `beside` at its right end."""
         count = f"  {chosen.index(True) + 1} of {len(chosen)}" if True in chosen else ""
         style = "bold" if pane == self.pane else "bold $muted"
         line = Content.assemble((self._mark(pane), "bold $info"), (text + count, style))
-        self.query_one(f"#{pane} > .heading", Lines).show([line])
+        heading = self.query_one(f"#{pane} > .heading", Lines)
+        gap = heading.size.width - line.cell_length - len(beside) - 1
+        heading.show([Content.assemble(line, " " * gap, (beside, "$muted")) if beside and gap > 0 else line])
 
     def _mark(self, pane: str) -> str:
         return draw("▶ ", ascii_only=self._ascii_only) if pane == self.pane else "  "

@@ -107,13 +107,15 @@ class LossPlot(Lines):
     def _title(self, picture: Picture) -> Content:
         ways = [self.look.zoom] if self.look.zoom != "all" else []
         ways += ["log"] * self.look.log + ["smoothed"] * self.look.smooth
-        parts = [("    loss ", "bold"), (", ".join(ways) + "  " if ways else " ", "$muted")]
-        if picture.scores:
-            parts += [(self._glyphs("◆"), "bold $mark"), (" evaluation  ", "$muted")]
-        for mark in picture.marks:
-            if mark.steps:
-                parts += [(self._glyphs(mark.glyph), mark.style), (f" {mark.name}  ", "$muted")]
-        return Content.assemble(*parts)
+        title = Content.assemble(("    loss ", "bold"), (", ".join(ways) + "  " if ways else " ", "$muted"))
+        shown = [("◆", "bold $mark", "evaluation")] if picture.scores else []
+        shown += [(mark.glyph, mark.style, mark.name) for mark in picture.marks if mark.steps]
+        for glyph, style, name in shown:
+            entry = Content.assemble((self._glyphs(glyph), style), (f" {name}  ", "$muted"))
+            if title.cell_length + entry.cell_length > self.content_size.width + 2:
+                break
+            title = Content.assemble(title, entry)
+        return title
 
     def _mark_row(self, picture: Picture, spread: _Spread) -> list[Cell]:
         row = [Cell()] * spread.width

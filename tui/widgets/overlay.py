@@ -43,7 +43,7 @@ class OverlayPlot(Lines):
     """The curves, and the axis under them."""
 
     def __init__(self, ascii_only: bool, *, id: str) -> None:
-        super().__init__(id=id, classes="pane")
+        super().__init__(id=id, classes="pane -front")
         self._ascii_only = ascii_only
         self._overlay: Overlay | None = None
 

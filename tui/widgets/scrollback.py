@@ -22,11 +22,12 @@ KEPT = 1000
 class Scrollback(Lines, Generic[T]):
     """A heading, and the newest lines under it."""
 
-    def __init__(self, name: str, form: Callable[[T, int], list[Content]], *, id: str) -> None:
+    def __init__(self, name: str, form: Callable[[T, int], list[Content]], *, empty: str, id: str) -> None:
         super().__init__(id=id, classes="pane")
-        self._name, self._form = name, form
+        self._name, self._form, self._empty = name, form, Content.styled(f" {empty}", "$muted")
         self._items: deque[T] = deque(maxlen=KEPT)
         self._formed: list[Content] = []
+        self._lines = [self._empty]
         self._back = 0
         self.headed = True
         """Whether its first line is its name."""
@@ -81,7 +82,7 @@ class Scrollback(Lines, Generic[T]):
 
     def _paint(self) -> None:
         end = len(self._formed) - self._back
-        shown = self._formed[max(0, end - self._room) : end]
+        shown = self._formed[max(0, end - self._room) : end] or [self._empty]
         if self._back:
             shown[-1] = Content.styled(f" {self._back + 1} more below; end follows them", "$caution")
         self.show([Content.styled(f" {self._name}", "bold"), *shown] if self.headed else shown)

@@ -22,6 +22,14 @@ SHARE = 6
 """Cells for the percentage after it."""
 
 
+PHASES = {
+    "load": "loading", "forward": "forward pass", "loss_backward": "loss", "layer_first": "backward pass",
+    "layer_last": "backward pass", "embedding_backward": "embedding", "optimizer_step": "optimizer step",
+    "evaluate": "evaluation", "generate": "generation",
+}  # fmt: skip
+"""The plan's phases in words; `tunedeck plan` has their names."""
+
+
 def size(bytes_: int) -> str:
     """Bytes for a reader: MiB below 10 GiB, else GiB."""
     return f"{bytes_ / 2**20:,.1f} MiB" if abs(bytes_) < 10 * 2**30 else f"{bytes_ / 2**30:,.2f} GiB"
@@ -99,7 +107,7 @@ def _packed(entries: Sequence[Content], width: int) -> list[Content]:
         if lines[-1] and sum(part.cell_length for part in lines[-1]) + entry.cell_length > width + 2:
             lines.append([])
         lines[-1].append(entry)
-    return [Content.assemble(*line) for line in lines]
+    return [Content.assemble(*line).rstrip() for line in lines]
 
 
 def verdict_content(verdict: str, *, ascii_only: bool) -> Content:
@@ -112,7 +120,8 @@ def verdict_line(plan: Plan, width: int, *, ascii_only: bool) -> Content:
     """Verdict, peak of capacity, margin, and the phase that decides."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     left = f"{size(abs(margin))} {'left' if margin >= 0 else 'missing'}"
-    texts = [f"{size(used)} of {size(plan.capacity_bytes)}", left, f"{plan.prediction.deciding_phase} decides"]
+    phase = PHASES.get(plan.prediction.deciding_phase, plan.prediction.deciding_phase)
+    texts = [f"{size(used)} of {size(plan.capacity_bytes)}", left, f"{phase} decides"]
     head = verdict_content(plan.verdict, ascii_only=ascii_only)
     while head.cell_length + sum(len(text) + 3 for text in texts) > width and len(texts) > 1:
         texts.pop(0)

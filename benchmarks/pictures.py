@@ -1,0 +1,80 @@
+"""Pictures of the console for the README, drawn by Textual from real runs of the demo.
+
+Opens the console on a folder of runs, walks to a screen by keys, and writes what stands there as SVG. Text is put down
+word by word, each at its own place, and no font is fetched from elsewhere: the picture looks the same in a browser, on
+a code host and in `rsvg-convert`, whatever monospaced font there is.
+
+Run: `python -m benchmarks.pictures RUNS_FOLDER` after `tunedeck train -p demo -r demo --runs RUNS_FOLDER`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from html import escape, unescape
+from pathlib import Path
+
+from textual.pilot import Pilot
+
+from tui.app import TunedeckApp
+from tui.arguments import Flags
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+SIZE = (110, 32)
+SETTLE_SECONDS = 2.5
+"""Curves are drawn at most once a second, and verdicts of recipes come one by one."""
+
+SCREENS = {"launch": (), "run": ("1", "g", "enter"), "out-of-memory": ("o",)}
+"""Picture = the keys that lead there from the one before; the first is what the console opens with."""
+
+CELL = 12.2
+"""Width of a character in Rich's pictures."""
+
+TEXT = re.compile(
+    r'<text class="([^"]+)" x="([\d.]+)" y="([\d.]+)" textLength="[\d.]+" clip-path="([^"]+)">([^<]*)</text>'
+)
+WORD = re.compile(r"[^ \xa0]+")
+
+
+def portable(svg: str) -> str:
+    """The picture without fonts from elsewhere, every word at its own place."""
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    svg = svg.replace("Fira Code", "monospace").replace("monospace, monospace", "monospace")
+    return TEXT.sub(_words, svg)
+
+
+def _words(match: re.Match[str]) -> str:
+    style, x, y, clip, text = match.groups()
+    parts = []
+    for word in WORD.finditer(unescape(text)):
+        start, length = float(x) + CELL * word.start(), CELL * len(word[0])
+        parts.append(
+            f'<text class="{style}" x="{start:.1f}" y="{y}" textLength="{length:.1f}" '
+            f'lengthAdjust="spacingAndGlyphs" clip-path="{clip}">{escape(word[0])}</text>'
+        )
+    return "".join(parts)
+
+
+async def take(runs: str) -> None:
+    """Write every picture."""
+    app = TunedeckApp(Flags(runs=runs, theme="dark", profile="demo", recipe="demo"))
+    async with app.run_test(size=SIZE) as pilot:
+        for name, keys in SCREENS.items():
+            await _walk(pilot, *keys)
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            picture = app.export_screenshot(title="tunedeck", simplify=True)
+            (FOLDER / f"{name}.svg").write_text(portable(picture), "utf-8")
+
+
+async def _walk(pilot: Pilot[None], *keys: str) -> None:
+    for key in keys:
+        await pilot.press(key)
+        await pilot.pause(SETTLE_SECONDS / 5)
+    await pilot.pause(SETTLE_SECONDS)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m benchmarks.pictures RUNS_FOLDER (pictures go to {FOLDER})")
+    asyncio.run(take(sys.argv[1]))
