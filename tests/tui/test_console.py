@@ -153,6 +153,7 @@ async def test_escape_goes_back_screen_by_screen_to_the_list_of_runs(console: Op
         await desk.sees("this is the first screen")
 
 
+@pytest.mark.asyncio
 async def test_the_palette_offers_the_keys_of_the_screen_by_name(console: Opener) -> None:
     async with console() as desk:
         await desk.press("colon", *"delete")
