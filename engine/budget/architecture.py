@@ -62,6 +62,8 @@ class Architecture:
     positions: int | None = None
     """Rows of a learned position table (GPT-2)."""
     experts: Experts | None = None
+    dense_layers: tuple[bool, ...] = ()
+    """For each layer, whether it has a plain feed-forward half among layers of experts; empty where none has."""
     tower: Tower | None = None
     """Of a vision-language model; the rest of these facts are then its decoder's."""
     rotary_by_row: bool = False
@@ -69,6 +71,10 @@ class Architecture:
     default_attention: str = "sdpa"
     max_length: int | None = None
     """Longest sequence the model was made for."""
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer has no experts."""
+        return self.experts is None or (bool(self.dense_layers) and self.dense_layers[layer])
 
     @property
     def root(self) -> str:
@@ -152,6 +158,7 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
             logit_softcap=facts.get("final_logit_softcapping"),
             experts=_experts(facts) if family.layout in ("mixtral", "qwen3_moe", "gpt_oss") else None,
             rotary_by_row=family.rotary_by_row,
+            dense_layers=_dense_layers(facts) if family.layout == "qwen3_moe" else (),
             default_attention=family.default_attention,
             max_length=facts.get("max_position_embeddings"),
         )
@@ -185,6 +192,13 @@ def _rotary_share(facts: Mapping[str, Any]) -> float:
     """Phi-4-mini turns three quarters of each head; the key moved into rope_parameters with transformers 5."""
     rope = facts.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)))
+
+
+def _dense_layers(facts: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Qwen3-MoE names them in mlp_only_layers, and has experts in every decoder_sparse_step-th layer only."""
+    named, step = facts.get("mlp_only_layers", ()), int(facts.get("decoder_sparse_step", 1))
+    dense = tuple(layer in named or (layer + 1) % step != 0 for layer in range(int(facts["num_hidden_layers"])))
+    return dense if any(dense) else ()
 
 
 def _experts(facts: Mapping[str, Any]) -> Experts:

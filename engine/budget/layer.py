@@ -30,7 +30,8 @@ class Layer(Weights):
     """Operations of one layer: which of its weights are trained or adapted decides what they save."""
 
     def __init__(self, walk: Walk, arch: Architecture, setting: Setting, kind: Kind) -> None:
-        super().__init__(walk, setting, kind.chosen, layer_parameters(arch), transposed=arch.layout == "gpt2")
+        parameters = layer_parameters(arch, kind.chosen.dense)
+        super().__init__(walk, setting, kind.chosen, parameters, transposed=arch.layout == "gpt2")
         self.arch = arch
         self.cached: list[Ghost] | None = None
         """Where keys and values go while text is generated."""
@@ -91,7 +92,7 @@ class Layer(Weights):
     def feed_forward(self, x: Ghost) -> Ghost:
         """down(act(gate(x)) * up(x))."""
         walk, arch = self.walk, self.arch
-        if arch.experts is not None:
+        if arch.experts is not None and not self.chosen.dense:
             return mixture(walk, arch, arch.experts, x, self._trained_bytes())
         if arch.layout == "phi3":
             joint = self.linear("mlp.gate_up_proj", x)

@@ -21,11 +21,11 @@ HEAD = "lm_head.weight"
 
 
 @lru_cache(maxsize=64)
-def layer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
-    """Parameters of one decoder layer, named relative to it, such as "self_attn.q_proj.weight"."""
+def layer_parameters(arch: Architecture, dense: bool) -> tuple[Parameter, ...]:
+    """Parameters of one decoder layer, with experts or `dense`, by names relative to it ("self_attn.q_proj.weight")."""
     if arch.layout == "gpt2":
         return tuple(_gpt2_layer(arch))
-    return (*_attention(arch), *_feed_forward(arch), *_norms(arch))
+    return (*_attention(arch), *_feed_forward(arch, dense), *_norms(arch))
 
 
 @lru_cache(maxsize=64)
@@ -51,7 +51,8 @@ def layer_prefix(arch: Architecture, layer: int) -> str:
 
 def parameter_count(arch: Architecture) -> int:
     """Parameters of the whole model, a tied head counted once."""
-    total = arch.layers * elements(layer_parameters(arch)) + elements(outer_parameters(arch))
+    layers = (layer_parameters(arch, arch.is_dense(layer)) for layer in range(arch.layers))
+    total = sum(map(elements, layers)) + elements(outer_parameters(arch))
     if arch.tower is None:
         return total
     return total + arch.tower.layers * elements(tower_layer(arch.tower)) + elements(tower_ends(arch.tower))
@@ -79,7 +80,7 @@ def _attention(arch: Architecture) -> list[Parameter]:
     return [*projections, *linear("self_attn.o_proj", query, hidden, arch.output_bias), *extra]
 
 
-def _feed_forward(arch: Architecture) -> list[Parameter]:
+def _feed_forward(arch: Architecture, dense: bool) -> list[Parameter]:
     """A gated feed-forward block, or a router and its experts (kept fused by transformers 5)."""
     hidden, width = arch.hidden, arch.intermediate
     if arch.layout == "phi3":
@@ -87,7 +88,7 @@ def _feed_forward(arch: Architecture) -> list[Parameter]:
             *linear("mlp.gate_up_proj", hidden, 2 * width, False),
             *linear("mlp.down_proj", width, hidden, False),
         ]
-    if arch.experts is not None:
+    if not dense:
         return _expert_parameters(arch)
     return [
         *linear("mlp.gate_proj", hidden, width, arch.mlp_bias),

@@ -46,7 +46,8 @@ def checkpoints_bytes(arch: Architecture, spec: RunSpec) -> int:
 def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     if spec.recipe.model.quantize != "nf4" or not arch.experts:
         return
-    narrow = arch.layers * elements(parameter for parameter in layer_parameters(arch) if parameter.linear)
+    layers = (layer_parameters(arch, arch.is_dense(layer)) for layer in range(arch.layers))
+    narrow = sum(elements(parameter for parameter in layer if parameter.linear) for layer in layers)
     wide = 1 - narrow / parameter_count(arch)
     yield (
         f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {setting_of(arch, spec).dtype}: 4-bit '

@@ -7,7 +7,7 @@ Try: `python -m pytest tests/budget/test_static.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -87,6 +87,8 @@ class Selection:
 
     trained: frozenset[str]
     adapted: frozenset[str]
+    dense: bool = True
+    """Whether the layer has no experts."""
 
 
 @lru_cache(maxsize=256)
@@ -133,7 +135,11 @@ def tower_layer_tensors(tower: Tower, setting: Setting, chosen: Selection) -> Te
 def tower_selections(tower: Tower, setting: Setting) -> tuple[Selection, ...]:
     """Apply the recipe's patterns to every layer of a tower."""
     parameters = tower_layer(tower)
-    return _per_layer(tower.layers, setting, lambda layer: _select(tower_prefix(tower, layer), parameters, setting))
+
+    def select(layer: int) -> Selection:
+        return _select(tower_prefix(tower, layer), parameters, setting)
+
+    return _per_layer([True] * tower.layers, setting, select)
 
 
 @lru_cache(maxsize=256)
@@ -149,17 +155,23 @@ def _chosen(parameters: Iterable[Parameter], chosen: Selection) -> Iterator[tupl
 @lru_cache(maxsize=256)
 def selections(arch: Architecture, setting: Setting) -> tuple[Selection, ...]:
     """Apply the recipe's patterns to every layer's names."""
-    parameters = layer_parameters(arch)
-    return _per_layer(arch.layers, setting, lambda layer: _select(layer_prefix(arch, layer), parameters, setting))
+
+    def select(layer: int) -> Selection:
+        dense = arch.is_dense(layer)
+        return replace(_select(layer_prefix(arch, layer), layer_parameters(arch, dense), setting), dense=dense)
+
+    return _per_layer([arch.is_dense(layer) for layer in range(arch.layers)], setting, select)
 
 
-def _per_layer(layers: int, setting: Setting, select: Callable[[int], Selection]) -> tuple[Selection, ...]:
-    """One answer for all where no pattern can tell one layer's number from another's: most of a first plan's time."""
+def _per_layer(alike: Sequence[bool], setting: Setting, select: Callable[[int], Selection]) -> tuple[Selection, ...]:
+    """One answer for all layers that are `alike` where no pattern can tell one layer's number from another's: asking
+    for every layer was most of a first plan's time."""
     targets = () if isinstance(setting.targets, str) else setting.targets
     patterns = (*targets, *setting.exclude, *setting.also_train, *setting.train_only, *setting.freeze)
     if any(character in pattern for pattern in patterns for character in "?[0123456789"):
-        return tuple(select(layer) for layer in range(layers))
-    return (select(0),) * layers
+        return tuple(select(layer) for layer in range(len(alike)))
+    answers = {kind: select(alike.index(kind)) for kind in set(alike)}
+    return tuple(answers[kind] for kind in alike)
 
 
 def _select(prefix: str, parameters: Iterable[Parameter], setting: Setting) -> Selection:
@@ -217,7 +229,7 @@ def _named(patterns: tuple[str, ...], module: str) -> bool:
 @lru_cache(maxsize=256)
 def layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
     """Bytes of one layer."""
-    return _tensors(_chosen(layer_parameters(arch), chosen), setting)
+    return _tensors(_chosen(layer_parameters(arch, chosen.dense), chosen), setting)
 
 
 def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Setting) -> Tensors:
@@ -260,7 +272,9 @@ def _learning_shapes(arch: Architecture, setting: Setting) -> list[tuple[tuple[i
 
 def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parameter, ...], set[Selection]]]:
     """Parameters that adapters may stand beside, with what is chosen of them in each of their layers."""
-    yield layer_parameters(arch), set(selections(arch, setting))
+    chosen = set(selections(arch, setting))
+    for dense in {selection.dense for selection in chosen}:
+        yield layer_parameters(arch, dense), {selection for selection in chosen if selection.dense == dense}
     if arch.tower:
         yield tower_layer(arch.tower), set(tower_selections(arch.tower, setting))
         yield tower_ends(arch.tower), {select_tower_ends(arch.tower, setting)}

@@ -91,7 +91,21 @@ def add_adapters(
     )
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=method.adapter_dtype == "float32")
     set_adapter_dtype(wrapped, method)
+    _expect_on(wrapped, [name for name in chosen if name not in experts])
     return wrapped, coverage_of(wrapped, linears, experts, config.modules_to_save or [])
+
+
+def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
+    """peft reads gate_proj, up_proj and down_proj of a family with fused experts as names of these, whatever else is
+    called so (`utils/transformers_weight_conversion.py`, 0.21): plain layers among the experts' would get nothing."""
+    carrying = _carrying(model)
+    missing = [name for name in modules if name not in carrying]
+    if missing:
+        raise UsageError(
+            f"peft puts no adapter on {missing[0]} ({len(missing)} such layers), but on fused experts instead",
+            expected="targets that exist once only in this family",
+            fix='set method.targets = "attention"',
+        )
 
 
 def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
@@ -178,11 +192,7 @@ def coverage_of(
     model: PeftModel, linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], in_full: Sequence[str]
 ) -> Coverage:
     """Look at the wrapped model for what really carries adapters."""
-    wrapped = {
-        name.removeprefix("base_model.model.")
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and "default" in module.lora_A
-    }
+    wrapped = _carrying(model)
     modules = {name for name in linears if name in wrapped}
     owners = set(model.targeted_parameter_names)
     report = Coverage(in_full=list(in_full))
@@ -191,6 +201,15 @@ def coverage_of(
     for name in experts:
         (report.experts_adapted if name in owners else report.experts_left_out)[_kind(name)] += 1
     return report
+
+
+def _carrying(model: PeftModel) -> set[str]:
+    """Names, as the base model has them, of modules with an adapter."""
+    return {
+        name.removeprefix("base_model.model.")
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and "default" in module.lora_A
+    }
 
 
 def _touches_tied(model: PreTrainedModel, modules: Sequence[str]) -> bool:

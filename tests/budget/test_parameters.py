@@ -21,6 +21,10 @@ UNSHIPPED: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", **SMALL, "pad_token_id": 0},
     "gpt2": {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "llama with biases": {"model_type": "llama", **SMALL, "attention_bias": True, "mlp_bias": True},
+    "qwen3_moe with dense layers": {
+        "model_type": "qwen3_moe", **SMALL, "num_hidden_layers": 6, "head_dim": 16, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1], "decoder_sparse_step": 2,
+    },
     "qwen3 with biases": {
         "model_type": "qwen3", **SMALL, "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True,
     },
@@ -45,8 +49,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     arch = from_config(config)
     named = {parameter.name: parameter.shape for parameter in outer_parameters(arch)}
     for layer in range(arch.layers):
-        prefix = layer_prefix(arch, layer)
-        named |= {prefix + parameter.name: parameter.shape for parameter in layer_parameters(arch)}
+        prefix, parameters = layer_prefix(arch, layer), layer_parameters(arch, arch.is_dense(layer))
+        named |= {prefix + parameter.name: parameter.shape for parameter in parameters}
     if arch.tower:
         named |= {parameter.name: parameter.shape for parameter in tower_ends(arch.tower)}
         for layer in range(arch.tower.layers):

@@ -135,7 +135,7 @@ def test_a_prediction_adds_up() -> None:
 def test_a_frozen_model_part_costs_no_gradient_and_no_state() -> None:
     whole = cost_model(TINY, run_spec(method={"kind": "full"})).static_bytes
     half = cost_model(TINY, run_spec(method={"kind": "full", "freeze": ["model.layers.[0-1]"]})).static_bytes
-    layer = sum(parameter.elements for parameter in layer_parameters(TINY))
+    layer = sum(parameter.elements for parameter in layer_parameters(TINY, True))
     assert whole - half == pytest.approx(2 * 2 * 4 * layer, rel=0.02)
 
 
