@@ -16,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -36,8 +37,8 @@ LOST_CODE = 75
 BEYOND_REPAIR_CODE = 74
 """Exit code of a rank whose device or driver can only be used again by a new process (EX_IOERR)."""
 
-SECONDS_TO_LEAVE = 10
-"""Between asking the remaining ranks of a failed attempt to end and killing them."""
+SECONDS_TO_LEAVE = 30
+"""Between the agent's asking the remaining ranks of a failed attempt to end and its killing them (torch's own)."""
 
 RANK_OF = "TUNEDECK_RANK_OF"
 """Environment variable by which a rank knows that it has a supervisor: the name of the run."""
@@ -114,7 +115,6 @@ def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: in
     """Start all ranks and wait for their end; returns what went wrong, in words."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.profile.device.count)))
     os.environ[RANK_OF] = directory.name
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_LEAVE)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -228,6 +228,14 @@ def settle_as_rank(directory: RunDirectory, rank: int) -> None:
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         os.close(log)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End this process without tidying up: with a peer gone, taking down gloo's connections can take half a minute."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _size(path: Path) -> int:

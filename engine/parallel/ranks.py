@@ -162,10 +162,9 @@ def joined(timeout_seconds: float, device_type: str, device_index: int = 0) -> I
             timeout=COLLECTIVE_PATIENCE * limit,
         )
         ballot = Ballot(dist.new_group(backend="gloo", timeout=limit))
-    try:
-        words = dist.PrefixStore("words", store)
-        ranks = Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), ballot, words, timeout_seconds)
-        with signs_of_life(words, min(LIFE_SECONDS, timeout_seconds / 4)) if ranks.is_first else nullcontext():
-            yield ranks
-    finally:
-        dist.destroy_process_group()
+    words = dist.PrefixStore("words", store)
+    ranks = Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), ballot, words, timeout_seconds)
+    with signs_of_life(words, min(LIFE_SECONDS, timeout_seconds / 4)) if ranks.is_first else nullcontext():
+        yield ranks
+    # Not after an error: with a peer gone, taking the groups down may wait for it.
+    dist.destroy_process_group()

@@ -32,7 +32,7 @@ from engine.journal.files import write_atomically
 from engine.journal.index import list_runs
 from engine.journal.liveness import claim
 from engine.journal.summary import summarise
-from engine.parallel.launch import BEYOND_REPAIR_CODE, LOST_CODE, settle_as_rank
+from engine.parallel.launch import BEYOND_REPAIR_CODE, LOST_CODE, leave_at_once, settle_as_rank
 from engine.parallel.ranks import Ranks
 from engine.parallel.seat import Seat
 from engine.parallel.votes import LostRankError
@@ -88,8 +88,10 @@ def train_launched(spec: RunSpec, seat: Seat, settle: Callable[[], Task], *, as_
     code = as_rank(spec, work)
     if problems and seat.is_first:
         raise problems[0]
-    # Only a launcher that starts the ranks again has a use for codes that ask for it.
-    return 1 if code in (LOST_CODE, BEYOND_REPAIR_CODE) and not seat.restarts_left else code
+    if code in (LOST_CODE, BEYOND_REPAIR_CODE):
+        # Only a launcher that starts the ranks again has a use for codes that ask for it.
+        leave_at_once(code if seat.restarts_left else 1)
+    return code
 
 
 def begin_or_go_on(seat: Seat, folder: Path, make: Callable[[], RunDirectory]) -> Task:

@@ -34,6 +34,7 @@ from engine.parallel.launch import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
     is_rank,
+    leave_at_once,
     local_rank,
     of_one_rank,
     own_device,
@@ -85,11 +86,13 @@ def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int |
         return 0
 
     settle_as_rank(place, int(os.environ["RANK"]))
-    return as_rank(spec, work)
+    code = as_rank(spec, work)
+    return leave_at_once(code) if code else code
 
 
 def as_rank(spec: RunSpec, work: Callable[[Ranks], int]) -> int:
-    """Join the other ranks and do `work`; its exit code, or the one that says what made this rank unable to go on."""
+    """Join the other ranks and do `work`; its exit code, or the one that says what made this rank unable to go on. The
+    process must not be tidied up then: see `leave_at_once`."""
     device = spec.profile.device.kind
     try:
         with joined(spec.profile.parallel.timeout_seconds, device, own_device(spec, local_rank())) as ranks:

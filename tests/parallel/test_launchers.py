@@ -75,7 +75,17 @@ def torchrun(tmp_path: Path, arguments: list[str]) -> Iterator[subprocess.Popen[
     process.wait(timeout=LIMIT_SECONDS)
 
 
-def test_torchrun_starts_one_run_and_restarts_it_after_a_rank_was_killed(
+def srun(command: list[str], folder: Path) -> list[int]:
+    """As srun starts two tasks of a job step; their exit codes."""
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    ranks = [
+        started(command, folder, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_STEP_NUM_TASKS="2", **job)
+        for rank in ("0", "1")
+    ]
+    return [rank.wait(timeout=LIMIT_SECONDS) for rank in ranks]
+
+
+def test_torchrun_starts_one_run_and_restarts_it_after_a_killed_rank_and_srun_goes_on_with_it(
     tmp_path: Path, torchrun: subprocess.Popen[str]
 ) -> None:
     place = the_run(tmp_path)
@@ -92,34 +102,9 @@ def test_torchrun_starts_one_run_and_restarts_it_after_a_rank_was_killed(
     assert of_kind(told, "resumed")[0]["step"] >= 5
     assert summarise(place).status == "done" and summarise(place).step == 30
 
-
-def srun(command: list[str], folder: Path, step: int) -> list[int]:
-    """As srun starts two tasks of a job step; their exit codes."""
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": "localhost"}
-    ranks = [
-        started(command, folder, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_STEP_NUM_TASKS="2", **job)
-        for rank in ("0", "1")
-    ]
-    return [rank.wait(timeout=LIMIT_SECONDS) for rank in ranks]
-
-
-def shown(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 printed."""
-    return [json.loads(line) for line in (folder / "out-0").read_text().splitlines()]
-
-
-def test_srun_starts_one_run_that_rank_0_shows_and_goes_on_with_it(tmp_path: Path, arguments: list[str]) -> None:
-    tunedeck = [sys.executable, "-P", str(COMMAND)]
-    assert srun([*tunedeck, *arguments, "--set", "train.max_steps=3"], tmp_path, 0) == [0, 0]
-    place = the_run(tmp_path)
-    first = events(place)
-    assert shown(tmp_path) == first and first[-1]["kind"] == "run_finished"
-    assert of_kind(first, "run_started")[0]["world_size"] == 2
-    assert (tmp_path / "out-1").read_text() == ""
-
-    longer = [*tunedeck, "resume", str(place.path), "--set", "train.max_steps=5", "--json"]
-    assert srun(longer, tmp_path, 1) == [0, 0]
-    second = events(place)[len(first) :]
-    printed = (tmp_path / "out-0").read_text().splitlines()
-    assert [json.loads(line) for line in printed if line.startswith("{")] == second
-    assert of_kind(second, "resumed")[0]["step"] == 3 and of_kind(second, "step")[-1]["step"] == 5
+    longer = [sys.executable, "-P", str(COMMAND), "resume", str(place.path), "--set", "train.max_steps=32", "--json"]
+    assert srun(longer, tmp_path) == [0, 0]
+    shown = [json.loads(line) for line in (tmp_path / "out-0").read_text().splitlines() if line.startswith("{")]
+    assert shown == events(place)[len(told) :] and shown[-1]["status"] == "done"
+    assert of_kind(shown, "resumed")[0]["step"] == 30 and of_kind(shown, "step")[-1]["step"] == 32
+    assert "{" not in (tmp_path / "out-1").read_text()
