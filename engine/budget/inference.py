@@ -49,13 +49,17 @@ def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     arguments = [entry(walk, arch, setting, False)]
     Head(walk, arch, setting).forward(arguments.pop())
     after = inputs(arch, setting, ())
-    peaks = [*layers, *(after.plus(growth(size)) for size in walk.take_peaks())]
-    if setting.image_patches:
-        tower = tower_cost(arch, setting, False, learning=False)
-        embedded = Growth(token=arch.hidden * setting.base_bytes)
-        peaks = [peak.plus(tower.inputs).plus(tower.held) for peak in peaks]
-        peaks += [peak.plus(tower.inputs).plus(embedded) for peak in tower.forward]
-    return prune(peaks)
+    return prune(_behind_tower(arch, setting, [*layers, *(after.plus(growth(size)) for size in walk.take_peaks())]))
+
+
+def _behind_tower(arch: Architecture, setting: Setting, peaks: list[Growth]) -> list[Growth]:
+    """Those of the decoder, and where there are images those of the tower before it, whose output is held meanwhile."""
+    if not setting.image_patches:
+        return peaks
+    tower = tower_cost(arch, setting, False, learning=False)
+    embedded = Growth(token=arch.hidden * setting.base_bytes)
+    through = [peak.plus(tower.inputs).plus(tower.held) for peak in peaks]
+    return through + [peak.plus(tower.inputs).plus(embedded) for peak in tower.forward]
 
 
 @lru_cache(maxsize=256)
@@ -84,11 +88,11 @@ def _prefill(arch: Architecture, setting: Setting, rows: int, prompt: int) -> in
     deepest = {kind: layer for layer, kind in enumerate(kinds)}
     per_layer = Growth(token=2 * arch.kv_width * setting.base_bytes)
     peaks = [
-        batch.plus(per_layer, layer).plus(peak).at(shape)
+        batch.plus(per_layer, layer).plus(peak)
         for kind, layer in deepest.items()
         for peak in _forward(arch, masked, kind, True)
     ]
-    return max(peaks) + rows * INPUT_COPIES * (prompt + 1)
+    return max(peak.at(shape) for peak in _behind_tower(arch, masked, peaks)) + rows * INPUT_COPIES * (prompt + 1)
 
 
 def _decoding(arch: Architecture, setting: Setting, rows: int, prompt: int, new_tokens: int) -> int:
@@ -105,7 +109,8 @@ def _decoding(arch: Architecture, setting: Setting, rows: int, prompt: int, new_
     cache = sum(lengths) * per_token + max(lengths) * per_token
     if setting.attention == "eager" and arch.heads > arch.kv_heads:  # one layer's keys and values for all heads
         cache += 2 * total * arch.query_width * setting.base_bytes
-    return rows * (cache + arch.vocab * (setting.base_bytes + 2 * FLOAT) + INPUT_COPIES * total)
+    pixels = FLOAT * arch.tower.patch_values * setting.image_patches if arch.tower else 0  # kept to the last token
+    return rows * (cache + pixels + arch.vocab * (setting.base_bytes + 2 * FLOAT) + INPUT_COPIES * total)
 
 
 INPUT_COPIES = 24

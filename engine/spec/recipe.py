@@ -123,7 +123,7 @@ class Data(Table):
     image_min_pixels: Count | None = None
     """Smallest image, in pixels, for models that resize."""
     image_max_pixels: Count | None = None
-    """Largest image, in pixels, for models that resize."""
+    """Largest image, in pixels, for models that resize; a plan takes one of this size for every sequence."""
 
 
 class ParameterGroup(Table):

@@ -82,6 +82,7 @@ GEMMA3_VL: dict[str, Any] = {
     "eoi_token_index": 997,
     "text_config": {
         "model_type": "gemma3_text", **TEXT, "head_dim": 32, "sliding_window": 64, "pad_token_id": 0,
+        "sliding_window_pattern": 2,
     },
     "vision_config": {
         "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3,
@@ -155,9 +156,13 @@ def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) 
         mask[0, : prompt // 2] = 0
         gc.collect()
         bench.device.reset_peak()
+        images = dict(batch.images)
+        if images.pop("position_ids", None) is not None:
+            images["mm_token_type_ids"] = (batch.input_ids_BS == bench.loaded.config.image_token_id).int()
         bench.loaded.model.generate(
             input_ids=batch.input_ids_BS,
             attention_mask=mask,
+            **images,
             generation_config=GenerationConfig(
                 max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=1
             ),
@@ -205,7 +210,7 @@ class Bench:
         )
 
     def images(self, ids: Any) -> dict[str, Any]:
-        """Where the recipe has images: one of the largest size in front of every row, its tokens written into `ids`."""
+        """Where the recipe has images: one of the largest size at the end of each row, its tokens put into `ids`."""
         from engine.budget.lookup import find_architecture
         from engine.budget.setting import image_patches
         from engine.simulate.images import images_of
@@ -214,7 +219,7 @@ class Bench:
         patches = image_patches(arch, self.spec.recipe)
         if not patches:
             return {}
-        ids[:, : patches // arch.tower.merge**2] = self.loaded.config.image_token_id
+        ids[:, -1 - patches // arch.tower.merge**2 : -1] = self.loaded.config.image_token_id
         made = images_of(arch.tower, patches, *ids.shape)
         if "token_type_ids" in made:
             made["token_type_ids"] = (ids == self.loaded.config.image_token_id).long()

@@ -9,14 +9,21 @@ import pytest
 
 from engine.budget.architecture import from_config
 from engine.budget.growth import shape_of
-from engine.budget.inference import evaluation
+from engine.budget.inference import evaluation, generation_bytes
 from engine.budget.lookup import find_architecture, find_config
 from engine.budget.predict import predict
 from engine.budget.setting import setting_of
 from engine.budget.static import static_bytes
 from engine.simulate.step import simulate_step
 from engine.spec.run import RunSpec
-from tests.budget.metered import WITH_TOWER, folder_of, measured_evaluation, measured_step, run_spec
+from tests.budget.metered import (
+    WITH_TOWER,
+    folder_of,
+    measured_evaluation,
+    measured_generation,
+    measured_step,
+    run_spec,
+)
 
 LORA: dict[str, Any] = {"rank": 8}
 FULL: dict[str, Any] = {"kind": "full"}
@@ -96,6 +103,16 @@ def test_evaluation_on_images_is_predicted(tmp_path: Path) -> None:
     above = max(peak.at(shape_of(2, 120, setting.chunk_tokens)) for peak in evaluation(arch, setting))
     predicted = static_bytes(arch, setting).total.static + above
     assert predicted == pytest.approx(measured_evaluation(spec, 2, 120), rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_generation_about_images_is_predicted(family: str, tmp_path: Path) -> None:
+    spec = with_images(family, "lora", tmp_path, tokens=80)
+    arch = find_architecture(spec)
+    setting = setting_of(arch, spec)
+    above = generation_bytes(arch, setting, rows=4, prompt=200, new_tokens=8)
+    predicted = static_bytes(arch, setting).total.static + above
+    assert -0.005 <= predicted / measured_generation(spec, 4, 200, 8) - 1 <= 0.05
 
 
 def test_larger_images_take_more_and_no_images_take_least(tmp_path: Path) -> None:
