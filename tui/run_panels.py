@@ -88,8 +88,8 @@ def _second(watch: RunWatch, summary: RunSummary) -> Content:
     return Content.styled(f" {clean(summary.phase or 'starting')}", "$muted")
 
 
-def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool) -> list[Content]:
-    """The numbers of the latest step."""
+def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool, with_ranks: bool = True) -> list[Content]:
+    """The numbers of the latest step; the ranks in short, where they are not in sight one by one."""
     step = watch.latest or {}
     rows: list[tuple[str, str | Content]] = [("loss", number(step["loss"]) if "loss" in step else "-")]
     rows += _scores(watch)
@@ -102,7 +102,7 @@ def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool) -> list[Content]:
         ("data wait", _wait(step)),
         ("micro-batch", draw(_micro_batch(watch, step))),
     ]
-    if step.get("ranks"):
+    if with_ranks and step.get("ranks"):
         rows.append(("ranks", in_short(watch)))
     if watch.summary is not None:
         times = watch.summary.backoffs

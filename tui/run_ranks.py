@@ -55,11 +55,13 @@ class RankRow:
     """How often memory ran out on it."""
     failed_at: int
     """In which step last."""
+    failed_lately: bool
+    """Within the latest steps."""
 
     @property
     def is_noteworthy(self) -> bool:
-        """Slow, or out of memory."""
-        return bool(self.times_slower or self.failures)
+        """Slow, or out of memory not long ago."""
+        return bool(self.times_slower or self.failed_lately)
 
 
 def rank_rows(watch: RunWatch) -> list[RankRow]:
@@ -67,8 +69,9 @@ def rank_rows(watch: RunWatch) -> list[RankRow]:
     newest = _told(watch.latest)
     steps = [told for told in map(_told, list(watch.curves.recent)[-STEPS:]) if len(told) == len(newest)] or [newest]
     busy = [_mean(steps, rank, "busy_seconds") for rank in range(len(newest))]
-    failures = Counter(event.get("failed_rank") for event in watch.state.backoffs)
-    failed_at = {event.get("failed_rank"): event.get("step", 0) for event in watch.state.backoffs}
+    struck = [(event.get("failed_rank"), event.get("step")) for event in watch.state.backoffs]
+    struck = [(rank, step) for rank, step in struck if isinstance(rank, int) and isinstance(step, int)]
+    failures, failed_at = Counter(rank for rank, _ in struck), dict(struck)
     return [
         RankRow(
             rank,
@@ -79,6 +82,7 @@ def rank_rows(watch: RunWatch) -> list[RankRow]:
             _times_slower(busy, rank) if len(steps) >= LEAST_STEPS else 0.0,
             failures[rank],
             failed_at.get(rank, 0),
+            failures[rank] > 0 and failed_at.get(rank, 0) > watch.step - STEPS,
         )
         for rank, told in enumerate(newest)
     ]
@@ -133,7 +137,7 @@ def ranks(watch: RunWatch, width: int, height: int, draw: Callable[[str], str]) 
 def _line(
     row: RankRow, longest: float, capacity: int | None, bar: int, width: int, draw: Callable[[str], str]
 ) -> Content:
-    slow, short = bool(row.times_slower), bool(row.failures)
+    slow, short = bool(row.times_slower), row.failed_lately
     figures = Content.assemble(
         (f" {row.rank:>4}  ", "bold" if row.is_noteworthy else "$muted"),
         (f"{_time(row.busy_seconds):>8}", "bold $caution" if slow else ""),
@@ -148,9 +152,9 @@ def _remarks(row: RankRow, cells: int, draw: Callable[[str], str]) -> list[tuple
     """What is remarkable about the rank, in full where there is room."""
     long, brief = [], []
     if row.failures:
-        times = f", {row.failures} times" if row.failures > 1 else ""
-        long.append((f"  ▲ out of memory in step {row.failed_at}{times}", "bold $bad"))
-        brief.append((f"  ▲ oom {row.failures} ×", "bold $bad"))
+        times, style = f", {row.failures} times" if row.failures > 1 else "", "bold $bad" if row.failed_lately else ""
+        long.append((f"  ▲ out of memory in step {row.failed_at}{times}", style))
+        brief.append((f"  ▲ oom {row.failures} ×", style))
     if row.times_slower:
         long.append((f"  slow, {row.times_slower:.1f} × the others", "bold $caution"))
         brief.append((f"  slow {row.times_slower:.1f} ×", "bold $caution"))

@@ -28,14 +28,14 @@ def told(busy_seconds: float, **other: Any) -> dict[str, Any]:
 
 
 def run_of_ranks(runs: Path, count: int = 4, *, slow: int | None = None, short: int | None = None) -> RunDirectory:
-    """A run of some ranks; one may be slow, and one may have run out of memory in steps 2 and 5."""
+    """A run of 30 steps and some ranks; one may be slow, and one may have run out of memory in steps 2 and 15."""
     run = create_run(runs, "ranks", SPEC.format(name="ranks", model="builtin:tiny", kind="metered"), {})
     with EventWriter(run) as writer:
         writer.write("run_started", run=run.name, pid=1, world_size=count, versions={}, capacity_bytes=64 << 20)
         writer.write("plan", predicted={"peak_bytes": 41 << 20, "components": PARTS}, verdict="fits")
         writer.write("stage_started", max_steps=100)
         for step in range(1, 31):
-            if short is not None and step in (2, 5):
+            if short is not None and step in (2, 15):
                 writer.write("backoff", **backoff_fields(step, failed_rank=short, sequences_after=8))
             each = [told(SLOW if rank == slow else QUICK) for rank in range(count)]
             writer.write("step", **step_fields(step, ranks=each, largest_micro_batch=16, micro_batches=1))
@@ -100,8 +100,30 @@ def test_each_rank_says_how_long_it_computed_and_waited(runs: Path) -> None:
 
 def test_failures_are_counted_for_the_rank_they_struck(runs: Path) -> None:
     watch = watched(run_of_ranks(runs, short=1))
-    assert [(row.failures, row.failed_at) for row in rank_rows(watch)] == [(0, 0), (2, 5), (0, 0), (0, 0)]
-    assert "out of memory in step 5, 2 times" in ranks(watch, 120, 9, str)[2].plain
+    assert [(row.failures, row.failed_at) for row in rank_rows(watch)] == [(0, 0), (2, 15), (0, 0), (0, 0)]
+    assert "out of memory in step 15, 2 times" in ranks(watch, 120, 9, str)[2].plain
+
+
+def test_what_ran_out_long_ago_is_told_and_is_no_alarm(runs: Path) -> None:
+    watch = watched(run_of_ranks(runs, short=1))
+    assert rank_rows(watch)[1].is_noteworthy
+    with EventWriter(watch.directory) as writer:
+        for step in range(31, 61):
+            writer.write("step", **step_fields(step, ranks=[told(QUICK)] * 4))
+    while watch.look(seconds=5.0) and watch.behind:
+        pass
+    assert not rank_rows(watch)[1].is_noteworthy
+    assert "out of memory in step 15" in ranks(watch, 120, 9, str)[2].plain
+
+
+@pytest.mark.asyncio
+async def test_at_120x36_the_figures_are_whole_beside_the_ranks(console: Opener, runs: Path) -> None:
+    run = run_of_ranks(runs)
+    with EventWriter(run) as writer:
+        writer.write("eval", step=30, metrics={"loss": 1.0, "perplexity": 2.7, "exact_match": 0.5})
+    async with console(120, 36) as desk:
+        await open_run(desk)
+        await desk.sees("perplexity", "samples lost", "computes")
 
 
 def test_with_two_ranks_the_slower_is_held_against_the_other(runs: Path) -> None:

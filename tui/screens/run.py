@@ -121,7 +121,8 @@ class RunScreen(BaseScreen):
     def _paint(self) -> None:
         watch, ascii_only = self.watch_of, self.console.ascii_only
         self.query_one("#headline", Lines).show(headline(watch, self.size.width, self.draw, ascii_only=ascii_only))
-        self.query_one("#figures", Lines).show(figures(watch, self.draw, ascii_only=ascii_only))
+        numbers = figures(watch, self.draw, ascii_only=ascii_only, with_ranks=self._room != "all")
+        self.query_one("#figures", Lines).show(numbers)
         pane = self.query_one("#memory", Lines)
         heading = [Content.styled(" memory", "bold")] if self._room == "all" else []
         pane.show([*heading, *memory(watch, pane.size.width, self.draw)])
@@ -189,6 +190,7 @@ class RunScreen(BaseScreen):
         table = self.query_one("#ranks", Lines)
         table.display = table.display and bool(self._rank_lines)
         table.styles.height = self._rank_lines if room == "all" else "1fr"
+        self.set_class(bool(self._rank_lines), "-ranks")
         for box in ("words", "upper", "lower"):
             found = self.query_one(f"#{box}")
             found.display = any(child.display for child in found.children)
