@@ -26,9 +26,9 @@ SHORTEST = 256
 """Sequences shorter than this are not suggested."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lever:
-    """One change of recipe keys."""
+    """One change of recipe keys; two are the same when they are one object, for values may be lists."""
 
     changes: tuple[tuple[str, Any], ...]
     slower_percent: float

@@ -21,6 +21,7 @@ from engine.budget.operations import (
     narrow,
     saves_output,
     scale,
+    softmax,
     subtract,
 )
 from engine.budget.setting import Setting
@@ -131,15 +132,15 @@ def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
     weights = scale(walk, _matmul(walk, query, key_states, arch.heads * SQUARE))
     if arch.attention_softcap is not None:
         weights = scale(walk, weights)
-        weights = saves_output(walk, weights, weights.itemsize)
+        weights = saves_output(walk, weights)
         weights = scale(walk, weights)
     weights = add_number(walk, weights)
     if arch.layout == "gpt_oss":
         _joined, weights = _softmax_with_sinks(walk, arch, weights)
     elif arch.layout == "gpt2":
-        weights = saves_output(walk, weights, weights.itemsize)
+        weights = saves_output(walk, weights)
     else:
-        weights = cast(walk, saves_output(walk, weights, FLOAT), query.itemsize)
+        weights = cast(walk, softmax(walk, weights, FLOAT), query.itemsize)
     output = _matmul(walk, weights, value_states, query.elements)
     return copy(walk, output), weights
 
@@ -160,7 +161,7 @@ def _softmax_with_sinks(walk: Walk, arch: Architecture, weights: Ghost) -> tuple
     sinks = Ghost(weights.storage, arch.heads * TOKEN, weights.itemsize)
     joined = concatenate(walk, [weights, sinks])
     joined = subtract(walk, joined, _maximum(walk, joined, arch.heads * TOKEN))
-    probabilities = saves_output(walk, joined, joined.itemsize)
+    probabilities = saves_output(walk, joined)
     return joined, narrow(walk, probabilities, weights.elements)
 
 

@@ -22,6 +22,7 @@ from engine.budget.operations import (
     narrow,
     saves_output,
     scale,
+    softmax,
 )
 
 
@@ -44,11 +45,11 @@ def _router(
     logits = linear(walk, x, experts.count, gradients.get(name, 0), name in gradients)
     if arch.layout == "gpt_oss":
         chosen, indices = _top(walk, logits, experts)
-        return logits, saves_output(walk, chosen, chosen.itemsize), indices
+        return logits, saves_output(walk, chosen), indices
     if arch.layout == "mixtral":
-        probabilities = saves_output(walk, cast(walk, logits, FLOAT), FLOAT)
+        probabilities = saves_output(walk, cast(walk, logits, FLOAT))
     else:
-        probabilities = saves_output(walk, logits, FLOAT)
+        probabilities = softmax(walk, logits, FLOAT)
     chosen, indices = _top(walk, probabilities, experts)
     chosen = _normalised(walk, chosen)
     return logits, chosen if arch.layout == "mixtral" else cast(walk, chosen, logits.itemsize), indices
@@ -137,7 +138,7 @@ def _gpt_oss_gate(walk: Walk, gate_up: Ghost) -> Ghost:
     gate, up = (narrow(walk, gate_up, gate_up.elements // 2) for _ in range(2))
     gate = _clamp(walk, gate, bounds=1)
     up = _clamp(walk, up, bounds=2)
-    glu = multiply(walk, gate, saves_output(walk, scale(walk, gate), gate.itemsize))
+    glu = multiply(walk, gate, saves_output(walk, scale(walk, gate)))
     return multiply(walk, add_number(walk, up), glu)
 
 

@@ -59,9 +59,9 @@ class Head:
         logits = cast(walk, logits, FLOAT)
         if self.arch.logit_softcap is not None:
             logits = scale(walk, logits)
-            logits = saves_output(walk, logits, FLOAT)
+            logits = saves_output(walk, logits)
             logits = scale(walk, logits)
-        return negative_log_likelihood(walk, saves_output(walk, logits, FLOAT))
+        return negative_log_likelihood(walk, saves_output(walk, logits))
 
     def chunked(self, hidden: Ghost) -> Ghost:
         """`engine.model.chunked`: gradients are made in the forward pass, a chunk of logits at a time."""

@@ -151,7 +151,7 @@ class Layer(Weights):
 def new_gelu(walk: Walk, x: Ghost) -> Ghost:
     """`NewGELUActivation`: 0.5 · x · (1 + tanh(c · (x + 0.044715 · x³)))."""
     half = scale(walk, x)
-    raised = add_number(walk, saves_output(walk, scale(walk, add(walk, x, scale(walk, cube(walk, x)))), x.itemsize))
+    raised = add_number(walk, saves_output(walk, scale(walk, add(walk, x, scale(walk, cube(walk, x))))))
     return multiply(walk, half, raised)
 
 

@@ -214,21 +214,19 @@ def _reciprocal_root(walk: Walk, x: Ghost) -> Ghost:
     return output
 
 
-def saves_output(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
-    """softmax and tanh; a cast inside softmax is undone at the end of its backward."""
-    size, full = x.size, x.elements * itemsize
-
-    def back(gradient: Storage) -> list[Storage | None]:
-        grad = walk.allocate(full)
-        return [grad if size == full else walk.allocate(size)]
-
+def saves_output(walk: Walk, x: Ghost, itemsize: int | None = None) -> Ghost:
+    """softmax and tanh. A kernel that casts its input to `itemsize` casts the gradient back in the same pass."""
+    size = x.size
     saved = walk.save() if x.node is not None else None
-    converted = walk.allocate(full) if walk.metered and size != full else None
-    output = walk.result(x.elements, itemsize, [x], back, saved)
-    del converted
+    output = walk.result(x.elements, itemsize or x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
     if saved is not None:
         walk.save_into(saved, output)
     return output
+
+
+def softmax(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
+    """`softmax(x, dtype=...)`. On a card one kernel reads the input as it is; on the host it is cast first, apart."""
+    return saves_output(walk, cast(walk, x, itemsize) if walk.metered else x, itemsize)
 
 
 def narrow(walk: Walk, x: Ghost, elements: int) -> Ghost:

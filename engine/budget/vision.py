@@ -258,7 +258,7 @@ class TowerLayer(Weights):
 
 def quick_gelu(walk: Walk, x: Ghost) -> Ghost:
     """`x * sigmoid(1.702 * x)`."""
-    return multiply(walk, x, saves_output(walk, scale(walk, x), x.itemsize))
+    return multiply(walk, x, saves_output(walk, scale(walk, x)))
 
 
 def norm_of(weights: Weights, name: str, x: Ghost) -> Ghost:

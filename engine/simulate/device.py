@@ -1,8 +1,9 @@
 """A metered device whose tensors are fake: shapes, dtypes and lifetimes are real, memory is not.
 
 The books are those of the metered device (`engine.device.ledger`), so a simulation and a metered run are counted by the
-same rules. One difference can be undone: under any dispatch mode autograd adds up gradients that meet at a fork out of
-place, on a card in place; `sums_in_place` counts them as a card would.
+same rules. Two differences to a card can be undone (`like_a_card`): under any dispatch mode autograd adds up gradients
+that meet at a fork out of place, on a card in place; and softmax in fp32 casts its input first, where a card has a
+kernel that reads it as it is.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -10,11 +11,12 @@ Try: `tunedeck plan -p 80gb -r lora --exact`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
@@ -28,23 +30,24 @@ ROOMY_BYTES = 1 << 60
 class SimulatedDevice(MeteredDevice):
     """See the module's docstring."""
 
-    def __init__(self, *, sums_in_place: bool) -> None:
+    def __init__(self, *, like_a_card: bool) -> None:
         super().__init__(ROOMY_BYTES)
         self.name = "simulated"
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.ledger.counts_fakes = True
-        self._sums_in_place = sums_in_place
+        self._like_a_card = like_a_card
 
     @contextmanager
     def simulating(self, *, packed: bool) -> Iterator[None]:
         """Everything made inside is fake and counted."""
-        with _packing_known(packed), self._mode, self.activate(), _Answers():
+        kernels = _softmax_of_a_card() if self._like_a_card else nullcontext()
+        with _packing_known(packed), self._mode, self.activate(), _Answers(), kernels:
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward pass."""
-        self._meter.ledger.sums_in_place = self._sums_in_place
+        self._meter.ledger.sums_in_place = self._like_a_card
         try:
             yield
         finally:
@@ -87,3 +90,20 @@ def _packing_known(packed: bool) -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = former
+
+
+@contextmanager
+def _softmax_of_a_card() -> Iterator[None]:
+    """Softmax of a half-precision tensor in fp32 as CUDA does it, forward and backward: in one pass."""
+    former = functional.softmax
+
+    def softmax(x: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> torch.Tensor:
+        if dim is not None and dtype is torch.float32 and x.itemsize == 2:
+            return torch._softmax(x, dim, True)
+        return former(x, dim, _stacklevel, dtype)
+
+    functional.softmax = softmax
+    try:
+        yield
+    finally:
+        functional.softmax = former

@@ -67,7 +67,7 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
     """
     if spec.recipe.model.quantize != "none":
         raise UsageError("a 4-bit base cannot be simulated", fix="leave --exact out: the closed form knows it")
-    device = SimulatedDevice(sums_in_place=spec.profile.device.kind != "metered")
+    device = SimulatedDevice(like_a_card=spec.profile.device.kind != "metered")
     loaded = _on_meta(spec, device)
     with device.simulating(packed=spec.recipe.data.packing):
         return _run(spec, device, loaded, rows, length)

@@ -27,6 +27,11 @@ def test_peak_is_predicted(family: str, way: str, tmp_path: Path) -> None:
     assert -0.005 <= error(family, way, tmp_path) <= (0.02 if "fp16" in way else 0.01)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_rows_so_long_that_scores_decide_are_predicted(family: str, tmp_path: Path) -> None:
+    assert -0.005 <= error(family, "lora, eager", tmp_path, rows=2, length=600) <= 0.01
+
+
 def test_every_way_and_every_family_is_met() -> None:
     assert {way for _, way in CELLS} == set(WAYS)
     assert {family for family, _ in CELLS} == set(FAMILIES)

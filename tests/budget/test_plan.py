@@ -65,6 +65,7 @@ def test_json_has_the_agreed_keys() -> None:
         ("Qwen/Qwen2.5-7B", 18.0, {"data": {"max_length": 16384}}),
         ("meta-llama/Llama-3.1-8B", 24.0, {"train": {"gradient_checkpointing": False, "micro_batch": 8}}),
         ("meta-llama/Llama-3.2-3B", 24.0, {"method": {"kind": "full"}}),
+        ("Qwen/Qwen2.5-7B", 18.0, {"method": {"kind": "full", "train_only": ["**.self_attn"]}}),
     ],
 )
 def test_every_suggestion_fits_and_the_learning_changing_ones_come_last(

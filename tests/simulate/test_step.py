@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from engine.budget.lookup import find_architecture
+from engine.budget.predict import predict
 from engine.errors import UsageError
 from engine.simulate.plan import ExactPlan, exact_plan
 from engine.simulate.step import simulate_step
-from tests.budget.metered import GEMMA2, GPT_OSS, MIXTRAL, PHI3, QWEN2, folder_of, measured_step, run_spec
+from tests.budget.metered import GEMMA2, GPT_OSS, LLAMA, MIXTRAL, PHI3, QWEN2, folder_of, measured_step, run_spec
 
 LORA: dict[str, Any] = {"rank": 8}
 FULL: dict[str, Any] = {"kind": "full"}
@@ -46,6 +48,18 @@ def test_a_card_adds_gradients_in_place_and_holds_no_more(tmp_path: Path) -> Non
     metered = run_spec(folder, **tables)
     card = run_spec(folder, {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}, **tables)
     assert simulate_step(card, rows=2, length=120).peak_bytes <= simulate_step(metered, rows=2, length=120).peak_bytes
+
+
+def test_scores_that_fill_the_memory_are_counted_as_a_card_holds_them(tmp_path: Path) -> None:
+    """Where softmax reads half precision and writes fp32 in one pass."""
+    tables = {"model": {"dtype": "bfloat16", "attention": "eager"}, "train": {"batch_size": 4}}
+    h100 = {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}
+    card = run_spec(folder_of(LLAMA, tmp_path), h100, **tables)
+    predicted = predict(find_architecture(card), card, rows=2, length=700).peak_bytes
+    simulated = simulate_step(card, rows=2, length=700).peak_bytes
+    assert simulated == pytest.approx(predicted, rel=2e-3)
+    metered = run_spec(folder_of(LLAMA, tmp_path), **tables)
+    assert simulated < 0.95 * simulate_step(metered, rows=2, length=700).peak_bytes
 
 
 def test_the_exact_plan_has_the_keys_of_the_plan_and_its_figures_in_bytes(tmp_path: Path) -> None:
