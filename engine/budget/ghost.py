@@ -28,25 +28,32 @@ SEVERAL = 1 << 224
 """Once where the loss takes more than one chunk."""
 POSITION = 1 << 280
 """Per position of one row."""
+LEFT = 1 << 336
+"""Of finished gradients of weights: there from then on where no earlier micro-batch has left one to add them to."""
 
 Back = Callable[["Storage"], Sequence["Storage | None"]]
 """From the gradient of a node's output to the gradients of its inputs."""
 
 
-def unpack(size: int) -> tuple[int, int, int, int, int, int]:
-    """A packed size as (fixed, per token, per row and length squared, per token of a chunk, if several, position)."""
+def unpack(size: int, accumulating: bool) -> tuple[int, int, int, int, int, int]:
+    """A packed size as (fixed, per token, per row and length squared, per token of a chunk, if several, position).
+
+    `accumulating` where gradients of an earlier micro-batch are held already: new ones are added to them and dropped.
+    """
     mask = TOKEN - 1
-    return size & mask, size >> 56 & mask, size >> 112 & mask, size >> 168 & mask, size >> 224 & mask, size >> 280
+    fixed = (size & mask) + (0 if accumulating else size >> 336)
+    return fixed, size >> 56 & mask, size >> 112 & mask, size >> 168 & mask, size >> 224 & mask, size >> 280 & mask
 
 
 class Storage:
     """Bytes that are counted from creation until nobody refers to them any more."""
 
-    __slots__ = ("size", "walk")
+    __slots__ = ("freed", "walk")
 
     def __init__(self, walk: Walk, size: int) -> None:
         self.walk = walk
-        self.size = size
+        self.freed = size
+        """What its end takes from the live bytes."""
         walk.live += size
         walk.rising = True
 
@@ -55,7 +62,7 @@ class Storage:
         if walk.rising:
             walk.peaks.add(walk.live)
             walk.rising = False
-        walk.live -= self.size
+        walk.live -= self.freed
 
 
 class Node:
@@ -97,7 +104,7 @@ class _StopRecomputing(Exception):
 class Walk:
     """Live bytes, their local maxima, and the tape."""
 
-    def __init__(self, *, metered: bool, accumulating: bool, learning: bool = True) -> None:
+    def __init__(self, *, metered: bool, learning: bool = True) -> None:
         self.live = 0
         self.rising = False
         self.peaks: set[int] = set()
@@ -105,11 +112,8 @@ class Walk:
         self.metered = metered
         """On the metered device: under a dispatch mode torch adds gradients out of place, and softmax on the host
         converts its input to another dtype before it begins."""
-        self.accumulating = accumulating
-        """True where gradients of an earlier micro-batch are held already, so that new ones are added and dropped."""
         self.learning = learning
         """False under `torch.no_grad`: nothing is saved, there is no tape."""
-        self.leaf_gradients: list[Storage] = []
         self.casts: list[Storage] = []
         """Weights that autocast has cast: kept until the forward pass, loss included, is over."""
         self._recompute: Callable[[], object] | None = None
@@ -196,13 +200,15 @@ class Walk:
         self._refilling = -1
 
     def leaf_gradient(self, size: int) -> None:
-        """The gradient of a trained weight: kept the first time, added to the one that is there and dropped later."""
+        """The gradient of a trained weight: kept the first time, added to the one that is there and dropped later.
+
+        One walk is for both: at its end it becomes as many bytes in another unit.
+        """
         self.adopt_gradient(Storage(self, size))
 
     def adopt_gradient(self, storage: Storage) -> None:
         """The same for one that was made earlier."""
-        if not self.accumulating:
-            self.leaf_gradients.append(storage)
+        storage.freed -= storage.freed * LEFT
 
     def backward(self, node: Node, gradient: Storage) -> None:
         """Run the tape from its end, as the autograd engine does: latest node first."""

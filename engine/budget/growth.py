@@ -115,9 +115,9 @@ class Walked:
     """What autocast keeps of it until the forward pass is over, beside what is saved."""
 
 
-def growth(size: int) -> Growth:
-    """A packed size of a walk."""
-    return Growth(*unpack(size))
+def growth(size: int, accumulating: bool = False) -> Growth:
+    """A packed size of a walk; see `unpack`."""
+    return Growth(*unpack(size, accumulating))
 
 
 def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:

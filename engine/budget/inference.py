@@ -45,7 +45,7 @@ def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     embeddings = embeddings_held(arch, setting, learning=False)
     held = embeddings if arch.layers > 1 else Growth()
     layers = [batch.plus(held).plus(peak) for kind in set(kinds) for peak in _forward(arch, setting, kind)]
-    walk = Walk(metered=setting.metered, accumulating=False, learning=False)
+    walk = Walk(metered=setting.metered, learning=False)
     arguments = [entry(walk, arch, setting, False)]
     Head(walk, arch, setting).forward(arguments.pop())
     after = inputs(arch, setting, ())
@@ -65,7 +65,7 @@ def _behind_tower(arch: Architecture, setting: Setting, peaks: list[Growth]) -> 
 @lru_cache(maxsize=256)
 def _forward(arch: Architecture, setting: Setting, kind: Kind, caching: bool = False) -> tuple[Growth, ...]:
     """Local maxima of one layer's forward pass; with the cache it writes among them."""
-    walk = Walk(metered=setting.metered, accumulating=False, learning=False)
+    walk = Walk(metered=setting.metered, learning=False)
     layer = Layer(walk, arch, setting, kind)
     layer.cached = [] if caching else None
     arguments = [entry(walk, arch, setting, False)]

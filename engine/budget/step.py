@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import TOKEN, Ghost, Node, Walk
@@ -202,37 +203,70 @@ def _casts(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Gr
     return _summed(kinds, {kind: walk_layer(arch, setting, kind, accumulating).casts for kind in set(kinds)})
 
 
+class Peaks(NamedTuple):
+    """Packed sizes of a walk through a layer, of which a first and a later micro-batch are read alike."""
+
+    forward: set[int]
+    saved: int
+    backward: set[int]
+    casts: int
+
+
 @lru_cache(maxsize=256)
 def walk_layer(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> Walked:
     """Forward and backward of one layer by itself. Where nothing learns, nothing is saved and there is no backward."""
-    walk = Walk(metered=setting.metered, accumulating=accumulating)
+    # A plan asks under several remedies, most of which a layer does not feel.
+    felt = replace(_without_optimizer(setting), loss="plain", chunk_tokens=0)
+    found = _layer_peaks(arch, felt, kind)
+    return Walked(
+        prune(growth(size, accumulating) for size in found.forward),
+        growth(found.saved, accumulating),
+        prune(growth(size, accumulating) for size in found.backward),
+        growth(found.casts, accumulating),
+    )
+
+
+@lru_cache(maxsize=256)
+def _layer_peaks(arch: Architecture, setting: Setting, kind: Kind) -> Peaks:
+    walk = Walk(metered=setting.metered)
     layer = Layer(walk, arch, setting, kind)
     arguments = [entry(walk, arch, setting, kind.follows)]
     if setting.checkpointing:  # the checkpoint holds its input until the layer's backward is over
         output = walk.checkpoint(lambda: layer.forward(arguments[0]))
     else:
         output = layer.forward(arguments.pop())
-    forward = prune(growth(size) for size in walk.take_peaks())
+    forward = walk.take_peaks()
     with_casts = walk.live
     walk.casts.clear()
-    casts = growth(with_casts - walk.live)
+    casts = with_casts - walk.live
     if output.node is None:
-        return Walked(forward, Growth(), (), casts)
+        return Peaks(forward, 0, set(), casts)
     saved, size, node = walk.live - output.size, output.size, output.node
     del output
     walk.backward(node, walk.allocate(size))
-    return Walked(forward, growth(saved), prune(growth(size) for size in walk.take_peaks()), casts)
+    return Peaks(forward, saved, walk.take_peaks(), casts)
 
 
 def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
     """Local maxima from the last layer's output to the loss and back to that output's gradient."""
-    walk = Walk(metered=setting.metered, accumulating=accumulating)
+    found = _head_peaks(arch, replace(_without_optimizer(setting), checkpointing=False))
+    return prune(growth(size, accumulating) for size in found)
+
+
+def _without_optimizer(setting: Setting) -> Setting:
+    """The same to a walk, in which there is neither an optimizer nor a host."""
+    return replace(setting, optimizer="adamw", momentum=False, optimizer_offload=False, activation_offload=False)
+
+
+@lru_cache(maxsize=256)
+def _head_peaks(arch: Architecture, setting: Setting) -> set[int]:
+    walk = Walk(metered=setting.metered)
     arguments = [entry(walk, arch, setting, body_learns(arch, setting))]
     loss = Head(walk, arch, setting).forward(arguments.pop())
     walk.casts.clear()
     if loss.node is not None:  # else nothing learns at all, which the engine refuses by name once it has the model
         walk.backward(loss.node, walk.allocate(0))
-    return prune(growth(size) for size in walk.take_peaks())
+    return walk.take_peaks()
 
 
 def entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> Ghost:

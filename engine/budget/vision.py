@@ -153,13 +153,14 @@ def walk_tower_layer(
     learning: bool,
 ) -> Walked:
     """Forward and backward of one layer by itself."""
-    walk = Walk(metered=setting.metered, accumulating=accumulating, learning=learning)
+    walk = Walk(metered=setting.metered, learning=learning)
     layer = TowerLayer(walk, tower, setting, chosen)
     window = tower.window if windowed else None
     in_turn = tower.kind != "siglip" and not (learning and (follows or chosen.trained or chosen.adapted))
 
     def sizes(peaks: Iterable[int]) -> tuple[Growth, ...]:
-        return prune(_by_row(growth(size), setting.image_patches, window, one_by_one=in_turn) for size in peaks)
+        found = (growth(size, accumulating) for size in peaks)
+        return prune(_by_row(size, setting.image_patches, window, one_by_one=in_turn) for size in found)
 
     arguments = [_entry(walk, tower, setting, follows)]
     if setting.checkpointing and learning:
@@ -302,14 +303,14 @@ def _walk_merger(
     tower: Tower, setting: Setting, ends: Selection, follows: bool, accumulating: bool, learning: bool
 ) -> Merged:
     """Forward and backward by themselves; gradients of the tokens come as rows taken out of the decoder's input."""
-    walk = Walk(metered=setting.metered, accumulating=accumulating, learning=learning)
+    walk = Walk(metered=setting.metered, learning=learning)
     weights = Weights(walk, setting, ends, tower_ends(tower), transposed=False)
     held = _siglip_merger(weights, tower, _entry(walk, tower, setting, follows)) if tower.kind == "siglip" else (
         _qwen_merger(weights, tower, _entry(walk, tower, setting, follows))
     )
 
     def sizes(peaks: Iterable[int]) -> tuple[Growth, ...]:
-        return prune(_by_row(growth(size), setting.image_patches, None) for size in peaks)
+        return prune(_by_row(growth(size, accumulating), setting.image_patches, None) for size in peaks)
 
     forward, all_of_it = sizes(walk.take_peaks()), walk.live
     walk.casts.clear()
