@@ -22,14 +22,19 @@ from engine.spec.load import dump_run_spec, load_run_spec
 from engine.spec.run import Limits, RunSpec
 
 
-def new_run(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[RunDirectory, list[str]]:
-    """Plan the run and make its directory in `folder`; returns it with notices for the user.
+def new_run(
+    spec: RunSpec, folder: Path, *, force: bool = False, launched: bool = False
+) -> tuple[RunDirectory, list[str]]:
+    """Plan the run and make its directory in `folder`; returns it with notices for the user. Only where a launcher has
+    started a process for each device (`launched`) may the profile name several machines.
 
     Raises:
         UsageError: the spec asks for what this version does not do, or for what would train wrongly.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
         EnvironmentProblem: the folder cannot be written.
     """
+    if not launched:
+        require_launcher(spec)
     plan, notices = checked_plan(spec, folder, force=force)
     directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
     warning = note_run(directory)

@@ -107,8 +107,8 @@ def _train_launched(resolved: Resolved, seat: Seat, folder: Path, force: bool, d
     from engine.train.launched import begin_or_go_on, train_launched
 
     def make() -> RunDirectory:
-        say(resolved.notices)
-        directory, notices = new_run(resolved.spec, folder, force=force)
+        say([*resolved.notices, *_config_brought(resolved.spec)])
+        directory, notices = new_run(resolved.spec, folder, force=force, launched=True)
         say(notices)
         return directory
 

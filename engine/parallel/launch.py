@@ -22,6 +22,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from engine.creation import require_launcher
 from engine.ending import on_finish
 from engine.journal import control
 from engine.journal.directory import RunDirectory
@@ -89,6 +90,7 @@ def run_supervised(directory: Path, *, resume: bool = False, from_step: int | No
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     place = RunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
+    require_launcher(spec)
     with claim(place):
         status, code = supervise(spec, place, resume=resume or from_step is not None, from_step=from_step)
     on_finish(spec, place, status)

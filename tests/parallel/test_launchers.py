@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import read_events
 from engine.journal.summary import summarise
@@ -58,6 +59,13 @@ def events(place: RunDirectory) -> list[dict[str, Any]]:
     return list(read_events(place.events))
 
 
+def wait_for_step(place: RunDirectory, step: int) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not any(event["step"] >= step for event in of_kind(events(place), "step")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def pids_of_ranks(launcher: subprocess.Popen[str]) -> dict[int, int]:
     """Rank = pid, of torchrun's children."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -89,10 +97,7 @@ def test_torchrun_starts_one_run_and_restarts_it_after_a_killed_rank_and_srun_go
     tmp_path: Path, torchrun: subprocess.Popen[str]
 ) -> None:
     place = the_run(tmp_path)
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not any(event["step"] >= 6 for event in of_kind(events(place), "step")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_step(place, 6)
     os.kill(pids_of_ranks(torchrun)[1], signal.SIGKILL)
     assert torchrun.wait(timeout=LIMIT_SECONDS) == 0
     assert the_run(tmp_path) == place
@@ -108,3 +113,26 @@ def test_torchrun_starts_one_run_and_restarts_it_after_a_killed_rank_and_srun_go
     assert shown == events(place)[len(told) :] and shown[-1]["status"] == "done"
     assert of_kind(shown, "resumed")[0]["step"] == 30 and of_kind(shown, "step")[-1]["step"] == 32
     assert "{" not in (tmp_path / "out-1").read_text()
+
+
+@pytest.mark.torture
+def test_a_killed_rank_0_takes_its_run_up_again(tmp_path: Path, torchrun: subprocess.Popen[str]) -> None:
+    place = the_run(tmp_path)
+    wait_for_step(place, 6)
+    os.kill(pids_of_ranks(torchrun)[0], signal.SIGKILL)
+    assert torchrun.wait(timeout=LIMIT_SECONDS) == 0
+    told = events(the_run(tmp_path))
+    assert [event["text"] for event in of_kind(told, "warning")][-1].startswith("torchrun started the ranks again")
+    assert summarise(place).status == "done" and summarise(place).step == 30
+
+
+@pytest.mark.torture
+def test_a_run_that_is_stopped_is_not_started_again_by_its_launcher(
+    tmp_path: Path, torchrun: subprocess.Popen[str]
+) -> None:
+    place = the_run(tmp_path)
+    wait_for_step(place, 6)
+    control.request(place, "stop")
+    assert torchrun.wait(timeout=LIMIT_SECONDS) == 0
+    assert summarise(place).status == "stopped"
+    assert len(of_kind(events(place), "run_started")) == 1
