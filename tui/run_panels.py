@@ -167,7 +167,8 @@ def memory(watch: RunWatch, width: int, draw: Draw) -> list[Content]:
     predicted, measured = summary.predicted, summary.measured
     lines = _peaks(predicted, measured, max(8, min(30, width - 50)), draw)
     lines += _now(watch)
-    expected, seen = predicted.get("components") or {}, measured.get("components") or {}
+    foretold = measured.get("predicted") or predicted  # once it has ended: for the very micro-batch that ran
+    expected, seen = foretold.get("components") or {}, measured.get("components") or {}
     if expected or seen:
         lines.append(Content.styled(f" {'component':<{LABEL}}{'predicted':>11}{'measured':>11}", "$muted"))
     for name in dict.fromkeys([*expected, *seen]):

@@ -256,4 +256,8 @@ def _memory_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if measured is None:
         return []
     said = f"{size(measured)}" + (f" of {size(capacity)}" if capacity else "")
-    return [("peak memory", said + (f", predicted {size(predicted)}" if predicted else ""))]
+    foretold = summary.measured.get("predicted")
+    if foretold:
+        shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"
+        return [("peak memory", f"{said}, predicted {size(foretold['peak_bytes'])} for {shape}")]
+    return [("peak memory", said + (f", planned {size(predicted)}" if predicted else ""))]

@@ -117,7 +117,8 @@ def _print_summary(summary: RunSummary, directory: RunDirectory) -> None:
     rows += [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
     rows += _saved_rows(directory, summary.checkpoints)
     measured = summary.measured.get("components", {})
-    for name, predicted in (summary.predicted.get("components") or {}).items():
+    foretold = summary.measured.get("predicted") or summary.predicted
+    for name, predicted in (foretold.get("components") or {}).items():
         seen = f", measured {size(measured[name])}" if name in measured else ""
         rows.append((f"  {clean(name)}", f"predicted {size(predicted)}{seen}"))
     rows += [("warning", clean(warning["text"])) for warning in summary.warnings]

@@ -30,7 +30,8 @@ from engine.train.failure import ATTEMPTS, Failure, retried
 from engine.train.growth import Growth
 from engine.train.journal import Journal, until_there_is_room
 from engine.train.ladder import Remedy
-from engine.train.measure import measured
+from engine.train.measure import UNPLANNED, Peak, measured, miss
+from engine.train.oom_report import as_it_stands
 from engine.train.optimizer import set_learning_rates
 from engine.train.reserve import HostReserve
 from engine.train.run_state import Best, RunState, fill_checkpoint, restore, settings
@@ -75,8 +76,8 @@ class Training:
         self._reserve = reserve
         self.sound = True
         """False when weights and optimizer state belong to no step: they must not be saved."""
-        self.peak_bytes = 0
-        """Most bytes allocated at once in any step of this process."""
+        self.peak: Peak | None = None
+        """The step of this process that held most."""
 
     def resume(self, from_step: int | None) -> None:
         """Go on from the newest sound checkpoint (at or before `from_step`); from the beginning where there is none."""
@@ -189,7 +190,7 @@ class Training:
             self._reload_last()
             return
         self._reloads = 0
-        self.peak_bytes = max(self.peak_bytes, self.transaction.peak_bytes)
+        self._note_peak(outcome)
         self.state.step = step
         self.state.tokens += outcome.tokens
         self.state.samples_due += len(samples)
@@ -199,6 +200,15 @@ class Training:
         if step % self.bench.spec.recipe.train.log_every_steps == 0 or step == self.bench.total_steps:
             self._write_step(outcome, rate, time.perf_counter() - began)
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
+
+    def _note_peak(self, outcome: StepOutcome) -> None:
+        peak_bytes, dearest = self.transaction.peak_bytes, outcome.dearest
+        if dearest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
+            return
+        parts = self.parts
+        spec = as_it_stands(self.bench.spec, parts.loaded, parts.loss, parts.guard)
+        predictable = not any(remedy.name in UNPLANNED for remedy in parts.standing)
+        self.peak = Peak(peak_bytes, dearest.rows, dearest.length, spec, predictable)
 
     def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:
         memory = self.parts.device.memory()
@@ -281,8 +291,12 @@ class Training:
         return self.state.samples_due - self.state.samples
 
     def measured(self) -> dict[str, Any]:
-        """What memory was made of at the highest peak so far, by component."""
-        return measured(self.parts, self.peak_bytes)
+        """What memory was made of at the highest peak so far, by component; a prediction that missed is warned of."""
+        found = measured(self.parts, self.peak)
+        missed = miss(found)
+        if missed:
+            self.journal.warn("prediction_missed", *missed)
+        return found
 
     def _result_checkpoint(self) -> Checkpoint:
         step = self.state.step

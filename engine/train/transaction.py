@@ -58,6 +58,8 @@ class StepOutcome:
     """Sequences that were learned from, or held nothing to learn."""
     data_wait_seconds: float
     applied: bool
+    dearest: MicroBatch | None = None
+    """This rank's dearest micro-batch."""
     overflowed: bool = False
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """What each rank says of the step; empty in a run of one process."""
@@ -178,6 +180,7 @@ class StepTransaction:
             samples=0 if overflowed else sum(each["samples"] for each in told),
             data_wait_seconds=self._data_wait_seconds,
             applied=not overflowed,
+            dearest=plan[0] if plan else None,
             overflowed=overflowed,
             ranks=told if self.parts.ranks.size > 1 else [],
         )

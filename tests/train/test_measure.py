@@ -1,0 +1,60 @@
+"""At its end a run sets measured memory beside what is predicted for what ran, and names the component that missed."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.cli import app
+from engine.train.measure import miss
+from tests.budget.metered import QWEN2, folder_of
+from tests.train.harness import make_spec, new_run, of_kind, train, write_samples
+
+
+def finished(tmp_path, **tables):
+    place = new_run(tmp_path / "runs", make_spec(write_samples(tmp_path / "samples.jsonl"), **tables))
+    code, events = train(place)
+    assert code == 0
+    return place, events, of_kind(events, "run_finished")[0]["measured"]
+
+
+LORA, OFFLOADED = {"method": {"kind": "lora", "rank": 8}}, {"train": {"optimizer_offload": True}}
+
+
+@pytest.mark.parametrize("tables", [{}, LORA, OFFLOADED], ids=["full", "lora", "offloaded"])
+def test_the_prediction_for_what_ran_is_within_two_per_cent(tmp_path, tables):
+    place, events, measured = finished(tmp_path, **tables)
+    assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+    for side in (measured, measured["predicted"]):
+        assert sum(side["components"].values()) == side["peak_bytes"]
+    assert measured["predicted"]["components"].keys() == measured["components"].keys()
+    assert not any(event["code"] == "prediction_missed" for event in of_kind(events, "warning"))
+    shown = CliRunner().invoke(app, ["show", str(place.path)]).stdout
+    assert f"for {measured['sequences']} × {measured['length']} tokens" in shown
+
+
+def test_loss_over_few_targets_is_less_than_predicted_and_activations_are_named(tmp_path):
+    """The closed form takes every token for a target; where the loss decides and few are, that is too much."""
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(32 * ('{"prompt": "%s", "completion": "b"}\n' % ("a" * 60)))
+    wide = folder_of({**QWEN2, "vocab_size": 8000}, tmp_path / "model")
+    how = {"loss": "plain", "batch_size": 16, "gradient_checkpointing": True}
+    code, events = train(new_run(tmp_path / "runs", make_spec(samples, model={"id": str(wide)}, train=how)))
+    assert code == 0
+    (warning,) = [event for event in of_kind(events, "warning") if event["code"] == "prediction_missed"]
+    assert "% too high" in warning["text"]
+    assert "in activations (-" in warning["text"]
+    assert "plan --exact" in warning["fix"]
+
+
+def test_a_miss_names_the_component_that_is_off_most():
+    components = {"weights": 100 * 2**20, "optimizer": 50 * 2**20, "activations": 50 * 2**20}
+    found = {
+        "peak_bytes": 200 * 2**20, "components": components, "sequences": 4, "length": 128,
+        "predicted": {"peak_bytes": 160 * 2**20, "components": {**components, "optimizer": 10 * 2**20}},
+    }  # fmt: skip
+    text, _fix = miss(found)
+    assert "20 % too low" in text
+    assert "in optimizer (+40.0 MiB)" in text
+    found["predicted"]["peak_bytes"] = 195 * 2**20
+    assert miss(found) is None
