@@ -114,6 +114,31 @@ def test_a_folder_of_runs_that_a_node_does_not_see_ends_the_job_first(
     assert "does not see" in script.with_suffix(".log").read_text() and events(tmp_path) == []
 
 
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not any(event["step"] >= step for event in of_kind(events(folder), "step")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_lost_on_one_node_is_started_again_on_both(
+    rank: str, tunedeck: Tunedeck, files: tuple[Path, Path], path: str, tmp_path: Path
+) -> None:
+    tunedeck("launch", "-p", files[0], "-r", files[1], "--slurm", "--set", "train.max_steps=60")
+    script = tmp_path / "mine.sbatch"
+    job = started(script, path, **job_number())
+    wait_for_step(tmp_path, 12)
+    for process in psutil.Process(job.pid).children(recursive=True):
+        if "--run-spec" in process.cmdline()[:6] and process.environ().get("RANK") == rank:
+            process.kill()
+    assert ends(job, script) == 0
+    told = events(tmp_path)
+    assert told[-1]["status"] == "done" and of_kind(told, "step")[-1]["step"] == 60
+    assert [event["world_size"] for event in of_kind(told, "run_started")] == [2, 2]
+
+
 @pytest.mark.torture
 def test_a_job_that_is_ended_and_queued_again_goes_on_with_its_run(
     tunedeck: Tunedeck, files: tuple[Path, Path], path: str, tmp_path: Path
@@ -121,10 +146,7 @@ def test_a_job_that_is_ended_and_queued_again_goes_on_with_its_run(
     tunedeck("launch", "-p", files[0], "-r", files[1], "--slurm", "--set", "train.max_steps=300")
     script, job = tmp_path / "mine.sbatch", job_number()
     first = started(script, path, **job)
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not any(event["step"] >= 12 for event in of_kind(events(tmp_path), "step")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_step(tmp_path, 12)
     for agent in psutil.Process(first.pid).children(recursive=True):
         # As Slurm does it: the step is asked to end, not the script.
         if agent.cmdline()[1:4] == ["-P", "-m", "torch.distributed.run"]:
