@@ -102,7 +102,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
         setting=setting_of(arch, spec),
         simulated=spec.profile.device.kind == "metered",
         ranks=sharing.ranks,
-        image_tokens=arch.tower.tokens_of(spec.recipe.data.image_max_pixels) if arch.tower and patches else 0,
+        image_tokens=patches // arch.tower.merge**2 if arch.tower else 0,
         remedies=remedies,
     )
 

@@ -118,10 +118,14 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
 
 
 def image_patches(arch: Architecture, recipe: Recipe) -> int:
-    """Patches of the largest image the recipe lets through; 0 without images, or without a tower to see them."""
-    if arch.tower is None or image_key(recipe) is None:
+    """Patches of the largest image that the recipe lets through and a sequence has room for; larger ones are dropped
+    with their samples. 0 without images, or without a tower to see them."""
+    tower = arch.tower
+    if tower is None or image_key(recipe) is None:
         return 0
-    return arch.tower.patches_of(recipe.data.image_max_pixels)
+    if tower.patches is not None:
+        return tower.patches
+    return min(tower.tokens_of(recipe.data.image_max_pixels), recipe.data.max_length) * tower.merge**2
 
 
 def _frozen_by_default(arch: Architecture, recipe: Recipe) -> tuple[str, ...]:

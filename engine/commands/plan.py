@@ -208,7 +208,7 @@ def _sentences(planned: Plan) -> list[str]:
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
     ]
     if planned.image_tokens:
-        lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is let through")
+        lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is kept")
     if planned.ranks > 1:
         lines.append(f"for each of {planned.ranks} devices")
     if planned.remedies:

@@ -123,7 +123,9 @@ def test_larger_images_take_more_and_no_images_take_least(tmp_path: Path) -> Non
         other = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"data": changed})})
         return predict(find_architecture(other), other, rows=2, length=400).peak_bytes
 
-    assert peak(image_max_pixels=None) < peak() < peak(image_max_pixels=800 * 28 * 28)
+    assert peak(image_max_pixels=None) < peak() < peak(image_max_pixels=500 * 28 * 28)
+    # Samples with larger ones than a sequence holds are dropped.
+    assert peak(image_max_pixels=512 * 28 * 28) == peak(image_max_pixels=5000 * 28 * 28)
 
 
 def test_an_image_takes_the_tokens_its_processor_makes_of_it() -> None:
