@@ -16,6 +16,7 @@ import secrets
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ from engine.parallel.seat import Seat
 from engine.parallel.votes import LostRankError
 from engine.spec.load import load_run_spec
 from engine.spec.run import RunSpec
+from engine.spec.text import visible
 from engine.start import COMMAND
 from engine.train.main import EXIT_CODES, as_rank, log_to_stderr, run_first, run_other
 
@@ -80,12 +82,14 @@ def train_launched(spec: RunSpec, seat: Seat, settle: Callable[[], Task], *, as_
             if task.ended is not None:
                 return task.ended
             require_shared(ranks, place, task.token)
+        except LostRankError:
+            raise
         except TunedeckError as problem:
             problems.append(problem)
             return problem.exit_code
         return _lead(ranks, seat, place, task, as_json) if seat.is_first else _follow(ranks, seat, place, task)
 
-    code = as_rank(spec, work)
+    code = as_rank(spec, work, lambda error: _say_loss(seat, error))
     if problems and seat.is_first:
         raise problems[0]
     if code in (LOST_CODE, BEYOND_REPAIR_CODE):
@@ -100,6 +104,7 @@ def begin_or_go_on(seat: Seat, folder: Path, make: Callable[[], RunDirectory]) -
     if place is None:
         return take_up(seat, make(), resume=False)
     if summarise(place).status == "done":
+        sys.stderr.write(f"tunedeck: this job's run {place.name} is done: nothing is left to do\n")
         return Task(str(place.path), ended=0)
     return take_up(seat, place, resume=True)
 
@@ -113,7 +118,7 @@ def take_up(seat: Seat, place: RunDirectory, *, resume: bool, from_step: int | N
     """Work on `place`, noted there as this job's. A run that ended is not begun again by a restart of its ranks, but by
     a job that was queued again."""
     restarted = seat.restarts > 0 and worked_on(seat, place)
-    offset = int(_note(place)["from_byte"]) if restarted else end_of_events(place.events)
+    offset = int(_note(place).get("from_byte", 0)) if restarted else end_of_events(place.events)
     ended = _ended(place, offset) if restarted else None
     task = Task(str(place.path), resume, from_step, ended, secrets.token_hex(8))
     note = {"launcher": seat.launcher, "job": seat.job, "token": task.token, "from_byte": offset}
@@ -187,6 +192,7 @@ def _lead(ranks: Ranks, seat: Seat, place: RunDirectory, task: Task, as_json: bo
         try:
             status, code = run_first(spec, place, ranks, task.resume, task.from_step)
         except (LostRankError, torch.AcceleratorError) as lost:
+            traceback.print_exc()
             _tell_of_loss(place, seat, lost)
             raise
         ranks.say_over()
@@ -199,7 +205,12 @@ def _lead(ranks: Ranks, seat: Seat, place: RunDirectory, task: Task, as_json: bo
 
 def _follow(ranks: Ranks, seat: Seat, place: RunDirectory, task: Task) -> int:
     settle_as_rank(place, ranks.rank)
-    code = run_other(load_run_spec(place.run_toml, own=True), place, ranks, task.resume, task.from_step)
+    spec = load_run_spec(place.run_toml, own=True)
+    try:
+        code = run_other(spec, place, ranks, task.resume, task.from_step)
+    except (LostRankError, torch.AcceleratorError):
+        traceback.print_exc()
+        raise
     if code not in EXIT_CODES.values():
         return code
     _leave_together(ranks)
@@ -210,6 +221,11 @@ def _leave_together(ranks: Ranks) -> None:
     """Rank 0's process may serve the store that the others still read: nobody leaves before all have what they need."""
     with suppress(LostRankError):
         ranks.tell("over")
+
+
+def _say_loss(seat: Seat, error: Exception) -> None:
+    """On the launcher's terminal, where a traceback has no place."""
+    sys.stderr.write(f"tunedeck: rank {seat.rank}: {visible(str(error).splitlines()[0])}\n")
 
 
 def _tell_of_restart(place: RunDirectory, seat: Seat) -> None:

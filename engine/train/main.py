@@ -90,18 +90,20 @@ def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int |
     return leave_at_once(code) if code else code
 
 
-def as_rank(spec: RunSpec, work: Callable[[Ranks], int]) -> int:
-    """Join the other ranks and do `work`; its exit code, or the one that says what made this rank unable to go on. The
-    process must not be tidied up then: see `leave_at_once`."""
+def as_rank(
+    spec: RunSpec, work: Callable[[Ranks], int], tell: Callable[[Exception], None] = traceback.print_exception
+) -> int:
+    """Join the other ranks and do `work`; its exit code, or the one that says what made this rank unable to go on, of
+    which `tell` is told. The process must not be tidied up then: see `leave_at_once`."""
     device = spec.profile.device.kind
     try:
         with joined(spec.profile.parallel.timeout_seconds, device, own_device(spec, local_rank())) as ranks:
             return work(ranks)
-    except LostRankError:
-        traceback.print_exc()
+    except LostRankError as error:
+        tell(error)
         return LOST_CODE
-    except torch.AcceleratorError:
-        traceback.print_exc()
+    except torch.AcceleratorError as error:
+        tell(error)
         return BEYOND_REPAIR_CODE
 
 
