@@ -105,7 +105,7 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
     phases |= {name: _added(held, parts, {"buffers": bucket} if bucket else {}) for name, parts in above.items()}
     sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
     deciding = max(sums, key=sums.__getitem__)
-    beside = overhead(spec.profile.device, sums[deciding])
+    beside = overhead(spec.profile, sums[deciding])
     components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | beside
     return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
 

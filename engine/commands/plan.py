@@ -161,8 +161,19 @@ def _write(advice: Advice, recipe: str, sets: list[str], target: Path) -> None:
 def _print_plan(planned: Plan, spec: RunSpec) -> None:
     """The bar, the table, the sentence."""
     typer.echo(f"{spec.recipe.model.id}, recipe {spec.recipe.name} on profile {_device_name(spec, planned)}")
-    for line in [*_bar(planned), "", *_table(planned), "", *_sentences(planned)]:
+    for line in [*_bar(planned), "", *_table(planned), "", *_sentences(planned), *_residuals(spec)]:
         typer.echo(line)
+
+
+def _residuals(spec: RunSpec) -> list[str]:
+    """Where the figures for what torch does not allocate come from."""
+    from engine.budget.calibration import residuals_for
+
+    if spec.profile.device.kind != "cuda":
+        return []
+    if residuals_for(spec.profile) is None:
+        return ["context, workspace and fragmentation are typical values; the first run on this machine measures them"]
+    return ["context, workspace and fragmentation as runs on this machine had them"]
 
 
 def _device_name(spec: RunSpec, planned: Plan) -> str:

@@ -44,6 +44,7 @@ from engine.parallel.ranks import ALONE, Ranks, joined
 from engine.parallel.votes import LostRankError
 from engine.spec.load import load_run_spec
 from engine.spec.run import RunSpec
+from engine.train.calibrate import calibrate
 from engine.train.control import Wishes
 from engine.train.failure import quick_to_collect
 from engine.train.journal import Journal
@@ -209,6 +210,9 @@ def _train(
             training.resume(from_step)
         with quick_to_collect(), training.watchdog.watching(), _checkpoint_on_failure(training, ranks):
             ending = training.run()
+        if ranks.is_first:
+            peak_bytes = training.peak.peak_bytes if training.peak else 0
+            calibrate(device, spec.profile, ranks.size, peak_bytes, journal)
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
 

@@ -1,0 +1,148 @@
+"""What earlier runs on this machine showed of memory that torch does not allocate: a small file, one entry per setting.
+
+Corrected are the residuals alone, never a tensor term: the CUDA context with what libraries hold beside it (NCCL with
+several ranks), cuBLAS' workspace, and reserved over allocated memory. An entry counts for one kind of GPU, driver,
+torch and number of ranks, and whether segments expand; of the last runs the worst is believed. A run on CUDA adds to
+the file when it ends (`engine.train.calibrate`). Host memory has no residuals, simulated or not.
+
+Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from engine.journal.files import write_atomically
+from engine.journal.index import state_folder
+from engine.spec.profile import Profile
+
+RUNS_KEPT = 8
+SAME_MEMORY = 0.02
+"""A profile is of a recorded GPU when compute capability agrees and memory does to this share."""
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What residuals depend on."""
+
+    gpu: str
+    compute_capability: float
+    memory_gib: float
+    """All of the card's, as the driver reports it."""
+    driver: str
+    torch: str
+    ranks: int
+    expandable: bool
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Of one run, or the worst of several; bytes on one device."""
+
+    context_bytes: int
+    workspace_bytes: int
+    fragmented_share: float
+    """Reserved over allocated memory at the peak, less one."""
+
+
+def residuals_for(profile: Profile) -> Residuals | None:
+    """What runs of this profile's kind showed on this machine; None where there were none."""
+    if profile.device.kind != "cuda":
+        return None
+    path = calibration_file()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    fitting = [worst for setting, worst in _entries(path, stamp) if _fits(setting, profile)]
+    return _worst(fitting) if fitting else None
+
+
+def record(setting: Setting, residuals: Residuals) -> None:
+    """Add one run. Raises OSError where the state folder cannot be written."""
+    path = calibration_file()
+    entries = _read(path)
+    entry = next((entry for entry in entries if entry["setting"] == asdict(setting)), None)
+    if entry is None:
+        entry = {"setting": asdict(setting), "runs": []}
+        entries.append(entry)
+    entry["runs"] = [*entry["runs"], asdict(residuals)][-RUNS_KEPT:]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"version": 1, "entries": entries}, indent=1) + "\n")
+
+
+def calibration_file() -> Path:
+    """Beside the other notes about runs, one for each machine's user."""
+    return state_folder() / "calibration.json"
+
+
+def is_expandable(allocator: str | None) -> bool:
+    """Whether PYTORCH_CUDA_ALLOC_CONF lets segments grow, which leaves smaller gaps."""
+    return "expandable_segments:True" in (allocator or "")
+
+
+def _fits(setting: Setting, profile: Profile) -> bool:
+    device = profile.device
+    return (
+        setting.compute_capability == device.compute_capability
+        and abs(setting.memory_gib - device.memory_gib) <= SAME_MEMORY * setting.memory_gib
+        and setting.ranks == device.count * profile.nodes.count
+        and setting.expandable == is_expandable(device.allocator)
+        and setting.torch == _torch_version()
+        and setting.driver in _driver_text()
+    )
+
+
+def _worst(found: list[Residuals]) -> Residuals:
+    return Residuals(
+        max(each.context_bytes for each in found),
+        max(each.workspace_bytes for each in found),
+        max(each.fragmented_share for each in found),
+    )
+
+
+@lru_cache(maxsize=4)
+def _entries(path: Path, _stamp: int) -> list[tuple[Setting, Residuals]]:
+    """Each setting with the worst of its runs; read again when the file has changed."""
+    return [
+        (Setting(**entry["setting"]), _worst([Residuals(**run) for run in entry["runs"]]))
+        for entry in _read(path)
+        if entry["runs"]
+    ]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The entries; none where the file is missing, damaged or of another version: runs write it anew."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        entries = found["entries"] if found["version"] == 1 else []
+        for entry in entries:
+            Setting(**entry["setting"])
+            for run in entry["runs"]:
+                Residuals(**run)
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return list(entries)
+
+
+@cache
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def _driver_text() -> str:
+    """What the NVIDIA driver that is loaded says of itself; empty without one, which no recorded driver is part of."""
+    try:
+        return DRIVER.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,105 @@
+"""What runs on a card showed beside torch's tensors is believed by the next plan for such a card, and for no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.budget import calibration
+from engine.budget.calibration import Residuals, Setting, calibration_file, record, residuals_for
+from engine.budget.lookup import find_architecture
+from engine.budget.predict import Prediction, predict
+from engine.cli import app
+from engine.spec.profile import Profile
+from engine.spec.run import RunSpec
+from tests.budget.metered import run_spec
+
+H100 = Setting("NVIDIA H100", 9.0, 79.18, "570.1", version("torch"), 1, True)
+SEEN = Residuals(context_bytes=640 * 2**20, workspace_bytes=32 * 2**20, fragmented_share=0.05)
+
+
+def card(**changes: Any) -> dict[str, Any]:
+    known = {"kind": "cuda", "memory_gib": 79.1, "compute_capability": 9.0, "allocator": "expandable_segments:True"}
+    return known | changes
+
+
+def profile(**changes: Any) -> Profile:
+    return Profile.model_validate({"name": "here", "device": card(**changes)})
+
+
+@pytest.fixture(autouse=True)
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The driver's own account of itself, as Linux shows it, and a state folder of the test's own."""
+    monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "state"))
+    path = tmp_path / "version"
+    path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1  Release Build\n")
+    monkeypatch.setattr(calibration, "DRIVER", path)
+    calibration._driver_text.cache_clear()
+    return path
+
+
+def planned(spec: RunSpec) -> Prediction:
+    return predict(find_architecture(spec), spec, rows=1, length=512)
+
+
+def test_a_plan_takes_the_residuals_of_this_machine_and_leaves_the_tensors_alone() -> None:
+    spec = run_spec("Qwen/Qwen2.5-7B", card())
+    before = planned(spec)
+    record(H100, SEEN)
+    after = planned(spec)
+    assert after.phases == before.phases
+    beside = {name: after.components[name] for name in ("context", "workspace", "fragmentation")}
+    assert beside == {
+        "context": SEEN.context_bytes, "workspace": SEEN.workspace_bytes, "fragmentation": int(0.05 * after.peak_bytes)
+    }  # fmt: skip
+    assert after.device_bytes == after.peak_bytes + sum(beside.values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"compute_capability": 8.0}, {"memory_gib": 47.4}, {"count": 4}, {"allocator": None}, {"kind": "metered"}],
+    ids=str,
+)
+def test_another_device_is_not_calibrated_by_it(changes: dict[str, Any]) -> None:
+    record(H100, SEEN)
+    assert residuals_for(profile()) == SEEN
+    assert residuals_for(profile(**changes)) is None
+
+
+@pytest.mark.parametrize("change", [{"driver": "580.2"}, {"torch": "2.11.0"}], ids=str)
+def test_another_driver_or_torch_is_not_calibrated_by_it(change: dict[str, str]) -> None:
+    record(replace(H100, **change), SEEN)
+    assert residuals_for(profile()) is None
+
+
+def test_of_the_last_runs_the_worst_is_believed() -> None:
+    for context in (900, *range(500, 508)):
+        record(H100, replace(SEEN, context_bytes=context * 2**20))
+    found = residuals_for(profile())
+    assert found is not None
+    assert found.context_bytes == 507 * 2**20
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 2, "entries": []}', '{"version": 1, "entries": [{"runs": 3}]}'])
+def test_a_damaged_file_is_no_calibration_and_is_written_anew(text: str) -> None:
+    calibration_file().parent.mkdir(parents=True, exist_ok=True)
+    calibration_file().write_text(text)
+    assert residuals_for(profile()) is None
+    record(H100, SEEN)
+    assert residuals_for(profile()) == SEEN
+
+
+def test_plan_says_where_its_figures_come_from() -> None:
+    def said(name: str) -> str:
+        return CliRunner().invoke(app, ["plan", "-p", name, "-r", "lora"]).stdout
+
+    assert "typical values" in said("80gb")
+    record(H100, SEEN)
+    assert "as runs on this machine had them" in said("80gb")
+    assert "typical values" in said("24gb")
+    assert "context" not in said("demo")
