@@ -17,6 +17,7 @@ from typing import NoReturn, cast
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.command import CommandPalette
 from textual.screen import Screen
 
 from engine.errors import TunedeckError, UsageError
@@ -153,6 +154,11 @@ class TunedeckApp(App[None]):
     def do_palette(self) -> None:
         """Everything by name."""
         self.action_command_palette()
+
+    def action_command_palette(self) -> None:
+        """Textual's own key for it, too."""
+        if not CommandPalette.is_open(self):
+            self.push_screen(CommandPalette(placeholder="a screen, or what a key does"))
 
     def do_theme(self) -> None:
         """The next theme."""

@@ -154,6 +154,17 @@ async def test_escape_goes_back_screen_by_screen_to_the_list_of_runs(console: Op
 
 
 @pytest.mark.asyncio
+async def test_with_ascii_no_screen_draws_anything_else(console: Opener, runs: Path) -> None:
+    make_run(runs)
+    async with console(80, 24, ascii=True) as desk:
+        await desk.sees("D done")
+        for keys in (("enter",), ("o",), ("escape", "escape", "2"), ("3",), ("enter",), ("escape", "4"), ("5",),
+                     ("colon",), ("escape", "question_mark")):  # fmt: skip
+            await desk.press(*keys)
+            assert desk.text.isascii(), desk.text
+
+
+@pytest.mark.asyncio
 async def test_the_palette_offers_the_keys_of_the_screen_by_name(console: Opener) -> None:
     async with console() as desk:
         await desk.press("colon", *"delete")
