@@ -15,7 +15,7 @@ from engine.journal.sentences import clean, duration, number, score, size
 from engine.journal.summary import RunSummary, read_spec
 from tui.run_ranks import in_short
 from tui.run_rows import state_cell, state_of
-from tui.run_watch import FeedLine, RunWatch
+from tui.run_watch import ASKED_FOR, FeedLine, RunWatch
 
 Draw = Callable[[str], str]
 
@@ -38,6 +38,10 @@ NEXT_KEYS = {
 FEED_STYLES = {
     "backoff": "$caution", "warning": "$caution", "eval": "$mark", "run_finished": "bold", "resumed": "$info",
 }  # fmt: skip
+
+
+SHOWN_BYTES = 2**19
+"""Less would be shown as 0 MiB."""
 
 
 def headline(watch: RunWatch, width: int, draw: Draw, *, ascii_only: bool) -> list[Content]:
@@ -75,7 +79,8 @@ def _second(watch: RunWatch, summary: RunSummary) -> Content:
     if watch.behind > 0.01:
         return Content.styled(f" reading its history: {100 * (1 - watch.behind):.0f} %", "$muted")
     if summary.status in NEXT_KEYS:
-        error = " ".join((summary.last_error or summary.reason or "").split())
+        reason = "" if summary.reason == ASKED_FOR else summary.reason
+        error = " ".join((summary.last_error or reason or "").split())
         if summary.status == "stale":
             error = "the engine is gone without recording how the run ended"
         said = f"  {clean(error)}" if error else ""
@@ -172,7 +177,7 @@ def memory(watch: RunWatch, width: int, draw: Draw) -> list[Content]:
     if expected or seen:
         lines.append(Content.styled(f" {'component':<{LABEL}}{'predicted':>11}{'measured':>11}", "$muted"))
     for name in dict.fromkeys([*expected, *seen]):
-        if expected.get(name) or seen.get(name):
+        if max(expected.get(name) or 0, seen.get(name) or 0) >= SHOWN_BYTES:
             there = size(seen[name]) if name in seen else ("-" if seen else "at the end")
             text = f"{_bytes(expected.get(name)):>11}{there:>11}"
             lines.append(_row(clean(name)[:LABEL], text))

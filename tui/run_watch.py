@@ -39,6 +39,9 @@ PEEK_BYTES = 64 * 1024
 """How much of the end is read first where a long history lies before it."""
 
 GPU_MARK = b'"kind":"gpu"'
+ASKED_FOR = "asked for"
+"""The engine's reason for ending because someone said so: no news to whoever did."""
+
 FEED_LINES = 1000
 """Events that the feed keeps. All of them are in events.jsonl."""
 
@@ -249,6 +252,8 @@ def _words(event: Event) -> str | None:
         return clean(f"the engine started {again}on {where}")
     if event["kind"] == "run_finished":
         why = event.get("error") or event.get("reason")
+        if event.get("status") == "paused" and why in (None, ASKED_FOR):
+            return None  # its own event has said so
         return clean(f"{event.get('status')}" + (f": {why}" if why else ""))
     return sentence(event)
 

@@ -85,6 +85,15 @@ async def test_the_bar_follows_every_letter_and_letters_are_no_keys_while_editin
         assert desk.screen._bench.choice.overrides == {}
 
 
+async def test_keys_that_come_in_one_burst_are_obeyed_in_their_order(console: Opener) -> None:
+    async with console(**DEMO) as desk:
+        await to_row(desk, "train.micro_batch")
+        await desk.press("enter")
+        for key in ("5", "6", "backspace", "ctrl+u", "4", "0", "left", "1"):
+            desk.app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await desk.until(lambda: desk.screen._bench.choice.overrides == {"train.micro_batch": "410"}, "410")
+
+
 async def test_the_bar_is_painted_with_its_letter_and_without_a_layout_pass(
     console: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from tui import keys, own_files
 from tui.keys import Key, bindings
 from tui.screens.base import BaseScreen
 from tui.widgets.annotated import LABEL, below_lines, beside_lines, notes_of
+from tui.widgets.in_order import KeysInOrder
 from tui.widgets.lines import Lines
 
 HELP = Key(keys.EVERYWHERE, "f1", "help", "help", "")
@@ -41,7 +42,7 @@ class Draft:
     """Whether the text is that of `target` itself; otherwise saving makes a new file."""
 
 
-class TomlArea(TextArea):
+class TomlArea(KeysInOrder, TextArea):
     """The text. Esc leaves it, which the screen may want to talk about."""
 
     BINDINGS = [Binding("escape", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration

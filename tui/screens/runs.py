@@ -25,6 +25,7 @@ from tui.run_rows import COLUMNS, heading, matches, row
 from tui.screens import screen_row
 from tui.screens.base import BaseScreen
 from tui.screens.question import Question
+from tui.widgets.in_order import KeysInOrder
 from tui.widgets.lines import Lines
 from tui.widgets.rows import Rows
 
@@ -36,6 +37,10 @@ SLICE_SECONDS = 0.05
 
 CATCH_UP_SECONDS = 0.02
 """Between two looks while there are runs that were never read."""
+
+
+class Filter(KeysInOrder, Input):
+    """The filter's field."""
 
 
 class RunsScreen(BaseScreen):
@@ -54,7 +59,7 @@ class RunsScreen(BaseScreen):
 
     def body(self) -> ComposeResult:
         """A filter field (only while it is used), column titles, the rows, and a line for an empty list."""
-        field = Input(placeholder="words, or state:running model:qwen recipe:demo", id="filter", compact=True)
+        field = Filter(placeholder="words, or state:running model:qwen recipe:demo", id="filter", compact=True)
         field.display = False
         yield field
         yield Lines(classes="heading")

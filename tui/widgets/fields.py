@@ -20,6 +20,7 @@ from textual.widgets import Input
 
 from tui.launch_fields import Row
 from tui.theme import draw
+from tui.widgets.in_order import KeysInOrder
 from tui.widgets.lines import Lines
 from tui.widgets.rows import Rows
 
@@ -30,7 +31,7 @@ VALUE_AT = 17
 HINT_LINES = 2
 
 
-class Editor(Input):
+class Editor(KeysInOrder, Input):
     """The input field over a row."""
 
     BINDINGS = [Binding("escape,up,down", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration

@@ -14,10 +14,11 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Input
 
+from tui.widgets.in_order import KeysInOrder
 from tui.widgets.lines import Lines
 
 
-class Answer(Input):
+class Answer(KeysInOrder, Input):
     """The field; Esc belongs to the question, not to the screen."""
 
     BINDINGS = [Binding("escape", "withdraw", show=False)]  # noqa: RUF012  # Textual's own declaration
