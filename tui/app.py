@@ -157,7 +157,7 @@ class TunedeckApp(App[None]):
 
     def action_command_palette(self) -> None:
         """Textual's own key for it, too."""
-        if not CommandPalette.is_open(self):
+        if not CommandPalette.is_open(cast("App[object]", self)):
             self.push_screen(CommandPalette(placeholder="a screen, or what a key does"))
 
     def do_theme(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from textual.binding import Binding
+    from textual.binding import BindingType
 
 EVERYWHERE = "everywhere"
 
@@ -115,7 +115,7 @@ def of(where: str) -> list[Key]:
     return [key for key in KEYS if key.where == where]
 
 
-def bindings(where: str) -> list[Binding]:
+def bindings(where: str) -> list[BindingType]:
     """The rows of one screen as Textual's bindings. Each goes through `press`, which asks `why_not` first."""
     from textual.binding import Binding
 

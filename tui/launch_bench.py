@@ -199,7 +199,7 @@ class Bench:
         path = own_files.save_as(kind, source, self.choice.sets, name)
         kept = {key: text for key, text in self.choice.overrides.items() if belongs_to(key.partition(".")[0]) != kind}
         self.remember()
-        self.choice = replace(self.choice, overrides=kept, **{kind: path.stem})  # type: ignore[arg-type]
+        self.choice = replace(self.choice, overrides=kept, **{kind: path.stem})
         self._list()
         self.work()
         return path

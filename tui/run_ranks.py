@@ -69,8 +69,8 @@ def rank_rows(watch: RunWatch) -> list[RankRow]:
     newest = _told(watch.latest)
     steps = [told for told in map(_told, list(watch.curves.recent)[-STEPS:]) if len(told) == len(newest)] or [newest]
     busy = [_mean(steps, rank, "busy_seconds") for rank in range(len(newest))]
-    struck = [(event.get("failed_rank"), event.get("step")) for event in watch.state.backoffs]
-    struck = [(rank, step) for rank, step in struck if isinstance(rank, int) and isinstance(step, int)]
+    backoffs = [(event.get("failed_rank"), event.get("step")) for event in watch.state.backoffs]
+    struck = [(rank, step) for rank, step in backoffs if isinstance(rank, int) and isinstance(step, int)]
     failures, failed_at = Counter(rank for rank, _ in struck), dict(struck)
     return [
         RankRow(

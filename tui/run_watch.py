@@ -91,6 +91,7 @@ class RunWatch:
 
     def look(self, *, seconds: float) -> bool:
         """Read what was added, for about this long. True when anything is different from before."""
+        summary: RunSummary | None
         try:
             if not self.version:
                 self._peek()
@@ -129,7 +130,8 @@ class RunWatch:
 
     def seconds_left(self) -> float | None:
         """An estimate from the mean of recent steps; None when it cannot be known."""
-        steps = [event["step_seconds"] for event in self.curves.recent if event.get("step_seconds") is not None]
+        recent = (event.get("step_seconds") for event in self.curves.recent)
+        steps = [float(seconds) for seconds in recent if seconds is not None]
         if not self.state.max_steps or not steps:
             return None
         return max(0, self.state.max_steps - self.step) * sum(steps) / len(steps)
