@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -48,6 +48,8 @@ class Ranks:
     store: dist.Store | None = None
     patience_seconds: float = 600.0
     """How long the others wait for a sign of life."""
+    host_region: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The device's region for host memory: the buffers of votes are none of its own."""
     _errands: int = 0
 
     @property
@@ -57,7 +59,10 @@ class Ranks:
 
     def tell(self, value: Any) -> list[Any]:
         """Every rank's value (JSON), in the order of ranks. Raises LostRankError."""
-        return [value] if self.ballot is None else self.ballot.cast(value)
+        if self.ballot is None:
+            return [value]
+        with self.host_region():
+            return self.ballot.cast(value)
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value. Raises LostRankError."""

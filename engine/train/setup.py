@@ -61,6 +61,8 @@ def set_up(
         DataError, UsageError, EnvironmentProblem, DoesNotFitError: from the rooms that do the work.
     """
     recipe = spec.recipe
+    if ranks.size > 1:
+        ranks.host_region = device.host_region
     journal.phase("tokenising")
     # Before anything is fetched from the hub: a wrong path should not cost a download.
     require_files([*recipe.data.sources, *recipe.data.validation])

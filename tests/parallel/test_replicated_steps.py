@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.parallel.ranks import ALONE, Ranks
+from engine.train.pricing import price
 from tests.parallel.crew import run_crew
-from tests.parallel.steps import FULL, LORA, Workbench, sample_of_faults
+from tests.parallel.steps import FULL, LORA, Workbench, sample_of_faults, spec_of
 
 KINDS = {"full": FULL, "lora": LORA}
 FAULTS = 8
@@ -46,6 +47,25 @@ def uneven_devices(ranks: Ranks, folder: Path) -> Any:
     return result
 
 
+def planned_memory(ranks: Ranks, folder: Path) -> Any:
+    """(planned, measured) peak bytes of this rank, where every sequence is as long as the longest."""
+    equal = folder / "equal.jsonl"
+    if ranks.is_first:
+        equal.write_text('{"prompt": "abcdefgh abcdefgh", "completion": "xyzwxyzw"}\n' * 40)
+    ranks.tell("written")
+    found = {}
+    for name, tables in KINDS.items():
+        tables = {**tables, "data": {"sources": [{"name": "main", "path": str(equal)}]}, "train": {"batch_size": 16}}
+        work = Workbench(folder, ranks, tables)
+        longest = int(work.bench.parts.data.lengths.max())
+        plan = price(spec_of(folder, ranks.size, tables), longest).plan
+        assert plan is not None
+        work.steps()
+        found[name] = plan.peak_bytes, work.transaction.peak_bytes
+        work.close()
+    return found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("steps")
@@ -53,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([both_kinds, uneven_devices], folder)
+    return run_crew([both_kinds, uneven_devices, planned_memory], folder)
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +142,9 @@ def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
     for result in (first, second):
         assert result["losses"] == pytest.approx(alone["full"]["losses"], rel=1e-5)
         assert close(result["weights"], alone["full"]["weights"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_holds_what_the_plan_predicts_for_it(kind: str, seen: dict[str, list[Any]]) -> None:
+    for planned, measured in (rank[kind] for rank in seen["planned_memory"]):
+        assert planned == pytest.approx(measured, rel=0.005)
