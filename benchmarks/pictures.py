@@ -21,7 +21,7 @@ from tui.app import TunedeckApp
 from tui.arguments import Flags
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-SIZE = (110, 32)
+SIZE = (120, 36)
 SETTLE_SECONDS = 2.5
 """Curves are drawn at most once a second, and verdicts of recipes come one by one."""
 
@@ -39,6 +39,7 @@ WORD = re.compile(r"[^ \xa0]+")
 
 def portable(svg: str) -> str:
     """The picture without fonts from elsewhere, every word at its own place."""
+    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code", "monospace").replace("monospace, monospace", "monospace")
     return TEXT.sub(_words, svg)

@@ -320,7 +320,7 @@ class LaunchScreen(BaseScreen):
         except TunedeckError as error:
             self.refuse(error)
             return
-        self.say(f"{name} is number {place} in the queue")
+        self.say(f"{name} is number {place} in the queue, which 4 shows")
 
     def do_copy(self) -> None:
         """Copy the command."""

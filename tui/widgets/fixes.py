@@ -22,8 +22,21 @@ class FixLine(NamedTuple):
 def fix_lines(advice: Advice, width: int) -> list[FixLine]:
     """Every suggestion with its changes and its reasons."""
     return [
-        FixLine(part, suggestion) for content, suggestion in _lines(advice) for part in content.wrap(max(16, width - 1))
+        FixLine(part, suggestion) for content, suggestion in _lines(advice) for part in _wrapped(content, width - 1)
     ]
+
+
+def _wrapped(content: Content, width: int) -> Iterator[Content]:
+    """The content in lines, those after the first indented like what belongs to a number."""
+    first, *rest = content.wrap(max(16, width))
+    yield first
+    if rest:
+        after = content[len(first.plain) :]
+        yield from (Content.assemble("  ", line) for line in _stripped(after).wrap(max(16, width - 2)))
+
+
+def _stripped(content: Content) -> Content:
+    return content[len(content.plain) - len(content.plain.lstrip()) :]
 
 
 def _lines(advice: Advice) -> Iterator[tuple[Content, Suggestion | None]]:
