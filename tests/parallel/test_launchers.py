@@ -103,7 +103,7 @@ def test_torchrun_starts_one_run_and_restarts_it_after_a_killed_rank_and_srun_go
     assert the_run(tmp_path) == place
     told = events(place)
     assert [event["world_size"] for event in of_kind(told, "run_started")] == [2, 2]
-    assert [event["code"] for event in of_kind(told, "warning") if event["code"] != "device"][-1] == "restarted"
+    assert "restarted" in [event["code"] for event in of_kind(told, "warning")]
     assert of_kind(told, "resumed")[0]["step"] >= 5
     assert summarise(place).status == "done" and summarise(place).step == 30
 
@@ -122,7 +122,7 @@ def test_a_killed_rank_0_takes_its_run_up_again(tmp_path: Path, torchrun: subpro
     os.kill(pids_of_ranks(torchrun)[0], signal.SIGKILL)
     assert torchrun.wait(timeout=LIMIT_SECONDS) == 0
     told = events(the_run(tmp_path))
-    assert [event["text"] for event in of_kind(told, "warning")][-1].startswith("torchrun started the ranks again")
+    assert any(event["text"].startswith("torchrun started the ranks again") for event in of_kind(told, "warning"))
     assert summarise(place).status == "done" and summarise(place).step == 30
 
 

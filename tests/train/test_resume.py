@@ -103,7 +103,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(undisturbed, tm
     optimizer.write_bytes(bytes(flipped))
     code, events = train(place, resume=True)
     assert code == 0
-    assert of_kind(events, "warning")[-1]["code"] == "damaged_checkpoint"
+    assert "damaged_checkpoint" in [event["code"] for event in of_kind(events, "warning")]
     assert of_kind(events, "resumed")[-1]["step"] < newest.step
     assert_same(place, undisturbed)
 
