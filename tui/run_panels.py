@@ -191,7 +191,10 @@ def _bytes(count: float | None) -> str:
 def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, draw: Draw) -> list[Content]:
     capacity = predicted.get("capacity_bytes")
     lines = []
-    for name, count in (("peak predicted", predicted.get("peak_bytes")), ("peak measured", measured.get("peak_bytes"))):
+    peaks = [("peak planned", predicted.get("peak_bytes")), ("peak measured", measured.get("peak_bytes"))]
+    if measured.get("predicted"):
+        peaks.insert(1, ("peak predicted", measured["predicted"]["peak_bytes"]))
+    for name, count in peaks:
         value = _bytes(count)
         if count is None or not capacity:
             lines.append(_row(name, value))

@@ -59,23 +59,37 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run will hold in memory, phase by phase. Exit code 3 when it does not fit."""
-    from engine.budget.lookup import find_architecture
     from engine.budget.plan import make_plan
-    from engine.budget.preflight import warnings_of
 
     spec = _resolve(profile, recipe, sets)
     if exact:
+        _warn(spec, simulated=True)
         _exactly(spec, as_json)
         return
     planned = make_plan(spec)
-    for warning in warnings_of(find_architecture(spec), spec):
-        sys.stderr.write(f"tunedeck: {warning}\n")
+    _warn(spec)
     if as_json:
         typer.echo(json.dumps(planned.as_json(), indent=2))
     else:
         _print_plan(planned, spec)
     if planned.verdict == "does_not_fit":
         raise typer.Exit(3)
+
+
+def _warn(spec: RunSpec, *, simulated: bool = False) -> None:
+    """Print what preflight has to say; of an architecture that can only be simulated it knows nothing."""
+    from engine.budget.lookup import find_architecture
+    from engine.budget.preflight import warnings_of
+    from engine.errors import UnknownArchitectureError
+
+    try:
+        arch = find_architecture(spec)
+    except UnknownArchitectureError:
+        if simulated:
+            return
+        raise
+    for warning in warnings_of(arch, spec):
+        sys.stderr.write(f"tunedeck: {warning}\n")
 
 
 def _exactly(spec: RunSpec, as_json: bool) -> None:
