@@ -108,9 +108,9 @@ def capacity_cost(job: Job, folder: Path, rounds: int) -> list[float]:
     """Of each round: seconds that running out of memory added to a step, over those of the micro-batch that failed."""
     shop, costs = Shop(job, folder), []
     with shop.open() as bench:
-        shop.transaction.peak_bytes = 0
+        shop.transaction.work.peak_bytes = 0
         shop.step()
-        static, peak = bench.parts.static_bytes, shop.transaction.peak_bytes
+        static, peak = bench.parts.static_bytes, shop.transaction.work.peak_bytes
         tight = ROOMY_BYTES - int(static + 0.6 * (peak - static))
         for _ in range(rounds):
             shop.count.hold(0)

@@ -11,7 +11,7 @@ from engine.train.costbudget import CostBudget
 from engine.train.failure import attempt
 from engine.train.journal import Journal
 from engine.train.ladder import LIFTS, Standing
-from engine.train.transaction import Parts
+from engine.train.parts import Parts
 
 
 class Growth:

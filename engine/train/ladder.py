@@ -21,7 +21,7 @@ from engine.train.microbatch import MicroBatch
 from engine.train.optimizer import StepGuard
 
 if TYPE_CHECKING:
-    from engine.train.transaction import Parts
+    from engine.train.parts import Parts
 
 SMALLEST_CHUNK_TOKENS = 16
 SHORTEST_TOKENS = 16

@@ -33,10 +33,11 @@ from engine.train.ladder import Remedy
 from engine.train.measure import UNPLANNED, Peak, measured, miss
 from engine.train.oom_report import as_it_stands
 from engine.train.optimizer import set_learning_rates
+from engine.train.parts import Backoff
 from engine.train.reserve import HostReserve
 from engine.train.run_state import Best, RunState, fill_checkpoint, restore, settings
 from engine.train.setup import Bench
-from engine.train.transaction import Backoff, RolledBackTooFar, StepOutcome, StepTransaction
+from engine.train.transaction import RolledBackTooFar, StepOutcome, StepTransaction
 from engine.train.watchdog import Watchdog
 
 GPU_SECONDS = 10.0
@@ -182,7 +183,7 @@ class Training:
         step = self.state.step + 1
         rate = set_learning_rates(self.parts.optimizer, self.bench.schedule.factor(step))
         samples = self.bench.order.step(step)
-        self.transaction.peak_bytes = 0
+        self.transaction.work.peak_bytes = 0
         try:
             with self.watchdog.step(step):
                 outcome = self.transaction.run(step, samples)
@@ -202,7 +203,7 @@ class Training:
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
 
     def _note_peak(self, outcome: StepOutcome) -> None:
-        peak_bytes, dearest = self.transaction.peak_bytes, outcome.dearest
+        peak_bytes, dearest = self.transaction.work.peak_bytes, outcome.dearest
         if dearest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
             return
         parts = self.parts
@@ -232,7 +233,7 @@ class Training:
             largest_micro_batch=outcome.micro_batch_rows,
             allocated_bytes=memory.allocated_bytes,
             reserved_bytes=memory.reserved_bytes,
-            peak_bytes=self.transaction.peak_bytes,
+            peak_bytes=self.transaction.work.peak_bytes,
             skipped=not outcome.applied,
             samples=outcome.samples,
             budget=self.parts.budget.budget_bytes,

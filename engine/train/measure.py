@@ -19,7 +19,7 @@ from engine.model.config import model_config_dict
 from engine.spec.run import RunSpec
 from engine.train.holdings import bytes_of
 from engine.train.optimizer import state_tensors
-from engine.train.transaction import Parts
+from engine.train.parts import Parts
 
 MISS = 0.05
 """Share of the peak by which a prediction may be wrong before it is worth a warning."""

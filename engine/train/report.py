@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.device.base import Device
 from engine.train.journal import Journal
 from engine.train.oom_report import OomReports
-from engine.train.transaction import Backoff
+from engine.train.parts import Backoff
 
 
 def reporter(journal: Journal, device: Device, reports: OomReports | None = None) -> Callable[[Backoff], None]:

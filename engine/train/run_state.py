@@ -20,8 +20,8 @@ from engine.train.checkpoint import Checkpoint
 from engine.train.costbudget import CostBudget
 from engine.train.ladder import Standing
 from engine.train.optimizer import state_tensors
+from engine.train.parts import Parts
 from engine.train.scaler import LossScaler
-from engine.train.transaction import Parts
 
 BUFFERS = "buffers.safetensors"
 """Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""

@@ -30,12 +30,12 @@ from engine.train.journal import Journal
 from engine.train.ladder import Remedy
 from engine.train.oom_report import as_it_stands, avoidance, in_words
 from engine.train.optimizer import StepGuard, allocate_state, build_optimizer
+from engine.train.parts import Backoff, Parts
 from engine.train.pricing import Pricing, price, with_remedies
 from engine.train.rollback import Rollback
 from engine.train.run_state import Identity
 from engine.train.scaler import LossScaler
 from engine.train.schedule import Schedule
-from engine.train.transaction import Backoff, Parts
 
 
 @dataclass

@@ -17,8 +17,9 @@ from engine.device.metered import MeteredDevice
 from engine.parallel.ranks import Ranks
 from engine.spec.run import RunSpec
 from engine.train.journal import Journal
+from engine.train.parts import Backoff
 from engine.train.setup import Bench, set_up
-from engine.train.transaction import Backoff, StepTransaction
+from engine.train.transaction import StepTransaction
 from tests.train.harness import make_spec, write_samples
 
 SAMPLES = "samples.jsonl"
@@ -57,7 +58,7 @@ class Workbench:
         self.transaction = StepTransaction(self.bench.parts)
         self.transaction.probe(1, self.bench.order.step(1))
         with self.device.host_region():
-            self._weights = [parameter.detach().clone() for parameter in self.transaction.parameters]
+            self._weights = [parameter.detach().clone() for parameter in self.transaction.work.parameters]
             self._state = deepcopy(self.bench.parts.optimizer.state_dict())
             self._knowledge = deepcopy(self.bench.parts.knowledge.as_json())
 
@@ -69,7 +70,7 @@ class Workbench:
         """As it was after set-up."""
         parts = self.bench.parts
         with self.device.host_region(), torch.no_grad():
-            for parameter, first in zip(self.transaction.parameters, self._weights, strict=True):
+            for parameter, first in zip(self.transaction.work.parameters, self._weights, strict=True):
                 parameter.copy_(first)
             for state, first in zip(
                 parts.optimizer.state.values(), self._state["state"].values(), strict=True
@@ -84,7 +85,7 @@ class Workbench:
         """Take the first steps; returns losses, norms and the weights after them."""
         outcomes = [self.transaction.run(step, self.bench.order.step(step)) for step in range(1, STEPS + 1)]
         with self.device.host_region():
-            weights = torch.cat([p.detach().double().view(-1) for p in self.transaction.parameters])
+            weights = torch.cat([p.detach().double().view(-1) for p in self.transaction.work.parameters])
         return {
             "losses": [outcome.loss for outcome in outcomes],
             "norms": [outcome.grad_norm for outcome in outcomes],

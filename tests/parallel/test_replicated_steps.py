@@ -36,7 +36,7 @@ def uneven_devices(ranks: Ranks, folder: Path) -> Any:
         tables = {**FULL, "train": {"micro_batch": rows}}
         work = Workbench(folder, ranks, tables)
         work.steps()
-        peaks.append(work.transaction.peak_bytes)
+        peaks.append(work.transaction.work.peak_bytes)
         work.close()
     tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
     work = Workbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
@@ -61,7 +61,7 @@ def planned_memory(ranks: Ranks, folder: Path) -> Any:
         plan = price(spec_of(folder, ranks.size, tables), longest).plan
         assert plan is not None
         work.steps()
-        found[name] = plan.peak_bytes, work.transaction.peak_bytes
+        found[name] = plan.peak_bytes, work.transaction.work.peak_bytes
         work.close()
     return found
 

@@ -149,9 +149,9 @@ def test_a_remedy_that_a_neighbour_forced_is_lifted_when_it_has_gone(tmp_path, s
                 return outcome.micro_batches
 
             assert step(1) == 1
-            roomy, parts.budget.budget_bytes, transaction.peak_bytes = parts.budget.budget_bytes, 1, 0
+            roomy, parts.budget.budget_bytes, transaction.work.peak_bytes = parts.budget.budget_bytes, 1, 0
             assert step(2) == 4
-            shared.hold(int(parts.device.capacity_bytes - 0.95 * transaction.peak_bytes))
+            shared.hold(int(parts.device.capacity_bytes - 0.95 * transaction.work.peak_bytes))
             parts.budget.budget_bytes = roomy
             assert step(3) == 4
             assert parts.loaded.checkpointing
@@ -185,7 +185,7 @@ def squeezed(tmp_path, shared):
             growth.after_step(number, clean=not transaction.failures)
 
         step()
-        shared.hold(int(bench.parts.device.capacity_bytes - 0.95 * transaction.peak_bytes))
+        shared.hold(int(bench.parts.device.capacity_bytes - 0.95 * transaction.work.peak_bytes))
         step()
         assert bench.parts.guard.host_state.on
         yield bench.parts, step
