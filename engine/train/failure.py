@@ -19,6 +19,7 @@ from typing import TypeVar
 from engine.device.base import Device
 from engine.device.oom import classify, flush_autograd
 from engine.errors import MemoryExhaustedError
+from engine.parallel.joint import Joint, PeerFailedError
 from engine.train.holdings import Holdings
 
 T = TypeVar("T")
@@ -43,12 +44,30 @@ class Failure:
 
 
 def attempt(
-    action: Callable[[], None], device: Device, phase: Callable[[], str], stock: Callable[[], Holdings] | None = None
+    action: Callable[[], None],
+    device: Device,
+    phase: Callable[[], str],
+    stock: Callable[[], Holdings] | None = None,
+    joint: Joint | None = None,
 ) -> Failure | None:
     """Run `action`; None when it went through, a Failure when memory ran out. Every other exception passes through.
 
-    `stock` is asked who holds the memory while it is still held.
+    `stock` is asked who holds the memory while it is still held. With `joint` the action holds collectives that vote,
+    and ends early, without a Failure, where another rank has one.
     """
+    try:
+        failure = _attempt(action, device, phase, stock)
+    except PeerFailedError as error:
+        _clear_frames(error)
+        return None
+    if joint is not None:
+        joint.close(failure is not None)
+    return failure
+
+
+def _attempt(
+    action: Callable[[], None], device: Device, phase: Callable[[], str], stock: Callable[[], Holdings] | None
+) -> Failure | None:
     try:
         action()
     except (RuntimeError, MemoryError, OSError) as error:

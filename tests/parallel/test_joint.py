@@ -1,0 +1,65 @@
+"""A rank that fails on its way to a collective is heard by those who would have waited in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.device.metered import MeteredDevice
+from engine.parallel.joint import Joint
+from engine.parallel.ranks import Ranks
+from engine.train.failure import attempt
+from tests.parallel.crew import run_crew
+
+
+def rounds_of(ranks: Ranks, joint: Joint, failing: dict[int, int]) -> Callable[[list[int]], None]:
+    """Three collectives; on rank r the failing[r]-th allocates too much, the fourth being after the last of them."""
+
+    def work(done: list[int]) -> None:
+        for number in range(1, 5):
+            size = 2**20 if failing.get(ranks.rank) == number else 1
+            here = torch.ones(size)
+            if number < 4:
+                joint.vote()
+                dist.all_reduce(here[:1])
+                done.append(int(here[0]))
+
+    return work
+
+
+def failures(ranks: Ranks, _folder: Path) -> Any:
+    device, found = MeteredDevice(2**20), []
+    with device.activate():
+        with device.host_region():
+            joint = Joint()
+        for failing in ({}, {1: 1}, {0: 2}, {1: 4}, {0: 3, 1: 3}, {0: 4, 1: 1}, {}):
+            done: list[int] = []
+            work = rounds_of(ranks, joint, failing)
+            failure = attempt(lambda work=work, done=done: work(done), device, lambda: "trying", joint=joint)  # type: ignore[misc]
+            found.append((failure is not None, len(done), device.memory().allocated_bytes))
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_crew([failures], tmp_path_factory.mktemp("joint"))["failures"]
+
+
+def test_only_the_rank_that_ran_out_of_memory_has_a_failure(seen: list[Any]) -> None:
+    first, second = ([failed for failed, _, _ in rank] for rank in seen)
+    assert first == [False, False, True, False, True, False, False]
+    assert second == [False, True, False, True, True, True, False]
+
+
+def test_all_ranks_stop_at_the_same_collective(seen: list[Any]) -> None:
+    for rank in seen:
+        assert [done for _, done, _ in rank] == [3, 0, 1, 3, 2, 0, 3]
+
+
+def test_nothing_of_an_attempt_that_a_peer_ended_stays_allocated(seen: list[Any]) -> None:
+    assert [held for rank in seen for _, _, held in rank] == [0] * 14
