@@ -9,6 +9,7 @@ Try: `python -c "from engine.device.oom import classify; print(classify(MemoryEr
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,3 +138,11 @@ def flush_autograd() -> None:
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True).add(0))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the locals of every frame that the error, or one it was raised during, passed through."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__context__

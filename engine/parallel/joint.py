@@ -2,54 +2,77 @@
 
 A rank that runs out of memory never reaches the collective its peers stand in. So every rank votes on the host after
 it has allocated what the collective needs and before it launches it, and one that failed, wherever that was, votes so
-in their place: the failure arrives on all ranks at the same collective, and none is left waiting in one. At the end of
-a stretch of work that holds such collectives everyone votes once more, for a failure after the last of them.
+in its place: the failure arrives on all ranks at the same collective, and none is left waiting in one. At the end of a
+stretch of work that holds such collectives everyone votes once more, for a failure after the last of them. What failed
+is told afterwards (`engine.train.agreement`).
 
-What is done about a failure is `engine.train`'s affair. Try: `pytest tests/parallel/test_joint.py`
+The flag is four bytes that are allocated once: a vote cannot fail for want of memory, and it is bounded in time like
+all talk on the host. Try: `pytest tests/parallel/test_joint.py`
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 
-from engine.parallel.votes import losing_a_rank_ends_it
+from engine.device.oom import forget_frames
+from engine.parallel.votes import LostRankError, losing_a_rank_ends_it
 
 
 class PeerFailedError(Exception):
-    """Another rank failed, and said so: the attempt is over here, too. Its details travel in a vote of their own."""
+    """Another rank failed before the collective that this one was about to launch."""
 
 
 class Joint:
-    """The ranks that launch collectives together. All of them cast the same votes in the same order."""
+    """Ranks that launch collectives together; all of them cast the same votes in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: of gloo; by default the one all ranks are in. Its time limit bounds how long a vote waits. Make it
-        in the device's host region, or the first vote counts as an allocation."""
-        self._group = group
-        self._word = torch.zeros(1, dtype=torch.int32)
-        # The same memory: to read and to write it is no operation of torch, which could fail.
-        self._here = self._word.numpy()
+    def __init__(
+        self, group: dist.ProcessGroup, host_region: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """`group`: of gloo; its time limit bounds how long a vote waits. `host_region`: the device's."""
+        self.group = group
+        # Whatever is made there is never counted, so a vote need not be in it.
+        with host_region():
+            self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag_here = self._flag.numpy()
         self.votes = 0
-        """How many were cast so far."""
+        """Cast so far."""
 
-    def vote(self, failed: bool = False) -> None:
-        """Tell the others whether this rank failed, and hear whether any did. Allocates nothing.
+    def ready(self) -> None:
+        """This rank is ready for the next collective. Allocates nothing.
 
         Raises:
-            PeerFailedError: at least one rank failed, this one or another.
-            LostRankError: a rank did not vote within the group's time limit.
+            PeerFailedError: another rank is not, and will not take part in it.
+            LostRankError: another rank does not answer within the group's time limit.
         """
-        self.votes += 1
-        self._here[0] = failed
-        with losing_a_rank_ends_it():
-            dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=self._group)
-        if self._here[0]:
-            raise PeerFailedError("another rank ran out of memory")
+        if self._any_failed(here=False):
+            raise PeerFailedError("another rank failed")
 
-    def close(self, failed: bool) -> None:
-        """The last vote of a stretch of work: on ranks that failed in it, and on those that came to its end."""
+    def together(self, action: Callable[[], None]) -> bool:
+        """Run `action`, whose collectives are preceded by `ready`, on all ranks; whether it went through everywhere.
+
+        What it raises here is raised here, once the others know; where another rank failed the answer is False, and
+        nothing of the attempt is kept alive.
+        """
         try:
-            self.vote(failed)
-        except PeerFailedError:
-            return
+            action()
+            self.ready()
+        except PeerFailedError as error:
+            forget_frames(error)
+            return False
+        except LostRankError:
+            raise
+        except Exception:
+            self._any_failed(here=True)
+            raise
+        return True
+
+    def _any_failed(self, *, here: bool) -> bool:
+        self._flag_here[0] = here
+        with losing_a_rank_ends_it():
+            dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group)
+        self.votes += 1
+        return bool(self._flag_here[0])

@@ -10,16 +10,14 @@ redone is `engine.train.transaction`'s affair.
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.device.base import Device
-from engine.device.oom import classify, flush_autograd
+from engine.device.oom import classify, flush_autograd, forget_frames
 from engine.errors import MemoryExhaustedError
-from engine.parallel.joint import Joint, PeerFailedError
 from engine.train.holdings import Holdings
 
 T = TypeVar("T")
@@ -44,30 +42,12 @@ class Failure:
 
 
 def attempt(
-    action: Callable[[], None],
-    device: Device,
-    phase: Callable[[], str],
-    stock: Callable[[], Holdings] | None = None,
-    joint: Joint | None = None,
+    action: Callable[[], None], device: Device, phase: Callable[[], str], stock: Callable[[], Holdings] | None = None
 ) -> Failure | None:
     """Run `action`; None when it went through, a Failure when memory ran out. Every other exception passes through.
 
-    `stock` is asked who holds the memory while it is still held. With `joint` the action holds collectives that vote,
-    and ends early, without a Failure, where another rank has one.
+    `stock` is asked who holds the memory while it is still held.
     """
-    try:
-        failure = _attempt(action, device, phase, stock)
-    except PeerFailedError as error:
-        _clear_frames(error)
-        return None
-    if joint is not None:
-        joint.close(failure is not None)
-    return failure
-
-
-def _attempt(
-    action: Callable[[], None], device: Device, phase: Callable[[], str], stock: Callable[[], Holdings] | None
-) -> Failure | None:
     try:
         action()
     except (RuntimeError, MemoryError, OSError) as error:
@@ -80,7 +60,7 @@ def _attempt(
             kind, phase(), found.requested_bytes, memory.allocated_bytes, memory.reserved_bytes, found.text,
             stock() if stock else None,
         )  # fmt: skip
-        _clear_frames(error)
+        forget_frames(error)
         return failure
     return None
 
@@ -107,14 +87,6 @@ def retried(
         f"{'out of memory' if failure.kind == 'device' else 'host memory ran out'} in {phase}: {failure.text}",
         fix="close other programs that hold memory, or use a profile with more of it",
     )
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Drop the locals of every frame that the error, or one it was raised during, passed through."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__context__
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def rounds_of(ranks: Ranks, joint: Joint, failing: dict[int, int]) -> Callable[[
             size = 2**20 if failing.get(ranks.rank) == number else 1
             here = torch.ones(size)
             if number < 4:
-                joint.vote()
+                joint.ready()
                 dist.all_reduce(here[:1])
                 done.append(int(here[0]))
 
@@ -35,12 +35,11 @@ def rounds_of(ranks: Ranks, joint: Joint, failing: dict[int, int]) -> Callable[[
 def failures(ranks: Ranks, _folder: Path) -> Any:
     device, found = MeteredDevice(2**20), []
     with device.activate():
-        with device.host_region():
-            joint = Joint()
+        joint = Joint(dist.group.WORLD, device.host_region)
         for failing in ({}, {1: 1}, {0: 2}, {1: 4}, {0: 3, 1: 3}, {0: 4, 1: 1}, {}):
             done: list[int] = []
             work = rounds_of(ranks, joint, failing)
-            failure = attempt(lambda work=work, done=done: work(done), device, lambda: "trying", joint=joint)  # type: ignore[misc]
+            failure = attempt(lambda: joint.together(lambda: work(done)), device, lambda: "trying")  # noqa: B023
             found.append((failure is not None, len(done), device.memory().allocated_bytes))
     return found
 
