@@ -38,8 +38,12 @@ SEED_MIXED_IN = 0x7E57
 """Keeps the stream of initial weights apart from other uses of train.seed."""
 
 
-def load_model(spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+def load_model(
+    spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase, place: torch.device | None = None
+) -> LoadedModel:
     """Load the base, add adapters or freeze, switch on checkpointing. Call it inside `device.activate()`.
+
+    The weights go to `place`, by default to the device. On "meta" nothing is read and nothing takes memory.
 
     Raises:
         UsageError: not a causal language model, no weights, patterns that match nothing, a tokenizer too large.
@@ -51,11 +55,12 @@ def load_model(spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase
     precision = choose_precision(recipe.model, recipe.method, config.model_type, device)
     attention = resolve_attention(config, recipe.model.attention, device, precision.compute)
     with seeded(recipe.train.seed, device):
-        model = _base(spec, start, config, precision, attention, device)
+        model = _base(spec, start, config, precision, attention, device, place or device.torch_device)
         check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0])
         loaded = assemble(spec, start, config, model, device, precision, attention)
     loaded.tokenizer = tokenizer
-    device.adopt([*loaded.model.parameters(), *loaded.model.buffers()])
+    if place is None:
+        device.adopt([*loaded.model.parameters(), *loaded.model.buffers()])
     return loaded
 
 
@@ -109,27 +114,33 @@ def _made_here(spec: RunSpec, start: Starting) -> bool:
 
 
 def _base(
-    spec: RunSpec, start: Starting, config: PreTrainedConfig, precision: Precision, attention: str, device: Device
+    spec: RunSpec,
+    start: Starting,
+    config: PreTrainedConfig,
+    precision: Precision,
+    attention: str,
+    device: Device,
+    place: torch.device,
 ) -> PreTrainedModel:
     if spec.recipe.model.quantize == "nf4":
         return _nf4(spec, start, config, precision, attention, device)
-    if _made_here(spec, start):
-        with device.torch_device:
+    if _made_here(spec, start) or place.type == "meta":
+        with place:
             return auto_class(config).from_config(
                 config,
                 dtype=precision.weights,
                 attn_implementation=attention,
                 trust_remote_code=spec.limits.trust_remote_code,
             )
-    return _pretrained(spec, start, config, {"dtype": precision.weights, "attn_implementation": attention}, device)
+    return _pretrained(spec, start, config, {"dtype": precision.weights, "attn_implementation": attention}, place)
 
 
 def _pretrained(
-    spec: RunSpec, start: Starting, config: PreTrainedConfig, options: dict[str, Any], device: Device
+    spec: RunSpec, start: Starting, config: PreTrainedConfig, options: dict[str, Any], place: torch.device
 ) -> PreTrainedModel:
     _expect_safetensors(start)
-    if device.torch_device.type != "cpu":
-        options["device_map"] = {"": device.torch_device}
+    if place.type != "cpu":
+        options["device_map"] = {"": place}
     try:
         model, report = auto_class(config).from_pretrained(
             start.base,
@@ -201,7 +212,7 @@ def _nf4(
         bnb_4bit_compute_dtype=precision.compute,
     )
     options = {"dtype": precision.weights, "attn_implementation": attention, "quantization_config": four_bits}
-    return _pretrained(spec, start, config, options, device)
+    return _pretrained(spec, start, config, options, device.torch_device)
 
 
 def _what_learns(spec: RunSpec, start: Starting, model: PreTrainedModel) -> tuple[Any, Coverage]:

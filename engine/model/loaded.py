@@ -19,6 +19,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -60,6 +61,8 @@ class LoadedModel:
     """Sentences the user should see before the run starts."""
     checkpointing: bool = False
     """Whether activations are recomputed in backward."""
+    parts: dict[str, Parameter] | None = None
+    """Where weights are spread over ranks: what this rank holds of each parameter that learns, by its plain name."""
     sees_padding: bool = True
     """Whether padding on the right could change what a token before it becomes; see `attention.looks_ahead`."""
 
@@ -85,11 +88,18 @@ class LoadedModel:
         return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns))
 
     def trainable(self) -> list[tuple[str, Parameter]]:
-        """(name, parameter) of all that learns, in the model's order, tied weights once.
+        """(name, parameter) of all that learns, in the model's order, tied weights once; parts of them where weights
+        are spread over ranks.
 
         Names are the base model's, without peft's wrapping: "model.layers.0.self_attn.q_proj.lora_A.weight".
         """
+        if self.parts is not None:
+            return list(self.parts.items())
         return [(plain_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def held(self) -> list[tuple[str, Tensor]]:
+        """(name, tensor) of every parameter, as far as it is held here."""
+        return [(name, part_here(parameter)) for name, parameter in self.model.named_parameters()]
 
     def trainable_state(self) -> dict[str, Tensor]:
         """Name = the live tensor of all that learns, detached; not copied."""
@@ -183,6 +193,11 @@ class LoadedModel:
             raise _other_parameters(folder, set(source), set(target))
         for name, tensor in source.items():
             _copy(target[name], tensor, name)
+
+
+def part_here(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be spread over ranks."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_name(name: str) -> str:

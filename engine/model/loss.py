@@ -54,14 +54,22 @@ class LossFunction:
         self.chunk_tokens = chunk_tokens
         """Tokens whose logits exist at once in "chunked" and torch's "fused"; may be lowered at any time."""
         self.offload = ActivationOffload(loaded)
+        self.through: Callable[[Batch], Tensor] = self.compute
+        """What a call goes through: where weights are spread over ranks, the module that gathers them around it."""
+        self.score: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
+        """The same for the head alone."""
 
     def __call__(self, batch: Batch) -> Tensor:
         """Sum over target tokens; divide by their number over the whole step, then call backward."""
+        return self.through(batch)
+
+    def compute(self, batch: Batch) -> Tensor:
+        """The loss, with all weights there."""
         with autocast(self.loaded), self.offload.saving():
             hidden_NH, targets_N = self._hidden_at_targets(batch)
             if targets_N.numel() == 0:
                 return hidden_NH.float().sum()
-            return self._sum(hidden_NH, targets_N)
+            return self.score(hidden_NH, targets_N)
 
     def _hidden_at_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states whose next token is a target, and those targets.
@@ -77,7 +85,8 @@ class LossFunction:
         position_N = index_N + index_N // max(1, hidden_BSH.shape[1] - 1)
         return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
-    def _sum(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+    def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+        """From hidden states at the targets, with the head's weights there."""
         head, smoothing = self.head, self.label_smoothing
         if self.implementation == "plain":
             return token_losses(head.logits(hidden_NH), targets_N, smoothing).sum()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.parallel.joint import Joint
 from engine.parallel.meeting import fresh_store
 from engine.parallel.votes import Ballot, LostRankError, losing_a_rank_ends_it
 
@@ -63,6 +64,11 @@ class Ranks:
             return [value]
         with self.host_region():
             return self.ballot.cast(value)
+
+    def joint(self) -> Joint:
+        """Votes of one flag among all ranks, for collectives that a rank may be unable to take part in."""
+        assert self.ballot is not None
+        return Joint(self.ballot.group, self.host_region)
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value. Raises LostRankError."""

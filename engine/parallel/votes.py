@@ -49,7 +49,7 @@ class Ballot:
     """A gloo group and the buffers of its votes. All ranks of the group call `cast` in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self._sent = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
         self._received = torch.zeros(SLOT_BYTES * group.size(), dtype=torch.uint8)
         self._sent_bytes = self._sent.numpy()
@@ -68,7 +68,7 @@ class Ballot:
         self._sent_bytes[:HEADER_BYTES] = np.frombuffer(len(text).to_bytes(HEADER_BYTES, "little"), np.uint8)
         self._sent_bytes[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
         with losing_a_rank_ends_it():
-            _all_gather(self._received, self._sent, group=self._group)
+            _all_gather(self._received, self._sent, group=self.group)
         return [_read(slot.tobytes()) for slot in self._received_bytes]
 
 

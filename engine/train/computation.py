@@ -57,7 +57,10 @@ class StepComputation:
         began = time.perf_counter()
         total = torch.zeros((), dtype=torch.float32, device=self.parts.device.torch_device)
         for group in plan:
-            total += self._micro_batch(step, samples, group, target_tokens)
+            if group.members:
+                total += self._micro_batch(step, samples, group, target_tokens)
+            else:
+                self._stand_in(step)
         self.in_flight = None
         if self.parts.ranks.size == 1:
             self._loss_here = total
@@ -69,10 +72,12 @@ class StepComputation:
     def meet(self, _plan: list[MicroBatch]) -> None:
         """Make the gradients of all ranks ready to be summed: room for those that only other ranks have."""
         self.phase = "reduce"
-        assert self.parts.gradient_sum is not None
-        missing = self.parts.gradient_sum.agree()
+        missing = self.parts.gradient_sum.agree() if self.parts.gradient_sum else []
         self.mean_loss = sum(self.parts.ranks.tell(self.mean_loss))
-        self.parts.gradient_sum.fill(missing)
+        if self.parts.sharded:
+            self.parts.sharded.meet()
+        if self.parts.gradient_sum:
+            self.parts.gradient_sum.fill(missing)
 
     def sum_and_clip(self, _plan: list[MicroBatch]) -> None:
         """Gradients of all ranks into one sum, and that clipped; the step's loss and norm are known from here on."""
@@ -97,6 +102,8 @@ class StepComputation:
         self._loss_here = None
         for parameter in self.parameters:
             parameter.grad = None
+        if self.parts.sharded:
+            self.parts.sharded.drop_gradients()
 
     def _micro_batch(
         self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int
@@ -117,6 +124,19 @@ class StepComputation:
         parts.budget.record_success(group.cost_bytes, max(0, peak_bytes - parts.static_bytes))
         return loss.detach()
 
+    def _stand_in(self, step: int) -> None:
+        """A micro-batch that counts for nothing: others have one more than this rank, and gathering takes everybody."""
+        parts = self.parts
+        assert parts.sharded is not None
+        self.phase, self.in_flight = "forward", None
+        batch = self._load(parts.data.lengths.argmin(keepdims=True))
+        parts.sharded.standing_in = True
+        try:
+            with keyed(self._dropouts, seed=parts.seed, step=step, sample_ids=batch.sample_ids):
+                (0.0 * parts.loss(batch)).backward()
+        finally:
+            parts.sharded.standing_in = False
+
     def _load(self, indices: NDArray[np.int64]) -> Batch:
         began = time.perf_counter()
         with self.parts.device.host_region():
@@ -131,6 +151,16 @@ class StepComputation:
         if self.parts.scaler.scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / self.parts.scaler.scale)
         norm = torch.nn.utils.get_total_norm(gradients)
+        if self.parts.sharded:
+            return self._clip_parts(gradients, self.parts.sharded.norm(float(norm)))
         if self.parts.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.parts.max_grad_norm, norm)
         return float(norm)
+
+    def _clip_parts(self, gradients: list[torch.Tensor], norm: float) -> float:
+        """The same for a rank's parts of gradients whose norm as a whole is `norm`."""
+        most = self.parts.max_grad_norm
+        if most and norm > most and gradients:
+            # The small number is torch's, in clip_grads_with_norm_.
+            torch._foreach_mul_(gradients, most / (norm + 1e-6))
+        return norm

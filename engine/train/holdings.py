@@ -33,7 +33,7 @@ class Holdings:
 
 def holdings(loaded: LoadedModel, guard: StepGuard, device: Device) -> Holdings:
     """What is held now. Allocates nothing on the device."""
-    named = list(loaded.model.named_parameters())
+    named = loaded.held()
     learning = loaded.trainable()
     state = [] if guard.host_state.on else list(state_tensors(guard.optimizer, learning))
     gradients = [(f"gradient of {name}", p.grad) for name, p in learning if p.grad is not None]

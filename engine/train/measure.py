@@ -47,13 +47,12 @@ def measured(parts: Parts, peak: Peak | None) -> dict[str, Any]:
     """
     trainable = parts.loaded.trainable()
     on_host = parts.guard.host_state.on
-    learns = {id(parameter) for _, parameter in trainable}
     adapters = bytes_of(parameter for name, parameter in trainable if "lora_" in name)
     components = {
-        "weights": bytes_of(parts.loaded.model.parameters()) - adapters,
+        "weights": bytes_of(tensor for _, tensor in parts.loaded.held()) - adapters,
         "adapters": adapters,
         "optimizer": 0 if on_host else bytes_of(tensor for _, tensor in state_tensors(parts.optimizer, trainable)),
-        "gradients": bytes_of(p for p in parts.loaded.model.parameters() if id(p) in learns),
+        "gradients": bytes_of(p for _, p in trainable),
     }
     peak_bytes = peak.peak_bytes if peak else 0
     components["activations"] = max(0, peak_bytes - sum(components.values()))

@@ -35,6 +35,10 @@ class MicroBatch:
         return len(self.members)
 
 
+STAND_IN = MicroBatch((), 0, 0)
+"""Takes the place of a micro-batch on a rank that has fewer of them than others."""
+
+
 def plan_micro_batches(lengths: Sequence[int] | NDArray[np.int32], cost: Cost, budget_bytes: int) -> list[MicroBatch]:
     """Cut sequences of `lengths` tokens into micro-batches that cost at most `budget_bytes` each, dearest first.
 

@@ -14,8 +14,10 @@ from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
+from engine.parallel.joint import Joint
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.reduce import GradientSum
+from engine.parallel.sharded import Sharded
 from engine.train.agreement import Knowledge
 from engine.train.costbudget import CostBudget
 from engine.train.failure import Failure
@@ -72,7 +74,11 @@ class Parts:
     """Remedies in force, first to last."""
     ranks: Ranks = ALONE
     gradient_sum: GradientSum | None = None
-    """Over all ranks; None in a run of one process."""
+    """Over ranks that are replicas of each other; None elsewhere."""
+    joint: Joint | None = None
+    """The ranks that launch collectives together within a step's micro-batches; None where there are none."""
+    sharded: Sharded | None = None
+    """The weights where each rank holds a part of them."""
 
     @property
     def knowledge(self) -> Knowledge:

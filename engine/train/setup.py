@@ -23,6 +23,7 @@ from engine.model.loss import LossFunction, make_loss
 from engine.model.tokenizer import load_tokenizer
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.reduce import GradientSum, send_from_first
+from engine.parallel.sharded import Sharded
 from engine.spec.recipe import Train
 from engine.spec.run import RunSpec
 from engine.train.failure import Failure, retried
@@ -36,6 +37,7 @@ from engine.train.rollback import Rollback
 from engine.train.run_state import Identity
 from engine.train.scaler import LossScaler
 from engine.train.schedule import Schedule
+from engine.train.sharding import load_sharded
 
 
 @dataclass
@@ -77,11 +79,15 @@ def set_up(
     def told(failure: Failure, remedy: str, number: int) -> None:
         report(Backoff(0, failure, Remedy(remedy), 0, 0, number))
 
-    loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
+    sharded: Sharded | None = None
+    if ranks.size > 1 and spec.profile.parallel.strategy == "sharded":
+        loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, told)
+    else:
+        loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
     for notice in loaded.notices:
         journal.warn("model", notice)
     gradient_sum = None
-    if ranks.size > 1:
+    if ranks.size > 1 and sharded is None:
         send_from_first(_learned_tensors(loaded))
         gradient_sum = retried(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
     guard = retried(lambda: _guarded_optimizer(recipe.train, loaded, device), "optimizer_state", device, told)
@@ -105,6 +111,8 @@ def set_up(
         report=report,
         ranks=ranks,
         gradient_sum=gradient_sum,
+        joint=sharded.joint if sharded else None,
+        sharded=sharded,
         advise=lambda failure, micro_batch: in_words(
             avoidance(as_it_stands(spec, loaded, loss, guard), failure, micro_batch)
         ),

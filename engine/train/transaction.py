@@ -26,7 +26,7 @@ from engine.train.computation import StepComputation
 from engine.train.failure import ATTEMPTS, Failure, attempt, retried
 from engine.train.holdings import Holdings, holdings
 from engine.train.ladder import Remedy, Situation, choose
-from engine.train.microbatch import MicroBatch, plan_micro_batches
+from engine.train.microbatch import STAND_IN, MicroBatch, plan_micro_batches
 from engine.train.parts import Backoff, Parts
 
 
@@ -85,7 +85,7 @@ class StepTransaction:
             mine,
             [
                 lambda plan: self.work.accumulate(step, mine, plan, max(1, self._targets(samples))),
-                *([self.work.meet] if self.parts.gradient_sum else []),
+                *([self.work.meet] if self.parts.ranks.size > 1 else []),
                 self.work.sum_and_clip,
                 self.work.apply,
             ],
@@ -102,7 +102,7 @@ class StepTransaction:
             samples=0 if overflowed else sum(each["samples"] for each in told),
             data_wait_seconds=self.work.data_wait_seconds,
             applied=not overflowed,
-            dearest=plan[0] if plan else None,
+            dearest=plan[0] if plan and plan[0].members else None,
             overflowed=overflowed,
             ranks=told if self.parts.ranks.size > 1 else [],
         )
@@ -124,7 +124,7 @@ class StepTransaction:
     def _facts(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
         """What this rank says of a finished step."""
         return {
-            "micro_batches": len(plan),
+            "micro_batches": sum(bool(group.members) for group in plan),
             "largest_micro_batch": _most_rows(plan),
             "samples": sum(group.rows for group in plan),
             "busy_seconds": round(self.work.busy_seconds, 4),
@@ -156,7 +156,11 @@ class StepTransaction:
 
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
         parts = self.parts
-        return plan_micro_batches(parts.data.lengths[samples], parts.cost, parts.budget.budget_bytes)
+        plan = plan_micro_batches(parts.data.lengths[samples], parts.cost, parts.budget.budget_bytes)
+        if parts.sharded is None:
+            return plan
+        # Every pass gathers weights on all ranks, so all of them need as many.
+        return plan + [STAND_IN] * (max(parts.ranks.tell(len(plan))) - len(plan))
 
     def _tokens(self, samples: NDArray[np.int64]) -> int:
         return int(self.parts.data.lengths[samples].sum())
@@ -173,7 +177,12 @@ class StepTransaction:
         """Run the stages until one fails on any rank; returns who failed in it."""
         self.work.begin()
         for stage in stages:
-            failure = attempt(lambda stage=stage: stage(plan), self.parts.device, lambda: self.work.phase, self._stock)  # type: ignore[misc]
+            failure = attempt(
+                lambda stage=stage: self._all_through(stage, plan),  # type: ignore[misc]
+                self.parts.device,
+                lambda: self.work.phase,
+                self._stock,
+            )
             if failure is not None:
                 failure = replace(failure, phase=phase_prefix + failure.phase)
             struck = tell_failure(
@@ -182,6 +191,13 @@ class StepTransaction:
             if struck:
                 return struck
         return []
+
+    def _all_through(self, stage: Stage, plan: list[MicroBatch]) -> None:
+        """Run a stage; where ranks launch collectives together in it, so that a failure elsewhere ends it here, too."""
+        if self.parts.joint is None:
+            stage(plan)
+        else:
+            self.parts.joint.together(lambda: stage(plan))
 
     def _report(self, step: int, struck: Sequence[Struck], remedy: Remedy, rows_after: int, number: int) -> None:
         for each in struck:
@@ -234,6 +250,8 @@ class StepTransaction:
     def _put_back(self) -> bool:
         self.work.drop_gradients()
         flush_autograd()
+        if self.parts.sharded:
+            self.parts.sharded.recover()
         self.parts.device.release_cached()
         if not self.parts.guard.restore():
             return False

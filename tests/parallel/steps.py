@@ -21,6 +21,7 @@ from engine.train.parts import Backoff
 from engine.train.setup import Bench, set_up
 from engine.train.transaction import StepTransaction
 from tests.train.harness import make_spec, write_samples
+from tests.train.rig import write_model
 
 SAMPLES = "samples.jsonl"
 STEPS = 2
@@ -34,12 +35,37 @@ def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:
     `eps` is large enough that AdamW does not blow up the rounding of gradients near zero to whole learning rates.
     """
     train = {"micro_batch": 2, "batch_size": 10, "max_steps": 6, "eps": 1e-4, **tables.get("train", {})}
+    asked = tables.get("parallel", {"strategy": "replicated"}) if ranks > 1 else {"strategy": "single"}
+    tables = {name: table for name, table in tables.items() if name != "parallel"}
     spec = make_spec(folder / SAMPLES, memory_gib=1.0, **{**tables, "train": train})
-    parallel = spec.profile.parallel.model_copy(update={"strategy": "replicated" if ranks > 1 else "single"})
+    parallel = spec.profile.parallel.model_copy(update=asked)
     device = spec.profile.device.model_copy(update={"count": ranks})
     return spec.model_copy(
         update={"profile": spec.profile.model_copy(update={"device": device, "parallel": parallel})}
     )
+
+
+def sharded(kind: dict[str, Any], shard: str, *, tied: bool = False, **train: Any) -> dict[str, Any]:
+    """Tables of a run in shards (`shard`: "gradients" or "parameters"), on a model whose head may be tied."""
+    # Rungs that move memory to the host change the level that "nothing left over" is measured from.
+    ladder = {"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]}
+    parallel = {"strategy": "sharded", "shard": shard}
+    return {**kind, "parallel": parallel, "train": train, "backoff": ladder, "tied": tied}
+
+
+def small_model(folder: Path, tables: dict[str, Any]) -> dict[str, Any]:
+    """The same tables with a model in `folder` that is small enough for many steps."""
+    tied = tables["tied"]
+    model = {"id": str(write_model(folder / f"model-{tied}", layers=2, width=16, tied=tied))}
+    return {**{name: table for name, table in tables.items() if name != "tied"}, "model": model}
+
+
+def whole_weights(work: Workbench) -> torch.Tensor:
+    """All that learns, of all ranks, in one row. All ranks call it."""
+    parts = work.bench.parts
+    assert parts.sharded is not None
+    with work.device.host_region(), torch.no_grad():
+        return torch.cat([whole.full_tensor().double().view(-1) for whole in parts.sharded.wholes().values()])
 
 
 class Workbench:

@@ -73,7 +73,7 @@ class Case:
         )
 
 
-def write_model(folder: Path, layers: int, width: int) -> Path:
+def write_model(folder: Path, layers: int, width: int, *, tied: bool = True) -> Path:
     """A model folder with a config and no weights, for `model.init = "random"`."""
     folder.mkdir(exist_ok=True)
     config = {
@@ -85,7 +85,7 @@ def write_model(folder: Path, layers: int, width: int) -> Path:
         "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "max_position_embeddings": 128,
     }
     (folder / "config.json").write_text(json.dumps(config))
