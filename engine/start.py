@@ -35,6 +35,7 @@ from engine.journal.liveness import (
     note_engine,
     refuse_if_claimed,
 )
+from engine.spec.here import working_directory
 
 COMMAND = Path(__file__).resolve().parent.parent / "tunedeck.py"
 """The file that fixes the import path; child processes start through it, with -P."""
@@ -70,14 +71,27 @@ def start_engine(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            cwd=_folder_for(directory),
             env=_environment(),
             start_new_session=True,
         )
     # Noted here as well as by the engine's own claim, so that it can be found and killed while it still imports torch.
     identity = identify(process.pid)
-    if identity is not None:
-        note_engine(directory, identity)
+    try:
+        if identity is not None:
+            note_engine(directory, identity)
+    except OSError:
+        # A full disk: an engine that nobody can find again is worse than none.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     return process
+
+
+def _folder_for(directory: RunDirectory) -> Path:
+    """The engine's working directory: ours, or the run's where ours has been deleted (MKL ends a process there)."""
+    here = working_directory()
+    return here if here.is_dir() else directory.path
 
 
 def _environment() -> dict[str, str]:

@@ -17,6 +17,7 @@ from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.queue import Queue
 from engine.spec.find import Kind
+from engine.spec.here import working_directory
 from engine.spec.rewrite import belongs_to
 from engine.spec.run import RunSpec
 from tui import own_files
@@ -96,7 +97,7 @@ class Bench:
     def rows(self) -> list[Row]:
         """The fields as they stand; the micro-batch says how the batch is cut."""
         troubled = [trouble.row for trouble in self.outcome.troubles if trouble.row]
-        rows = rows_of(self.sound.spec, self.choice.overrides, self.choice.options, Path.cwd(), troubled)
+        rows = rows_of(self.sound.spec, self.choice.overrides, self.choice.options, working_directory(), troubled)
         if self.outcome.plan is None or self.outcome.spec is None:
             return rows
         split = split_of(self.outcome.spec, self.outcome.plan).short
@@ -151,7 +152,7 @@ class Bench:
         """What a row says without its override; kept, for it is asked at every letter typed there."""
         if self._plain is None or self._plain[0] != plain:
             spec = work_out(plain).spec
-            rows = rows_of(spec, plain.overrides, plain.options, Path.cwd()) if spec is not None else []
+            rows = rows_of(spec, plain.overrides, plain.options, working_directory()) if spec is not None else []
             self._plain = (plain, {row.key: row.value for row in rows})
         return self._plain[1].get(key)
 

@@ -22,6 +22,7 @@ from engine.creation import require_launcher
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
 from engine.spec.devices import check_devices, device_indices
 from engine.spec.find import FOLDERS, SHIPPED, Kind
+from engine.spec.here import working_directory
 from engine.spec.later import refuse_unbuilt
 from engine.spec.load import resolve
 from engine.spec.run import Limits, RunSpec
@@ -110,7 +111,7 @@ def refusal(outcome: Outcome, action: str) -> str | None:
 
 def work_out(choice: Choice, cwd: Path | None = None) -> Outcome:
     """Resolve, check and plan a choice. Never raises for what a user can type."""
-    here = (cwd or Path.cwd()).absolute()
+    here = (cwd or working_directory()).absolute()
     try:
         limits = Limits(devices=device_indices(choice.devices or None))
         resolved = resolve(

@@ -14,6 +14,7 @@ from engine.errors import UsageError
 from engine.spec.base import NAME_PATTERN
 from engine.spec.document import read_document
 from engine.spec.find import FOLDERS, SHIPPED, Kind, available, user_folder
+from engine.spec.here import working_directory
 from engine.spec.paths import unshareable_paths
 from engine.spec.rewrite import rewritten
 from engine.spec.share import import_file, write_new
@@ -22,7 +23,7 @@ from engine.spec.text import UNSAFE, quoted, visible
 
 def own_folder(kind: Kind, cwd: Path | None = None) -> Path:
     """./profiles/..., or the user's own folder where ./profiles is the shipped one (inside Tunedeck's checkout)."""
-    project = (cwd or Path.cwd()).absolute() / "profiles"
+    project = (cwd or working_directory()).absolute() / "profiles"
     shipped = project.resolve() == SHIPPED
     return (user_folder() if shipped else project) / FOLDERS[kind]
 

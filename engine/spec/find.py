@@ -16,6 +16,7 @@ from typing import Literal
 
 from engine.errors import SpecError
 from engine.spec.base import NAME_PATTERN
+from engine.spec.here import working_directory
 from engine.spec.text import nearest, quoted, visible
 
 Kind = Literal["profile", "recipe"]
@@ -59,7 +60,7 @@ def search_path(kind: Kind, cwd: Path) -> dict[str, Path]:
 
 def available(kind: Kind, cwd: Path | None = None) -> list[Located]:
     """Every file that can be addressed by its name, sorted; one hidden behind an earlier folder is left out."""
-    here = (cwd or Path.cwd()).absolute()
+    here = (cwd or working_directory()).absolute()
     found: dict[str, Located] = {}
     for origin, folder in search_path(kind, here).items():
         for path in sorted(folder.glob("*.toml")) if os.access(folder, os.R_OK) else ():
@@ -75,7 +76,7 @@ def _origin(origin: str, folder: Path) -> str:
 
 def locate(kind: Kind, text: str, cwd: Path | None = None) -> Located:
     """The file a name or path stands for. Raises SpecError with the known names when there is none."""
-    here = (cwd or Path.cwd()).absolute()
+    here = (cwd or working_directory()).absolute()
     if "/" in text or os.sep in text or text.endswith(".toml"):
         path = here / Path(text).expanduser()
         if not path.exists():

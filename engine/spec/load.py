@@ -24,6 +24,7 @@ from engine.spec.base import Table
 from engine.spec.check import check
 from engine.spec.document import Document, Problem, parse_document, read_document, value_at
 from engine.spec.find import Kind, Located, locate
+from engine.spec.here import working_directory
 from engine.spec.paths import make_absolute
 from engine.spec.profile import Profile
 from engine.spec.recipe import Recipe
@@ -111,7 +112,7 @@ def resolve(
     cwd: Path | None = None,
 ) -> Resolved:
     """The run spec of a profile, a recipe and overrides. Raises SpecError with the problems of all three at once."""
-    here = (cwd or Path.cwd()).absolute()
+    here = (cwd or working_directory()).absolute()
     profile_file, recipe_file = _both(lambda: locate("profile", profile, here), lambda: locate("recipe", recipe, here))
     profile_document, recipe_document = _both(
         lambda: read_document(profile_file.path), lambda: read_document(recipe_file.path)
@@ -145,7 +146,7 @@ def override(
     cwd: Path | None = None,
 ) -> Resolved:
     """The run spec with more `--set` on top and, where given, another profile: what `resume` continues with."""
-    here = (cwd or Path.cwd()).absolute()
+    here = (cwd or working_directory()).absolute()
     written = spec.model_dump(by_alias=True, exclude_none=True)
     provenance, changed = written["provenance"], {"set": [*spec.provenance.set_, *sets], "versions": dict(_versions())}
     profile_document = Document("run.toml", written["profile"])

@@ -18,6 +18,7 @@ from engine.errors import SpecError, UsageError
 from engine.spec.base import NAME_PATTERN
 from engine.spec.document import BY_SET, read_document
 from engine.spec.find import Kind, locate
+from engine.spec.here import working_directory
 from engine.spec.paths import make_absolute, text_fields
 from engine.spec.profile import Profile
 from engine.spec.sets import lay, parse_sets
@@ -35,7 +36,7 @@ def rewritten(
         raise UsageError(
             f"{target} is no name for a {kind}", expected=f"a file such as my-{kind}.toml, in lower-case letters"
         )
-    here = cwd or Path.cwd()
+    here = cwd or working_directory()
     located = locate(kind, source, here)
     document = read_document(located.path)
     overrides, problems = parse_sets(sets)

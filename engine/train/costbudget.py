@@ -54,8 +54,8 @@ class CostBudget:
     slope: float = 0.0
     """Most measured bytes above static per predicted byte, over successes."""
     expected_slope: float = 0.0
-    """What `slope` is taken for until something was measured: 1 where costs are the budget's predictions in bytes, 0
-    where they only order micro-batches."""
+    """What a cut takes `slope` for at least: 1 where costs are predictions in bytes, 0 where they only order
+    micro-batches."""
     clean_steps: int = 0
     thrashed_steps: int = 0
 
@@ -79,7 +79,8 @@ class CostBudget:
             self.ceiling_bytes = min(failed_bytes, self.ceiling_bytes or failed_bytes)
         self.proven_bytes = min(self.proven_bytes, failed_bytes - 1)
         self.clean_steps = self.since_cut_bytes = 0
-        slope = self.slope or self.expected_slope
+        # What cheaper micro-batches took less than predicted is no promise for dear ones: fixed parts weigh otherwise.
+        slope = max(self.slope, self.expected_slope)
         by_slope = int(SAFETY * room_bytes / slope) if slope else failed_bytes
         self.budget_bytes = max(1, min(int(CUT * failed_bytes), by_slope))
 

@@ -251,7 +251,7 @@ def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
         yield
     except (MemoryExhaustedError, DivergedError):
         if ranks.is_first and training.state.step and training.sound:
-            training.save("before giving up")
+            training.saver.save("before giving up")
         raise
 
 

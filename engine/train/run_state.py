@@ -48,7 +48,6 @@ class RunState:
     """Sequences that they did: every difference is one lost."""
     skipped_steps: int = 0
     overflows: int = 0
-    backoffs: int = 0
     last_evaluated: int | None = None
     """The step whose weights were scored last."""
     best: Best = field(default_factory=Best)
@@ -57,6 +56,10 @@ class RunState:
     def from_json(cls, saved: dict[str, Any]) -> RunState:
         """What `asdict` gave."""
         return cls(**{**saved, "best": Best(**saved["best"])})
+
+    def become(self, other: RunState) -> None:
+        """Take over all of `other`: whoever holds this object holds the run's counters."""
+        vars(self).update(vars(other))
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ UNITS = (
     STEP,
     Unit("probe", Training.probe, then=_step),
     Unit("evaluation", Training.evaluate),
-    Unit("checkpoint", lambda training: training.save("torture")),
+    Unit("checkpoint", lambda training: training.saver.save("torture")),
     Unit("whole run", lambda training: _must_end(training.run())),
 )
 
@@ -164,7 +164,7 @@ class Rig:
         self.device: MeteredDevice = bench.parts.device  # type: ignore[assignment]
         self.training = Training(bench, place, journal, Wishes(ControlInbox(place), writer, None), HostReserve())
         self.training.probe()
-        self.training.save("where every unit starts")
+        self.training.saver.save("where every unit starts")
         self.set_up_allocations = 0
         self.set_up_failures: list[dict[str, Any]] = []
         self._remember()
@@ -202,8 +202,8 @@ class Rig:
         parts.loss.chunk_tokens = self._chunk_tokens
         parts.standing.clear()
         parts.guard.forget()
-        training.state, training.last_saved = RunState(), None
-        training.last_evaluated = None
+        training.state.become(RunState())
+        training.saver.last_saved = None
         self.journal.events.clear()
 
     def perform(self, unit: Unit, disturb: Callable[[MeteredDevice], None] = lambda device: None) -> Result:

@@ -25,6 +25,13 @@ def test_before_anything_was_measured_a_prediction_in_bytes_is_believed():
     assert budget.budget_bytes == int(0.97 * 400)
 
 
+def test_that_cheap_micro_batches_took_less_than_predicted_is_no_promise_for_dear_ones():
+    budget = CostBudget(1000, top_bytes=1000, expected_slope=1.0)
+    budget.record_success(100, measured_bytes=50)
+    budget.cut(1000, room_bytes=400)
+    assert budget.budget_bytes == int(0.97 * 400)
+
+
 def test_a_measured_slope_cuts_further_when_it_says_so():
     budget = CostBudget(1000, top_bytes=1000)
     budget.record_success(100, measured_bytes=200)

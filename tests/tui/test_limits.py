@@ -75,3 +75,13 @@ def test_in_a_read_only_home_runs_can_be_looked_at_and_plans_be_made(
     terminal.sees("fits", "left")
     terminal.press("s")
     terminal.sees("no run directory can be made", "fix: choose another with --runs")
+
+
+def test_it_outlives_the_folder_it_was_opened_in(terminal: Terminal, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    terminal.open_console("-p", "demo", "-r", "demo", cwd=folder)
+    terminal.sees("tight", "missing")
+    folder.rmdir()
+    terminal.press("a")
+    terminal.sees("✓ fits", "17 × 4 × 1")

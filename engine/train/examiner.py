@@ -1,0 +1,111 @@
+"""Evaluations during a run: scores of the validation set, the best of them saved and marked, patience counted.
+
+How a set is scored is `engine.evaluate`'s knowledge. Rank 0 scores; the others wait behind it.
+Try: `pytest tests/train/test_evaluation.py`
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from engine.evaluate.scores import Interrupted, Judge
+from engine.evaluate.scores import evaluate as score
+from engine.journal.directory import RunDirectory
+from engine.train.best import is_better
+from engine.train.checkpoint import mark_best
+from engine.train.control import Wishes
+from engine.train.costbudget import CostBudget
+from engine.train.failure import Failure
+from engine.train.journal import Journal
+from engine.train.ladder import Remedy
+from engine.train.parts import Backoff
+from engine.train.run_state import Best, RunState
+from engine.train.saver import Saver
+from engine.train.setup import Bench
+
+
+class Examiner:
+    """Scores the run's weights as they are, and keeps `state.best`."""
+
+    def __init__(
+        self, bench: Bench, state: RunState, directory: RunDirectory, journal: Journal, wishes: Wishes, saver: Saver
+    ) -> None:
+        self._bench, self._state, self._directory = bench, state, directory
+        self._journal, self._wishes, self._saver = journal, wishes, saver
+        self._ranks, self._asked = bench.parts.ranks, bench.spec.recipe.eval
+        self._judge = self._make_judge()
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to score."""
+        return self._bench.prepared.validation is not None
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the recipe's early stopping says that it does not get better any more."""
+        patience = self._asked.early_stopping_patience
+        return patience is not None and self._state.best.since >= patience
+
+    def evaluate(self) -> bool:
+        """Score the validation set; note the best and save it. False when it was ended early."""
+        metrics = self._ranks.behind_first(self._score)
+        if metrics is None:
+            return False
+        self._state.last_evaluated = self._state.step
+        if self._state.step:
+            self._compare_with_best(metrics)
+        self._journal.phase("training")
+        return True
+
+    def _score(self) -> dict[str, float] | None:
+        """The metrics of the validation set; None when there is none, or the evaluation was ended early."""
+        validation, asked = self._bench.prepared.validation, self._asked
+        if validation is None:
+            return None
+        self._journal.phase("evaluating")
+        began = time.perf_counter()
+        try:
+            scores = score(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
+        except Interrupted:
+            return None
+        self._journal.write(
+            "eval",
+            step=self._state.step,
+            metrics=scores.metrics,
+            samples=scores.samples,
+            count=scores.count,
+            seconds=round(time.perf_counter() - began, 3),
+        )
+        return scores.metrics
+
+    def _compare_with_best(self, metrics: dict[str, float]) -> None:
+        best, name = self._state.best, self._bench.spec.recipe.checkpoint.best_metric
+        value = metrics.get(name)
+        if value is None:
+            return
+        if not is_better(value, best.value, name, self._asked.early_stopping_threshold):
+            best.since += 1
+            return
+        self._state.best = Best(self._state.step, value)
+        if not self._saver.save_if_possible(f"best {name}"):
+            self._state.best = best
+        elif self._ranks.is_first:
+            mark_best(self._directory.checkpoints, self._state.step, name, value)
+
+    def _make_judge(self) -> Judge:
+        parts = self._bench.parts
+        return Judge(
+            device=parts.device,
+            loaded=parts.loaded,
+            loss=parts.loss,
+            cost=parts.cost,
+            budget=CostBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
+            generate=self._bench.spec.recipe.generate,
+            report=self._failed,
+            interrupted=self._wishes.look,
+        )
+
+    def _failed(self, failure: Failure, remedy: str, before: Any, after: Any) -> None:
+        report = self._bench.parts.report
+        report(Backoff(self._state.step, failure, Remedy(remedy, before, after), None, None, 1))
