@@ -51,8 +51,14 @@ class Terminal:
         self.tmux("send-keys", key)
 
     def sees(self, *texts: str) -> str:
-        """Wait until all of these stand on the screen; returns it."""
-        until(lambda: all(text in self.text for text in texts), lambda: f"{texts} on\n{self.text}")
+        """Wait until all of these stand on the screen, whatever lines they are broken into; returns it."""
+
+        def seen() -> bool:
+            screen = self.text
+            unbroken = " ".join(screen.split())
+            return all(text in screen or text in unbroken for text in texts)
+
+        until(seen, lambda: f"{texts} on\n{self.text}")
         return self.text
 
     def close(self) -> None:
