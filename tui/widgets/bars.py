@@ -61,7 +61,7 @@ class FooterLine(Lines):
 
     def _fill(self) -> None:
         width = max(1, self.content_size.width)
-        lines = [self._key_line(width)] if self._said is None else self._said.wrap(width)[:SAID_LINES]
+        lines = [self._key_line(width)] if self._said is None else in_few_lines(self._said, width)
         if self.styles.height is None or self.styles.height.value != len(lines):
             self.styles.height = len(lines)
         self.show(lines)
@@ -83,3 +83,17 @@ class FooterLine(Lines):
         return Content.assemble(
             (shown(key.keys), "bold $info" if usable else "$muted"), (f" {key.label}  ", "" if usable else "$muted")
         )
+
+
+def in_few_lines(said: Content, width: int) -> list[Content]:
+    """A message in SAID_LINES: where it has more, what is between its first and last sentence goes, then the end of the
+    first; the last is what to do about it."""
+    wrapped = [sentence.wrap(width) for sentence in said.split("\n")]
+    while len(wrapped) > 2 and sum(map(len, wrapped)) > SAID_LINES:
+        wrapped.pop(-2)
+    *first, last = wrapped
+    room = max(1, SAID_LINES - len(last))
+    kept = [line for lines in first for line in lines]
+    if len(kept) > room:
+        kept = [*kept[: room - 1], Content.assemble(kept[room - 1].rstrip().truncate(width - 1), "…")]
+    return [*kept, *last][:SAID_LINES]
