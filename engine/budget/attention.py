@@ -7,6 +7,7 @@ a local variable holds is not freed.
 from __future__ import annotations
 
 from engine.budget.architecture import Architecture
+from engine.budget.exchange import to_heads, to_positions
 from engine.budget.ghost import SQUARE, TOKEN, Ghost, Storage, Walk
 from engine.budget.operations import (
     FLOAT,
@@ -186,12 +187,24 @@ def _matmul(walk: Walk, left: Ghost, right: Ghost, elements: int) -> Ghost:
     return walk.result(elements, left.itemsize, [left, right], back, saved)
 
 
+def _attend_shared(
+    walk: Walk, arch: Architecture, setting: Setting, query: Ghost, key: Ghost, value: Ghost
+) -> Ghost:
+    """Every rank attends with its own heads, at all positions; the caller holds what it sent until it is back."""
+    own_query, own_key, own_value = to_heads(walk, arch, setting.sequence, query, key, value)
+    output = flash(walk, arch, own_query, own_key, own_value)
+    del own_query, own_key, own_value
+    return to_positions(walk, output)
+
+
 def attend(
     walk: Walk, arch: Architecture, setting: Setting, masked: bool, query: Ghost, key: Ghost, value: Ghost
 ) -> tuple[Ghost, Ghost | None]:
     """The attention kernel the run uses: its output, and the weights where the kernel makes them."""
     if setting.autocast:
         query, key, value = (cast(walk, ghost, HALF) for ghost in (query, key, value))
+    if setting.sequence > 1:
+        return _attend_shared(walk, arch, setting, query, key, value), None
     if setting.attention == "eager":
         return eager(walk, arch, query, key, value)
     if setting.attention == "sdpa" and masked:

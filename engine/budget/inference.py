@@ -2,6 +2,7 @@
 
 Optimizer state stays where it is meanwhile, gradients are gone. Evaluation takes micro-batches of training's size and
 never keeps logits; generation starts with many rows and halves them when memory runs out, as `engine.evaluate` does.
+Where ranks share sequences the first one does this alone, with whole ones.
 
 Try: `python -m pytest tests/budget/test_inference.py`
 """
@@ -40,7 +41,7 @@ def generates(recipe: Recipe) -> bool:
 @lru_cache(maxsize=256)
 def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     """Live sets of a forward pass and its loss, above what the run holds anyway."""
-    setting = replace(setting, checkpointing=False, dropout=False)
+    setting = replace(setting, checkpointing=False, dropout=False, sequence=1)
     batch, kinds = inputs(arch, setting, kinds_of(arch, setting)), kinds_of(arch, setting)
     embeddings = embeddings_held(arch, setting, learning=False)
     held = embeddings if arch.layers > 1 else Growth()
@@ -119,7 +120,7 @@ INPUT_COPIES = 24
 
 def _generating(arch: Architecture, setting: Setting) -> tuple[tuple[Kind, ...], Setting]:
     """Kinds of layers, and the setting, while prompts padded on the left are read."""
-    masked = replace(setting, checkpointing=False, dropout=False, packed=True)
+    masked = replace(setting, checkpointing=False, dropout=False, packed=True, sequence=1)
     return kinds_of(arch, masked), masked
 
 

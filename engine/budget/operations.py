@@ -238,7 +238,12 @@ def narrow(walk: Walk, x: Ghost, elements: int) -> Ghost:
 def split(walk: Walk, x: Ghost, parts: Sequence[int]) -> list[Ghost]:
     """`Tensor.split` and `chunk`: views of one tensor, whose gradients are joined once all are there."""
     size = x.size
-    whole = _view(walk, x, x.elements, lambda gradient: [walk.allocate(size)])
+    return pieces(walk, _view(walk, x, x.elements, lambda gradient: [walk.allocate(size)]), parts)
+
+
+def pieces(walk: Walk, whole: Ghost, parts: Sequence[int]) -> list[Ghost]:
+    """The outputs of an operation that makes several tensors in one storage, and goes back once all gradients are
+    there."""
     if whole.node is not None:
         whole.node.joins = True
     return [_view(walk, whole, elements, lambda gradient: [gradient]) for elements in parts]

@@ -16,7 +16,7 @@ from engine.budget.growth import Growth, PhaseCost, Shape, prune, shape_of
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import overhead
 from engine.budget.setting import Setting, setting_of
-from engine.budget.sharing import Sharing, bucket_bytes, buffers, sharing_of, static_of_a_rank
+from engine.budget.sharing import Sharing, bucket_bytes, buffers, on_one_device, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
 from engine.budget.step import step_cost
 from engine.spec.run import RunSpec
@@ -99,7 +99,8 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
     for name, costs in step_cost(arch, setting, rows < batch_of_a_rank(spec, sharing), sharing).items():
         above[name] = _components(max(costs, key=lambda cost: cost.at(shape)), shape)
     above["optimizer_step"] = {"gradients": total.gradients, "optimizer": optimizer_scratch(arch, setting)}
-    above |= _inference(arch, spec, setting, sharing, shape, length)
+    alone = shape_of(_rows_alone(arch, spec, rows, length), length, setting.chunk_tokens)
+    above |= _inference(arch, spec, setting, sharing, alone, length)
     phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
     bucket = bucket_bytes(arch, setting, sharing)
     phases |= {name: _added(held, parts, {"buffers": bucket} if bucket else {}) for name, parts in above.items()}
@@ -108,6 +109,16 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
     beside = overhead(spec.profile, sums[deciding])
     components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | beside
     return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
+
+
+def _rows_alone(arch: Architecture, spec: RunSpec, rows: int, length: int) -> int:
+    """Sequences that the first rank evaluates at once within the budget of `rows` that are shared."""
+    sequence = spec.profile.parallel.sequence
+    if sequence == 1:
+        return rows
+    budget_bytes, alone = cost_model(arch, spec).bytes(rows, length), cost_model(arch, on_one_device(spec))
+    fitting = (fewer for fewer in range(rows // sequence + 1, 1, -1) if alone.bytes(fewer, length) <= budget_bytes)
+    return next(fitting, 1)
 
 
 def _inference(

@@ -16,6 +16,7 @@ from engine.budget.isolation import refuse_mixing
 from engine.budget.lookup import find_config
 from engine.budget.parameters import elements, layer_parameters, parameter_count
 from engine.budget.setting import setting_of
+from engine.budget.slicing import refuse_slicing
 from engine.budget.static import static_bytes
 from engine.errors import ConfigNotHereError
 from engine.spec.images import image_key
@@ -93,6 +94,7 @@ def refuse_unsafe(spec: RunSpec) -> None:
     except ConfigNotHereError:
         return  # the engine asks again once it has the model
     refuse_mixing(facts, spec)
+    refuse_slicing(facts, spec)
 
 
 def _generation(spec: RunSpec) -> Iterator[str]:

@@ -64,6 +64,8 @@ class Setting:
     """fp32 weights are multiplied in fp16: full fine-tuning in float16."""
     image_patches: int
     """Of the one image that a sequence holds at most, as far as is planned for; 0 for text only."""
+    sequence: int
+    """Devices that share each sequence."""
     metered: bool
     """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
 
@@ -113,6 +115,7 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         autocast=autocast,
         quantized=recipe.model.quantize == "nf4",
         image_patches=image_patches(arch, recipe),
+        sequence=spec.profile.parallel.sequence,
         metered=spec.profile.device.kind == "metered",
     )
 

@@ -4,8 +4,8 @@ Replicated: everything, and the buffer gradients are summed in (`engine.parallel
 group per layer, the embedding and the head apart): an equal part of weights, gradients and optimizer state; while a
 group is at work its weights are there in full, the next one's arrive in a flat buffer, and gradients leave through an
 fp32 one. `shard = "gradients"` keeps the gathered weights from forward to backward. Sequence parallelism cuts each
-sequence into equal parts. The prediction of sharding follows `torch/distributed/fsdp/_fully_shard` of torch 2.13 and is
-not measured yet.
+sequence into equal parts; what travels around attention is in `engine.budget.exchange`. The prediction of sharding
+follows `torch/distributed/fsdp/_fully_shard` of torch 2.13 and is not measured yet.
 
 Try: `tunedeck plan -p 4xh100 -r full`
 """
@@ -21,6 +21,7 @@ from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
 from engine.budget.static import Tensors, layer_tensors, rounded, static_bytes
 from engine.spec.profile import Profile
+from engine.spec.run import RunSpec
 
 BUCKET_BYTES = 32 * 2**20
 """Of the buffer in which gradients are summed over replicas; `engine.parallel.reduce` says the same."""
@@ -52,6 +53,15 @@ class Sharing:
 
 
 ALONE = Sharing()
+
+
+def on_one_device(spec: RunSpec) -> RunSpec:
+    """The same run by one process: that is how it is evaluated."""
+    parallel = spec.profile.parallel.model_copy(update={"strategy": "single", "sequence": 1})
+    device = spec.profile.device.model_copy(update={"count": 1})
+    nodes = spec.profile.nodes.model_copy(update={"count": 1})
+    profile = spec.profile.model_copy(update={"parallel": parallel, "device": device, "nodes": nodes})
+    return spec.model_copy(update={"profile": profile})
 
 
 def sharing_of(profile: Profile) -> Sharing:

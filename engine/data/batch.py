@@ -18,7 +18,7 @@ from engine.data.tokens import IGNORED, Example, TokenData
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. Labels are not shifted; masked positions hold -100."""
+    """One micro-batch, or a slice of one (`engine.data.slices`). Masked labels are -100."""
 
     input_ids_BS: Tensor
     labels_BS: Tensor
@@ -26,7 +26,7 @@ class Batch:
     """None when nothing is padded, and for packed rows, whose position ids keep documents and padding apart. Causal
     models are run without it (`engine.model.loss.hidden_states`)."""
     position_ids_BS: Tensor | None
-    """Only for packed rows: restarts at 0 with every document."""
+    """Only for packed rows, where it restarts at 0 with every document, and for slices, [1, S]."""
     sample_ids: tuple[int, ...]
     """Index in the data of each row; dropout masks are keyed by it."""
     target_tokens: int
@@ -34,6 +34,10 @@ class Batch:
     images: Mapping[str, Tensor] = field(default_factory=dict)
     """What the model takes beside ids where rows hold images, by its processor's names: pixel values, the grid they
     lie on, and for each token its type, or its positions in place of `position_ids_BS`."""
+    labels_shifted: bool = False
+    """Whether the label of a position is the token after it, as in slices, or its own."""
+    first_position: int = 0
+    """Of a slice: where in the rows it begins."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same micro-batch with every tensor passed through `move`."""

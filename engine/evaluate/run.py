@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.budget.sharing import on_one_device
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
 from engine.device import open_device
@@ -102,7 +103,7 @@ def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple
 def _judge(
     spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, say: Callable[[str], None]
 ) -> Judge:
-    pricing = price(spec, int(data.lengths.max()))
+    pricing = price(on_one_device(spec), int(data.lengths.max()))
     loss = make_loss(
         loaded, implementation=spec.recipe.train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
     )

@@ -33,6 +33,8 @@ class Draw:
     seed: int
     step: int
     sample_ids: tuple[int, ...]
+    first_position: int = 0
+    """Where in the samples the rows begin."""
 
 
 class KeyedDropout(nn.Module):
@@ -59,20 +61,20 @@ class KeyedDropout(nn.Module):
                 f"dropout of {self.name}: expected [{len(self.draw.sample_ids)}, S, F], got {tuple(input_BSF.shape)}"
             )
         keys = [row_key(self.draw.seed, self.draw.step, sample, self.name) for sample in self.draw.sample_ids]
-        return _Drop.apply(input_BSF, keys, self.p)  # type: ignore[no-any-return]
+        return _Drop.apply(input_BSF, keys, self.draw.first_position, self.p)  # type: ignore[no-any-return]
 
 
 class _Drop(torch.autograd.Function):
     """x · mask / (1 - p), its mask computed again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, input_BSF: Tensor, keys: list[RowKey], probability: float) -> Tensor:
-        ctx.keys, ctx.probability = keys, probability
-        return _drop(input_BSF, keys, probability)
+    def forward(ctx: Any, input_BSF: Tensor, keys: list[RowKey], first: int, probability: float) -> Tensor:
+        ctx.drawn = keys, first, probability
+        return _drop(input_BSF, *ctx.drawn)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _drop(gradients[0], ctx.keys, ctx.probability), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _drop(gradients[0], *ctx.drawn), None, None, None
 
 
 def key_dropout(model: nn.Module) -> None:
@@ -92,9 +94,11 @@ def keyed_dropouts(model: nn.Module) -> list[KeyedDropout]:
 
 
 @contextmanager
-def keyed(layers: Sequence[KeyedDropout], *, seed: int, step: int, sample_ids: Sequence[int]) -> Iterator[None]:
+def keyed(
+    layers: Sequence[KeyedDropout], *, seed: int, step: int, sample_ids: Sequence[int], first_position: int = 0
+) -> Iterator[None]:
     """Hold the draw of one micro-batch around its forward and backward (recomputation runs in the latter)."""
-    draw = Draw(seed, step, tuple(int(sample) for sample in sample_ids))
+    draw = Draw(seed, step, tuple(int(sample) for sample in sample_ids), first_position)
     for layer in layers:
         layer.draw = draw
     try:
@@ -110,20 +114,23 @@ def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
     return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
 
 
-def kept(key: RowKey, length: int, features: int, probability: float, device: torch.device) -> Tensor:
-    """Boolean mask [S, F]: True with probability 1 - p, up to 2^-32."""
-    positions_S = _mix(torch.arange(length, dtype=torch.int32, device=device).mul_(-1640531527).add_(key[0]))
+def kept(
+    key: RowKey, length: int, features: int, probability: float, device: torch.device, first: int = 0
+) -> Tensor:
+    """Boolean mask [S, F] of positions from `first` on: True with probability 1 - p, up to 2^-32."""
+    positions_S = torch.arange(first, first + length, dtype=torch.int32, device=device)
+    positions_S = _mix(positions_S.mul_(-1640531527).add_(key[0]))
     features_F = _mix(torch.arange(features, dtype=torch.int32, device=device).mul_(-1640531527).add_(key[1]))
     hash_SF = _mix(positions_S[:, None] ^ features_F[None, :])
     threshold = round(probability * 2**32) - 2**31
     return hash_SF >= threshold
 
 
-def _drop(tensor_BSF: Tensor, keys: list[RowKey], probability: float) -> Tensor:
+def _drop(tensor_BSF: Tensor, keys: list[RowKey], first: int, probability: float) -> Tensor:
     length, features = tensor_BSF.shape[1:]
     result_BSF = torch.empty_like(tensor_BSF)
     for row, key in enumerate(keys):
-        mask_SF = kept(key, length, features, probability, tensor_BSF.device)
+        mask_SF = kept(key, length, features, probability, tensor_BSF.device, first)
         torch.mul(tensor_BSF[row], mask_SF, out=result_BSF[row])
     return result_BSF.mul_(1.0 / (1.0 - probability))
 

@@ -77,12 +77,13 @@ class LossFunction:
         Their number was counted on the host, so nothing here waits for the device.
         """
         hidden_BSH = hidden_states(self.loaded, batch)
-        next_T = batch.labels_BS[:, 1:].flatten()
+        next_BS = batch.labels_BS if batch.labels_shifted else batch.labels_BS[:, 1:]
+        next_T, width = next_BS.flatten(), next_BS.shape[1]
         if batch.target_tokens == len(next_T):
-            return hidden_BSH[:, :-1].flatten(0, 1), next_T
+            return hidden_BSH[:, :width].flatten(0, 1), next_T
         index_N = torch.nonzero_static(next_T != IGNORED, size=batch.target_tokens).squeeze(1)
-        # A row of hidden states has one more position than a row of next tokens.
-        position_N = index_N + index_N // max(1, hidden_BSH.shape[1] - 1)
+        # A row of hidden states has one more position than a row of next tokens, unless labels came shifted.
+        position_N = index_N + index_N // max(1, width) * (hidden_BSH.shape[1] - width)
         return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
     def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     ids_BS, positions_BS = batch.input_ids_BS, batch.position_ids_BS
     mask_BS = batch.attention_mask_BS if loaded.sees_padding else None
     shape = ids_BS.shape
-    if positions_BS is not None and loaded.attention.startswith("flash"):
+    if positions_BS is not None and not batch.labels_shifted and loaded.attention.startswith("flash"):
         ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
     extra = {} if positions_BS is None else {"position_ids": _by_axis(loaded, positions_BS)}
     # The tower, where there is one, belongs to the body around the decoder.

@@ -57,7 +57,7 @@ class Whole(nn.Module):
         if batch.target_tokens:
             return self.compute(batch)
         labels_BS = batch.labels_BS.clone()
-        labels_BS[0, 1] = batch.input_ids_BS[0, 1]
+        labels_BS[0, -1] = batch.input_ids_BS[0, -1]
         return 0.0 * self.compute(replace(batch, labels_BS=labels_BS, target_tokens=1))
 
 

@@ -1,4 +1,4 @@
-"""Which of a step's sequences which rank works on: a pure function of their lengths and the number of ranks.
+"""Which of a step's sequences which rank, or group of ranks, works on: a pure function of lengths and their number.
 
 The step's sequences themselves are the same for any number of ranks (`engine.data.order`), so a run goes on with the
 same samples on fewer or more of them. Try: `deal([9, 1, 5, 5], 2)`

@@ -31,7 +31,6 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         lambda spec: _when(spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
         "sharded weights",
     ),
-    (lambda spec: _when(spec.profile.parallel.sequence > 1, "parallel.sequence"), "sequence parallelism"),
     (lambda spec: _when(bool(spec.recipe.trackers.use), "trackers.use"), "experiment trackers"),
     (lambda spec: _when(spec.recipe.finish.merge, "finish.merge"), "merging at the end of a run"),
     (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
@@ -45,7 +44,7 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
 """(what the user wrote, or None) and the feature that is not there yet."""
 
 
-PLANNED_FOR = ("sharded weights", "sequence parallelism", "images")
+PLANNED_FOR = ("sharded weights", "images")
 """What the budget predicts although no run does it yet."""
 
 

@@ -10,6 +10,8 @@ any split into micro-batches, and over any number of ranks, gives the same gradi
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -114,7 +116,7 @@ class StepComputation:
         if parts.measures:
             parts.device.reset_peak()
         batch = self._load(samples[list(group.members)])
-        with keyed(self._dropouts, seed=parts.seed, step=step, sample_ids=batch.sample_ids):
+        with self._around(step, batch):
             loss = parts.loss(batch) / target_tokens
             self.phase = "backward"
             (loss * parts.scaler.scale).backward()
@@ -132,15 +134,28 @@ class StepComputation:
         batch = self._load(parts.data.lengths.argmin(keepdims=True))
         parts.sharded.standing_in = True
         try:
-            with keyed(self._dropouts, seed=parts.seed, step=step, sample_ids=batch.sample_ids):
+            with self._around(step, batch):
                 (0.0 * parts.loss(batch)).backward()
         finally:
             parts.sharded.standing_in = False
+
+    @contextmanager
+    def _around(self, step: int, batch: Batch) -> Iterator[None]:
+        """Forward and backward of a micro-batch: its dropout masks, and attention over slices where there are any."""
+        parts = self.parts
+        draw = {"seed": parts.seed, "step": step, "sample_ids": batch.sample_ids}
+        with (
+            keyed(self._dropouts, **draw, first_position=batch.first_position),
+            parts.slices.at_work() if parts.slices else nullcontext(),
+        ):
+            yield
 
     def _load(self, indices: NDArray[np.int64]) -> Batch:
         began = time.perf_counter()
         with self.parts.device.host_region():
             batch = collate(self.parts.data, indices, pad_id=self.parts.pad_id)
+            if self.parts.slices:
+                batch = self.parts.slices.slice_of(batch, pad_id=self.parts.pad_id)
         batch = batch.moved(self.parts.device.upload)
         self.data_wait_seconds += time.perf_counter() - began
         return batch

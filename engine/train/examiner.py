@@ -20,6 +20,7 @@ from engine.train.failure import Failure
 from engine.train.journal import Journal
 from engine.train.ladder import Remedy
 from engine.train.parts import Backoff
+from engine.train.pricing import cost_alone
 from engine.train.run_state import Best, RunState
 from engine.train.saver import Saver
 from engine.train.setup import Bench
@@ -99,7 +100,7 @@ class Examiner:
             device=parts.device,
             loaded=parts.loaded,
             loss=parts.loss,
-            cost=parts.cost,
+            cost=parts.cost if parts.sharers == 1 else cost_alone(self._bench.spec),
             budget=CostBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
             generate=self._bench.spec.recipe.generate,
             report=self._failed,

@@ -14,6 +14,7 @@ from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
+from engine.model.slices import SlicedAttention
 from engine.parallel.joint import Joint
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.reduce import GradientSum
@@ -79,6 +80,13 @@ class Parts:
     """The ranks that launch collectives together within a step's micro-batches; None where there are none."""
     sharded: Sharded | None = None
     """The weights where each rank holds a part of them."""
+    slices: SlicedAttention | None = None
+    """Where several ranks share each sequence."""
+
+    @property
+    def sharers(self) -> int:
+        """How many ranks share each sequence."""
+        return self.slices.group.size if self.slices else 1
 
     @property
     def knowledge(self) -> Knowledge:

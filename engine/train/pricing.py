@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.budget.architecture import from_config
 from engine.budget.plan import Plan, make_plan
-from engine.budget.predict import cost_model
+from engine.budget.predict import batch_of_a_rank, cost_model
+from engine.budget.sharing import on_one_device, sharing_of
 from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict
 from engine.spec.run import RunSpec
@@ -42,12 +43,20 @@ def price(spec: RunSpec, longest: int) -> Pricing:
         rows, expected_slope = plan.micro_batch, 1.0
     except UnknownArchitectureError:
         cost, plan, rows, expected_slope = generic_cost(config), None, 1, 0.0
-    devices = spec.profile.device.count * spec.profile.nodes.count
-    top = -(-spec.recipe.train.batch_size // devices)
+    top = batch_of_a_rank(spec, sharing_of(spec.profile))
     if spec.recipe.train.micro_batch != "auto":
         rows = top = min(spec.recipe.train.micro_batch, top)
     rows = min(rows, top)
     return Pricing(cost, plan, CostBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope))
+
+
+def cost_alone(spec: RunSpec) -> Cost:
+    """What one process pays for whole sequences: the cost that evaluation goes by."""
+    config = model_config_dict(spec)
+    try:
+        return cost_model(from_config(config), on_one_device(spec)).bytes
+    except UnknownArchitectureError:
+        return generic_cost(config)
 
 
 def with_remedies(spec: RunSpec, plan: Plan) -> RunSpec:

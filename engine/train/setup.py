@@ -6,20 +6,24 @@ Nothing here loops. Try: `tunedeck train -p demo -r demo`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.budget.plan import Plan
+from engine.budget.slicing import refuse_slicing
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.sources import require_files
 from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
+from engine.model.config import model_config_dict
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossFunction, make_loss
+from engine.model.slices import share_sequences
 from engine.model.tokenizer import load_tokenizer
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.reduce import GradientSum, send_from_first
@@ -72,6 +76,7 @@ def set_up(
     with device.host_region():
         prepared = _prepared(spec, tokenizer, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
+    refuse_slicing(model_config_dict(spec), spec)
     spec, pricing = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
@@ -90,6 +95,11 @@ def set_up(
     if ranks.size > 1 and sharded is None:
         send_from_first(_learned_tensors(loaded))
         gradient_sum = retried(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
+    joint, slices = sharded.joint if sharded else None, None
+    if spec.profile.parallel.sequence > 1:
+        with sharded.judging() if sharded else nullcontext():
+            slices = share_sequences(loaded, ranks, spec.profile.parallel.sequence, joint)
+        joint = slices.group.joint
     guard = retried(lambda: _guarded_optimizer(recipe.train, loaded, device), "optimizer_state", device, told)
     parts = Parts(
         device=device,
@@ -111,8 +121,9 @@ def set_up(
         report=report,
         ranks=ranks,
         gradient_sum=gradient_sum,
-        joint=sharded.joint if sharded else None,
+        joint=joint,
         sharded=sharded,
+        slices=slices,
         advise=lambda failure, micro_batch: in_words(
             avoidance(as_it_stands(spec, loaded, loss, guard), failure, micro_batch)
         ),

@@ -99,7 +99,7 @@ class StepTransaction:
             target_tokens=self._targets(samples),
             micro_batches=max(each["micro_batches"] for each in told),
             micro_batch_rows=max(each["largest_micro_batch"] for each in told),
-            samples=0 if overflowed else sum(each["samples"] for each in told),
+            samples=0 if overflowed else sum(each["samples"] for each in told[:: self.parts.sharers]),
             data_wait_seconds=self.work.data_wait_seconds,
             applied=not overflowed,
             dearest=plan[0] if plan and plan[0].members else None,
@@ -169,9 +169,9 @@ class StepTransaction:
         return int(self.parts.data.target_counts[samples].sum())
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the step's samples that this rank works on."""
-        ranks = self.parts.ranks
-        return samples[deal(self.parts.data.lengths[samples], ranks.size)[ranks.rank]]
+        """Those of the step's samples that this rank works on, by itself or with the others that share them."""
+        ranks, sharers = self.parts.ranks, self.parts.sharers
+        return samples[deal(self.parts.data.lengths[samples], ranks.size // sharers)[ranks.rank // sharers]]
 
     def _attempt(self, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[Struck]:
         """Run the stages until one fails on any rank; returns who failed in it."""

@@ -1,0 +1,145 @@
+"""Attention over sequences whose positions lie on several ranks, as an attention kernel of transformers' own interface.
+
+While it is at work every rank runs the model on its slice of a micro-batch (`engine.data.slices`). All layers but
+attention work on each position by itself; attention goes through `engine.parallel.sequence`, which hands each rank all
+positions of some heads, and there the model's usual kernel runs, causal and without a mask. Outside, in evaluation and
+generation, the model is as it was.
+
+Which models and recipes this is right for is `engine.budget.slicing`'s knowledge; `verify_slices` asks the model.
+
+Try: `pytest tests/parallel/test_sequence.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine.data.batch import Batch
+from engine.data.slices import slice_of
+from engine.errors import UsageError
+from engine.model.loaded import LoadedModel
+from engine.model.loss import autocast, decoder_of, hidden_states
+from engine.parallel.joint import Joint
+from engine.parallel.ranks import Ranks
+from engine.parallel.sequence import SequenceGroup, join_sequence_group, to_heads, to_positions
+
+KERNEL = "tunedeck_slices"
+"""Its name in a model's config. No mask is known by this name, so transformers makes none."""
+
+UNSHARED = "set parallel.sequence = 1 in the profile"
+
+POSITIONS_TO_COMPARE = 4
+"""Of each rank."""
+
+
+class SlicedAttention:
+    """The kernel of one model and one group of ranks."""
+
+    def __init__(self, loaded: LoadedModel, group: SequenceGroup) -> None:
+        self.group = group
+        self.inner = loaded.attention
+        """transformers' name of the kernel that runs between the exchanges."""
+        configs = [module.config for module in decoder_of(loaded.base).modules() if hasattr(module, "config")]
+        self._configs = list({id(config): config for config in configs}.values())
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around forward and backward of a slice; checkpointing runs attention again in the latter."""
+        ALL_ATTENTION_FUNCTIONS.register(KERNEL, self._attend)
+        self._use(KERNEL)
+        try:
+            yield
+        finally:
+            self._use(self.inner)
+
+    def slice_of(self, batch: Batch, *, pad_id: int) -> Batch:
+        """This rank's part of a micro-batch."""
+        return slice_of(batch, self.group.place, self.group.size, pad_id=pad_id)
+
+    def _use(self, kernel: str) -> None:
+        for config in self._configs:
+            config._attn_implementation = kernel
+
+    def _attend(
+        self, module: nn.Module, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """What every attention layer calls; returns outputs [B, S, H, D]."""
+        device = query_BHSD.device.type
+        # Autocast would narrow them in the kernel: here they travel at half the size.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_BHSD.dtype
+        heads = [tensor.to(dtype) for tensor in (query_BHSD, key_BKSD, value_BKSD)]
+        query, key, value = to_heads(self.group, heads)
+        del heads
+        # Those of a slice; the kernel sees whole rows, which start at 0.
+        options.pop("position_ids", None)
+        with self._posing(module, query.shape[1] // key.shape[1]):
+            output_BThD, _ = ALL_ATTENTION_FUNCTIONS[self.inner](module, query, key, value, mask, **options)
+        del query, key, value
+        return to_positions(self.group, output_BThD.transpose(1, 2)).transpose(1, 2), None
+
+    @contextmanager
+    def _posing(self, module: nn.Module, queries_per_key: int) -> Iterator[None]:
+        """The layer as the inner kernel wants to find it: its name in the config, and this rank's ratio of heads."""
+        usual = getattr(module, "num_key_value_groups", None)
+        if usual is not None:
+            module.num_key_value_groups = queries_per_key
+        module.config._attn_implementation = self.inner
+        try:
+            yield
+        finally:
+            module.config._attn_implementation = KERNEL
+            if usual is not None:
+                module.num_key_value_groups = usual
+
+
+def share_sequences(loaded: LoadedModel, ranks: Ranks, size: int, joint: Joint | None = None) -> SlicedAttention:
+    """Join the ranks that share sequences and see that the model computes the same with them. Called by all ranks.
+
+    Raises:
+        UsageError: it does not, or would not.
+    """
+    model_type = loaded.config.model_type
+    if loaded.attention == "eager" or loaded.sees_padding:
+        kernel = "eager attention" if loaded.attention == "eager" else "attention that is not causal"
+        raise UsageError(f"parallel.sequence = {size}, but {model_type} runs with {kernel}", fix=UNSHARED)
+    attention = SlicedAttention(loaded, join_sequence_group(ranks, size, joint))
+    for complaint in filter(None, ranks.tell(verify_slices(loaded, attention))):
+        raise UsageError(complaint, fix=UNSHARED)
+    return attention
+
+
+def verify_slices(loaded: LoadedModel, attention: SlicedAttention) -> str:
+    """Run a few tokens whole, then sliced: a family that looks at other positions outside attention differs.
+
+    A collective of the group. Returns what is wrong on this rank, in words; empty when nothing is.
+    """
+    length = POSITIONS_TO_COMPARE * attention.group.size
+    vocabulary = loaded.base.get_input_embeddings().weight.shape[0]
+    was_training = loaded.model.training
+    loaded.model.eval()
+    try:
+        with torch.no_grad(), autocast(loaded):
+            ids_BS = torch.arange(length, device="cpu")[None] % vocabulary
+            whole = Batch(ids_BS, ids_BS, None, None, (0,), length)
+            part = attention.slice_of(whole, pad_id=0)
+            expected_BSH = hidden_states(loaded, whole.moved(loaded.device.upload))
+            with attention.at_work():
+                found_BSH = hidden_states(loaded, part.moved(loaded.device.upload))
+            first = part.first_position
+            expected_BSH = expected_BSH[:, first : first + found_BSH.shape[1]]
+            error, size = float((expected_BSH - found_BSH).abs().max()), float(expected_BSH.abs().max())
+    finally:
+        loaded.model.train(was_training)
+    tolerance = 1e-4 if loaded.precision.compute == torch.float32 else 4e-2
+    if error <= tolerance * max(size, 1e-3):
+        return ""
+    return (
+        f"{loaded.config.model_type} computes something else when its sequences lie on several devices (off "
+        f"by {error:.3g} of {size:.3g}): it looks at other positions outside attention"
+    )

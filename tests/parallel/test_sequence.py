@@ -1,0 +1,217 @@
+"""Four ranks that share sequences, by twos and all together, learn what one process learns, whatever fails on them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.parallel.ranks import ALONE, Ranks
+from engine.parallel.sequence import SequenceGroup, join_sequence_group, to_heads, to_positions
+from engine.train.pricing import price
+from tests.parallel.crew import run_crew
+from tests.parallel.steps import FULL, LORA, Workbench, sample_of_faults, spec_of
+
+RANKS = 4
+FAULTS = 5
+MANY_FAULTS = 400
+KINDS: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "full, checkpointing": {**FULL, "train": {"gradient_checkpointing": True}},
+    "lora with dropout": {"method": {**LORA["method"], "dropout": 0.3}},
+    "lora, checkpointing": {**LORA, "train": {"gradient_checkpointing": True, "micro_batch": 1}},
+    "plain loss": {**FULL, "train": {"loss": "plain", "label_smoothing": 0.1, "micro_batch": 3}},
+}
+HEADS = [(4, 4, 3), (4, 2, 3), (4, 1, 5), (8, 4, 5)]
+"""Heads, those of keys and values, and values of a head where queries have 3."""
+CHUNK_TOKENS = 7
+SHARED = {"full": 2, "full, checkpointing": 4, "lora with dropout": 4, "lora, checkpointing": 2, "plain loss": 4}
+"""Kinds, and how many ranks share a sequence; where they are two, two such pairs are replicas of each other."""
+
+
+def shared(tables: dict[str, Any], sequence: int) -> dict[str, Any]:
+    return {**tables, "parallel": {"strategy": "replicated", "sequence": sequence}}
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def gradients_of(output: Tensor, weights: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad((output * weights).sum(), inputs))
+
+
+def exchanges(ranks: Ranks, _folder: Path) -> Any:
+    """The largest differences between attention of slices and of whole sequences: outputs, then gradients."""
+    return [
+        _difference(group, *numbers)
+        for group in (join_sequence_group(ranks, size) for size in (2, RANKS))
+        for numbers in HEADS
+    ]
+
+
+def _difference(group: SequenceGroup, heads: int, key_heads: int, width: int) -> float:
+    drawn = torch.Generator().manual_seed(heads + key_heads)
+    shapes = [(3, heads, 8, 3), (3, key_heads, 8, 3), (3, key_heads, 8, width), (3, heads, 8, width)]
+    *whole, weights = [torch.randn(shape, generator=drawn) for shape in shapes]
+    mine = slice(group.place * 8 // group.size, (group.place + 1) * 8 // group.size)
+    expected, found = ([tensor.requires_grad_() for tensor in tensors]
+                       for tensors in (whole, [tensor[:, :, mine].clone() for tensor in whole]))
+    output = attention(*expected)
+    sliced = to_positions(group, attention(*to_heads(group, found)))
+    pairs = [(output[:, :, mine], sliced)]
+    there = gradients_of(output, weights, expected)
+    here = gradients_of(sliced, weights[:, :, mine], found)
+    pairs += [(whole_gradient[:, :, mine], gradient) for whole_gradient, gradient in zip(there, here, strict=True)]
+    return max(float((one - other).detach().abs().max()) for one, other in pairs)
+
+
+def observed_steps(folder: Path, ranks: Ranks, tables: dict[str, Any], chunk_tokens: int | None = None) -> Any:
+    """What steps come to, with the gradients that each of them applied."""
+    work = Workbench(folder, ranks, tables)
+    applied: list[Tensor] = []
+
+    def observe(*_: Any) -> None:
+        with work.device.host_region():
+            grads = [parameter.grad for parameter in work.transaction.work.parameters]
+            applied.append(torch.cat([grad.detach().double().view(-1) for grad in grads]))
+
+    work.bench.parts.optimizer.register_step_pre_hook(observe)
+    if chunk_tokens:
+        work.bench.parts.loss.chunk_tokens = chunk_tokens
+    result = work.steps() | {"gradients": applied}
+    work.close()
+    return result
+
+
+def all_kinds(ranks: Ranks, folder: Path) -> Any:
+    return {
+        name: observed_steps(folder, ranks, shared(KINDS[name], sequence), CHUNK_TOKENS)
+        for name, sequence in SHARED.items()
+    }
+
+
+def faults(ranks: Ranks, folder: Path, names: tuple[str, ...] = ("full, checkpointing",), count: int = FAULTS) -> Any:
+    """Steps with failing allocations, on ranks that share sequences by twos."""
+    found = {}
+    for name in names:
+        work = Workbench(folder, ranks, shared(KINDS[name], 2))
+        work.steps()
+        counts = ranks.tell(work.allocations())
+        found[name] = [(faults, work.faulty_steps(faults)) for faults in sample_of_faults(counts, count, seed=11)]
+        work.close()
+    return found
+
+
+def many_faults(ranks: Ranks, folder: Path) -> Any:
+    return faults(ranks, folder, ("full, checkpointing", "lora with dropout"), MANY_FAULTS)
+
+
+def planned_memory(ranks: Ranks, folder: Path) -> Any:
+    """(planned, measured) peak bytes of this rank, where every token of equally long sequences is learned from."""
+    equal = folder / "equal.jsonl"
+    if ranks.is_first:
+        equal.write_text('{"text": "%s"}\n' % ("abcdefgh " * 20) * 40)
+    ranks.tell("written")
+    data = {"sources": [{"name": "main", "path": str(equal)}], "loss_on": "all", "max_length": 256}
+    found = {}
+    for name, sequence in (("full", 2), ("full, checkpointing", RANKS), ("lora, checkpointing", 2)):
+        tables = {**shared(KINDS[name], sequence), "data": data}
+        work = Workbench(folder, ranks, tables)
+        plan = price(spec_of(folder, ranks.size, tables), int(work.bench.parts.data.lengths.max())).plan
+        assert plan is not None
+        work.steps()
+        found[name] = plan.peak_bytes, work.transaction.work.peak_bytes
+        work.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sequence")
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[str, list[Any]]:
+    return run_crew([exchanges, all_kinds, faults, planned_memory], folder, size=RANKS)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, seen: dict[str, list[Any]]) -> dict[str, Any]:
+    return {name: observed_steps(folder, ALONE, tables) for name, tables in KINDS.items()}
+
+
+def close(here: Tensor, there: Tensor) -> bool:
+    return torch.allclose(here, there, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_of_slices_is_attention_of_the_whole_forward_and_backward(seen: dict[str, list[Any]]) -> None:
+    assert max(difference for rank in seen["exchanges"] for difference in rank) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_one_process(kind: str, seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
+    for rank in seen["all_kinds"]:
+        for here, there in zip(rank[kind]["gradients"], alone[kind]["gradients"], strict=True):
+            assert float((here - there).norm() / there.norm()) < 1e-5
+            assert close(here, there)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_samples_and_weights_are_those_of_one_process(
+    kind: str, seen: dict[str, list[Any]], alone: dict[str, Any]
+) -> None:
+    for rank in seen["all_kinds"]:
+        found = rank[kind]
+        assert found["losses"] == pytest.approx(alone[kind]["losses"], rel=1e-5)
+        assert found["samples"] == alone[kind]["samples"]
+        assert close(found["weights"], alone[kind]["weights"])
+
+
+def test_each_rank_holds_what_the_plan_predicts_for_it(seen: dict[str, list[Any]]) -> None:
+    for rank in seen["planned_memory"]:
+        for planned, measured in rank.values():
+            assert planned == pytest.approx(measured, rel=0.01)
+
+
+def wrong(results: list[dict[str, Any]], alone: dict[str, Any]) -> list[Any]:
+    """(kind, faults, result) of every case on every rank that came to something else than one process, told a failure
+    more or less than once, blamed the wrong rank, or left something over."""
+    found = []
+    for rank in results:
+        for kind, cases in rank.items():
+            for faults, result in cases:
+                fine = (
+                    result["losses"] == pytest.approx(alone[kind]["losses"], rel=1e-5)
+                    and close(result["weights"], alone[kind]["weights"])
+                    and result["samples"] == alone[kind]["samples"]
+                    and result["left_bytes"] == 0
+                    and {who for who, _, _ in result["told"]} <= faults.keys()
+                    and 1 <= len(result["told"]) <= len(faults)
+                )
+                if not fine:
+                    found.append((kind, faults, {**result, "weights": None}))
+    return found
+
+
+def test_a_failed_allocation_on_any_rank_costs_a_retry_and_nothing_else(
+    seen: dict[str, list[Any]], alone: dict[str, Any]
+) -> None:
+    assert wrong(seen["faults"], alone) == []
+
+
+@pytest.mark.torture
+def test_many_allocations_that_fail_cost_a_retry_each_and_nothing_else(
+    tmp_path: Path, alone: dict[str, Any], record_property: Any
+) -> None:
+    results = run_crew([many_faults], tmp_path, size=RANKS)["many_faults"]
+    tried = [(faults, result) for cases in results[0].values() for faults, result in cases]
+    phases = sorted({phase for _, result in tried for _, phase, _ in result["told"]})
+    record_property("faults", sum(len(faults) for faults, _ in tried))
+    sys.stdout.write(f"\n{len(tried)} attempts with faults on {RANKS} ranks that share sequences, in {phases}\n")
+    assert wrong(results, alone) == []
