@@ -70,6 +70,17 @@ class Judge:
     interrupted: Callable[[], bool] = lambda: False
     """Asked between micro-batches: True ends the evaluation early."""
     rows: Rows = field(default_factory=Rows)
+    perform: Callable[[str, Sequence[int], Callable[[], None]], Failure | None] | None = None
+    """How a pass over samples is tried, given its kind, their indices, and the pass; None for this process alone. Where
+    ranks hold parts of the weights, all of them take part (`engine.train.company`)."""
+    failed_rank: int = 0
+    """Where memory ran out last."""
+
+    def attempt(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> Failure | None:
+        """None when `action`, a pass of the `kind` "evaluate" or "generate" over `members`, went through."""
+        if self.perform is not None:
+            return self.perform(kind, members, action)
+        return attempt(action, self.device, lambda: kind)
 
 
 @dataclass
@@ -97,13 +108,13 @@ def evaluate(judge: Judge, data: TokenData, metrics: Sequence[str], *, limit: in
     """
     count = min(len(data), limit or len(data))
     result = Scores({}, count=count)
-    with _judging(judge.loaded.model):
+    with judging(judge.loaded.model):
         if "loss" in metrics:
             loss = _mean_loss(judge, data, np.arange(count))
             result.metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if "exact_match" in metrics or samples:
             asked = count if "exact_match" in metrics else min(samples, count)
-            answers = _answers(judge, [data[index] for index in range(asked)])
+            answers = _answers(judge, data, asked)
             if "exact_match" in metrics:
                 result.metrics["exact_match"] = sum(a["answer"] == a["reference"] for a in answers) / len(answers)
             result.samples = answers[:samples]
@@ -111,7 +122,7 @@ def evaluate(judge: Judge, data: TokenData, metrics: Sequence[str], *, limit: in
 
 
 @contextmanager
-def _judging(model: torch.nn.Module) -> Iterator[None]:
+def judging(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; training mode comes back however this ends."""
     was_training = model.training
     model.eval()
@@ -134,8 +145,9 @@ def _mean_loss(judge: Judge, data: TokenData, indices: NDArray[np.int64]) -> flo
         chosen, cost_bytes = waiting[0]
         sums: list[float] = []
         device.reset_peak()
-        failure = attempt(lambda chosen=chosen, sums=sums: sums.append(_loss_sum(judge, data, chosen)), device,
-                          lambda: "evaluate")  # type: ignore[misc]
+        failure = judge.attempt(
+            "evaluate", chosen.tolist(), lambda chosen=chosen, sums=sums: sums.append(loss_sum(judge, data, chosen))  # type: ignore[misc]
+        )
         if failure is None:
             total, failures = total + sums[0], 0
             budget.record_success(cost_bytes, _measured(device, held_bytes))
@@ -183,36 +195,40 @@ def _again(judge: Judge, failure: Failure, failures: int, *, proven: bool, rows:
     return True
 
 
-def _loss_sum(judge: Judge, data: TokenData, chosen: NDArray[np.int64]) -> float:
+def loss_sum(judge: Judge, data: TokenData, chosen: NDArray[np.int64]) -> float:
+    """Sum of the token losses of these samples."""
     with judge.device.host_region():
         batch = collate(data, chosen, pad_id=_pad_id(judge))
     return float(judge.loss(batch.moved(judge.device.upload)))
 
 
-def _answers(judge: Judge, examples: Sequence[Example]) -> list[dict[str, str]]:
-    """Generate for every example; results in the order of `examples`. Longest prompts first, like training."""
-    questions = [split_question(example) for example in examples]
+def answers_to(judge: Judge, data: TokenData, chosen: Sequence[int]) -> list[str]:
+    """What is generated for these samples, as text."""
+    return _generate(judge, [split_question(data[index])[0] for index in chosen])
+
+
+def _answers(judge: Judge, data: TokenData, count: int) -> list[dict[str, str]]:
+    """Generate for the first `count` samples; results in their order. Longest prompts first, like training."""
+    questions = [split_question(data[index]) for index in range(count)]
     order = sorted(range(len(questions)), key=lambda index: -len(questions[index][0]))
     texts: list[str] = []
     failures, clean, rows = 0, True, judge.rows
     while len(texts) < len(order):
         if judge.interrupted():
             raise Interrupted
-        prompts = [questions[index][0] for index in order[len(texts) : len(texts) + rows.now]]
+        chosen = order[len(texts) : len(texts) + rows.now]
         made: list[str] = []
-        failure = attempt(
-            lambda prompts=prompts, made=made: made.extend(_generate(judge, prompts)),  # type: ignore[misc]
-            judge.device,
-            lambda: "generate",
+        failure = judge.attempt(
+            "generate", chosen, lambda chosen=chosen, made=made: made.extend(answers_to(judge, data, chosen))  # type: ignore[misc]
         )
         if failure is None:
-            texts, failures, rows.proven = texts + made, 0, max(rows.proven, len(prompts))
+            texts, failures, rows.proven = texts + made, 0, max(rows.proven, len(chosen))
             continue
         failures, clean = failures + 1, False
         judge.device.release_cached()
-        if not _again(judge, failure, failures, proven=len(prompts) <= rows.proven, rows=len(prompts)):
-            rows.halve(len(prompts))
-            judge.report(failure, "cut", len(prompts), rows.now)
+        if not _again(judge, failure, failures, proven=len(chosen) <= rows.proven, rows=len(chosen)):
+            rows.halve(len(chosen))
+            judge.report(failure, "cut", len(chosen), rows.now)
     if clean:
         rows.grow()
     by_index = dict(zip(order, texts, strict=True))

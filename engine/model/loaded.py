@@ -9,7 +9,7 @@ Try: `python -m pytest tests/model/test_save.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -63,6 +63,8 @@ class LoadedModel:
     """Whether activations are recomputed in backward."""
     parts: dict[str, Parameter] | None = None
     """Where weights are spread over ranks: what this rank holds of each parameter that learns, by its plain name."""
+    stage: Callable[[Tensor], Tensor] | None = None
+    """How a tensor comes to the host to be saved; None for the device's own way."""
     sees_padding: bool = True
     """Whether padding on the right could change what a token before it becomes; see `attention.looks_ahead`."""
 
@@ -172,9 +174,9 @@ class LoadedModel:
         copies: dict[tuple[int, torch.Size], Tensor] = {}
         staged = {}
         for name, tensor in state.items():
-            key = (tensor.data_ptr(), tensor.shape)
+            key = (part_here(tensor).data_ptr(), tensor.shape)
             if key not in copies:
-                copies[key] = self.device.staged(tensor)
+                copies[key] = (self.stage or self.device.staged)(tensor)
             staged[name] = copies[key]
         return staged
 
@@ -220,9 +222,9 @@ def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str
     """peft's save_pretrained takes a model's state dict and picks the adapter's entries; hand it those entries under
     every name the model has them (a tied weight has two)."""
     originals = get_peft_model_state_dict(model, save_embedding_layers=False)
-    staged = {originals[name].data_ptr(): tensor for name, tensor in state.items()}
-    live = model.state_dict()
-    return {name: staged[tensor.data_ptr()] for name, tensor in live.items() if tensor.data_ptr() in staged}
+    staged = {part_here(originals[name]).data_ptr(): tensor for name, tensor in state.items()}
+    live = {name: part_here(tensor).data_ptr() for name, tensor in model.state_dict().items()}
+    return {name: staged[address] for name, address in live.items() if address in staged}
 
 
 def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
@@ -252,7 +254,12 @@ def _copy(target: Tensor, source: Tensor, name: str) -> None:
             f"{name} was saved with shape {tuple(source.shape)}, the model has {tuple(target.shape)}",
             fix="resume with the model and method the run was started with",
         )
-    target.copy_(source)
+    if isinstance(target, DTensor):
+        rows, here = -(-len(target) // target.device_mesh.size()), target.to_local()
+        start = rows * target.device_mesh.get_rank()
+        here.copy_(source[start : start + len(here)])
+    else:
+        target.copy_(source)
 
 
 def _other_parameters(folder: Path, saved: set[str], present: set[str]) -> UsageError:

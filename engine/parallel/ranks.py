@@ -2,7 +2,7 @@
 
 `tell` is a vote of all, bounded in time. `from_first` is rank 0 deciding for all. `behind_first` lets rank 0 work alone
 for as long as it takes (tokenising, evaluating, writing a checkpoint) while the others wait, as long as it gives signs
-of life.
+of life. What it cannot do alone, because each rank holds a part of the weights, it asks of all of them meanwhile.
 A run of one process is `ALONE`: the same calls, nothing to wait for.
 
 Try: `pytest tests/parallel/test_ranks.py`
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ from engine.parallel.meeting import fresh_store
 from engine.parallel.votes import Ballot, LostRankError, losing_a_rank_ends_it
 
 ERRAND_POLL_SECONDS = 0.05
-"""Between looks at whether rank 0 is done."""
+"""Between looks at whether rank 0 is done; the first ones come sooner."""
 
 LIFE_SECONDS = 5.0
 """Between signs of life of rank 0 for those who wait while it works alone; a quarter of the patience if shorter."""
@@ -51,6 +51,8 @@ class Ranks:
     """How long the others wait for a sign of life."""
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext
     """The device's region for host memory: the buffers of votes are none of its own."""
+    duties: dict[str, Callable[..., None]] = field(default_factory=dict)
+    """What rank 0 may ask of all ranks while they wait behind it."""
     _errands: int = 0
 
     @property
@@ -75,23 +77,35 @@ class Ranks:
         return self.tell(value if self.is_first else None)[0]
 
     def behind_first(self, action: Callable[[], Any]) -> Any:
-        """Rank 0 runs `action` and all get its result (JSON). Nobody else does anything meanwhile.
+        """Rank 0 runs `action` and all get its result (JSON). The others do nothing meanwhile but what it asks of them.
 
         Where it raises, it raises on rank 0 alone; the others get LostRankError once that has recorded its end.
         """
         if self.store is None:
             return action()
+        if self.is_first:
+            result = action()
+            self._post(self.store, {"result": result})
+            return result
+        while "result" not in (word := self._word_of_first(self.store)):
+            self.duties[word["duty"]](**word["details"])
+        return word["result"]
+
+    def ask(self, duty: str, **details: Any) -> None:
+        """On rank 0, inside `behind_first`: have all ranks do one of their `duties`, this one included."""
+        if self.store is not None:
+            self._post(self.store, {"duty": duty, "details": details})
+        self.duties[duty](**details)
+
+    def _post(self, store: dist.Store, word: dict[str, Any]) -> None:
+        self._errands += 1
+        with losing_a_rank_ends_it():
+            store.set(f"errand/{self._errands}", json.dumps(word))
+
+    def _word_of_first(self, store: dist.Store) -> Any:
         self._errands += 1
         key = f"errand/{self._errands}"
-        if not self.is_first:
-            return self._result_of_first(self.store, key)
-        result = action()
-        with losing_a_rank_ends_it():
-            self.store.set(key, json.dumps(result))
-        return result
-
-    def _result_of_first(self, store: dist.Store, key: str) -> Any:
-        signs, heard_at = -1, time.monotonic()
+        signs, heard_at, pause_seconds = -1, time.monotonic(), ERRAND_POLL_SECONDS / 32
         with losing_a_rank_ends_it():
             while not store.check([key]):
                 if store.check(["over"]):
@@ -103,7 +117,8 @@ class Ranks:
                         f"rank 0 has given no sign of life for {self.patience_seconds:.0f} s: it is stopped or stuck",
                         fix="the run goes on from its last checkpoint",
                     )
-                time.sleep(ERRAND_POLL_SECONDS)
+                time.sleep(pause_seconds)
+                pause_seconds = min(ERRAND_POLL_SECONDS, 2 * pause_seconds)
             return json.loads(store.get(key))
 
     def say_over(self) -> None:

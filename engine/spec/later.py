@@ -23,13 +23,22 @@ def _when(condition: bool, key: str) -> str | None:
     return key if condition else None
 
 
+def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) -> str | None:
+    sharded = spec.profile.parallel.strategy == "sharded"
+    return _when(sharded and written in unbuilt, f'{key} = "{written}" beside parallel.strategy = "sharded"')
+
+
 ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (lambda spec: _when(bool(spec.recipe.stages), "stages"), "runs of several stages"),
     (lambda spec: _when(bool(spec.recipe.sweep), "sweep"), "sweeps"),
     (lambda spec: image_key(spec.recipe), "images"),
     (
-        lambda spec: _when(spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
-        "sharded weights",
+        lambda spec: _in_shards(spec, "model.quantize", spec.recipe.model.quantize, ("nf4",)),
+        "sharding of 4-bit weights",
+    ),
+    (
+        lambda spec: _in_shards(spec, "train.optimizer", spec.recipe.train.optimizer, ("adafactor", "adamw_8bit")),
+        "sharding with optimizers that look beyond single values",
     ),
     (lambda spec: _when(bool(spec.recipe.trackers.use), "trackers.use"), "experiment trackers"),
     (lambda spec: _when(spec.recipe.finish.merge, "finish.merge"), "merging at the end of a run"),
@@ -44,7 +53,7 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
 """(what the user wrote, or None) and the feature that is not there yet."""
 
 
-PLANNED_FOR = ("sharded weights", "images")
+PLANNED_FOR = ("images",)
 """What the budget predicts although no run does it yet."""
 
 

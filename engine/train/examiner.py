@@ -14,6 +14,7 @@ from engine.evaluate.scores import evaluate as score
 from engine.journal.directory import RunDirectory
 from engine.train.best import is_better
 from engine.train.checkpoint import mark_best
+from engine.train.company import Company
 from engine.train.control import Wishes
 from engine.train.costbudget import CostBudget
 from engine.train.failure import Failure
@@ -96,7 +97,7 @@ class Examiner:
 
     def _make_judge(self) -> Judge:
         parts = self._bench.parts
-        return Judge(
+        judge = Judge(
             device=parts.device,
             loaded=parts.loaded,
             loss=parts.loss,
@@ -106,7 +107,12 @@ class Examiner:
             report=self._failed,
             interrupted=self._wishes.look,
         )
+        validation = self._bench.prepared.validation
+        if parts.sharded and validation is not None:
+            Company(judge, validation, parts, parts.sharded)
+        return judge
 
     def _failed(self, failure: Failure, remedy: str, before: Any, after: Any) -> None:
         report = self._bench.parts.report
-        report(Backoff(self._state.step, failure, Remedy(remedy, before, after), None, None, 1))
+        rank = self._judge.failed_rank
+        report(Backoff(self._state.step, failure, Remedy(remedy, before, after), None, None, 1, None, rank))

@@ -250,7 +250,9 @@ def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except (MemoryExhaustedError, DivergedError):
-        if ranks.is_first and training.state.step and training.sound:
+        # Where weights are spread over ranks all of them raise the same error, and saving takes all of them.
+        saves = ranks.is_first or training.parts.sharded is not None
+        if saves and training.state.step and training.sound:
             training.saver.save("before giving up")
         raise
 

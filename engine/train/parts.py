@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from engine.train.microbatch import Cost, MicroBatch
 from engine.train.optimizer import StepGuard
 from engine.train.rollback import Rollback
 from engine.train.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from engine.train.collecting import Collector
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class Parts:
     """The ranks that launch collectives together within a step's micro-batches; None where there are none."""
     sharded: Sharded | None = None
     """The weights where each rank holds a part of them."""
+    collector: Collector | None = None
+    """What puts them together to be saved."""
     slices: SlicedAttention | None = None
     """Where several ranks share each sequence."""
 

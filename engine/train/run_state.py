@@ -7,6 +7,7 @@ here: it is a function of the step (see `engine.train.rollback`), as is the orde
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import UsageError
 from engine.spec.run import RunSpec
 from engine.train.checkpoint import Checkpoint
+from engine.train.collecting import OPTIMIZER, read_optimizer
 from engine.train.costbudget import CostBudget
 from engine.train.ladder import Standing
 from engine.train.optimizer import state_tensors
@@ -93,13 +95,17 @@ def fill_checkpoint(
     path: Path, parts: Parts, state: RunState, identity: Identity, settings: dict[str, Any]
 ) -> None:
     """Write everything a resume needs into `path`, with `settings` beside it. Raises OSError where the disk is full."""
-    parts.loaded.save(path / "weights")
+    with parts.collector.collected() if parts.collector else nullcontext():
+        parts.loaded.save(path / "weights")
+    if parts.collector:
+        parts.collector.write_optimizer(path / OPTIMIZER)
     with parts.device.host_region():
-        tensors = {
-            name: parts.device.staged(tensor)
-            for name, tensor in state_tensors(parts.optimizer, parts.loaded.trainable())
-        }
-        save_file(tensors, path / "optimizer.safetensors")
+        if not parts.collector:
+            tensors = {
+                name: parts.device.staged(tensor)
+                for name, tensor in state_tensors(parts.optimizer, parts.loaded.trainable())
+            }
+            save_file(tensors, path / "optimizer.safetensors")
         buffers = {name: parts.device.staged(tensor) for name, tensor in parts.rollback.moving()}
         if buffers:
             save_file(buffers, path / BUFFERS)
@@ -150,6 +156,11 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
 
 
 def _restore_optimizer(checkpoint: Checkpoint, parts: Parts) -> None:
+    written_in_parts = (checkpoint.path / OPTIMIZER).is_dir()
+    if written_in_parts or parts.sharded:
+        read_optimizer(checkpoint.path / OPTIMIZER if written_in_parts else checkpoint.path, parts)
+        parts.guard.forget()
+        return
     with parts.device.host_region():
         saved = load_file(checkpoint.optimizer)
     present = dict(state_tensors(parts.optimizer, parts.loaded.trainable()))

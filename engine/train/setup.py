@@ -30,6 +30,7 @@ from engine.parallel.reduce import GradientSum, send_from_first
 from engine.parallel.sharded import Sharded
 from engine.spec.recipe import Train
 from engine.spec.run import RunSpec
+from engine.train.collecting import Collector
 from engine.train.failure import Failure, retried
 from engine.train.journal import Journal
 from engine.train.ladder import Remedy
@@ -128,6 +129,8 @@ def set_up(
             avoidance(as_it_stands(spec, loaded, loss, guard), failure, micro_batch)
         ),
     )
+    if sharded is not None:
+        parts.collector = Collector(parts, sharded)
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
     return Bench(

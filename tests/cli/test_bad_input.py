@@ -66,7 +66,10 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model folder that is not there": (("plan", *DEMO, "--set", "model.id=./gone"), ("does not exist", "model.id")),
     "built-in model that is none": (("plan", *DEMO, "--set", "model.id=builtin:tin"), ("did you mean builtin:tiny?",)),
     "trackers, of a later version": (("plan", *DEMO, "--set", 'trackers.use=["wandb"]'), ("not do", "trackers.use")),
-    "sharded weights, of a later version": (("train", "-p", "4xh100", "-r", "demo"), ("sharded weights yet",)),
+    "adafactor on shards, of a later version": (
+        ("train", "-p", "4xh100", "-r", "demo", "--set", "train.optimizer=adafactor"),
+        ("sharding with optimizers that look beyond single values yet",),
+    ),
     "run that nobody made": (("show", "nope"), ("no run matches 'nope'", "fix: list them: tunedeck runs")),
     "run without a name": (("resume", ""), ("RUN is empty",)),
     "path that is no run": (("log", "./"), ("is not a run",)),

@@ -1,0 +1,63 @@
+"""Evaluation by rank 0 with weights that are spread over ranks: the others keep it company in every forward pass.
+
+Rank 0 decides what is computed, when memory runs out, too; each pass is asked of all ranks, which run the same samples,
+and only rank 0 keeps the result. Nobody enters a pass that the others do not.
+
+Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from engine.data.tokens import TokenData
+from engine.evaluate.scores import Judge, answers_to, judging, loss_sum
+from engine.parallel.sharded import Sharded
+from engine.train.agreement import deciding, tell_failure
+from engine.train.failure import Failure, attempt
+from engine.train.parts import Parts
+
+
+class Company:
+    """Makes `judge` perform its passes over `data` on all ranks. Every rank makes one."""
+
+    def __init__(self, judge: Judge, data: TokenData, parts: Parts, sharded: Sharded) -> None:
+        self._judge, self._data, self._parts, self._sharded = judge, data, parts, sharded
+        self._asked_for: Callable[[], None] | None = None
+        self._failure: Failure | None = None
+        judge.perform = self.perform
+        parts.ranks.duties |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
+
+    def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> Failure | None:
+        """On rank 0: run `action` here and the same pass everywhere; the failure of any rank."""
+        self._asked_for, self._failure = action, None
+        self._parts.ranks.ask(kind, members=[int(member) for member in members])
+        self._asked_for = None
+        return self._failure
+
+    def _duty(self, kind: str) -> Callable[..., None]:
+        passes: dict[str, Callable[[list[int]], object]] = {
+            "evaluate": lambda members: loss_sum(self._judge, self._data, np.array(members)),
+            "generate": lambda members: answers_to(self._judge, self._data, members),
+        }
+
+        def duty(members: list[int]) -> None:
+            self._run(kind, self._asked_for or (lambda: passes[kind](members)))
+
+        return duty
+
+    def _run(self, kind: str, action: Callable[[], object]) -> None:
+        parts = self._parts
+
+        def run() -> None:
+            model = parts.loaded.model
+            with judging(model), self._sharded.judging(gathers_head=kind == "generate"):
+                action()
+
+        failure = attempt(lambda: self._sharded.joint.together(run), parts.device, lambda: kind)
+        struck = tell_failure(parts.ranks, failure, None, parts.device)
+        if struck:
+            parts.device.release_cached()
+            self._judge.failed_rank, self._failure = deciding(struck).rank, deciding(struck).failure
