@@ -131,7 +131,9 @@ class Training:
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
 
     def _note_peak(self, outcome: StepOutcome) -> None:
-        peak_bytes, dearest = self.transaction.work.peak_bytes, outcome.dearest
+        # Of ranks that share sequences the one with most of the targets holds most.
+        shared = [each["peak_bytes"] for each in outcome.ranks[: self.parts.sharers]]
+        peak_bytes, dearest = max([self.transaction.work.peak_bytes, *shared]), outcome.dearest
         if dearest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
             return
         parts = self.parts

@@ -15,7 +15,8 @@ from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.sequence import SequenceGroup, join_sequence_group, to_heads, to_positions
 from engine.train.pricing import price
 from tests.parallel.crew import run_crew
-from tests.parallel.steps import FULL, LORA, Workbench, sample_of_faults, spec_of
+from tests.parallel.steps import FULL, LORA, Workbench, sample_of_faults, spec_of, whole_weights
+from tests.train.rig import write_model
 
 RANKS = 4
 FAULTS = 5
@@ -30,12 +31,18 @@ KINDS: dict[str, dict[str, Any]] = {
 HEADS = [(4, 4, 3), (4, 2, 3), (4, 1, 5), (8, 4, 5)]
 """Heads, those of keys and values, and values of a head where queries have 3."""
 CHUNK_TOKENS = 7
+IN_SHARDS = "full, checkpointing"
 SHARED = {"full": 2, "full, checkpointing": 4, "lora with dropout": 4, "lora, checkpointing": 2, "plain loss": 4}
 """Kinds, and how many ranks share a sequence; where they are two, two such pairs are replicas of each other."""
 
 
-def shared(tables: dict[str, Any], sequence: int) -> dict[str, Any]:
-    return {**tables, "parallel": {"strategy": "replicated", "sequence": sequence}}
+def shared(tables: dict[str, Any], sequence: int, strategy: str = "replicated") -> dict[str, Any]:
+    return {**tables, "parallel": {"strategy": strategy, "sequence": sequence}}
+
+
+def small(folder: Path, kind: str) -> dict[str, Any]:
+    """Tables of a kind, on a model that is small enough for many steps."""
+    return {**KINDS[kind], "model": {"id": str(write_model(folder / "model", layers=2, width=32, heads=RANKS))}}
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -91,16 +98,24 @@ def observed_steps(folder: Path, ranks: Ranks, tables: dict[str, Any], chunk_tok
 
 def all_kinds(ranks: Ranks, folder: Path) -> Any:
     return {
-        name: observed_steps(folder, ranks, shared(KINDS[name], sequence), CHUNK_TOKENS)
+        name: observed_steps(folder, ranks, shared(small(folder, name), sequence), CHUNK_TOKENS)
         for name, sequence in SHARED.items()
     }
+
+
+def in_shards(ranks: Ranks, folder: Path) -> Any:
+    """Two pairs that share sequences, the weights in shards over all four ranks."""
+    work = Workbench(folder, ranks, shared(small(folder, IN_SHARDS), 2, "sharded"))
+    result = work.steps() | {"weights": whole_weights(work)}
+    work.close()
+    return result
 
 
 def faults(ranks: Ranks, folder: Path, names: tuple[str, ...] = ("full, checkpointing",), count: int = FAULTS) -> Any:
     """Steps with failing allocations, on ranks that share sequences by twos."""
     found = {}
     for name in names:
-        work = Workbench(folder, ranks, shared(KINDS[name], 2))
+        work = Workbench(folder, ranks, shared(small(folder, name), 2))
         work.steps()
         counts = ranks.tell(work.allocations())
         found[name] = [(faults, work.faulty_steps(faults)) for faults in sample_of_faults(counts, count, seed=11)]
@@ -116,12 +131,13 @@ def planned_memory(ranks: Ranks, folder: Path) -> Any:
     """(planned, measured) peak bytes of this rank, where every token of equally long sequences is learned from."""
     equal = folder / "equal.jsonl"
     if ranks.is_first:
-        equal.write_text('{"text": "%s"}\n' % ("abcdefgh " * 20) * 40)
+        equal.write_text('{"text": "%s"}\n' % ("abcdefgh " * 12) * 40)
     ranks.tell("written")
     data = {"sources": [{"name": "main", "path": str(equal)}], "loss_on": "all", "max_length": 256}
     found = {}
-    for name, sequence in (("full", 2), ("full, checkpointing", RANKS), ("lora, checkpointing", 2)):
-        tables = {**shared(KINDS[name], sequence), "data": data}
+    for name, sequence in (("full", 2), ("lora, checkpointing", RANKS)):
+        train = {**KINDS[name].get("train", {}), "batch_size": 4 * RANKS // sequence}
+        tables = {**shared(KINDS[name], sequence), "data": data, "train": train}
         work = Workbench(folder, ranks, tables)
         plan = price(spec_of(folder, ranks.size, tables), int(work.bench.parts.data.lengths.max())).plan
         assert plan is not None
@@ -138,12 +154,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([exchanges, all_kinds, faults, planned_memory], folder, size=RANKS)
+    return run_crew([exchanges, all_kinds, in_shards, faults, planned_memory], folder, size=RANKS)
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path, seen: dict[str, list[Any]]) -> dict[str, Any]:
-    return {name: observed_steps(folder, ALONE, tables) for name, tables in KINDS.items()}
+    return {name: observed_steps(folder, ALONE, small(folder, name)) for name in KINDS}
 
 
 def close(here: Tensor, there: Tensor) -> bool:
@@ -171,6 +187,15 @@ def test_losses_samples_and_weights_are_those_of_one_process(
         assert found["losses"] == pytest.approx(alone[kind]["losses"], rel=1e-5)
         assert found["samples"] == alone[kind]["samples"]
         assert close(found["weights"], alone[kind]["weights"])
+
+
+def test_beside_shards_the_same_is_learned(seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
+    expected = alone[IN_SHARDS]
+    for found in seen["in_shards"]:
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert found["samples"] == expected["samples"]
+        assert close(found["weights"], expected["weights"])
 
 
 def test_each_rank_holds_what_the_plan_predicts_for_it(seen: dict[str, list[Any]]) -> None:

@@ -73,7 +73,7 @@ class Case:
         )
 
 
-def write_model(folder: Path, layers: int, width: int, *, tied: bool = True) -> Path:
+def write_model(folder: Path, layers: int, width: int, *, tied: bool = True, heads: int = 2) -> Path:
     """A model folder with a config and no weights, for `model.init = "random"`."""
     folder.mkdir(exist_ok=True)
     config = {
@@ -83,8 +83,8 @@ def write_model(folder: Path, layers: int, width: int, *, tied: bool = True) -> 
         "hidden_size": width,
         "intermediate_size": 2 * width,
         "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
         "tie_word_embeddings": tied,
         "max_position_embeddings": 128,
     }
