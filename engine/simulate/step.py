@@ -63,10 +63,16 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
     All but one token are targets; packed rows hold two documents.
 
     Raises:
-        UsageError: a 4-bit base, which only CUDA kernels handle; what the model's configuration raises.
+        UsageError: a 4-bit base, which only CUDA kernels handle; shared sequences; what the model's configuration
+            raises.
     """
     if spec.recipe.model.quantize != "none":
         raise UsageError("a 4-bit base cannot be simulated", fix="leave --exact out: the closed form knows it")
+    if spec.profile.parallel.sequence > 1:
+        raise UsageError(
+            "sequences that several devices share cannot be simulated on one",
+            fix="leave --exact out: the closed form knows what each of them holds",
+        )
     device = SimulatedDevice(like_a_card=spec.profile.device.kind != "metered")
     loaded = _on_meta(spec, device)
     with device.simulating(packed=spec.recipe.data.packing):

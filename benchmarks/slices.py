@@ -1,0 +1,124 @@
+"""What ranks hold that share one long sequence, beside one process, and what the votes between them cost.
+
+Run: python -m benchmarks.slices [--ranks 1 2 4] [--tokens 4096]        (CPU and gloo, a minute or two)
+
+The engine's own steps on metered devices: LoRA on a small model, layers recomputed, one sequence at a time. Memory is
+the most that any rank held, beside what the plan says. Every exchange of heads and positions is preceded by a vote of
+one flag; after the steps the ranks, all ready, cast as many votes again with nothing between them. On shared cores
+seconds mean little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from benchmarks.job import Job, spec_of, write_job
+from engine.device import open_device
+from engine.model.quiet import without_bars
+from engine.parallel.launch import of_one_rank
+from engine.parallel.ranks import ALONE, Ranks, joined
+from engine.spec.run import RunSpec
+from engine.train.journal import Journal
+from engine.train.pricing import price
+from engine.train.setup import set_up
+from engine.train.transaction import StepTransaction
+
+LIMIT_SECONDS = 300.0
+STEPS = 2
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--tokens", type=int, default=4096)
+    asked = parser.parse_args()
+    without_bars()
+    print(f"one sequence of {asked.tokens} tokens, MiB above weights, adapters and optimizer state:")
+    print(f"{'ranks':>5}{'held':>10}{'planned':>10}{'step':>9}{'votes':>7}{'a vote':>10}{'share':>9}")
+    for ranks in asked.ranks:
+        found = measure(ranks, asked.tokens)
+        shares = f"{found['step_seconds']:>7.1f} s{found['votes']:>7}{1000 * found['vote_seconds']:>7.2f} ms"
+        share = found["votes"] * found["vote_seconds"] / found["step_seconds"]
+        held, planned = (found[name] / 2**20 for name in ("held_bytes", "planned_bytes"))
+        print(f"{ranks:>5}{held:>10.2f}{planned:>10.2f}{shares}{100 * share:>7.2f} %", flush=True)
+
+
+def measure(ranks: int, tokens: int) -> dict[str, Any]:
+    """Two steps on `ranks` processes of this machine that share each sequence."""
+    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        job = write_job(Path(name, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
+        mp.spawn(_member, args=(ranks, port, _spec(job, ranks, tokens), name), nprocs=ranks)
+        return dict(json.loads(Path(name, "found.json").read_text()))
+
+
+def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
+    """LoRA, two sequences a step, one at a time."""
+    spec = spec_of(job, "metered").model_dump(by_alias=True)
+    spec["recipe"]["method"] = {"kind": "lora", "rank": 8}
+    spec["recipe"]["data"]["max_length"] = tokens + 1
+    spec["recipe"]["train"] |= {"batch_size": 2, "micro_batch": 1, "gradient_checkpointing": True}
+    spec["profile"]["device"]["count"] = ranks
+    spec["profile"]["parallel"] |= {"strategy": "replicated" if ranks > 1 else "single", "sequence": ranks}
+    return RunSpec.model_validate(spec)
+
+
+def _member(rank: int, size: int, port: int, spec: RunSpec, folder: str) -> None:
+    torch.set_num_threads(1)
+    without_bars()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    if size == 1:
+        Path(folder, "found.json").write_text(json.dumps(_steps(ALONE, spec)))
+        return
+    with joined(LIMIT_SECONDS, "cpu") as ranks:
+        found = _steps(ranks, spec)
+        if ranks.is_first:
+            Path(folder, "found.json").write_text(json.dumps(found))
+        ranks.tell("done")
+
+
+def _steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
+    """What the steps after the first held and took, and bare votes."""
+    device = open_device(of_one_rank(spec, ranks.local_rank))
+    with device.activate():
+        bench = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
+        transaction, joint = StepTransaction(bench.parts), bench.parts.joint
+        transaction.run(1, bench.order.step(1))
+        voted, began = joint.votes if joint else 0, time.perf_counter()
+        transaction.run(2, bench.order.step(2))
+        took, votes = time.perf_counter() - began, joint.votes - voted if joint else 0
+        began = time.perf_counter()
+        for _ in range(votes):
+            assert joint is not None
+            joint.ready()
+        vote_seconds = (time.perf_counter() - began) / max(1, votes)
+        plan = price(spec, int(bench.parts.data.lengths.max())).plan
+        assert plan is not None
+        peaks = ranks.tell(transaction.work.peak_bytes)
+    static_bytes = bench.parts.static_bytes
+    return {
+        "held_bytes": max(peaks) - static_bytes,
+        "planned_bytes": plan.peak_bytes - static_bytes,
+        "step_seconds": took,
+        "votes": votes,
+        "vote_seconds": vote_seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()
