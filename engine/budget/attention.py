@@ -65,12 +65,14 @@ def _times_table(walk: Walk, x: Ghost, width: int) -> Ghost:
     size, itemsize = x.size, max(x.itemsize, width)
     full = x.elements * itemsize
 
-    def back(gradient: Storage) -> list[Storage | None]:
+    def narrowed(gradient: Storage) -> list[Storage | None]:
         product = walk.allocate(full)
-        return [product if size == full else walk.allocate(size)]
+        result = walk.allocate(size)
+        del product
+        return [result]
 
     saved = walk.save(None) if x.node is not None else None
-    return walk.result(x.elements, itemsize, [x], back, saved)
+    return walk.result(x.elements, itemsize, [x], size if size == full else narrowed, saved)
 
 
 def _rotate_half(walk: Walk, x: Ghost) -> Ghost:
@@ -86,7 +88,7 @@ def repeat_heads(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
         return x
     copied = arch.kv_heads > 1
     elements = x.elements * times if copied else 0
-    output = walk.result(elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+    output = walk.result(elements, x.itemsize, [x], size)
     if not copied:
         output.storage, output.elements = x.storage, x.elements * times
     return output
@@ -171,7 +173,7 @@ def _maximum(walk: Walk, x: Ghost, rows: int) -> Ghost:
     size = x.size
     index = walk.new(rows, INDEX)
     saved = walk.save(index) if x.node is not None else None
-    return walk.result(rows, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    return walk.result(rows, x.itemsize, [x], size, saved)
 
 
 def _matmul(walk: Walk, left: Ghost, right: Ghost, elements: int) -> Ghost:

@@ -60,7 +60,7 @@ def _top(walk: Walk, scores: Ghost, experts: Experts) -> tuple[Ghost, Ghost]:
     size, chosen = scores.size, experts.per_token * TOKEN
     indices = walk.new(chosen, INDEX)
     saved = walk.save(indices) if scores.node is not None else None
-    values = walk.result(chosen, scores.itemsize, [scores], lambda gradient: [walk.allocate(size)], saved)
+    values = walk.result(chosen, scores.itemsize, [scores], size, saved)
     return values, indices
 
 
@@ -70,7 +70,7 @@ def _normalised(walk: Walk, scores: Ghost) -> Ghost:
     if scores.node is None:
         return scores
     saved = walk.save(walk.new(scores.elements, scores.itemsize), walk.new(TOKEN, scores.itemsize))
-    output = walk.result(0, scores.itemsize, [scores], lambda gradient: [walk.allocate(size)], saved)
+    output = walk.result(0, scores.itemsize, [scores], size, saved)
     output.storage, output.elements = scores.storage, scores.elements
     return output
 
@@ -159,4 +159,4 @@ def _clamp(walk: Walk, x: Ghost, bounds: int) -> Ghost:
 def _sum_copies(walk: Walk, x: Ghost, elements: int) -> Ghost:
     """Sum over a token's experts; backward expands, and lays out what it expanded."""
     size = x.size
-    return walk.result(elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+    return walk.result(elements, x.itemsize, [x], size)

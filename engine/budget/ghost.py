@@ -16,7 +16,7 @@ What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `inp
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 TOKEN = 1 << 56
 """Per token of the padded micro-batch."""
@@ -31,18 +31,44 @@ POSITION = 1 << 280
 LEFT = 1 << 336
 """Of finished gradients of weights: there from then on where no earlier micro-batch has left one to add them to."""
 
-Back = Callable[["Storage"], Sequence["Storage | None"]]
-"""From the gradient of a node's output to the gradients of its inputs."""
+WIDTH = 56
+"""Bits of each of these numbers; the highest of them is never used."""
+GUARDS = sum(1 << (WIDTH * place + WIDTH - 1) for place in range(7))
+
+Back = Callable[["Storage"], Sequence["Storage | None"]] | int
+"""From the gradient of a node's output to the gradients of its inputs; or, of a single input, just the bytes that its
+gradient takes, which is what most operations make."""
+PASSED = -1
+"""Instead of such bytes: the gradient is handed on as it is."""
 
 
-def unpack(size: int, accumulating: bool) -> tuple[int, int, int, int, int, int]:
-    """A packed size as (fixed, per token, per row and length squared, per token of a chunk, if several, position).
-
-    `accumulating` where gradients of an earlier micro-batch are held already: new ones are added to them and dropped.
-    """
+def unpack(size: int) -> tuple[int, int, int, int, int, int]:
+    """A packed size as (fixed, per token, per row and length squared, per token of a chunk, if several, position)."""
     mask = TOKEN - 1
-    fixed = (size & mask) + (0 if accumulating else size >> 336)
-    return fixed, size >> 56 & mask, size >> 112 & mask, size >> 168 & mask, size >> 224 & mask, size >> 280 & mask
+    return (
+        size & mask, size >> 56 & mask, size >> 112 & mask, size >> 168 & mask, size >> 224 & mask, size >> 280 & mask
+    )  # fmt: skip
+
+
+def settled(size: int, accumulating: bool) -> int:
+    """The same without LEFT: nothing where an earlier micro-batch's gradients are held already, to which new ones are
+    added and dropped, else a fixed number of bytes."""
+    return size & LEFT - 1 if accumulating else (size & LEFT - 1) + (size >> 336)
+
+
+def highest(sizes: Iterable[int]) -> list[int]:
+    """Only those that are the largest for some shape: none that another exceeds in each of its numbers.
+
+    All seven are compared by one subtraction: with the guard bits set, one that has to borrow loses its own.
+    """
+    kept: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        for guarded in reversed(kept):  # what was kept last is the likeliest
+            if (guarded - size) & GUARDS == GUARDS:
+                break
+        else:
+            kept.append(size | GUARDS)
+    return [guarded ^ GUARDS for guarded in kept]
 
 
 class Storage:
@@ -60,7 +86,7 @@ class Storage:
     def __del__(self) -> None:
         walk = self.walk
         if walk.rising:
-            walk.peaks.add(walk.live)
+            walk.peaks.append(walk.live)
             walk.rising = False
         walk.live -= self.freed
 
@@ -77,7 +103,7 @@ class Node:
         self.joins = False
         """Has several outputs: their gradients wait side by side instead of being added up."""
         self.saves = saved is not None
-        self.saved = saved if saved is not None else []
+        self.saved = saved
 
 
 class Ghost:
@@ -97,36 +123,34 @@ class Ghost:
         return self.elements * self.itemsize
 
 
-class _StopRecomputing(Exception):
-    """Everything backward needs has been saved again: checkpointing leaves the forward here."""
-
-
 class Walk:
-    """Live bytes, their local maxima, and the tape."""
+    """Live bytes, their local maxima, and the tape.
 
-    def __init__(self, *, metered: bool, learning: bool = True) -> None:
+    Without `learning` it is one under `torch.no_grad`; without `keeping` one through a checkpointed part, which saves
+    nothing, as far as its forward pass goes.
+    """
+
+    def __init__(self, *, metered: bool, learning: bool = True, keeping: bool = True) -> None:
         self.live = 0
         self.rising = False
-        self.peaks: set[int] = set()
+        self.peaks: list[int] = []
         self.tape: list[Node] = []
         self.metered = metered
         """On the metered device: under a dispatch mode torch adds gradients out of place, and softmax on the host
         converts its input to another dtype before it begins."""
         self.learning = learning
-        """False under `torch.no_grad`: nothing is saved, there is no tape."""
         self.casts: list[Storage] = []
         """Weights that autocast has cast: kept until the forward pass, loss included, is over."""
-        self._recompute: Callable[[], object] | None = None
-        self._holders: list[list[Storage]] = []
-        self._forgetting = False
-        self._refilling = -1
-        self._saves = 0
-        self._saves_left = 0
+        self._forgotten = None if learning and keeping else Node((), PASSED, 0, None)
+        """Of everything that needs a gradient where nothing is kept."""
+        self._saved_at = (0, 0, False)
+        """Where the walk was when it saved last: maxima so far, live bytes, whether they were rising."""
+        self._recompute: tuple[list[int], int] | None = None
 
     def take_peaks(self) -> set[int]:
         """The local maxima since the last call, the present one included."""
-        peaks = self.peaks | {self.live}
-        self.peaks = set()
+        peaks = {self.live, *self.peaks}
+        self.peaks = []
         self.rising = False
         return peaks
 
@@ -140,24 +164,16 @@ class Walk:
 
     def save(self, *ghosts: Ghost | None) -> list[Storage]:
         """Keep inputs for backward; None stands for a weight, which costs nothing but is saved too."""
-        if self._refilling >= 0:
-            holder = self._holders[self._refilling]
-            self._refilling += 1
-        else:
-            holder = []
-            self._holders.append(holder)
-        return self.save_into(holder, *ghosts)
+        if not ghosts or self._forgotten is not None:
+            return []
+        self._saved_at = len(self.peaks), self.live, self.rising
+        return [ghost.storage for ghost in ghosts if ghost is not None]
 
     def save_into(self, holder: list[Storage], *ghosts: Ghost | None) -> list[Storage]:
         """Keep more for the same operation: outputs are saved after they are made."""
-        if self.learning and not self._forgetting:
-            holder.extend(ghost.storage for ghost in ghosts if ghost is not None)
-        if self._refilling >= 0:
-            self._saves_left -= len(ghosts)
-            if self._saves_left <= 0:
-                raise _StopRecomputing
-        else:
-            self._saves += len(ghosts)
+        if ghosts and self._forgotten is None:
+            holder += [ghost.storage for ghost in ghosts if ghost is not None]
+            self._saved_at = len(self.peaks), self.live, self.rising
         return holder
 
     def result(
@@ -176,28 +192,40 @@ class Walk:
         if self.learning:
             nodes = [parent.node for parent in parents]
             if trains or any(nodes):
-                output.node = Node(nodes, back, size, saved)
-                if self._refilling < 0:
-                    self.tape.append(output.node)
+                output.node = self._node(nodes, back, size, saved)
         return output
 
+    def _node(self, inputs: Sequence[Node | None], back: Back, size: int, saved: list[Storage] | None) -> Node:
+        """The next on the tape."""
+        if self._forgotten is not None:
+            return self._forgotten
+        node = Node(inputs, back, size, saved)
+        self.tape.append(node)
+        return node
+
     def checkpoint(self, forward: Callable[[], Ghost]) -> Ghost:
-        """Run `forward` without keeping what it saves; the first operation of backward that needs it runs it again."""
-        self._forgetting, self._saves, self._holders = True, 0, []
+        """Run `forward` as backward will run it again, up to the last that is saved.
+
+        Its maxima, and what it saves, count from the first operation of backward that needs it; what the first pass
+        holds, which keeps nothing, is for a walk without `keeping` to say.
+        """
+        earlier, self.peaks, before = self.peaks, [], self.live
         output = forward()
-        self._forgetting, self._recompute = False, forward
+        count, live, rising = self._saved_at
+        maxima = [peak - before for peak in (*self.peaks[:count], *([live] if rising else ()))]
+        self._recompute = maxima, self.live - output.size - before
+        self.live = before + output.size
+        self.peaks, self.rising = earlier, False
         return output
 
     def _run_again(self) -> None:
-        """Recompute the checkpointed forward up to its last save, filling in what backward needs."""
-        forward, self._recompute = self._recompute, None
-        assert forward is not None
-        self._refilling, self._saves_left = 0, self._saves
-        try:
-            forward()
-        except _StopRecomputing:
-            pass
-        self._refilling = -1
+        """Count what a checkpointed forward makes and saves when backward has come to it."""
+        assert self._recompute is not None
+        maxima, kept = self._recompute
+        self._recompute = None
+        self.peaks += [self.live + peak for peak in maxima]
+        self.live += kept
+        self.rising = True
 
     def leaf_gradient(self, size: int) -> None:
         """The gradient of a trained weight: kept the first time, added to the one that is there and dropped later.
@@ -221,9 +249,13 @@ class Walk:
                 continue
             if current.saves and self._recompute is not None:
                 self._run_again()
-            outgoing = list(current.back(incoming))
+            if isinstance(current.back, int):
+                outgoing: list[Storage | None] = [incoming if current.back == PASSED else Storage(self, current.back)]
+            else:
+                outgoing = list(current.back(incoming))
             del incoming
-            current.saved.clear()
+            if current.saved:
+                current.saved.clear()
             while outgoing:
                 self._hand_on(gradients, current.inputs[len(outgoing) - 1], outgoing)
 
@@ -233,7 +265,7 @@ class Walk:
         if gradient is None or target is None:
             return
         if target.joins:
-            target.saved.append(gradient)
+            target.saved = [*(target.saved or ()), gradient]
             gradients[target] = gradient
         elif target not in gradients:
             gradients[target] = gradient

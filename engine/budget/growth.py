@@ -7,12 +7,11 @@ Try: `python -m pytest tests/budget/test_predict.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from operator import ge
 from typing import NamedTuple
 
-from engine.budget.ghost import unpack
+from engine.budget.ghost import highest, settled, unpack
 
 
 class Shape(NamedTuple):
@@ -82,8 +81,7 @@ class Growth(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class PhaseCost:
+class PhaseCost(NamedTuple):
     """What is live in one phase above the static bytes: known parts, and the alternatives for the rest."""
 
     gradients: int
@@ -97,27 +95,36 @@ class PhaseCost:
     """The batch, its positions and masks."""
     buffers: int = 0
     """What several devices communicate through."""
+    closer: Callable[[], tuple[Growth, ...]] | None = None
+    """Where `working` is a bound, as a rule far from deciding: how to find what it is."""
+
+    def exact(self) -> PhaseCost:
+        """The same without a bound."""
+        return self if self.closer is None else self._replace(working=self.closer(), closer=None)
 
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
         around = self.gradients + self.buffers + self.saved.at(shape) + self.inputs.at(shape)
-        return around + max(working.at(shape) for working in self.working)
+        return around + max([working.at(shape) for working in self.working])
 
 
-@dataclass(frozen=True)
-class Walked:
-    """One layer's bytes: at its forward's maxima, kept after it, at its backward's maxima, and its gradients."""
-
-    forward: tuple[Growth, ...]
-    saved: Growth
-    backward: tuple[Growth, ...]
-    casts: Growth
-    """What autocast keeps of it until the forward pass is over, beside what is saved."""
+def dearest(costs: Sequence[PhaseCost], shape: Shape) -> PhaseCost:
+    """The one of several that decides at a shape."""
+    while True:
+        top = max(costs, key=lambda cost: cost.at(shape))
+        if top.closer is None:
+            return top
+        costs = [top.exact(), *(cost for cost in costs if cost is not top)]
 
 
 def growth(size: int, accumulating: bool = False) -> Growth:
-    """A packed size of a walk; see `unpack`."""
-    return Growth(*unpack(size, accumulating))
+    """A packed size of a walk; see `ghost.settled`."""
+    return Growth(*unpack(settled(size, accumulating)))
+
+
+def growths(sizes: Iterable[int], accumulating: bool = False) -> tuple[Growth, ...]:
+    """Of several, those that are the largest for some shape."""
+    return tuple(Growth(*unpack(size)) for size in highest({settled(size, accumulating) for size in sizes}))
 
 
 def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:

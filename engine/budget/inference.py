@@ -9,19 +9,18 @@ Try: `python -m pytest tests/budget/test_inference.py`
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Walk
-from engine.budget.growth import Growth, growth, prune, shape_of
-from engine.budget.head import Head
-from engine.budget.kinds import Kind, kinds_of
+from engine.budget.growth import Growth, growths, shape_of
+from engine.budget.kinds import Kind, stack_of
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
-from engine.budget.step import embeddings_held, entry, inputs
+from engine.budget.step import embeddings_held, inputs, masks_of
 from engine.budget.vision import tower_cost
+from engine.budget.walks import entry, felt_by_head, felt_by_layers, head_alone, pass_through
 from engine.spec.recipe import Recipe
 
 GENERATION_ROWS = 64
@@ -41,16 +40,17 @@ def generates(recipe: Recipe) -> bool:
 @lru_cache(maxsize=256)
 def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     """Live sets of a forward pass and its loss, above what the run holds anyway."""
-    setting = replace(setting, checkpointing=False, dropout=False, sequence=1)
-    batch, kinds = inputs(arch, setting, kinds_of(arch, setting)), kinds_of(arch, setting)
-    embeddings = embeddings_held(arch, setting, learning=False)
-    held = embeddings if arch.layers > 1 else Growth()
-    layers = [batch.plus(held).plus(peak) for kind in set(kinds) for peak in _forward(arch, setting, kind)]
-    walk = Walk(metered=setting.metered, learning=False)
-    arguments = [entry(walk, arch, setting, False)]
-    Head(walk, arch, setting).forward(arguments.pop())
-    after = inputs(arch, setting, ())
-    return prune(_behind_tower(arch, setting, [*layers, *(after.plus(growth(size)) for size in walk.take_peaks())]))
+    setting = setting._replace(checkpointing=False, dropout=False, sequence=1)
+    stack, felt = stack_of(arch, setting), felt_by_layers(setting)
+    around = inputs(arch, setting, masks_of(arch, setting, stack.kinds))
+    if arch.layers > 1:
+        around = around.plus(embeddings_held(arch, setting, learning=False))
+    largest = [kind for kind in stack.kinds if stack.larger(kind) is None]
+    through = {size for kind in largest for size in pass_through(arch, felt, kind, learning=False).forward}
+    layers = [around.plus(size) for size in growths(through)]
+    after = inputs(arch, setting, 0)
+    head = [after.plus(size) for size in growths(head_alone(arch, felt_by_head(setting)))]
+    return tuple(_behind_tower(arch, setting, [*layers, *head]))
 
 
 def _behind_tower(arch: Architecture, setting: Setting, peaks: list[Growth]) -> list[Growth]:
@@ -64,36 +64,42 @@ def _behind_tower(arch: Architecture, setting: Setting, peaks: list[Growth]) -> 
 
 
 @lru_cache(maxsize=256)
-def _forward(arch: Architecture, setting: Setting, kind: Kind, caching: bool = False) -> tuple[Growth, ...]:
-    """Local maxima of one layer's forward pass; with the cache it writes among them."""
+def _caching(arch: Architecture, setting: Setting, kind: Kind) -> tuple[Growth, ...]:
+    """Local maxima of one layer's forward pass that writes keys and values into the cache, these included."""
     walk = Walk(metered=setting.metered, learning=False)
     layer = Layer(walk, arch, setting, kind)
-    layer.cached = [] if caching else None
+    layer.cached = []
     arguments = [entry(walk, arch, setting, False)]
     output = layer.forward(arguments.pop())
     del output
-    return prune(growth(size) for size in walk.take_peaks())
+    return growths(walk.take_peaks())
 
 
-@lru_cache(maxsize=256)
 def generation_bytes(arch: Architecture, setting: Setting, *, rows: int, prompt: int, new_tokens: int) -> int:
     """Bytes above what the run holds anyway, for `rows` prompts of `prompt` tokens and answers of `new_tokens`."""
     return max(_prefill(arch, setting, rows, prompt), _decoding(arch, setting, rows, prompt, new_tokens))
 
 
 def _prefill(arch: Architecture, setting: Setting, rows: int, prompt: int) -> int:
-    """The pass over the prompts, padded on the left and therefore masked: deepest layer of each kind, cache so far."""
+    """The pass over the prompts."""
     shape = shape_of(rows, prompt + 1, setting.chunk_tokens)
-    kinds, masked = _generating(arch, setting)
-    batch = inputs(arch, masked, kinds).plus(embeddings_held(arch, masked, learning=False))
-    deepest = {kind: layer for layer, kind in enumerate(kinds)}
+    return max(peak.at(shape) for peak in _prefilling(arch, setting)) + rows * INPUT_COPIES * (prompt + 1)
+
+
+@lru_cache(maxsize=256)
+def _prefilling(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
+    """Prompts are padded on the left and therefore masked. Of each kind the deepest layer, and the cache so far."""
+    masked = setting._replace(checkpointing=False, dropout=False, packed=True, sequence=1)
+    stack = stack_of(arch, masked)
+    batch = inputs(arch, masked, masks_of(arch, masked, stack.kinds))
+    batch = batch.plus(embeddings_held(arch, masked, learning=False))
     per_layer = Growth(token=2 * arch.kv_width * setting.base_bytes)
     peaks = [
         batch.plus(per_layer, layer).plus(peak)
-        for kind, layer in deepest.items()
-        for peak in _forward(arch, masked, kind, True)
+        for kind, layer in stack.highest().items()
+        for peak in _caching(arch, felt_by_layers(masked), kind._replace(follows=False))
     ]
-    return max(peak.at(shape) for peak in _behind_tower(arch, masked, peaks)) + rows * INPUT_COPIES * (prompt + 1)
+    return tuple(_behind_tower(arch, masked, peaks))
 
 
 def _decoding(arch: Architecture, setting: Setting, rows: int, prompt: int, new_tokens: int) -> int:
@@ -116,12 +122,6 @@ def _decoding(arch: Architecture, setting: Setting, rows: int, prompt: int, new_
 
 INPUT_COPIES = 24
 """Per position of a row: ids and mask (int64), and one more while they grow."""
-
-
-def _generating(arch: Architecture, setting: Setting) -> tuple[tuple[Kind, ...], Setting]:
-    """Kinds of layers, and the setting, while prompts padded on the left are read."""
-    masked = replace(setting, checkpointing=False, dropout=False, packed=True, sequence=1)
-    return kinds_of(arch, masked), masked
 
 
 def generation_rows(arch: Architecture, setting: Setting, recipe: Recipe, *, length: int, room_bytes: int) -> int:

@@ -5,16 +5,15 @@ Try: `python -m pytest tests/budget/test_kinds.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.setting import Setting
 from engine.budget.static import Selection, embedding_learns, select_tower_ends, selections, tower_selections
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """Layers of one kind cost the same."""
 
     chosen: Selection
@@ -31,18 +30,57 @@ class Kind:
         return self.follows or bool(self.chosen.trained or self.chosen.adapted)
 
 
+class Stack(NamedTuple):
+    """The layers of a model by their kinds: there are dozens of layers, and one, two or three kinds."""
+
+    kinds: tuple[Kind, ...]
+    order: tuple[int, ...]
+    """For each layer from the first, its place among `kinds`."""
+
+    def kind(self, layer: int) -> Kind:
+        """That of one layer."""
+        return self.kinds[self.order[layer]]
+
+    def larger(self, kind: Kind) -> Kind | None:
+        """Another kind whose layers hold all that this one's do, and more: a mask, or a gradient of their input."""
+        own, found = (kind.masked, kind.follows), None
+        for other in self.kinds:
+            its = (other.masked, other.follows)
+            if other.chosen == kind.chosen and its != own and its[0] >= own[0] and its[1] >= own[1]:
+                found, own = other, its
+        return found
+
+    def between(self, start: int, stop: int) -> list[tuple[Kind, int]]:
+        """How many layers of each kind there are from `start` up to `stop`, which is left out."""
+        part = self.order[start:stop]
+        return [(kind, part.count(place)) for place, kind in enumerate(self.kinds) if place in part]
+
+    def lowest(self) -> dict[Kind, int]:
+        """The first layer of each kind."""
+        return {kind: self.order.index(place) for place, kind in enumerate(self.kinds)}
+
+    def highest(self) -> dict[Kind, int]:
+        """The last layer of each kind."""
+        last = len(self.order) - 1
+        return {kind: last - self.order[::-1].index(place) for place, kind in enumerate(self.kinds)}
+
+
 @lru_cache(maxsize=256)
-def kinds_of(arch: Architecture, setting: Setting) -> tuple[Kind, ...]:
-    """The kind of every layer, from the first."""
+def stack_of(arch: Architecture, setting: Setting) -> Stack:
+    """The layers of a model as a recipe trains it."""
+    places: dict[tuple[Selection, bool, bool], int] = {}
     kinds: list[Kind] = []
+    order: list[int] = []
     follows = embedding_learns(arch, setting) or tower_learns(arch, setting)
+    always = setting.packed or sees_images_both_ways(arch, setting)
     for layer, chosen in enumerate(selections(arch, setting)):
         slides = layer < len(arch.sliding_layers) and arch.sliding_layers[layer]
-        masked = setting.packed or sees_images_both_ways(arch, setting) or (slides and setting.window_reached)
-        kind = Kind(chosen, masked, slides, follows)
-        kinds.append(kind)
-        follows = kind.learns
-    return tuple(kinds)
+        place = places.setdefault((chosen, slides, follows), len(kinds))
+        if place == len(kinds):
+            kinds.append(Kind(chosen, always or (slides and setting.window_reached), slides, follows))
+        order.append(place)
+        follows = kinds[place].learns
+    return Stack(tuple(kinds), tuple(order))
 
 
 def sees_images_both_ways(arch: Architecture, setting: Setting) -> bool:
@@ -61,4 +99,4 @@ def tower_learns(arch: Architecture, setting: Setting) -> bool:
 
 def body_learns(arch: Architecture, setting: Setting) -> bool:
     """Whether the last layer's output needs a gradient."""
-    return kinds_of(arch, setting)[-1].learns
+    return stack_of(arch, setting).kind(-1).learns

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.budget.ghost import TOKEN, Back, Ghost, Storage, Walk
+from engine.budget.ghost import PASSED, TOKEN, Back, Ghost, Storage, Walk
 
 FLOAT = 4
 INDEX = 8
@@ -23,23 +23,31 @@ def linear(
 
     A quantised weight is unpacked to `unpacked` bytes for as long as it is multiplied with, forward and backward.
     """
-    size, itemsize, wanted = x.size, x.itemsize, x.node is not None
+    size, wanted = x.size, x.node is not None
+    back: Back = size
+    if trained or unpacked:
+        back = _linear_backward(walk, size if wanted else None, weight if trained else None, bias, unpacked)
+    saved = walk.save(x if trained else None, None) if wanted or trained else None
+    whole = walk.allocate(unpacked) if unpacked else None
+    output = walk.result(outputs * TOKEN, x.itemsize, [x], back, saved, trains=trained)
+    del whole
+    return output
+
+
+def _linear_backward(walk: Walk, size: int | None, weight: int | None, bias: int, unpacked: int) -> Back:
+    """The gradients of the input, of the weight and of the bias; None or 0 for those that nobody wants."""
 
     def back(gradient: Storage) -> list[Storage | None]:
         whole = walk.allocate(unpacked) if unpacked else None
-        grad_x = walk.allocate(size) if wanted else None
-        if trained:
+        grad_x = walk.allocate(size) if size is not None else None
+        if weight is not None:
             walk.leaf_gradient(weight)
             if bias:
                 walk.leaf_gradient(bias)
         del whole
         return [grad_x]
 
-    saved = walk.save(x if trained else None, None) if wanted or trained else None
-    whole = walk.allocate(unpacked) if unpacked else None
-    output = walk.result(outputs * TOKEN, itemsize, [x], back, saved, trains=trained)
-    del whole
-    return output
+    return back
 
 
 HALF = 2
@@ -74,7 +82,7 @@ def cast(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
     if x.itemsize == itemsize:
         return x
     size = x.size
-    return walk.result(x.elements, itemsize, [x], lambda gradient: [walk.allocate(size)])
+    return walk.result(x.elements, itemsize, [x], size)
 
 
 def add(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
@@ -126,20 +134,20 @@ def concatenate(walk: Walk, parts: Sequence[Ghost]) -> Ghost:
 
 def copy(walk: Walk, x: Ghost) -> Ghost:
     """`contiguous()` where it has to copy."""
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
+    return walk.result(x.elements, x.itemsize, [x], PASSED)
 
 
 def gather(walk: Walk, x: Ghost, index: Ghost, elements: int) -> Ghost:
     """`x[index]`: the index is saved, backward adds into zeros."""
     size = x.size
     saved = walk.save(index) if x.node is not None else None
-    return walk.result(elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    return walk.result(elements, x.itemsize, [x], size, saved)
 
 
 def scale(walk: Walk, x: Ghost) -> Ghost:
     """`x * number` or `x / number`: nothing is saved."""
     size = x.size
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+    return walk.result(x.elements, x.itemsize, [x], size)
 
 
 def scale_by_weight(walk: Walk, x: Ghost, weight: int, trained: bool, width: int = 0) -> Ghost:
@@ -168,7 +176,7 @@ def activation(walk: Walk, x: Ghost) -> Ghost:
     """`silu` or `gelu`: saves its input."""
     size = x.size
     saved = walk.save(x) if x.node is not None else None
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    return walk.result(x.elements, x.itemsize, [x], size, saved)
 
 
 def power_mean(walk: Walk, x: Ghost, rows: int) -> Ghost:
@@ -196,19 +204,19 @@ def _square(walk: Walk, x: Ghost) -> Ghost:
 def _mean(walk: Walk, x: Ghost, rows: int) -> Ghost:
     """Mean over the last dimension: backward expands and divides, which makes a full tensor."""
     size = x.size
-    return walk.result(rows, x.itemsize, [x], lambda gradient: [walk.allocate(size)])
+    return walk.result(rows, x.itemsize, [x], size)
 
 
 def add_number(walk: Walk, x: Ghost) -> Ghost:
     """`x + number`: the gradient passes through."""
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [gradient])
+    return walk.result(x.elements, x.itemsize, [x], PASSED)
 
 
 def _reciprocal_root(walk: Walk, x: Ghost) -> Ghost:
     """`rsqrt`: saves its output."""
     size = x.size
     saved: list[Storage] | None = walk.save() if x.node is not None else None
-    output = walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    output = walk.result(x.elements, x.itemsize, [x], size, saved)
     if saved is not None:
         walk.save_into(saved, output)
     return output
@@ -218,7 +226,7 @@ def saves_output(walk: Walk, x: Ghost, itemsize: int | None = None) -> Ghost:
     """softmax and tanh. A kernel that casts its input to `itemsize` casts the gradient back in the same pass."""
     size = x.size
     saved = walk.save() if x.node is not None else None
-    output = walk.result(x.elements, itemsize or x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    output = walk.result(x.elements, itemsize or x.itemsize, [x], size, saved)
     if saved is not None:
         walk.save_into(saved, output)
     return output
@@ -232,13 +240,13 @@ def softmax(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
 def narrow(walk: Walk, x: Ghost, elements: int) -> Ghost:
     """A slice: shares the tensor's storage; backward puts the gradient into zeros of full size."""
     size = x.size
-    return _view(walk, x, elements, lambda gradient: [walk.allocate(size)])
+    return _view(walk, x, elements, size)
 
 
 def split(walk: Walk, x: Ghost, parts: Sequence[int]) -> list[Ghost]:
     """`Tensor.split` and `chunk`: views of one tensor, whose gradients are joined once all are there."""
     size = x.size
-    return pieces(walk, _view(walk, x, x.elements, lambda gradient: [walk.allocate(size)]), parts)
+    return pieces(walk, _view(walk, x, x.elements, size), parts)
 
 
 def pieces(walk: Walk, whole: Ghost, parts: Sequence[int]) -> list[Ghost]:
@@ -246,7 +254,7 @@ def pieces(walk: Walk, whole: Ghost, parts: Sequence[int]) -> list[Ghost]:
     there."""
     if whole.node is not None:
         whole.node.joins = True
-    return [_view(walk, whole, elements, lambda gradient: [gradient]) for elements in parts]
+    return [_view(walk, whole, elements, PASSED) for elements in parts]
 
 
 def halves(walk: Walk, x: Ghost) -> list[Ghost]:

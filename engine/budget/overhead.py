@@ -6,6 +6,8 @@ has none of them: the metered device counts tensors alone.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from engine.budget.calibration import is_expandable, residuals_for
 from engine.spec.profile import Profile
 
@@ -19,17 +21,29 @@ FRAGMENTED_SHARE = {True: 0.02, False: 0.06}
 """Reserved over allocated, with expandable segments and without: 0 to 17 % were seen; a middling value of each."""
 
 
-def overhead(profile: Profile, peak_bytes: int) -> dict[str, int]:
-    """The components `workspace`, `context` and `fragmentation` of one device."""
+class Beside(NamedTuple):
+    """What one device holds beside tensors, as far as it does not depend on them, and what does."""
+
+    workspace_bytes: int
+    context_bytes: int
+    fragmented_share: float
+
+    def of(self, peak_bytes: int) -> dict[str, int]:
+        """The components `workspace`, `context` and `fragmentation` where tensors take so much at the peak."""
+        return {
+            "workspace": self.workspace_bytes,
+            "context": self.context_bytes,
+            "fragmentation": int(self.fragmented_share * peak_bytes),
+        }
+
+
+def beside_of(profile: Profile) -> Beside:
+    """As runs on this machine had it; else typical values."""
     device = profile.device
     if device.kind != "cuda":
-        return {"workspace": 0, "context": 0, "fragmentation": 0}
+        return Beside(0, 0, 0.0)
     seen = residuals_for(profile)
     if seen is not None:
-        fragmentation = int(seen.fragmented_share * peak_bytes)
-        return {"workspace": seen.workspace_bytes, "context": seen.context_bytes, "fragmentation": fragmentation}
-    return {
-        "workspace": CUBLAS_BYTES[(device.compute_capability or 0.0) >= HOPPER],
-        "context": CONTEXT_BYTES,
-        "fragmentation": int(FRAGMENTED_SHARE[is_expandable(device.allocator)] * peak_bytes),
-    }
+        return Beside(seen.workspace_bytes, seen.context_bytes, seen.fragmented_share)
+    workspace_bytes = CUBLAS_BYTES[(device.compute_capability or 0.0) >= HOPPER]
+    return Beside(workspace_bytes, CONTEXT_BYTES, FRAGMENTED_SHARE[is_expandable(device.allocator)])

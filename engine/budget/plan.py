@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.budget.architecture import Architecture
 from engine.budget.lookup import find_architecture
-from engine.budget.predict import Prediction, batch_of_a_rank, predict
-from engine.budget.setting import Setting, image_patches, setting_of
-from engine.budget.sharing import sharing_of
+from engine.budget.predict import Budget, Prediction
+from engine.budget.setting import Setting
 from engine.spec.run import RunSpec
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
@@ -84,52 +82,51 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     """
     arch = find_architecture(spec)
     length = longest or spec.recipe.data.max_length
+    budget, asked = Budget(arch, spec), spec.recipe.train.micro_batch
     capacity = spec.profile.device.capacity_bytes
-    sharing = sharing_of(spec.profile)
-    batch = batch_of_a_rank(spec, sharing)
-    asked = spec.recipe.train.micro_batch
-    rows = _largest_that_fits(arch, spec, length, capacity, batch) if asked == "auto" else min(asked, batch)
-    prediction = predict(arch, spec, rows=max(rows, 1), length=length)
-    verdict, remedies = _judge(arch, spec, prediction, length, capacity)
-    rows, patches = max(rows, 1), image_patches(arch, spec.recipe)
+    rows = max(1, _largest_that_fits(budget, length, capacity) if asked == "auto" else min(asked, budget.batch))
+    prediction = budget.table(rows, length)
+    verdict, remedies = _judge(budget, spec, prediction, length)
     return Plan(
         verdict=verdict,
         capacity_bytes=capacity,
         prediction=prediction,
         micro_batch=rows,
-        accumulation=-(-batch // rows),
+        accumulation=-(-budget.batch // rows),
         length=length,
-        setting=setting_of(arch, spec),
+        setting=budget.setting,
         simulated=spec.profile.device.kind == "metered",
-        ranks=sharing.ranks,
-        image_tokens=patches // arch.tower.merge**2 if arch.tower else 0,
+        ranks=budget.sharing.ranks,
+        image_tokens=budget.setting.image_patches // arch.tower.merge**2 if arch.tower else 0,
         remedies=remedies,
     )
 
 
-def _largest_that_fits(arch: Architecture, spec: RunSpec, length: int, capacity: int, batch: int) -> int:
+def _largest_that_fits(budget: Budget, length: int, capacity: int) -> int:
     """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
-    low, high = 0, batch
+    low, high, middle = 0, budget.batch, budget.batch
+    if budget.least_bytes > capacity:
+        return 0
     while low < high:
-        middle = (low + high + 1) // 2
-        if predict(arch, spec, rows=middle, length=length).device_bytes <= capacity:
+        if budget.device_bytes(middle, length) <= capacity:
             low = middle
         else:
             high = middle - 1
+        middle = (low + high + 1) // 2
     return low
 
 
-def _judge(
-    arch: Architecture, spec: RunSpec, planned: Prediction, length: int, capacity: int
-) -> tuple[Verdict, dict[str, Any]]:
+def _judge(budget: Budget, spec: RunSpec, planned: Prediction, length: int) -> tuple[Verdict, dict[str, Any]]:
     """The verdict, and the least set of remedies behind "tight"."""
+    capacity = spec.profile.device.capacity_bytes
     if planned.device_bytes <= capacity:
         return "fits", {}
+    if budget.least_bytes > capacity:  # no remedy makes it smaller
+        return "does_not_fit", {}
     for changes in _remedies(spec):
-        remedied = _with_train(spec, changes)
-        if predict(arch, remedied, rows=1, length=length).device_bytes <= capacity:
-            batch = batch_of_a_rank(spec, sharing_of(spec.profile))
-            rows = _largest_that_fits(arch, remedied, length, capacity, batch)
+        remedied = budget.remedied(_with_train(spec, changes))
+        if remedied.device_bytes(1, length) <= capacity:
+            rows = _largest_that_fits(remedied, length, capacity)
             return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": rows}
     return "does_not_fit", {}
 

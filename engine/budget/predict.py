@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
-from engine.budget.growth import Growth, PhaseCost, Shape, prune, shape_of
+from engine.budget.growth import Growth, PhaseCost, Shape, dearest, prune, shape_of
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
-from engine.budget.overhead import overhead
+from engine.budget.overhead import Beside, beside_of
 from engine.budget.setting import Setting, setting_of
 from engine.budget.sharing import Sharing, bucket_bytes, buffers, on_one_device, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
@@ -83,7 +83,7 @@ def _growths(arch: Architecture, setting: Setting, accumulating: bool, sharing: 
     gradients = static_of_a_rank(arch, setting, sharing).gradients
     candidates = [Growth(gradients + optimizer_scratch(arch, setting))]
     for phases in step_cost(arch, setting, accumulating, sharing).values():
-        for phase in phases:
+        for phase in (cost.exact() for cost in phases):
             around = phase.saved.plus(phase.inputs).plus(Growth(phase.gradients + phase.buffers))
             candidates.extend(around.plus(working) for working in phase.working)
     return prune(candidates)
@@ -91,67 +91,116 @@ def _growths(arch: Architecture, setting: Setting, accumulating: bool, sharing: 
 
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
     """The whole table for a micro-batch of `rows` sequences padded to `length` tokens."""
-    setting, sharing = setting_of(arch, spec), sharing_of(spec.profile)
-    shape = shape_of(rows, sharing.positions(length), setting.chunk_tokens)
-    total = static_of_a_rank(arch, setting, sharing)
-    held = {"weights": total.weights, "adapters": total.adapters, "optimizer": total.optimizer}
-    above: dict[str, dict[str, int]] = {}
-    for name, costs in step_cost(arch, setting, rows < batch_of_a_rank(spec, sharing), sharing).items():
-        above[name] = _components(max(costs, key=lambda cost: cost.at(shape)), shape)
-    above["optimizer_step"] = {"gradients": total.gradients, "optimizer": optimizer_scratch(arch, setting)}
-    alone = shape_of(_rows_alone(arch, spec, rows, length), length, setting.chunk_tokens)
-    above |= _inference(arch, spec, setting, sharing, alone, length)
-    phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
-    bucket = bucket_bytes(arch, setting, sharing)
-    phases |= {name: _added(held, parts, {"buffers": bucket} if bucket else {}) for name, parts in above.items()}
-    sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
-    deciding = max(sums, key=sums.__getitem__)
-    beside = overhead(spec.profile, sums[deciding])
-    components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | beside
-    return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
+    return Budget(arch, spec).table(rows, length)
 
 
-def _rows_alone(arch: Architecture, spec: RunSpec, rows: int, length: int) -> int:
-    """Sequences that the first rank evaluates at once within the budget of `rows` that are shared."""
-    sequence = spec.profile.parallel.sequence
-    if sequence == 1:
-        return rows
-    budget_bytes, alone = cost_model(arch, spec).bytes(rows, length), cost_model(arch, on_one_device(spec))
-    fitting = (fewer for fewer in range(rows // sequence + 1, 1, -1) if alone.bytes(fewer, length) <= budget_bytes)
-    return next(fitting, 1)
+class Budget:
+    """Of one run: what depends on no shape is looked up once, so that many shapes can be asked for."""
+
+    def __init__(self, arch: Architecture, spec: RunSpec, beside: Beside | None = None) -> None:
+        self.arch, self.spec, self.recipe = arch, spec, spec.recipe
+        self.setting, self.sharing = setting_of(arch, spec), sharing_of(spec.profile)
+        self.batch = batch_of_a_rank(spec, self.sharing)
+        self.total = static_of_a_rank(arch, self.setting, self.sharing)
+        self._bucket_bytes = bucket_bytes(arch, self.setting, self.sharing)
+        self._scratch_bytes = optimizer_scratch(arch, self.setting)
+        self._beside = beside or beside_of(spec.profile)
+        self._room_bytes = spec.profile.device.capacity_bytes - self.total.static
+        self._answers: dict[int, int] = {}
+        self._last: tuple[tuple[int, int], list[tuple[str, PhaseCost]]] = ((0, 0), [])
+
+    @property
+    def least_bytes(self) -> int:
+        """What a step holds at its end, were there no optimizer: the model and its gradients."""
+        return self.total.weights + self.total.adapters + self.total.gradients
+
+    def remedied(self, spec: RunSpec) -> Budget:
+        """Of the same model on the same device, trained otherwise."""
+        return Budget(self.arch, spec, self._beside)
+
+    def device_bytes(self, rows: int, length: int) -> int:
+        """What the driver would show at the peak: the table's largest row, without the table."""
+        shape = self._shape(rows, length)
+        above = [cost.at(shape) for _, cost in self._deciding(rows, length)]
+        above.append(self.total.gradients + self._scratch_bytes)
+        above += [sum(parts.values()) for parts in self._inference(rows, length).values()]
+        peak_bytes = self.total.static + self._bucket_bytes + max(above)
+        return peak_bytes + sum(self._beside.of(peak_bytes).values())
+
+    def table(self, rows: int, length: int) -> Prediction:
+        """The whole of it."""
+        shape, total = self._shape(rows, length), self.total
+        phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
+        for name, cost in self._deciding(rows, length):
+            phases[name] = self._row(_parts(cost, shape))
+        phases["optimizer_step"] = self._row({"gradients": total.gradients, "optimizer": self._scratch_bytes})
+        phases |= {name: self._row(parts) for name, parts in self._inference(rows, length).items()}
+        sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
+        deciding = max(sums, key=sums.__getitem__)
+        components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | self._beside.of(sums[deciding])
+        return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
+
+    def _deciding(self, rows: int, length: int) -> list[tuple[str, PhaseCost]]:
+        """Of each phase the alternative that decides; kept for the shape last asked for, of which a table follows."""
+        if self._last[0] != (rows, length):
+            shape = self._shape(rows, length)
+            costs = step_cost(self.arch, self.setting, rows < self.batch, self.sharing)
+            self._last = (rows, length), [(name, dearest(phase, shape)) for name, phase in costs.items()]
+        return self._last[1]
+
+    def _row(self, parts: dict[str, int]) -> dict[str, int]:
+        """A row of the table: what is held anyway, and what comes on top, in the order of the components."""
+        total = self.total
+        row = {"weights": total.weights, "adapters": total.adapters}
+        if "gradients" in parts:
+            row["gradients"] = parts["gradients"]
+        row["optimizer"] = total.optimizer + parts.get("optimizer", 0)
+        row |= {name: parts[name] for name in ("activations", "recompute", "loss") if name in parts}
+        if self._bucket_bytes or "buffers" in parts:
+            row["buffers"] = parts.get("buffers", 0) + self._bucket_bytes
+        return row
+
+    def _shape(self, rows: int, length: int) -> Shape:
+        return shape_of(rows, self.sharing.positions(length), self.setting.chunk_tokens)
+
+    def _inference(self, rows: int, length: int) -> dict[str, dict[str, int]]:
+        """The rows `evaluate` and `generate` above the static bytes, where training stops for them."""
+        arch, setting, sharing = self.arch, self.setting, self.sharing
+        phases: dict[str, dict[str, int]] = {}
+        if evaluates(self.recipe):
+            shape = shape_of(self._rows_alone(rows, length), length, setting.chunk_tokens)
+            size = max(peak.at(shape) for peak in evaluation(arch, setting))
+            phases["evaluate"] = {"activations": size, "buffers": buffers(arch, setting, sharing, "evaluate")}
+        if generates(self.recipe):
+            size = self._generation_bytes(length)
+            phases["generate"] = {"activations": size, "buffers": buffers(arch, setting, sharing, "generate")}
+        return phases
+
+    def _rows_alone(self, rows: int, length: int) -> int:
+        """Sequences that the first rank evaluates at once within the budget of `rows` that are shared."""
+        sequence = self.sharing.sequence
+        if sequence == 1:
+            return rows
+        budget_bytes = cost_model(self.arch, self.spec).bytes(rows, length)
+        alone = cost_model(self.arch, on_one_device(self.spec))
+        fitting = (fewer for fewer in range(rows // sequence + 1, 1, -1) if alone.bytes(fewer, length) <= budget_bytes)
+        return next(fitting, 1)
+
+    def _generation_bytes(self, length: int) -> int:
+        """Answers are written as many at once as there is room for, whatever the micro-batch."""
+        if length not in self._answers:
+            arch, setting, tokens = self.arch, self.setting, self.recipe.generate.max_new_tokens
+            rows = generation_rows(arch, setting, self.recipe, length=length, room_bytes=self._room_bytes)
+            self._answers[length] = generation_bytes(arch, setting, rows=rows, prompt=length, new_tokens=tokens)
+        return self._answers[length]
 
 
-def _inference(
-    arch: Architecture, spec: RunSpec, setting: Setting, sharing: Sharing, shape: Shape, length: int
-) -> dict[str, dict[str, int]]:
-    """The rows `evaluate` and `generate` above the static bytes, where training stops for them."""
-    phases: dict[str, dict[str, int]] = {}
-    if evaluates(spec.recipe):
-        size = max(peak.at(shape) for peak in evaluation(arch, setting))
-        phases["evaluate"] = {"activations": size, "buffers": buffers(arch, setting, sharing, "evaluate")}
-    if generates(spec.recipe):
-        room = spec.profile.device.capacity_bytes - static_of_a_rank(arch, setting, sharing).static
-        rows = generation_rows(arch, setting, spec.recipe, length=length, room_bytes=room)
-        new_tokens = spec.recipe.generate.max_new_tokens
-        size = generation_bytes(arch, setting, rows=rows, prompt=length, new_tokens=new_tokens)
-        phases["generate"] = {"activations": size, "buffers": buffers(arch, setting, sharing, "generate")}
-    return phases
-
-
-def _added(*rows: dict[str, int]) -> dict[str, int]:
-    """Rows of the table added up, component by component."""
-    sums: dict[str, int] = {}
-    for row in rows:
-        for name, size in row.items():
-            sums[name] = sums.get(name, 0) + size
-    return {name: sums[name] for name in COMPONENTS if name in sums}
-
-
-def _components(phase: PhaseCost, shape: Shape) -> dict[str, int]:
-    """One row of the table above the static bytes."""
-    parts = dict.fromkeys(("gradients", "activations", "recompute", "loss", "buffers"), 0)
-    parts["gradients"] += phase.gradients
-    parts["activations"] += phase.saved.at(shape)
-    parts["buffers"] += phase.inputs.at(shape) + phase.buffers
-    parts[phase.label] += max(working.at(shape) for working in phase.working)
+def _parts(phase: PhaseCost, shape: Shape) -> dict[str, int]:
+    """What a phase holds above the static bytes, as far as it holds any."""
+    parts = {
+        "gradients": phase.gradients,
+        "activations": phase.saved.at(shape),
+        "buffers": phase.inputs.at(shape) + phase.buffers,
+    }
+    parts[phase.label] = parts.get(phase.label, 0) + max([working.at(shape) for working in phase.working])
     return {component: size for component, size in parts.items() if size}

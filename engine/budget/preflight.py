@@ -8,7 +8,6 @@ Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from engine.budget.architecture import Architecture
 from engine.budget.inference import generates
@@ -39,7 +38,7 @@ def warnings_of(arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | Non
 def checkpoints_bytes(arch: Architecture, spec: RunSpec) -> int:
     """Disk that a run's checkpoints take at most: those kept, the best, and one that is being written."""
     setting = setting_of(arch, spec)
-    total = static_bytes(arch, replace(setting, optimizer_offload=False, image_patches=1)).total
+    total = static_bytes(arch, setting._replace(optimizer_offload=False, image_patches=1)).total
     # A gradient is as large as what it belongs to: together they are the size of all that is trained, a tower included.
     return (total.gradients + total.optimizer) * (spec.recipe.checkpoint.keep + 2)
 

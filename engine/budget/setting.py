@@ -1,14 +1,14 @@
 """What a run spec decides about memory, resolved: every "auto" answered, dtypes and patterns ready for use.
 
-A `Setting` is hashable, so that predictions are worked out once per (architecture, setting) and then only evaluated.
+A `Setting` is a tuple, hashed and compared at once: predictions are worked out once per (architecture, setting) and
+then only evaluated.
 
 Try: `python -m pytest tests/budget/test_setting.py`
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.tower_parameters import TOWER_MODULES
@@ -29,8 +29,7 @@ ROUTERS = ("**.mlp.gate", "**.mlp.router")
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """The choices that decide memory, beside the architecture and the shape of a micro-batch."""
 
     dtype: str

@@ -12,11 +12,11 @@ Try: `tunedeck plan -p 4xh100 -r full`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.kinds import Kind, kinds_of
+from engine.budget.kinds import Kind, stack_of
 from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
 from engine.budget.static import Tensors, layer_tensors, rounded, static_bytes
@@ -27,8 +27,7 @@ BUCKET_BYTES = 32 * 2**20
 """Of the buffer in which gradients are summed over replicas; `engine.parallel.reduce` says the same."""
 
 
-@dataclass(frozen=True)
-class Sharing:
+class Sharing(NamedTuple):
     """How a run is spread over devices."""
 
     ranks: int = 1
@@ -105,7 +104,7 @@ def _gathered(arch: Architecture, setting: Setting, sharing: Sharing, phase: str
     if phase in ("load", "optimizer_step"):
         return 0
     total = static_bytes(arch, setting).total
-    layer = max(_group(arch, setting, kind) for kind in set(kinds_of(arch, setting)))
+    layer = max(_group(arch, setting, kind) for kind in stack_of(arch, setting).kinds)
     table = rounded(arch.vocab * arch.hidden * setting.base_bytes)
     if not sharing.gathers_each_time and phase not in ("evaluate", "generate"):
         return total.weights + total.adapters + max(layer, table)
@@ -123,7 +122,7 @@ def _reduced(arch: Architecture, setting: Setting, phase: str) -> int:
         return 0
     if setting.lora:
         per_element = FLOAT / setting.adapter_bytes
-    layer = max(layer_tensors(arch, setting, kind.chosen).gradients for kind in set(kinds_of(arch, setting)))
+    layer = max(layer_tensors(arch, setting, kind.chosen).gradients for kind in stack_of(arch, setting).kinds)
     return int(max(layer, static.head_gradient) * per_element)
 
 

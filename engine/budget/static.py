@@ -8,8 +8,8 @@ Try: `python -m pytest tests/budget/test_static.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.parameter import Parameter
@@ -38,8 +38,7 @@ def rounded(size_bytes: int) -> int:
     return (size_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
 
 
-@dataclass(frozen=True)
-class Tensors:
+class Tensors(NamedTuple):
     """Bytes of a group of layers or of what stands outside them."""
 
     weights: int = 0
@@ -62,8 +61,7 @@ class Tensors:
         return self.weights + self.adapters + self.optimizer
 
 
-@dataclass(frozen=True)
-class StaticBytes:
+class StaticBytes(NamedTuple):
     """The whole model's tensors, split by where they sit."""
 
     layers: Tensors
@@ -81,8 +79,7 @@ class StaticBytes:
         return self.layers.plus(self.outer).plus(self.tower)
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """Which relative parameter names of one layer are trained, and which linear layers get an adapter."""
 
     trained: frozenset[str]
@@ -122,7 +119,7 @@ def tower_tensors(tower: Tower, setting: Setting) -> Tensors:
         total = total.plus(tower_layer_tensors(tower, setting, chosen))
     positions = 8 * tower.patches if tower.patches else 0  # int64
     total = total.plus(Tensors(weights=rounded(positions) if positions else 2 * BLOCK_BYTES))
-    return total if setting.image_patches else replace(total, gradients=0)
+    return total if setting.image_patches else total._replace(gradients=0)
 
 
 @lru_cache(maxsize=256)
@@ -158,7 +155,7 @@ def selections(arch: Architecture, setting: Setting) -> tuple[Selection, ...]:
 
     def select(layer: int) -> Selection:
         dense = arch.is_dense(layer)
-        return replace(_select(layer_prefix(arch, layer), layer_parameters(arch, dense), setting), dense=dense)
+        return _select(layer_prefix(arch, layer), layer_parameters(arch, dense), setting)._replace(dense=dense)
 
     return _per_layer([arch.is_dense(layer) for layer in range(arch.layers)], setting, select)
 
@@ -181,6 +178,7 @@ def _select(prefix: str, parameters: Iterable[Parameter], setting: Setting) -> S
     return Selection(trained, adapted - trained)
 
 
+@lru_cache(maxsize=256)
 def selected_outer(arch: Architecture, setting: Setting) -> frozenset[str]:
     """Names outside the layers that are trained. A tied table answers to the head's name, too."""
     table = outer_parameters(arch)[0].name
@@ -202,10 +200,14 @@ def is_trained(names: tuple[str, ...], setting: Setting) -> bool:
 
     Freezing any of its names wins.
     """
-    wanted = setting.also_train if setting.lora else (setting.train_only or ("**",))
-    frozen = () if setting.lora else setting.freeze
-    matches = any(compile_globs(wanted).fullmatch(name) for name in names)
-    return matches and not any(compile_globs(frozen).fullmatch(name) for name in names)
+    if setting.lora:
+        return _match(setting.also_train, names)
+    return _match(setting.train_only or ("**",), names) and not _match(setting.freeze, names)
+
+
+def _match(patterns: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    """Whether one of the names is meant; of no patterns none is, which is what most recipes have."""
+    return bool(patterns) and any(compile_globs(patterns).fullmatch(name) for name in names)
 
 
 def is_adapted(module: str, setting: Setting) -> bool:
@@ -223,7 +225,7 @@ def is_adapted(module: str, setting: Setting) -> bool:
 
 def _named(patterns: tuple[str, ...], module: str) -> bool:
     """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
-    return bool(compile_globs(patterns + tuple(f"**.{pattern}" for pattern in patterns)).fullmatch(module))
+    return _match(patterns + tuple(f"**.{pattern}" for pattern in patterns), (module,))
 
 
 @lru_cache(maxsize=256)
@@ -234,23 +236,26 @@ def layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Te
 
 def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Setting) -> Tensors:
     """Add up parameters given as (parameter, trained in full, adapted)."""
-    total = Tensors()
+    weights = gradients = state = 0
+    adapters = Tensors()
     for parameter, trained, adapted in parameters:
-        weight = weight_bytes(parameter, setting)
-        if trained and setting.lora:  # peft trains a copy and keeps the original
-            weight += rounded(parameter.elements * setting.base_bytes)
-        gradient = rounded(parameter.elements * setting.base_bytes) if trained else 0
-        state = state_bytes(parameter.shape, setting.base_bytes, setting) if trained else 0
-        total = total.plus(Tensors(weight, 0, gradient, state))
+        weights += weight_bytes(parameter, setting)
+        if trained:
+            whole = rounded(parameter.elements * setting.base_bytes)
+            weights += whole if setting.lora else 0  # peft trains a copy and keeps the original
+            gradients += whole
+            state += state_bytes(parameter.shape, setting.base_bytes, setting)
         if adapted:
-            total = total.plus(_adapter(parameter, setting))
-    return total
+            adapters = adapters.plus(_adapter(parameter, setting))
+    return Tensors(weights, 0, gradients, state).plus(adapters)
 
 
 @lru_cache(maxsize=256)
 def optimizer_scratch(arch: Architecture, setting: Setting) -> int:
     """What is made and dropped in the optimizer's step: by fused ones nothing, by adafactor the update of one tensor;
     and room for the state that comes over from the host, where that is where it lives."""
+    if not setting.optimizer_offload and setting.optimizer != "adafactor":
+        return 0
     shapes = _learning_shapes(arch, setting)
     scratch = _stage(arch, setting, shapes) if setting.optimizer_offload else 0
     if setting.optimizer == "adafactor":
@@ -282,7 +287,7 @@ def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parame
 
 def _stage(arch: Architecture, setting: Setting, shapes: list[tuple[tuple[int, ...], int]]) -> int:
     """`engine.train.host_state`: batches of at most STAGE_BYTES, or one tensor's state where that is more."""
-    kept = replace(setting, optimizer_offload=False)
+    kept = setting._replace(optimizer_offload=False)
     largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
     return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import TOKEN, Ghost, Node, Storage, Walk
-from engine.budget.growth import Growth, Walked, growth, prune
+from engine.budget.ghost import TOKEN, Ghost, Node, Storage, Walk, highest
+from engine.budget.growth import Growth, growth, prune
 from engine.budget.operations import FLOAT, activation, copy, linear
 from engine.budget.setting import Setting
 from engine.budget.static import Selection, select_tower_ends, tower_layer_tensors, tower_selections
@@ -91,7 +92,7 @@ def _backward(
     ends: Selection,
     merged: Merged,
     kept: Growth,
-    walked: list[tuple[Walked, Growth, int]],
+    walked: list[tuple[WalkedLayer, Growth, int]],
 ) -> tuple[Backward, ...]:
     """The merger, then the layers from the last to the first that learns."""
     moments = [Backward(0, kept, merged.backward)]
@@ -130,6 +131,14 @@ def _tables(tower: Tower, setting: Setting) -> Growth:
     return Growth(row=2 * FLOAT * tower.hidden // tower.heads * setting.image_patches)
 
 
+class WalkedLayer(NamedTuple):
+    """One layer's bytes: at its forward's maxima, kept after it, and at its backward's maxima."""
+
+    forward: tuple[Growth, ...]
+    saved: Growth
+    backward: tuple[Growth, ...]
+
+
 @lru_cache(maxsize=256)
 def walk_tower_layer(
     tower: Tower,
@@ -139,31 +148,34 @@ def walk_tower_layer(
     windowed: bool,
     accumulating: bool,
     learning: bool,
-) -> Walked:
+) -> WalkedLayer:
     """Forward and backward of one layer by itself."""
-    walk = Walk(metered=setting.metered, learning=learning)
-    layer = TowerLayer(walk, tower, setting, chosen)
+    learns = learning and (follows or bool(chosen.trained or chosen.adapted))
     window = tower.window if windowed else None
-    in_turn = tower.kind != "siglip" and not (learning and (follows or chosen.trained or chosen.adapted))
+    in_turn = tower.kind != "siglip" and not learns
 
     def sizes(peaks: Iterable[int]) -> tuple[Growth, ...]:
-        found = (growth(size, accumulating) for size in peaks)
+        found = (growth(size, accumulating) for size in highest(peaks))
         return prune(_by_row(size, setting.image_patches, window, one_by_one=in_turn) for size in found)
 
-    arguments = [_entry(walk, tower, setting, follows)]
-    if setting.checkpointing and learning:
-        output = walk.checkpoint(lambda: layer.forward(arguments[0]))
-    else:
-        output = layer.forward(arguments.pop())
-    forward = sizes(walk.take_peaks())
-    walk.casts.clear()
-    if output.node is None:
-        return Walked(forward, Growth(), (), Growth())
+    again = setting.checkpointing and learns
+    first = Walk(metered=setting.metered, learning=learns, keeping=not again)
+    arguments = [_entry(first, tower, setting, follows)]
+    output = TowerLayer(first, tower, setting, chosen).forward(arguments.pop())
+    if not learns:
+        return WalkedLayer(sizes(first.take_peaks()), Growth(), ())
+    forward, walk = sizes(first.take_peaks()), first
+    first.casts.clear()
+    if again:
+        walk = Walk(metered=setting.metered)
+        arguments = [_entry(walk, tower, setting, follows)]
+        output = walk.checkpoint(lambda: TowerLayer(walk, tower, setting, chosen).forward(arguments[0]))
+    assert output.node is not None
     saved, size, node = walk.live - output.size, output.size, output.node
     del output
     walk.backward(node, walk.allocate(size))
     (kept,) = sizes([saved])
-    return Walked(forward, kept, sizes(walk.take_peaks()), Growth())
+    return WalkedLayer(forward, kept, sizes(walk.take_peaks()))
 
 
 def _entry(walk: Walk, tower: Tower, setting: Setting, gradient: bool) -> Ghost:
@@ -242,7 +254,7 @@ def _reordered(walk: Walk, x: Ghost) -> Ghost:
     """`x[index]`: backward adds into zeros."""
     size = x.size
     saved = walk.save(None) if x.node is not None else None
-    return walk.result(x.elements, x.itemsize, [x], lambda gradient: [walk.allocate(size)], saved)
+    return walk.result(x.elements, x.itemsize, [x], size, saved)
 
 
 def _siglip_merger(weights: Weights, tower: Tower, x: Ghost) -> list[Ghost]:

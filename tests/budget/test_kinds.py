@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.budget.architecture import Architecture, from_config
-from engine.budget.kinds import Kind, kinds_of
+from engine.budget.kinds import Kind, Stack, stack_of
 from engine.budget.lookup import builtin_config
 from engine.budget.setting import setting_of
 from tests.budget.metered import GEMMA2, GEMMA3, GPT_OSS, MISTRAL, QWEN2, run_spec
@@ -13,8 +13,13 @@ from tests.budget.metered import GEMMA2, GEMMA3, GPT_OSS, MISTRAL, QWEN2, run_sp
 TINY = from_config(builtin_config("builtin:tiny"))
 
 
-def kinds(arch: Architecture, **tables: Any) -> tuple[Kind, ...]:
-    return kinds_of(arch, setting_of(arch, run_spec(**tables)))
+def stack(arch: Architecture, **tables: Any) -> Stack:
+    return stack_of(arch, setting_of(arch, run_spec(**tables)))
+
+
+def kinds(arch: Architecture, **tables: Any) -> list[Kind]:
+    found = stack(arch, **tables)
+    return [found.kind(layer) for layer in range(arch.layers)]
 
 
 def test_nothing_below_the_first_adapter_learns() -> None:
@@ -45,3 +50,19 @@ def test_window_patterns_are_those_of_the_families() -> None:
     assert from_config({**MISTRAL, "sliding_window": 4096}).sliding_layers == (True,) * 3
     switched_off = from_config({**QWEN2, "sliding_window": 99, "max_window_layers": 2})
     assert sliding["mistral"] == () == switched_off.sliding_layers
+
+
+def test_a_kind_that_holds_more_is_one_of_the_same_weights_with_a_mask_or_a_gradient_of_its_input() -> None:
+    gemma = from_config({**GEMMA3, "num_hidden_layers": 7})
+    found = stack(gemma, data={"max_length": 128})
+    first, masked, plain = found.kinds
+    assert (first.follows, masked.follows, masked.masked, plain.masked) == (False, True, True, False)
+    assert found.larger(first) == found.larger(plain) == masked
+    assert found.larger(masked) is None
+
+
+def test_layers_between_two_are_counted_by_kind() -> None:
+    found = stack(from_config({**GEMMA3, "num_hidden_layers": 7}), data={"max_length": 128})
+    _, masked, plain = found.kinds
+    assert found.between(1, 7) == [(masked, 5), (plain, 1)]
+    assert (found.lowest()[masked], found.highest()[masked], found.highest()[plain]) == (1, 6, 5)

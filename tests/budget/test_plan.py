@@ -33,6 +33,15 @@ def test_auto_takes_the_largest_micro_batch_that_fits() -> None:
     assert plan.accumulation * plan.micro_batch >= 64 > (plan.accumulation - 1) * plan.micro_batch
 
 
+def test_a_batch_that_fits_whole_is_planned_whole_though_a_part_of_it_would_have_to_hold_gradients() -> None:
+    spec = run_spec("Qwen/Qwen2.5-7B", card(80.0), method={"kind": "full"}, train={"batch_size": 16})
+    arch = find_architecture(spec)
+    whole, part = (predict(arch, spec, rows=rows, length=2048).device_bytes for rows in (16, 15))
+    assert whole < part
+    fitted = run_spec("Qwen/Qwen2.5-7B", card(whole / 2**30 + 0.1), method={"kind": "full"}, train={"batch_size": 16})
+    assert (make_plan(fitted).verdict, make_plan(fitted).micro_batch) == ("fits", 16)
+
+
 def test_a_fixed_micro_batch_that_is_too_large_is_tight_and_names_the_remedy() -> None:
     spec = run_spec(
         "Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64, "micro_batch": 64}, data={"max_length": 1024}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from engine.budget.architecture import Architecture, from_config
-from engine.budget.kinds import kinds_of
+from engine.budget.kinds import stack_of
 from engine.budget.lookup import builtin_config, find_architecture, find_config
 from engine.budget.parameters import layer_parameters
 from engine.budget.predict import COMPONENTS, cost_model, predict
 from engine.budget.setting import setting_of
-from engine.budget.step import walk_layer
+from engine.budget.walks import walk_backward
 from tests.budget.metered import (
     GEMMA2,
     LLAMA,
@@ -52,8 +52,8 @@ def published_window(arch: Architecture, method: str, rank: int) -> int:
 def test_layer_window_is_the_one_of_the_specification(model: str, method: str, table: dict[str, Any]) -> None:
     arch = from_config(find_config(model))
     setting = setting_of(arch, run_spec(model, H100, method=table, train={"gradient_checkpointing": True}))
-    walked = walk_layer(arch, setting, kinds_of(arch, setting)[-1], False)
-    assert max(growth.token for growth in walked.backward) == published_window(arch, method, 128)
+    maxima = walk_backward(arch, setting, stack_of(arch, setting).kind(-1), False)
+    assert max(growth.token for growth in maxima) == published_window(arch, method, 128)
 
 
 LORA, LORA16, FULL = {"rank": 8}, {"rank": 8, "adapter_dtype": "bfloat16"}, {"kind": "full"}
