@@ -104,14 +104,26 @@ def share_sequences(loaded: LoadedModel, ranks: Ranks, size: int, joint: Joint |
     Raises:
         UsageError: it does not, or would not.
     """
-    model_type = loaded.config.model_type
-    if loaded.attention == "eager" or loaded.sees_padding:
-        kernel = "eager attention" if loaded.attention == "eager" else "attention that is not causal"
-        raise UsageError(f"parallel.sequence = {size}, but {model_type} runs with {kernel}", fix=UNSHARED)
+    obstacle = _obstacle(loaded)
+    if obstacle:
+        raise UsageError(f"parallel.sequence = {size}, but {loaded.config.model_type} {obstacle}", fix=UNSHARED)
     attention = SlicedAttention(loaded, join_sequence_group(ranks, size, joint))
-    for complaint in filter(None, ranks.tell(verify_slices(loaded, attention))):
+    found: list[str] = []
+    attention.group.joint.together(lambda: found.append(verify_slices(loaded, attention)))
+    for complaint in filter(None, ranks.tell(found[0] if found else "")):
         raise UsageError(complaint, fix=UNSHARED)
     return attention
+
+
+def _obstacle(loaded: LoadedModel) -> str:
+    """What is seen of the model without running it; empty when nothing is in the way."""
+    if loaded.attention == "eager":
+        return "runs with eager attention"
+    if loaded.sees_padding:
+        return "attends to more than the tokens before"
+    if not type(decoder_of(loaded.base))._can_set_attn_implementation():
+        return "has an attention of its own, which does not go through transformers' interface"
+    return ""
 
 
 def verify_slices(loaded: LoadedModel, attention: SlicedAttention) -> str:

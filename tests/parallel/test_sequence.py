@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.errors import UsageError
+from engine.model.loss import make_loss
+from engine.model.slices import share_sequences
+from engine.model.tokenizer import byte_tokenizer
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.sequence import SequenceGroup, join_sequence_group, to_heads, to_positions
 from engine.train.pricing import price
+from tests.model.samples import FAMILIES as SIZES
+from tests.model.samples import batch_of, cpu, load, run_spec
+from tests.model.samples import write_model as write_family
 from tests.parallel.crew import run_crew
 from tests.parallel.steps import FULL, LORA, Workbench, sample_of_faults, spec_of, whole_weights
 from tests.train.rig import write_model
@@ -31,6 +40,9 @@ KINDS: dict[str, dict[str, Any]] = {
 HEADS = [(4, 4, 3), (4, 2, 3), (4, 1, 5), (8, 4, 5)]
 """Heads, those of keys and values, and values of a head where queries have 3."""
 CHUNK_TOKENS = 7
+FAMILIES = ("qwen3", "phi3", "gpt2", "mixtral")
+CONVOLUTION = "lfm2"
+"""Its convolutions mix neighbouring positions."""
 IN_SHARDS = "full, checkpointing"
 SHARED = {"full": 2, "full, checkpointing": 4, "lora with dropout": 4, "lora, checkpointing": 2, "plain loss": 4}
 """Kinds, and how many ranks share a sequence; where they are two, two such pairs are replicas of each other."""
@@ -103,6 +115,31 @@ def all_kinds(ranks: Ranks, folder: Path) -> Any:
     }
 
 
+def families(ranks: Ranks, folder: Path) -> Any:
+    """Family = how far loss and gradients of slices are from those of the whole, or why it is refused."""
+    found: dict[str, Any] = {}
+    for family in (*FAMILIES, CONVOLUTION):
+        loaded, batch = load(run_spec(str(folder / family))), batch_of(3, 9)
+        loss = make_loss(loaded, implementation="chunked", label_smoothing=0.0, chunk_tokens=5, device=cpu())
+        parameters = [parameter for _, parameter in loaded.trainable()]
+        try:
+            slices = share_sequences(loaded, ranks, ranks.size)
+        except UsageError as refusal:
+            found[family] = refusal.found
+            continue
+        whole = loss(batch)
+        expected = torch.autograd.grad(whole, parameters)
+        with slices.at_work():
+            sliced = loss(slices.slice_of(batch, pad_id=0))
+            found_here = torch.autograd.grad(sliced, parameters)
+        here, there = ([torch.cat([part.reshape(-1).double() for part in parts])] for parts in (found_here, expected))
+        total = torch.cat([sliced.detach().double()[None], *here])
+        dist.all_reduce(total)
+        reference = torch.cat([whole.detach().double()[None], *there])
+        found[family] = float((total - reference).norm() / reference.norm())
+    return found
+
+
 def in_shards(ranks: Ranks, folder: Path) -> Any:
     """Two pairs that share sequences, the weights in shards over all four ranks."""
     work = Workbench(folder, ranks, shared(small(folder, IN_SHARDS), 2, "sharded"))
@@ -153,8 +190,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([exchanges, all_kinds, in_shards, faults, planned_memory], folder, size=RANKS)
+def models(folder: Path) -> None:
+    """Folders with random weights. Ranks could not write them: transformers saves on the first rank alone."""
+    for family in FAMILIES:
+        write_family(folder / family, family)
+    config = AutoConfig.for_model(CONVOLUTION, **SIZES["qwen2"], layer_types=["conv", "full_attention"])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / CONVOLUTION)
+    byte_tokenizer().save_pretrained(folder / CONVOLUTION)
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, models: None) -> dict[str, list[Any]]:
+    return run_crew([exchanges, families, all_kinds, in_shards, faults, planned_memory], folder, size=RANKS)
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +234,19 @@ def test_losses_samples_and_weights_are_those_of_one_process(
         assert found["losses"] == pytest.approx(alone[kind]["losses"], rel=1e-5)
         assert found["samples"] == alone[kind]["samples"]
         assert close(found["weights"], alone[kind]["weights"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_learns_from_slices_what_it_learns_from_whole_sequences(
+    family: str, seen: dict[str, list[Any]]
+) -> None:
+    for rank in seen["families"]:
+        assert rank[family] < 1e-6
+
+
+def test_a_family_that_looks_at_other_positions_outside_attention_is_found_out(seen: dict[str, list[Any]]) -> None:
+    for rank in seen["families"]:
+        assert "computes something else" in rank[CONVOLUTION]
 
 
 def test_beside_shards_the_same_is_learned(seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
