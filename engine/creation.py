@@ -7,12 +7,11 @@ Try: `tunedeck queue add -p demo -r demo`
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
-from engine.budget.preflight import refuse_unsafe, warnings_of
+from engine.budget.preflight import free_bytes, refuse_unsafe, warnings_of
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.files import write_atomically
@@ -52,7 +51,7 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
     plan: Plan | None = None
     try:
         plan = make_plan(spec)
-        notices += warnings_of(find_architecture(spec), spec, free_disk_bytes=_free_bytes(folder))
+        notices += warnings_of(find_architecture(spec), spec, free_disk_bytes=free_bytes(folder))
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
         notices.append(f"no plan before the start: {unknown.found}")
@@ -69,15 +68,6 @@ def require_launcher(spec: RunSpec) -> None:
             f"profile {spec.profile.name!r} has {machines} machines, and this command runs on one",
             fix="write a script that starts it on all of them: tunedeck launch with the same -p and -r",
         )
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """Free on the disk that holds `folder`, or will once it is made; None where that cannot be told."""
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    try:
-        return shutil.disk_usage(existing).free
-    except OSError:
-        return None
 
 
 def leave_out_foreign_limits(directory: RunDirectory) -> str | None:

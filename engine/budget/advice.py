@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
 from engine.spec.recipe import Recipe
 from engine.spec.run import RunSpec
@@ -22,6 +23,8 @@ LEARNING_COST = 100.0
 """Added to the cost of every lever that changes what is learned: such advice comes after all that does not."""
 MAX_LEVERS = 4
 MAX_SUGGESTIONS = 5
+FEWEST_IMAGE_TOKENS = 64
+"""Images of fewer tokens are not suggested."""
 SHORTEST = 256
 """Sequences shorter than this are not suggested."""
 
@@ -119,7 +122,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 def _levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     """Those that apply to this run."""
     yield from _free_levers(spec, plan)
-    yield from _learning_levers(spec)
+    yield from _learning_levers(spec, plan)
 
 
 def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
@@ -149,7 +152,7 @@ def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         yield Lever((("model.quantize", "nf4"),), 25.0, note, quality=15.0)
 
 
-def _learning_levers(spec: RunSpec) -> Iterator[Lever]:
+def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     """What changes what is learned: always after the others, always marked."""
     method, longest = spec.recipe.method, spec.recipe.data.max_length
     if method.kind == "full":
@@ -160,11 +163,25 @@ def _learning_levers(spec: RunSpec) -> Iterator[Lever]:
     while method.kind == "lora" and rank >= 4:
         yield Lever((("method.rank", rank),), 0.0, f"rank {rank}: smaller adapters", True, 10.0 * method.rank / rank)
         rank //= 2
+    yield from _image_levers(spec, plan)
     length = longest // 2
     while length >= SHORTEST:
         note = f"samples longer than {length} tokens are dropped or cut"
         yield Lever((("data.max_length", length),), 0.0, note, True, 15.0 * longest / length)
         length //= 2
+
+
+def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
+    """Smaller images, where a model takes them in any size."""
+    tower = find_architecture(spec).tower
+    if tower is None or tower.patches is not None:
+        return
+    tokens = plan.image_tokens // 2
+    while tokens >= FEWEST_IMAGE_TOKENS:
+        note = f"images of at most {tokens} tokens each: larger ones are scaled down"
+        changes = (("data.image_max_pixels", tokens * tower.pixels_per_token),)
+        yield Lever(changes, 0.0, note, True, 12.0 * plan.image_tokens / tokens)
+        tokens //= 2
 
 
 def _search(spec: RunSpec, levers: list[Lever], longest: int | None) -> list[Suggestion]:

@@ -7,13 +7,16 @@ Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from engine.budget.architecture import Architecture
 from engine.budget.inference import generates
 from engine.budget.isolation import refuse_mixing
 from engine.budget.lookup import find_config
 from engine.budget.parameters import elements, layer_parameters, parameter_count
+from engine.budget.plan import make_plan
 from engine.budget.setting import setting_of
 from engine.budget.slicing import refuse_slicing
 from engine.budget.static import static_bytes
@@ -29,7 +32,7 @@ SHORT_ANSWER_TOKENS = 32
 
 def warnings_of(arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None) -> list[str]:
     """Everything worth a warning; the disk only where it is known how much of it is free."""
-    found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(spec), *_generation(spec)]
+    found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
     return found
@@ -51,7 +54,8 @@ def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     wide = 1 - narrow / parameter_count(arch)
     yield (
         f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {setting_of(arch, spec).dtype}: 4-bit '
-        "loading knows linear layers only, not fused experts, and the plan counts them so"
+        "loading knows linear layers only, not fused experts, and the plan counts them so; "
+        'model.quantize = "none" is faster and hardly larger, and several devices with strategy = "sharded" hold less'
     )
 
 
@@ -77,13 +81,29 @@ def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     )
 
 
-def _offload(spec: RunSpec) -> Iterator[str]:
-    """Where the device's memory is the host's there is no other place."""
+def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Where the device's memory is the host's there is no other place; beside checkpoints there is little to move."""
     train = spec.recipe.train
     asked = [key for key in ("activation_offload", "optimizer_offload") if getattr(train, key)]
     if asked and spec.profile.device.kind == "cpu":
         keys = " and ".join(f"train.{key}" for key in asked)
         yield f'{keys} saves nothing with device.kind = "cpu": the host is the device; leave it out'
+    elif train.activation_offload and train.gradient_checkpointing:
+        yield from _offload_of_checkpoints(arch, spec)
+
+
+def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Every layer waits for its input to travel twice, which only a run that needs the room should pay for."""
+    train = spec.recipe.train.model_copy(update={"activation_offload": False})
+    plan = make_plan(spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})}))
+    if plan.verdict != "fits":
+        return
+    length, kept_bytes = plan.length, plan.setting.base_bytes * arch.hidden * arch.layers * plan.tokens_per_micro_batch
+    yield (
+        "train.activation_offload beside train.gradient_checkpointing moves only the layers' inputs, "
+        f"{kept_bytes / GIB:.2f} GiB for {plan.micro_batch} × {length} tokens, and the run fits without: "
+        "set train.activation_offload=false"
+    )
 
 
 def refuse_unsafe(spec: RunSpec) -> None:
@@ -112,3 +132,12 @@ def _disk(arch: Architecture, spec: RunSpec, free_bytes: int) -> Iterator[str]:
             f"the checkpoints take up to {needed / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB of disk are free where the "
             "run is kept: a full disk pauses the run; lower checkpoint.keep, or choose another place with --runs"
         )
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free on the disk that holds `folder`, or will once it is made; None where that cannot be told."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    try:
+        return shutil.disk_usage(existing).free
+    except OSError:
+        return None

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.budget.advice import advise
+from engine.budget.levers import lever_of
 from engine.budget.lookup import find_architecture, find_config
 from engine.budget.plan import make_plan
 from engine.budget.predict import predict
@@ -135,6 +136,50 @@ def test_plan_prints_the_table_and_calls_a_metered_device_simulated() -> None:
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
+@pytest.mark.parametrize("profile", ["24gb", "4xh100"])
+@pytest.mark.parametrize("recipe", ["lora", "full"])
+def test_every_line_of_a_plan_is_within_80_columns_and_in_one_unit(profile: str, recipe: str) -> None:
+    result = invoke("plan", "-p", profile, "-r", recipe, "--set", "model.id=meta-llama/Llama-3.1-8B")
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    assert "MiB" not in result.stdout and "GiB" in result.stdout
+    assert ("on each of 4 devices" in result.stdout) == (profile == "4xh100")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets", "lever"),
+    [
+        ("full", ["train.micro_batch=1", "data.max_length=256"], "adamw_8bit"),
+        ("full", ["train.micro_batch=1", "data.max_length=256", "train.optimizer_offload=true"], 'kind = "lora"'),
+        ("lora", ["train.gradient_checkpointing=false"], "train.gradient_checkpointing = true"),
+        ("lora", ["train.loss=plain", "train.micro_batch=2", "data.max_length=512"], 'train.loss = "auto"'),
+        ("lora", ["train.micro_batch=4"], "train.micro_batch below 4"),
+        ("lora", ["train.micro_batch=1"], "data.max_length below 2048"),
+    ],
+)
+def test_a_plan_names_the_phase_that_decides_and_the_lever_that_moves_it(
+    recipe: str, sets: list[str], lever: str
+) -> None:
+    flags = [flag for change in ["model.id=Qwen/Qwen2.5-1.5B", *sets] for flag in ("--set", change)]
+    decides = next(line for line in shown(recipe, flags) if "decides (*)" in line)
+    assert lever in decides
+
+
+def shown(recipe: str, flags: list[str]) -> list[str]:
+    """Lines on a wide terminal."""
+    result = CliRunner().invoke(app, ["plan", "-p", "80gb", "-r", recipe, *flags], env={"COLUMNS": "200"})
+    return str(result.stdout).splitlines()
+
+
+def test_the_lever_that_a_plan_names_lowers_its_peak() -> None:
+    sets = {"train": {"micro_batch": 4, "gradient_checkpointing": False}, "data": {"max_length": 1024}}
+    spec = run_spec("Qwen/Qwen2.5-1.5B", card(80.0), **sets)
+    assert lever_of(make_plan(spec), spec) == "train.gradient_checkpointing = true"
+    sets["train"]["gradient_checkpointing"] = True
+    checked = run_spec("Qwen/Qwen2.5-1.5B", card(80.0), **sets)
+    assert make_plan(checked).peak_bytes < make_plan(spec).peak_bytes
+    assert lever_of(make_plan(checked), checked) == "train.micro_batch below 4"
+
+
 def test_plan_json_is_one_document() -> None:
     assert json.loads(invoke("plan", "-p", "demo", "-r", "demo", "--json").stdout)["verdict"] in ("fits", "tight")
 
@@ -159,3 +204,21 @@ def test_fit_writes_a_recipe_that_fits(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads(invoke("plan", "-p", "24gb", "-r", str(target), "--json").stdout)["verdict"] == "fits"
     assert "# " in target.read_text()
+
+
+def test_smaller_images_are_advice_that_changes_what_is_learned() -> None:
+    data = {"sources": [{"name": "main", "path": "x.jsonl", "format": "image-chat"}], "max_length": 8192}
+    train = {"gradient_checkpointing": True, "activation_offload": True, "batch_size": 4, "micro_batch": 1}
+    method = {"rank": 4, "targets": ["**.blocks.*.attn.*"], "adapter_dtype": "bfloat16"}
+    tables: dict[str, Any] = {
+        "data": {**data, "image_max_pixels": 8000 * 28 * 28}, "train": train, "method": method,
+        "model": {"dtype": "bfloat16"},
+    }  # fmt: skip
+    roomy = make_plan(run_spec("Qwen/Qwen2.5-VL-3B-Instruct", card(80.0), **tables))
+    tight = card(0.99 * roomy.prediction.device_bytes / 2**30)
+    advice = advise(run_spec("Qwen/Qwen2.5-VL-3B-Instruct", tight, **tables))
+    assert advice.plan.verdict != "fits"
+    smaller = [one for one in advice.suggestions if "data.image_max_pixels" in one.changes]
+    assert smaller and all(one.changes_learning and one.plan.verdict == "fits" for one in smaller)
+    before, after = smaller[0].changes["data.image_max_pixels"]
+    assert after <= before // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,20 @@ def test_offload_from_host_memory_to_itself_is_warned_of() -> None:
     host = spec_of("lora", *sets, "device.kind=cpu", profile="demo")
     assert "train.optimizer_offload saves nothing" in warned(host)
     assert not warned(spec_of("lora", *sets))
+
+
+def test_activations_offloaded_beside_checkpoints_are_warned_of_where_the_run_fits_without() -> None:
+    sets = ["model.id=Qwen/Qwen2.5-7B", "train.activation_offload=true"]
+    assert "set train.activation_offload=false" in warned(spec_of("lora", *sets, "train.gradient_checkpointing=true"))
+    assert not warned(spec_of("lora", *sets, "train.gradient_checkpointing=false"))
+    short = spec_of("lora", *sets, "train.gradient_checkpointing=true", "device.memory_gib=17.5", profile="24gb")
+    assert not warned(short)
+
+
+def test_a_plan_says_where_the_disk_of_the_runs_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 9 * 10**8, 10**8))
+    shown = CliRunner().invoke(app, ["plan", "-p", "80gb", "-r", "full", "--runs", str(tmp_path / "runs")])
+    assert "checkpoint.keep" in shown.stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "fit", "train"])

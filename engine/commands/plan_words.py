@@ -1,0 +1,145 @@
+"""A plan on the screen: the bar, the table of phases and components, the sentences. Lines of text, nothing printed.
+
+Try: `tunedeck plan -p demo -r demo`
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from engine.spec.text import visible
+
+if TYPE_CHECKING:
+    from engine.budget.plan import Plan
+    from engine.spec.run import RunSpec
+
+MIB, GIB = 2**20, 2**30
+NARROWEST = 40
+SHARE = 8
+"""Cells behind the bar, for its share."""
+LETTERS = {
+    "weights": "w", "adapters": "d", "gradients": "g", "optimizer": "o", "activations": "a", "recompute": "r",
+    "loss": "l", "buffers": "b", "workspace": "k", "context": "c", "fragmentation": "f",
+}  # fmt: skip
+"""Components as letters of the bar."""
+HEADS = {
+    "weights": "weight", "adapters": "adapt", "gradients": "grad", "optimizer": "optim", "activations": "activ",
+    "recompute": "recomp", "loss": "loss", "buffers": "buffer",
+}  # fmt: skip
+"""Components as column heads, short enough for 80 columns."""
+VERDICTS = {
+    "fits": "fits",
+    "tight": "tight: only with a smaller micro-batch or a remedy",
+    "does_not_fit": "does not fit: not even one sequence with every remedy",
+}
+
+
+def wrapped(lines: Iterable[str], width: int) -> list[str]:
+    """Sentences broken at spaces, what follows indented."""
+    width = max(NARROWEST, width)
+    return [
+        piece
+        for line in lines
+        for piece in textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    ]
+
+
+def title(planned: Plan, spec: RunSpec) -> str:
+    """What is planned."""
+    simulated = " (simulated device)" if planned.simulated else ""
+    return f"{visible(spec.recipe.model.id)}, recipe {spec.recipe.name} on profile {spec.profile.name}{simulated}"
+
+
+def bar(planned: Plan, width: int) -> list[str]:
+    """What is used of the capacity, a letter per component, and what the letters mean. "!" marks the capacity."""
+    cells_wide = max(NARROWEST, width) - SHARE
+    used = {name: size for name, size in planned.prediction.components.items() if size}
+    scale = cells_wide / max(planned.capacity_bytes, planned.prediction.device_bytes)
+    filled, held = "", 0
+    for name, size in used.items():
+        held += size
+        filled += LETTERS[name] * (round(held * scale) - len(filled))
+    cells = list(f"{filled:.<{cells_wide}}")
+    legend = "  ".join(f"{LETTERS[name]}\N{NO-BREAK SPACE}{name}" for name in used)
+    if planned.margin_bytes < 0:
+        cells[min(round(planned.capacity_bytes * scale), cells_wide - 1)] = "!"
+        legend += "  !\N{NO-BREAK SPACE}capacity"
+    share = 100 * planned.prediction.device_bytes / planned.capacity_bytes
+    lines = wrapped([legend], width)
+    return [f"[{''.join(cells)}] {share:.0f} %", *(line.strip().replace("\N{NO-BREAK SPACE}", " ") for line in lines)]
+
+
+def table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
+    """Rows are phases, columns the components that occur; what the device holds beside tensors is the same in each."""
+    names = [name for name in HEADS if any(parts.get(name) for parts in phases.values())]
+    large = sum(phases[deciding].values()) >= GIB
+    unit, digits = (GIB, 2) if large else (MIB, 1)
+    head = [f"{'GiB' if large else 'MiB':<19}", *(HEADS[name] for name in names), "total"]
+    rows = [head]
+    for phase, parts in phases.items():
+        cells = [_cell(parts.get(name, 0) / unit, digits) for name in names]
+        mark = "*" if phase == deciding else " "
+        rows.append([f"{mark}{phase:<18}", *cells, _cell(sum(parts.values()) / unit, digits)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return [" ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _cell(size: float, digits: int) -> str:
+    """Nothing for nothing, and no zero for something."""
+    if not size:
+        return ""
+    text = f"{size:.{digits}f}"
+    return text if float(text) else f"<{10**-digits:.{digits}f}".replace("0.", ".")
+
+
+def sentences(planned: Plan, spec: RunSpec) -> list[str]:
+    """Verdict and what decides it, margin, how the batch is cut, and the remedy where there is one."""
+    from engine.budget.levers import lever_of
+
+    used, capacity = planned.prediction.device_bytes, planned.capacity_bytes
+    over = "left" if planned.margin_bytes >= 0 else "missing"
+    each = f" on each of {planned.ranks} devices" if planned.ranks > 1 else ""
+    tensors = f"; {size(planned.peak_bytes, capacity)} are torch's tensors" if used != planned.peak_bytes else ""
+    lines = [
+        f"{VERDICTS[planned.verdict]}",
+        f"{size(used, capacity)} of {size(capacity, capacity)}{each}, "
+        f"{size(abs(planned.margin_bytes), capacity)} {over}{tensors}",
+        f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",
+        f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
+    ]
+    if planned.image_tokens:
+        lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is kept")
+    if planned.remedies:
+        changes = ", ".join(f"{key} = {toml(value)}" for key, value in planned.remedies.items())
+        lines.append(f"fits with {changes}; what is learned stays the same")
+    if planned.verdict == "does_not_fit":
+        lines.append("see what would help: tunedeck fit with the same arguments")
+    return lines
+
+
+def residuals(spec: RunSpec) -> Iterator[str]:
+    """Where the figures for what torch does not allocate come from."""
+    from engine.budget.calibration import residuals_for
+
+    if spec.profile.device.kind != "cuda":
+        return
+    if residuals_for(spec.profile) is None:
+        yield "context, workspace and fragmentation are typical values; the first run on this machine measures them"
+    else:
+        yield "context, workspace and fragmentation as runs on this machine had them"
+
+
+def toml(value: Any) -> str:
+    """A value as it stands in a recipe."""
+    import tomlkit
+
+    return tomlkit.item(value).as_string() if value is not None else "(not set)"
+
+
+def size(size_bytes: int, beside_bytes: int) -> str:
+    """Bytes for a reader, in the unit of what they stand beside."""
+    if beside_bytes >= GIB:
+        return f"{size_bytes / GIB:,.2f} GiB"
+    return f"{size_bytes / MIB:,.1f} MiB"
