@@ -16,7 +16,7 @@ from engine.budget.growth import Growth, PhaseCost, Shape, dearest, prune, shape
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import Beside, beside_of
 from engine.budget.setting import Setting, setting_of
-from engine.budget.sharing import Sharing, bucket_bytes, buffers, on_one_device, sharing_of, static_of_a_rank
+from engine.budget.sharing import Sharing, bucket_bytes, on_one_device, shards, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
 from engine.budget.step import step_cost
 from engine.spec.run import RunSpec
@@ -165,15 +165,16 @@ class Budget:
 
     def _inference(self, rows: int, length: int) -> dict[str, dict[str, int]]:
         """The rows `evaluate` and `generate` above the static bytes, where training stops for them."""
-        arch, setting, sharing = self.arch, self.setting, self.sharing
+        arch, setting = self.arch, self.setting
+        spread = shards(arch, setting, self.sharing)
         phases: dict[str, dict[str, int]] = {}
         if evaluates(self.recipe):
             shape = shape_of(self._rows_alone(rows, length), length, setting.chunk_tokens)
             size = max(peak.at(shape) for peak in evaluation(arch, setting))
-            phases["evaluate"] = {"activations": size, "buffers": buffers(arch, setting, sharing, "evaluate")}
+            phases["evaluate"] = {"activations": size, "buffers": spread.evaluate() if spread else 0}
         if generates(self.recipe):
             size = self._generation_bytes(length)
-            phases["generate"] = {"activations": size, "buffers": buffers(arch, setting, sharing, "generate")}
+            phases["generate"] = {"activations": size, "buffers": spread.generate() if spread else 0}
         return phases
 
     def _rows_alone(self, rows: int, length: int) -> int:

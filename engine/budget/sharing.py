@@ -1,11 +1,8 @@
 """What several devices that share a run hold, each: parts of the model, and buffers to gather and reduce in.
 
-Replicated: everything, and the buffer gradients are summed in (`engine.parallel.reduce`). Sharded (torch's FSDP2, one
-group per layer, the embedding and the head apart): an equal part of weights, gradients and optimizer state; while a
-group is at work its weights are there in full, the next one's arrive in a flat buffer, and gradients leave through an
-fp32 one. `shard = "gradients"` keeps the gathered weights from forward to backward. Sequence parallelism cuts each
-sequence into equal parts; what travels around attention is in `engine.budget.exchange`. The prediction of sharding
-follows `torch/distributed/fsdp/_fully_shard` of torch 2.13 and is not measured yet.
+Replicated: everything, and the buffer gradients are summed in (`engine.parallel.reduce`). Sharded: an equal part of
+weights, gradients and optimizer state, and what they travel through (`engine.budget.shards`). Sequence parallelism cuts
+each sequence into equal parts; what travels around attention is in `engine.budget.exchange`.
 
 Try: `tunedeck plan -p 4xh100 -r full`
 """
@@ -16,10 +13,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.kinds import Kind, stack_of
 from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
-from engine.budget.static import Tensors, layer_tensors, rounded, static_bytes
+from engine.budget.shards import Shards, held_by_a_rank, shards_of
+from engine.budget.static import Tensors, rounded, static_bytes
 from engine.spec.profile import Profile
 from engine.spec.run import RunSpec
 
@@ -75,13 +72,9 @@ def sharing_of(profile: Profile) -> Sharing:
 @lru_cache(maxsize=256)
 def static_of_a_rank(arch: Architecture, setting: Setting, sharing: Sharing) -> Tensors:
     """What a rank holds at every moment, its gradients when they are complete."""
-    total = static_bytes(arch, setting).total
-    if not sharing.sharded:
-        return total
-    return Tensors(
-        sharing.part(total.weights), sharing.part(total.adapters), sharing.part(total.gradients),
-        sharing.part(total.optimizer),
-    )
+    if sharing.sharded:
+        return held_by_a_rank(arch, setting, sharing.ranks)
+    return static_bytes(arch, setting).total
 
 
 def bucket_bytes(arch: Architecture, setting: Setting, sharing: Sharing) -> int:
@@ -91,45 +84,11 @@ def bucket_bytes(arch: Architecture, setting: Setting, sharing: Sharing) -> int:
     return min(BUCKET_BYTES, rounded(_trained_elements(arch, setting) * FLOAT))
 
 
-@lru_cache(maxsize=256)
-def buffers(arch: Architecture, setting: Setting, sharing: Sharing, phase: str) -> int:
-    """Of shards: bytes one rank communicates through in a phase."""
+def shards(arch: Architecture, setting: Setting, sharing: Sharing) -> Shards | None:
+    """The groups of weights that are spread over ranks; None where they are not."""
     if not sharing.sharded:
-        return 0
-    return _gathered(arch, setting, sharing, phase) + _reduced(arch, setting, phase)
-
-
-def _gathered(arch: Architecture, setting: Setting, sharing: Sharing, phase: str) -> int:
-    """Weights in full: of the group at work beside the next one in its flat buffer, or of all groups and one buffer."""
-    if phase in ("load", "optimizer_step"):
-        return 0
-    total = static_bytes(arch, setting).total
-    layer = max(_group(arch, setting, kind) for kind in stack_of(arch, setting).kinds)
-    table = rounded(arch.vocab * arch.hidden * setting.base_bytes)
-    if not sharing.gathers_each_time and phase not in ("evaluate", "generate"):
-        return total.weights + total.adapters + max(layer, table)
-    if phase == "loss_backward":
-        return table + max(layer, table)
-    return 2 * table if phase == "embedding_backward" else 2 * max(layer, table if arch.tied else 0)
-
-
-def _reduced(arch: Architecture, setting: Setting, phase: str) -> int:
-    """Gradients on their way out, in fp32: one group's at a time."""
-    static, per_element = static_bytes(arch, setting), FLOAT / setting.base_bytes
-    if phase == "embedding_backward":
-        return int(static.embedding_gradient * per_element)
-    if phase not in ("layer_first", "layer_last"):
-        return 0
-    if setting.lora:
-        per_element = FLOAT / setting.adapter_bytes
-    layer = max(layer_tensors(arch, setting, kind.chosen).gradients for kind in stack_of(arch, setting).kinds)
-    return int(max(layer, static.head_gradient) * per_element)
-
-
-def _group(arch: Architecture, setting: Setting, kind: Kind) -> int:
-    """Weights and adapters of one layer."""
-    tensors = layer_tensors(arch, setting, kind.chosen)
-    return tensors.weights + tensors.adapters
+        return None
+    return shards_of(arch, setting, sharing.ranks, keeps=not sharing.gathers_each_time)
 
 
 def _trained_elements(arch: Architecture, setting: Setting) -> int:

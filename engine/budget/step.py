@@ -17,7 +17,7 @@ from engine.budget.growth import Growth, PhaseCost, growth, growths
 from engine.budget.kinds import Kind, sees_images_both_ways, stack_of
 from engine.budget.operations import FLOAT, INDEX
 from engine.budget.setting import Setting
-from engine.budget.sharing import ALONE, Sharing, buffers
+from engine.budget.sharing import ALONE, Sharing, shards, static_of_a_rank
 from engine.budget.static import Selection, layer_tensors, static_bytes
 from engine.budget.vision import tower_cost
 from engine.budget.walks import walk_backward, walk_forward, walk_head
@@ -37,20 +37,17 @@ def step_cost(arch: Architecture, setting: Setting, accumulating: bool, sharing:
     phases = _Step(arch, setting, accumulating, sharing).phases()
     if setting.image_patches:
         phases = _with_tower(phases, arch, setting, accumulating, sharing)
-    if not sharing.sharded:
-        return phases
-    return {
-        name: tuple(cost._replace(buffers=buffers(arch, setting, sharing, name)) for cost in costs)
-        for name, costs in phases.items()
-    }
+    return phases
 
 
 class _Step:
-    """What the phases of a micro-batch have in common. Buffers of communication and images come on top."""
+    """What the phases of a micro-batch have in common. Images come on top."""
 
     def __init__(self, arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing) -> None:
         self.arch, self.setting, self.accumulating, self.sharing = arch, setting, accumulating, sharing
-        self.static = static_bytes(arch, setting)
+        self.static, self.spread = static_bytes(arch, setting), shards(arch, setting, sharing)
+        # Where weights are spread, what is added up are parts: a layer's gradients are made anew in every micro-batch.
+        self.adding = accumulating and self.spread is None
         self.stack = stack_of(arch, setting)
         # Some kinds of layers never decide, as a rule: the first beside adapters, those without a mask. What they keep
         # under checkpoints is known, and for the rest a kind that holds more is a bound, which spares a walk.
@@ -59,7 +56,7 @@ class _Step:
         self.ahead = {kind: walk_forward(arch, setting, self.bounds.get(kind, kind)) for kind in self.stack.kinds}
         walked = [kind for kind in self.stack.kinds if kind.learns and kind not in self.bounds]
         self.behind = {kind: self._behind(kind) for kind in walked}
-        self.everything = sharing.part(self.static.total.gradients)
+        self.everything = static_of_a_rank(arch, setting, sharing).gradients
         self.held = self.everything if accumulating else 0
         table = self.static.embedding_gradient
         # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
@@ -81,9 +78,10 @@ class _Step:
             PhaseCost(
                 self.held,
                 self._kept(layer).plus(embeddings if layer else NOTHING).plus(self._casts(layer)),
-                growths(self.ahead[kind].forward, self.accumulating),
+                growths(self.ahead[kind].forward, self.adding),
                 self.label,
                 batch,
+                buffers=self.spread.forward(layer) if self.spread else 0,
                 closer=partial(self._ahead_of, kind) if kind in self.bounds else None,
             )
             for kind, layer in self.stack.highest().items()
@@ -91,34 +89,46 @@ class _Step:
 
     def _ahead_of(self, kind: Kind) -> tuple[Growth, ...]:
         """Maxima of its forward pass."""
-        return growths(walk_forward(self.arch, self.setting, kind).forward, self.accumulating)
+        return growths(walk_forward(self.arch, self.setting, kind).forward, self.adding)
 
     def _head(self) -> PhaseCost:
         """From the last layer to the loss and back."""
         through = self._kept(self.arch.layers).plus(self._casts(self.arch.layers))
-        working = walk_head(self.arch, self.setting, self.accumulating)
-        return PhaseCost(self.held, through, working, "loss", self._batch(self.arch.layers))
+        working = walk_head(self.arch, self.setting, self.adding)
+        buffers = self.spread.loss() if self.spread else 0
+        return PhaseCost(self.held, through, working, "loss", self._batch(self.arch.layers), buffers)
 
     def _backward(self) -> Phases:
-        """The first and the last layer of each kind that backward comes to; in between sizes change evenly."""
+        """The first and the last layer of each kind that backward comes to; in between sizes change evenly. But in
+        shards the second layer is the first that finds gradients on their way out."""
         if not any(kind.learns for kind in self.stack.kinds):
             return {}
-        ends = {"layer_first": self.stack.highest(), "layer_last": self.stack.lowest()}
+        first, last = set(self.stack.highest().values()), set(self.stack.lowest().values())
+        first |= {layer - 1 for layer in first if self.spread and layer}
+        learning = {layer for layer in first | last if self.stack.kind(layer).learns}
         return {
-            name: tuple(self._backward_of(kind, layer) for kind, layer in layers.items() if kind.learns)
-            for name, layers in ends.items()
+            name: tuple(self._backward_of(self.stack.kind(layer), layer) for layer in sorted(layers & learning))
+            for name, layers in (("layer_first", first), ("layer_last", last))
         }
 
     def _backward_of(self, kind: Kind, layer: int) -> PhaseCost:
         """One layer's backward pass, when those after it and the head have made their gradients."""
         gradients = self.held + self.waiting
         if not self.accumulating:
-            gradients += self.sharing.part(self.static.head_gradient)
-            for above, count in self.stack.between(layer + 1, self.arch.layers):
-                gradients += count * self.sharing.part(self._made(above.chosen))
+            gradients += self._made_after(layer)
         working = self.behind[self.bounds.get(kind, kind)]
         closer = partial(self._behind, kind) if kind in self.bounds else None
-        return PhaseCost(gradients, self._kept(layer), working, self.label, self._batch(layer + 1), closer=closer)
+        buffers = self.spread.backward(layer) if self.spread else 0
+        batch = self._batch(layer + 1)
+        return PhaseCost(gradients, self._kept(layer), working, self.label, batch, buffers, closer)
+
+    def _made_after(self, layer: int) -> int:
+        """Gradients of the head and of the layers that come to their backward before this one."""
+        if self.spread:
+            head = self.spread.head.held.gradients if self.spread.head else 0
+            return head + sum(group.held.gradients for group in self.spread.layers[layer + 1 :])
+        above = self.stack.between(layer + 1, self.arch.layers)
+        return self.static.head_gradient + sum(count * self._made(kind.chosen) for kind, count in above)
 
     def _made(self, chosen: Selection) -> int:
         """Bytes of a layer's gradients."""
@@ -126,16 +136,17 @@ class _Step:
 
     def _behind(self, kind: Kind) -> tuple[Growth, ...]:
         """Maxima of its backward pass."""
-        return walk_backward(self.arch, self.setting, kind, self.accumulating)
+        return walk_backward(self.arch, self.setting, kind, self.adding)
 
     def _embedding(self) -> PhaseCost:
         """Tied: the head's gradient, the embedding's, and their sum are live at once."""
         arch, table = self.arch, self.static.embedding_gradient
-        before = self.everything - (0 if arch.tied else self.sharing.part(table))
+        before = self.everything - (self.spread.table.held.gradients if self.spread else table)
         if self.accumulating:
-            before = self.held + self.waiting
+            before = self.held
         working = Growth((2 if arch.tied else 1) * table, arch.hidden * self.setting.base_bytes)
-        return PhaseCost(before, NOTHING, (working,), "gradients", self._inputs(0))
+        buffers = self.spread.embedding() if self.spread else 0
+        return PhaseCost(before + self.waiting, NOTHING, (working,), "gradients", self._inputs(0), buffers)
 
     def _kept(self, layer: int) -> Growth:
         """What the layers below one keep for backward.
@@ -154,7 +165,7 @@ class _Step:
         return self._sized(sum(self.ahead[kind].casts * count for kind, count in self.stack.between(0, layer)))
 
     def _sized(self, packed: int) -> Growth:
-        return growth(packed, self.accumulating)
+        return growth(packed, self.adding)
 
     def _batch(self, layers: int) -> Growth:
         """The batch, and masks for as many layers as will run again."""

@@ -16,6 +16,7 @@ others nothing is recovered. Try: `pytest tests/parallel/test_sharded_model.py`
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -104,19 +105,34 @@ class VotingReduceScatter(DefaultReduceScatter):
 
 def groups_of(model: nn.Module, embedding: nn.Module, head: Head, layer_kinds: Sequence[str]) -> list[list[nn.Module]]:
     """Modules whose parameters travel together, inner ones first: layers (by class name), what else holds parameters,
-    the embedding, the head. Tied ones share a group."""
+    the embedding, the head. Tied ones share a group; what learns in another dtype than the rest of its layer does not,
+    as torch reduces a group's gradients in one."""
     ends = {id(parameter) for end in (embedding, head) for parameter in end.parameters()}
     taken = set(ends)
     groups: list[list[nn.Module]] = []
     inner_first = list(model.modules())[::-1]
     for module in inner_first:
-        if type(module).__name__ in layer_kinds and _untaken(module.parameters(), taken):
+        if type(module).__name__ not in layer_kinds:
+            continue
+        groups += [[odd] for odd in _learning_otherwise(module) if _untaken(odd.parameters(), taken)]
+        if _untaken(module.parameters(), taken):
             groups.append([module])
     for module in inner_first:
         if _untaken(module.parameters(recurse=False), taken):
             groups.append([module])
     tied = {id(p) for p in embedding.parameters()} & {id(p) for p in head.parameters()}
     return [*groups, *([[embedding, head]] if tied else [[embedding], [head]])]
+
+
+def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
+    """Modules in a layer that learn in another dtype than most of it: copies in the base's beside fp32 adapters."""
+    counts = Counter(parameter.dtype for parameter in layer.parameters() if parameter.requires_grad)
+    most = counts.most_common(1)[0][0] if counts else None
+    return [
+        module
+        for module in layer.modules()
+        if any(p.requires_grad and p.dtype != most for p in module.parameters(recurse=False))
+    ]
 
 
 def _untaken(parameters: Iterator[Parameter], taken: set[int]) -> bool:
@@ -150,6 +166,8 @@ class Sharded:
             drops = drops_weights and not any(isinstance(module, Head) for module in modules)
             fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=drops)
             self._kept.append((cast(FSDPModule, modules[0]), drops))
+            if len(modules) == 1 and isinstance(modules[0], nn.Embedding):
+                cast(FSDPModule, modules[0]).set_unshard_in_backward(False)  # its backward looks at no weight
         fill([whole])
         # The head's weights are met a second time inside the model, where its module is no group.
         fully_shard(whole, mesh=mesh, mp_policy=policy, ignored_params=set(whole.parameters()))

@@ -39,10 +39,11 @@ def test_sharding_makes_a_full_fine_tuning_fit() -> None:
 
 
 def test_each_rank_holds_an_equal_part() -> None:
+    """But for blocks of 512 bytes, which parts of small tensors fill less well."""
     alone, quarter = (plan_for(count, parallel, **FULL).prediction.phases["optimizer_step"]
                       for count, parallel in ((1, {}), (4, SHARDED)))
     for part in ("weights", "gradients", "optimizer"):
-        assert 4 * quarter[part] == pytest.approx(alone[part], rel=1e-6)
+        assert 4 * quarter[part] == pytest.approx(alone[part], rel=1e-4)
 
 
 def test_keeping_gathered_weights_costs_all_of_them() -> None:

@@ -53,10 +53,10 @@ def sharded(kind: dict[str, Any], shard: str, *, tied: bool = False, **train: An
     return {**kind, "parallel": parallel, "train": train, "backoff": ladder, "tied": tied}
 
 
-def small_model(folder: Path, tables: dict[str, Any]) -> dict[str, Any]:
+def small_model(folder: Path, tables: dict[str, Any], *, layers: int = 2, width: int = 16) -> dict[str, Any]:
     """The same tables with a model in `folder` that is small enough for many steps."""
     tied = tables["tied"]
-    model = {"id": str(write_model(folder / f"model-{tied}", layers=2, width=16, tied=tied))}
+    model = {"id": str(write_model(folder / f"model-{layers}-{width}-{tied}", layers, width, tied=tied))}
     return {**{name: table for name, table in tables.items() if name != "tied"}, "model": model}
 
 
