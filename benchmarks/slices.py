@@ -61,7 +61,7 @@ def measure(ranks: int, tokens: int) -> dict[str, Any]:
         port = free.getsockname()[1]
         free.close()
         job = write_job(Path(name, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
-        mp.spawn(_member, args=(ranks, port, _spec(job, ranks, tokens), name), nprocs=ranks)
+        mp.spawn(member, args=(ranks, port, _spec(job, ranks, tokens), name), nprocs=ranks)
         return dict(json.loads(Path(name, "found.json").read_text()))
 
 
@@ -76,7 +76,8 @@ def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
     return RunSpec.model_validate(spec)
 
 
-def _member(rank: int, size: int, port: int, spec: RunSpec, folder: str) -> None:
+def member(rank: int, size: int, port: int, spec: RunSpec, folder: str) -> None:
+    """One rank of `size`: takes the steps of `spec`; rank 0 leaves what was found in `folder`."""
     torch.set_num_threads(1)
     without_bars()
     os.environ.update(
@@ -112,6 +113,7 @@ def _steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
         peaks = ranks.tell(transaction.work.peak_bytes)
     static_bytes = bench.parts.static_bytes
     return {
+        "static_bytes": static_bytes,
         "held_bytes": max(peaks) - static_bytes,
         "planned_bytes": plan.peak_bytes - static_bytes,
         "step_seconds": took,

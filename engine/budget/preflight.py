@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 from engine.budget.architecture import Architecture
@@ -18,6 +19,7 @@ from engine.budget.lookup import find_config
 from engine.budget.parameters import elements, layer_parameters, parameter_count
 from engine.budget.plan import make_plan
 from engine.budget.setting import setting_of
+from engine.budget.shards import KNOWN_TORCH, recovers_with
 from engine.budget.slicing import refuse_slicing
 from engine.budget.static import static_bytes
 from engine.errors import ConfigNotHereError
@@ -30,9 +32,13 @@ SHORT_ANSWER_TOKENS = 32
 """Generating no more than this at each evaluation is not worth a word."""
 
 
-def warnings_of(arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None) -> list[str]:
-    """Everything worth a warning; the disk only where it is known how much of it is free."""
+def warnings_of(
+    arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None, torch_version: str | None = None
+) -> list[str]:
+    """Everything worth a warning; the disk only where it is known how much of it is free. `torch_version` is by default
+    the installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
+    found += _restarts(spec, torch_version or version("torch"))
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
     return found
@@ -114,6 +120,16 @@ def refuse_unsafe(spec: RunSpec) -> None:
         return  # the engine asks again once it has the model
     refuse_mixing(facts, spec)
     refuse_slicing(facts, spec)
+
+
+def _restarts(spec: RunSpec, torch_version: str) -> Iterator[str]:
+    if spec.profile.parallel.strategy != "sharded" or recovers_with(torch_version):
+        return
+    yield (
+        f"with torch {torch_version} sharded weights cannot be put back in order after memory ran out: every such "
+        f"failure is a restart of all ranks from the last checkpoint; install torch {KNOWN_TORCH[-1]}, or choose a "
+        "train.micro_batch that is sure to fit"
+    )
 
 
 def _generation(spec: RunSpec) -> Iterator[str]:

@@ -31,6 +31,10 @@ from engine.budget.static import (
     tower_tensors,
 )
 
+KNOWN_TORCH = ("2.13",)
+"""Versions of torch whose `_fully_shard` folder `engine.parallel.sharded` was read for and is tested with. On others
+weights are sharded all the same, but after memory ran out all ranks have to start again."""
+
 Value = tuple[tuple[int, ...], int, bool, bool]
 """Shape, bytes per element, whether it learns, whether it is part of an adapter."""
 
@@ -104,6 +108,11 @@ class Shards:
 
     def _kept_up_to(self, layer: int) -> int:
         return sum(g.gathered for g in self.layers[: layer + 1]) if self.keeps else self.layers[layer].gathered
+
+
+def recovers_with(torch_version: str) -> bool:
+    """Whether this version's shards can be put back in order after memory ran out."""
+    return torch_version.startswith(KNOWN_TORCH)
 
 
 @lru_cache(maxsize=256)

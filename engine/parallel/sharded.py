@@ -9,8 +9,8 @@ memory of the whole model's gradients, which sharding is there to save.
 Both collectives vote on the host after their buffers are allocated and before they are launched, so that memory that
 runs out on one rank ends the attempt of all at the same collective. `recover` then puts the model back.
 
-This is the only file that touches what torch keeps private; `KNOWN_TORCH` names the versions it was read for, and on
-others nothing is recovered. Try: `pytest tests/parallel/test_sharded_model.py`
+This is the only file that touches what torch keeps private; KNOWN_TORCH in `engine.budget.shards` names the versions it
+was read for, and on others nothing is recovered. Try: `pytest tests/parallel/test_sharded_model.py`
 """
 
 from __future__ import annotations
@@ -30,17 +30,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn import Parameter
 
+from engine.budget.shards import KNOWN_TORCH, recovers_with
 from engine.data.batch import Batch
 from engine.parallel.joint import Joint
 from engine.parallel.votes import LostRankError, losing_a_rank_ends_it
-
-KNOWN_TORCH = ("2.13",)
-"""Versions whose `_fully_shard` folder this file was read for and is tested with."""
-
-
-def recovers_here() -> bool:
-    """Whether a failed attempt can be put back in this process: else it takes a restart of all ranks."""
-    return torch.__version__.startswith(KNOWN_TORCH)
 
 
 class Whole(nn.Module):
@@ -244,7 +237,7 @@ class Sharded:
         Raises:
             LostRankError: this version of torch is not known; only a restart of all ranks can go on.
         """
-        if not recovers_here():
+        if not recovers_with(torch.__version__):
             raise LostRankError(
                 f"memory ran out, and how sharded weights are put back in torch {torch.__version__} is not known",
                 expected=f"torch {' or '.join(KNOWN_TORCH)}",
@@ -274,7 +267,9 @@ class Sharded:
         finally:
             for module, drops in self._kept:
                 module.set_reshard_after_forward(drops, recurse=False)
-            self.recover()
+                module.reshard()
+            if recovers_with(torch.__version__):
+                self.recover()
 
     def _noting(self, group: Any) -> Callable[..., None]:
         """`post_backward` of a group that first notes which gradients there are: torch then adds zeros for the rest."""

@@ -102,3 +102,11 @@ def test_packing_where_documents_would_mix_is_refused_before_anything_is_loaded(
     refused = CliRunner().invoke(app, [command, "-p", "80gb", "-r", "lora", *sets]).exception
     assert isinstance(refused, UsageError)
     assert "carries a state" in refused.found
+
+
+def test_shards_under_a_version_of_torch_that_is_not_known_are_warned_of() -> None:
+    spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", profile="4xh100")
+    arch = find_architecture(spec)
+    (warning,) = (text for text in warnings_of(arch, spec, torch_version="2.99.0") if "2.99.0" in text)
+    assert "restart of all ranks" in warning
+    assert not any("restart of all ranks" in text for text in warnings_of(arch, spec, torch_version="2.13.0"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,38 @@ def test_a_rank_holds_what_the_plan_predicts_for_it(case: str, crew: dict[str, l
     """A buffer that gloo's own thread has not let go of yet may come on top: the lower of two ranks counts."""
     planned, measured = zip(*(rank[case] for rank in crew["planned_memory"]), strict=True)
     assert planned[0] == planned[1] == pytest.approx(min(measured), rel=0.02)
+
+
+TORTURE_FAULTS = 60
+"""For each case and number of ranks."""
+
+
+def tortured(ranks: Ranks, folder: Path) -> Any:
+    """Every case under many faults: those of one rank, of another, and of several at once."""
+    found = {}
+    for number, (name, tables) in enumerate(CASES.items()):
+        work = Workbench(folder, ranks, small_model(folder, tables))
+        clean = work.steps() | {"weights": whole_weights(work)}
+        wrong, phases = [], Counter[str]()
+        for faults in sample_of_faults(ranks.tell(work.allocations()), TORTURE_FAULTS, seed=100 + number):
+            result = work.faulty_steps(faults)
+            result["weights"] = whole_weights(work)
+            phases.update(phase for _, phase, _ in result["told"])
+            if not (same(result, clean) and result["left_bytes"] == 0 and 1 <= len(result["told"]) <= len(faults)):
+                wrong.append((faults, result["told"], result["left_bytes"]))
+        found[name] = wrong, phases
+        work.close()
+    return found
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_fault_among_many_changes_what_is_learned_or_leaves_anything(
+    size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = run_crew([tortured], tmp_path, size=size)["tortured"]
+    phases = sum((each for _, each in results[0].values()), Counter[str]())
+    with capsys.disabled():
+        sys.stdout.write(f"\n{size} ranks in shards: {TORTURE_FAULTS * len(CASES)} faults tried, {dict(phases)}\n")
+    assert {"forward", "backward", "clip"} <= phases.keys()
+    assert [wrong for result in results for wrong, _ in result.values() if wrong] == []

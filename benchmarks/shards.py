@@ -1,0 +1,72 @@
+"""What ranks hold that each have a part of the weights, beside one process, and what their votes cost.
+
+Run: python -m benchmarks.shards [--ranks 1 2 4]        (CPU and gloo, a few minutes)
+
+The engine's own steps on metered devices: full fine-tuning of a small model, weights gathered for each use
+("parameters", ZeRO-3) or kept from forward to backward ("gradients", ZeRO-2). Memory is the most that any rank held,
+beside what the plan says. Every gathering of weights and every sending of gradients is preceded by a vote of one flag;
+after the steps the ranks, all ready, cast as many votes again with nothing between them. On shared cores seconds mean
+little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from benchmarks.job import Job, spec_of, write_job
+from benchmarks.slices import member
+from engine.model.quiet import without_bars
+from engine.spec.run import RunSpec
+
+TOKENS, WIDTH = 64, 192
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    asked = parser.parse_args()
+    without_bars()
+    print("MiB on the rank that holds most:")
+    print(f"{'ranks':>5} {'shard':<11}{'between steps':>14}{'peak':>8}{'planned':>9}", end="")
+    print(f"{'step':>9}{'votes':>7}{'a vote':>10}{'share':>9}")
+    for ranks in asked.ranks:
+        for shard in ("parameters", "gradients") if ranks > 1 else ("-",):
+            found = measure(ranks, shard)
+            held = [found["static_bytes"], found["static_bytes"] + found["held_bytes"]]
+            still, peak, planned = (each / 2**20 for each in (*held, found["static_bytes"] + found["planned_bytes"]))
+            share = 100 * found["votes"] * found["vote_seconds"] / found["step_seconds"]
+            memory = f"{ranks:>5} {shard:<11}{still:>14.1f}{peak:>8.1f}{planned:>9.1f}"
+            cost = f"{found['step_seconds']:>7.2f} s{found['votes']:>7}{1000 * found['vote_seconds']:>7.2f} ms"
+            print(f"{memory}{cost}{share:>7.1f} %", flush=True)
+
+
+def measure(ranks: int, shard: str) -> dict[str, Any]:
+    """Two steps on `ranks` processes of this machine."""
+    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        job = write_job(Path(name, "job"), [TOKENS] * 64, vocabulary=512, hidden=WIDTH, steps=2)
+        mp.spawn(member, args=(ranks, port, _spec(job, ranks, shard), name), nprocs=ranks)
+        return dict(json.loads(Path(name, "found.json").read_text()))
+
+
+def _spec(job: Job, ranks: int, shard: str) -> RunSpec:
+    spec = spec_of(job, "metered").model_dump(by_alias=True)
+    spec["recipe"]["train"] |= {"micro_batch": 4}
+    spec["profile"]["device"]["count"] = ranks
+    strategy = {"strategy": "sharded", "shard": shard} if ranks > 1 else {"strategy": "single"}
+    spec["profile"]["parallel"] |= strategy
+    return RunSpec.model_validate(spec)
+
+
+if __name__ == "__main__":
+    main()
