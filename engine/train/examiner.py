@@ -1,7 +1,7 @@
 """Evaluations during a run: scores of the validation set, the best of them saved and marked, patience counted.
 
 How a set is scored is `engine.evaluate`'s knowledge. Rank 0 scores; the others wait behind it.
-Try: `pytest tests/train/test_evaluation.py`
+Try: `pytest tests/evaluate tests/train/test_best.py`
 """
 
 from __future__ import annotations
@@ -25,16 +25,24 @@ from engine.train.pricing import cost_alone
 from engine.train.run_state import Best, RunState
 from engine.train.saver import Saver
 from engine.train.setup import Bench
+from engine.train.watchdog import Watchdog
 
 
 class Examiner:
     """Scores the run's weights as they are, and keeps `state.best`."""
 
     def __init__(
-        self, bench: Bench, state: RunState, directory: RunDirectory, journal: Journal, wishes: Wishes, saver: Saver
+        self,
+        bench: Bench,
+        state: RunState,
+        directory: RunDirectory,
+        journal: Journal,
+        wishes: Wishes,
+        saver: Saver,
+        watchdog: Watchdog,
     ) -> None:
         self._bench, self._state, self._directory = bench, state, directory
-        self._journal, self._wishes, self._saver = journal, wishes, saver
+        self._journal, self._wishes, self._saver, self._watchdog = journal, wishes, saver, watchdog
         self._ranks, self._asked = bench.parts.ranks, bench.spec.recipe.eval
         self._judge = self._make_judge()
 
@@ -68,7 +76,8 @@ class Examiner:
         self._journal.phase("evaluating")
         began = time.perf_counter()
         try:
-            scores = score(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
+            with self._watchdog.over("evaluation", f"the evaluation after step {self._state.step}"):
+                scores = score(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
         except Interrupted:
             return None
         self._journal.write(
@@ -105,7 +114,7 @@ class Examiner:
             budget=CostBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
             generate=self._bench.spec.recipe.generate,
             report=self._failed,
-            interrupted=self._wishes.look,
+            interrupted=self._interrupted,
         )
         validation = self._bench.prepared.validation
         if parts.sharded and validation is not None:
@@ -116,3 +125,8 @@ class Examiner:
         report = self._bench.parts.report
         rank = self._judge.failed_rank
         report(Backoff(self._state.step, failure, Remedy(remedy, before, after), None, None, 1, None, rank))
+
+    def _interrupted(self) -> bool:
+        """Asked between two pieces of an evaluation."""
+        self._watchdog.goes_on()
+        return self._wishes.look()

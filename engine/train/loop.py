@@ -54,11 +54,11 @@ class Training:
         self.bench, self.journal, self.wishes = bench, journal, wishes
         self.parts, self.ranks = bench.parts, bench.parts.ranks
         self.state = RunState()
-        self.saver = Saver(bench, self.state, directory, journal, wishes, reserve)
-        self.examiner = Examiner(bench, self.state, directory, journal, wishes, self.saver)
+        self.watchdog = Watchdog(journal, bench.spec.profile.parallel.timeout_seconds)
+        self.saver = Saver(bench, self.state, directory, journal, wishes, reserve, self.watchdog)
+        self.examiner = Examiner(bench, self.state, directory, journal, wishes, self.saver, self.watchdog)
         self.transaction = StepTransaction(self.parts)
         self.growth = Growth(self.parts, journal)
-        self.watchdog = Watchdog(journal, bench.spec.profile.parallel.timeout_seconds)
         self._gpu_read_at = 0.0
         self._stop_early = False
         self._reloads = 0
@@ -113,7 +113,7 @@ class Training:
         samples = self.bench.order.step(step)
         self.transaction.work.peak_bytes = 0
         try:
-            with self.watchdog.step(step):
+            with self.watchdog.over("step", f"step {step}"):
                 outcome = self.transaction.run(step, samples)
         except RolledBackTooFar:
             self._reload_last()

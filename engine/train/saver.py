@@ -30,6 +30,7 @@ from engine.train.parts import Backoff
 from engine.train.reserve import HostReserve
 from engine.train.run_state import Best, RunState, fill_checkpoint, restore, settings
 from engine.train.setup import Bench
+from engine.train.watchdog import Watchdog
 
 
 class Saver:
@@ -43,9 +44,10 @@ class Saver:
         journal: Journal,
         wishes: Wishes,
         reserve: HostReserve,
+        watchdog: Watchdog,
     ) -> None:
         self._bench, self._state, self._directory = bench, state, directory
-        self._journal, self._wishes, self._reserve = journal, wishes, reserve
+        self._journal, self._wishes, self._reserve, self._watchdog = journal, wishes, reserve, watchdog
         self._parts, self._ranks = bench.parts, bench.parts.ranks
         self._saved_at = time.monotonic()
         self.last_saved: int | None = None
@@ -158,7 +160,8 @@ class Saver:
     def _write_checkpoint(self) -> Checkpoint:
         bench = self._bench
         facts = settings(bench.spec, bench.total_steps)
-        with self._reserve.lent(self._parts.device):
+        name = f"the checkpoint of step {self._state.step}"
+        with self._watchdog.over("checkpoint", name), self._reserve.lent(self._parts.device):
             return write_checkpoint(
                 self._directory.checkpoints,
                 self._state.step,

@@ -1,4 +1,4 @@
-"""A step that does not end is told of once, with what every thread was doing; one that ends is not."""
+"""Work that does not end is told of once, with what every thread was doing; work that ends is not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_stuck_step_is_told_while_it_is_stuck_with_the_stack_it_stands_in(
     place: RunDirectory, writer: EventWriter, capfd: pytest.CaptureFixture[str]
 ) -> None:
     watchdog = Watchdog(Journal(writer), patience_seconds=0.1)
-    with watchdog.watching(), watchdog.step(7):
+    with watchdog.watching(), watchdog.over("step", "step 7"):
         stand_until_told(place)
     assert warnings(place)[0]["code"] == "stuck" and "step 7" in warnings(place)[0]["text"]
     assert "stand_until_told" in capfd.readouterr().err
@@ -61,7 +61,7 @@ def test_one_step_is_told_of_once_and_the_next_again(place: RunDirectory, writer
     clock = Clock()
     watchdog = Watchdog(Journal(writer), 100.0, clock)
     for number, stretches in ((1, (49.0, 2.0, 1.0)), (2, (519.0, 2.0, 1.0))):
-        with watchdog.step(number):
+        with watchdog.over("step", f"step {number}"):
             for seconds in stretches:
                 clock.now += seconds
                 watchdog.look()
@@ -72,7 +72,7 @@ def test_a_long_step_among_long_steps_is_not_stuck(place: RunDirectory, writer: 
     clock = Clock()
     watchdog = Watchdog(Journal(writer), 100.0, clock)
     for seconds in (40.0, 399.0):
-        with watchdog.step(1):
+        with watchdog.over("step", "step 1"):
             clock.now += seconds
             watchdog.look()
     assert warnings(place) == []
@@ -81,8 +81,30 @@ def test_a_long_step_among_long_steps_is_not_stuck(place: RunDirectory, writer: 
 def test_between_steps_nothing_is_stuck(place: RunDirectory, writer: EventWriter) -> None:
     clock = Clock()
     watchdog = Watchdog(Journal(writer), 100.0, clock)
-    with watchdog.step(1):
+    with watchdog.over("step", "step 1"):
         clock.now += 1.0
     clock.now += 10_000.0
     watchdog.look()
     assert warnings(place) == []
+
+
+def test_an_evaluation_that_goes_on_piece_by_piece_is_not_stuck(place: RunDirectory, writer: EventWriter) -> None:
+    clock = Clock()
+    watchdog = Watchdog(Journal(writer), 100.0, clock)
+    with watchdog.over("evaluation", "the evaluation"):
+        for _ in range(20):
+            clock.now += 49.0
+            watchdog.look()
+            watchdog.goes_on()
+    assert warnings(place) == []
+
+
+def test_long_steps_are_no_excuse_for_a_checkpoint(place: RunDirectory, writer: EventWriter) -> None:
+    clock = Clock()
+    watchdog = Watchdog(Journal(writer), 100.0, clock)
+    with watchdog.over("step", "step 1"):
+        clock.now += 49.0
+    with watchdog.over("checkpoint", "the checkpoint of step 1"):
+        clock.now += 51.0
+        watchdog.look()
+    assert [warning["text"].split(" has")[0] for warning in warnings(place)] == ["the checkpoint of step 1"]
