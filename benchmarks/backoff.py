@@ -6,7 +6,8 @@ Times are CPU seconds of this process: others on the same cores move them little
 Capacity: a step whose dearest micro-batch finds no room, beside the same step already cut: the time lost, in times of
 the micro-batch that failed. Transient: one allocation of a step is refused at random; the time lost, over the time of
 the attempt that was thrown away. Bookkeeping: a step of the transaction beside a bare loop of the same model, batches
-and optimizer, in turn; and what it adds to a step of as many batches that computes next to nothing.
+and optimizer, in turn; and what it adds to a step of as many batches that computes next to nothing. Neighbour: another
+process takes memory and gives it back; tokens a second over those of the budget there was before it came, in turn.
 Job: 16 steps of 32 short samples, two of them long instead, on a device that holds a step of short ones at once.
 transformers' Trainer runs it with auto_find_batch_size, which calls accelerate.utils.find_executable_batch_size.
 """
@@ -161,6 +162,47 @@ def transient_cost(job: Job, folder: Path, rounds: int) -> float:
     return added / abandoned
 
 
+def around_a_neighbour(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
+    """Tokens a second while a neighbour holds memory and once the run has taken it back, over those before it came;
+    steps until it had; allocations that failed meanwhile."""
+    shop, failures = Shop(job, folder), 0
+    with shop.open() as bench:
+        shop.transaction.work.peak_bytes = 0
+        shop.step()
+        before = replace(bench.parts.budget)
+        static, peak = bench.parts.static_bytes, shop.transaction.work.peak_bytes
+
+        def beside_before() -> float:
+            """Of a step as it is now and one with the budget of before, taken while nobody else is there."""
+            nonlocal failures
+            now, ratios = bench.parts.budget, []
+            for _ in range(rounds):
+                seconds = shop.step()
+                failures += shop.transaction.failures
+                shop.count.hold(0)
+                shop.with_budget(before)
+                ratios.append(shop.step() / seconds)
+                bench.parts.budget = now
+                shop.count.hold(held)
+            return statistics.median(ratios)
+
+        held = ROOMY_BYTES - int(static + 0.6 * (peak - static))
+        shop.count.hold(held)
+        shop.step()
+        failures += shop.transaction.failures
+        squeezed, steps = beside_before(), 0
+        held = 0
+        shop.count.hold(held)
+        while bench.parts.budget.budget_bytes < before.budget_bytes:
+            shop.step()
+            failures += shop.transaction.failures
+            steps += 1
+        return {
+            "squeezed": round(squeezed, 3), "recovered": round(beside_before(), 3),
+            "steps to recover": steps, "failures": failures,
+        }  # fmt: skip
+
+
 def bare_step(bench: Bench, samples: Any, plan: list[MicroBatch]) -> float:
     """What a step is without us: forward and backward of each batch, clipping, the optimizer; returns its seconds."""
     parts, began = bench.parts, time.process_time()
@@ -294,7 +336,7 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
     job = write_job(folder / "job", [size.length] * BATCH * 4, vocabulary=264, hidden=size.hidden, steps=10**6)
     small = write_job(folder / "small", [8] * BATCH * 4, vocabulary=264, hidden=32, steps=10**6)
     stretched = stretched_job(folder / "stretched", size)
-    places = iter([folder / f"place-{number}" for number in range(6)])
+    places = iter([folder / f"place-{number}" for number in range(7)])
 
     def place() -> Path:
         path = next(places)
@@ -309,6 +351,7 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
     return {
         "capacity OOM: micro-batches of time": spread(capacity_cost(job, place(), size.rounds)),
         "transient OOM: abandoned attempts of time": round(transient_cost(job, place(), size.rounds), 3),
+        "neighbour: tokens/s over before": around_a_neighbour(job, place(), size.rounds),
         "step over bare loop": spread(ratios),
         "bookkeeping of a step, ms": [round(1000 * value, 3) for value in spread(added, digits=6)],
         "bookkeeping over bare step": round(statistics.median(added) / statistics.median(bare), 5),
