@@ -30,6 +30,7 @@ from tui.engines import Engines, still_running
 from tui.screens import SCREENS, ScreenRow, screen_row
 from tui.screens.base import BaseScreen
 from tui.theme import THEMES
+from tui.widgets.in_order import OneKeyAtATime
 
 HOME = "runs"
 """The screen that every way back ends at."""
@@ -38,7 +39,7 @@ REAP_SECONDS = 1.0
 """Between looks at the engines this console has started."""
 
 
-class TunedeckApp(App[None]):
+class TunedeckApp(OneKeyAtATime):
     """Opens screens by name, keeps the ones that are kept, and answers the keys that hold everywhere."""
 
     CSS_PATH = "console.tcss"

@@ -94,6 +94,17 @@ async def test_keys_that_come_in_one_burst_are_obeyed_in_their_order(console: Op
         await desk.until(lambda: desk.screen._bench.choice.overrides == {"train.micro_batch": "410"}, "410")
 
 
+async def test_keys_of_one_burst_follow_the_focus_that_the_keys_before_them_move(console: Opener) -> None:
+    async with console(**DEMO) as desk:
+        desk.screen.view.go("profiles")
+        await desk.app.workers.wait_for_complete()
+        for key in ("j", "tab", "k", "tab", "g", "j", "j", "enter", "ctrl+u", "9", "6", "enter", "k"):
+            desk.app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await desk.until(lambda: desk.screen._bench.choice.overrides == {"data.max_length": "96"}, "96")
+        await desk.until(lambda: desk.screen.view.fields.row.key == "data.sources.main", "the row above")
+        assert desk.screen._bench.choice.profile == "demo-2"
+
+
 async def test_the_bar_is_painted_with_its_letter_and_without_a_layout_pass(
     console: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,7 +161,7 @@ class CompareScreen(BaseScreen):
         """The plot, or the table."""
         for pane in self.query(".pane"):
             pane.toggle_class("-front")
-        self.query_one(Rows).focus()
+        self.set_focus(self.query_one(Rows))
         self.call_after_refresh(self._paint)
 
     def do_axis(self) -> None:

@@ -143,7 +143,7 @@ class LibraryScreen(BaseScreen):
         on_list = self.query_one("#files", Rows).has_focus
         self.query_one("#file-pane").set_class(not on_list, "-front")
         self.query_one("#text-pane").set_class(on_list, "-front")
-        self.query_one("#text" if on_list else "#files", Rows).focus()
+        self.set_focus(self.query_one("#text" if on_list else "#files", Rows))
         self.call_after_refresh(self._show_text)
 
     def _entry(self) -> tuple[Kind, Entry]:

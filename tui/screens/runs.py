@@ -186,17 +186,17 @@ class RunsScreen(BaseScreen):
         """Type a filter."""
         field = self.query_one(Input)
         field.display = True
-        field.focus()
+        self.set_focus(field)
 
     def on_key(self, event: events.Key) -> None:
         """Escape in the filter empties it and goes back to the rows; down keeps it."""
         field = self.query_one(Input)
-        if event.key in ("escape", "down") and (field.has_focus or field.value):
+        if (field.has_focus and event.key in ("escape", "down")) or (field.value and event.key == "escape"):
             event.stop()
             if event.key == "escape":
                 field.value = ""
                 field.display = False
-            self.query_one(Rows).focus()
+            self.set_focus(self.query_one(Rows))
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """The list follows the typing."""
@@ -205,4 +205,4 @@ class RunsScreen(BaseScreen):
 
     def on_input_submitted(self) -> None:
         """Keep the filter and go back to the rows."""
-        self.query_one(Rows).focus()
+        self.set_focus(self.query_one(Rows))

@@ -133,7 +133,7 @@ class Fields(Vertical):
 
     def focus_rows(self) -> None:
         """Give the rows the keys."""
-        self.query_one(Rows).focus()
+        self.screen.set_focus(self.query_one(Rows))
 
     def edit(self) -> None:
         """Change the row under the cursor: the next of its values, or whatever is typed."""
@@ -155,7 +155,7 @@ class Fields(Vertical):
         field.cursor_position = len(row.value)
         self._place(rows, field)
         field.display = True
-        field.focus()
+        self.screen.set_focus(field)
 
     def _place(self, rows: Rows, field: Editor) -> None:
         """Lay the field over its row."""

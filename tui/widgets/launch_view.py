@@ -66,7 +66,7 @@ class LaunchView(Vertical):
     def go(self, pane: str) -> None:
         """Bring a pane to the front and give it the keys."""
         self._bring(pane)
-        self.query_one(f"#{pane} Rows", Rows).focus()
+        self.screen.set_focus(self.query_one(f"#{pane} Rows", Rows))
 
     def step(self, by: int) -> None:
         """The pane so many after the one in front."""

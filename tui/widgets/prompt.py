@@ -58,14 +58,14 @@ class Prompt(Horizontal):
         field.value = text
         field.cursor_position = len(text)
         self.display = True
-        field.focus()
+        self.screen.set_focus(field)
 
     def close(self) -> None:
         """Hide it and go back to where the focus was."""
         self._answered = None
         self.display = False
         if self._before is not None:
-            self._before.focus()
+            self.screen.set_focus(self._before)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Nobody else's affair."""
