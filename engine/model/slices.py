@@ -145,7 +145,8 @@ def verify_slices(loaded: LoadedModel, attention: SlicedAttention) -> str:
                 found_BSH = hidden_states(loaded, part.moved(loaded.device.upload))
             first = part.first_position
             expected_BSH = expected_BSH[:, first : first + found_BSH.shape[1]]
-            error, size = float((expected_BSH - found_BSH).abs().max()), float(expected_BSH.abs().max())
+            # Norms, not maxima: rounding may send a token to another expert, and that is no fault.
+            error, size = float((expected_BSH - found_BSH).float().norm()), float(expected_BSH.float().norm())
     finally:
         loaded.model.train(was_training)
     tolerance = 1e-4 if loaded.precision.compute == torch.float32 else 4e-2

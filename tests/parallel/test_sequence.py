@@ -29,7 +29,7 @@ from tests.train.rig import write_model
 
 RANKS = 4
 FAULTS = 5
-MANY_FAULTS = 400
+MANY_FAULTS = 200
 KINDS: dict[str, dict[str, Any]] = {
     "full": FULL,
     "full, checkpointing": {**FULL, "train": {"gradient_checkpointing": True}},
@@ -164,6 +164,24 @@ def many_faults(ranks: Ranks, folder: Path) -> Any:
     return faults(ranks, folder, ("full, checkpointing", "lora with dropout"), MANY_FAULTS)
 
 
+def uneven_devices(ranks: Ranks, folder: Path) -> Any:
+    """Rank 1 has room for much smaller micro-batches than the rank it shares sequences with."""
+    peaks = []
+    for rows in (1, 5):
+        tables = {**shared(small(folder, "full"), 2), "train": {"micro_batch": rows}}
+        work = Workbench(folder, ranks, tables)
+        work.steps()
+        peaks.append(work.transaction.work.peak_bytes)
+        work.close()
+    tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
+    work = Workbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
+    result = work.steps()
+    result["told"] = [(each.failed_rank, each.remedy.name) for each in work.told]
+    result["budget"] = work.bench.parts.budget.as_json()
+    work.close()
+    return result
+
+
 def planned_memory(ranks: Ranks, folder: Path) -> Any:
     """(planned, measured) peak bytes of this rank, where every token of equally long sequences is learned from."""
     equal = folder / "equal.jsonl"
@@ -201,7 +219,8 @@ def models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path, models: None) -> dict[str, list[Any]]:
-    return run_crew([exchanges, families, all_kinds, in_shards, faults, planned_memory], folder, size=RANKS)
+    cases = [exchanges, families, all_kinds, in_shards, uneven_devices, faults, planned_memory]
+    return run_crew(cases, folder, size=RANKS)
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +275,17 @@ def test_beside_shards_the_same_is_learned(seen: dict[str, list[Any]], alone: di
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert found["samples"] == expected["samples"]
         assert close(found["weights"], expected["weights"])
+
+
+def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
+    seen: dict[str, list[Any]], alone: dict[str, Any]
+) -> None:
+    first = seen["uneven_devices"][0]
+    assert {rank for rank, _ in first["told"]} == {1}
+    for rank in seen["uneven_devices"]:
+        assert (rank["told"], rank["budget"]) == (first["told"], first["budget"])
+        assert rank["losses"] == pytest.approx(alone["full"]["losses"], rel=1e-5)
+        assert close(rank["weights"], alone["full"]["weights"])
 
 
 def test_each_rank_holds_what_the_plan_predicts_for_it(seen: dict[str, list[Any]]) -> None:
