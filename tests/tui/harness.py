@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from tui.app import TunedeckApp
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 """How long a test waits for something to appear: long, for a busy machine that has to import torch for an engine."""
 
 

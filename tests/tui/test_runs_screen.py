@@ -19,6 +19,7 @@ from tests.tui.conftest import SIZES, Opener, Spawn
 from tests.tui.harness import Desk
 from tests.tui.journals import add, make_run
 from tui.run_list import RunList
+from tui.widgets.rows import Rows
 
 pytestmark = pytest.mark.asyncio
 
@@ -71,6 +72,15 @@ async def test_a_filter_lets_through_what_holds_every_word(
         assert {entry.summary.name for entry in desk.screen.shown} == names
         await desk.press("escape")
         assert len(desk.screen.shown) == 3
+
+
+async def test_the_arrows_move_in_a_filtered_list(console: Opener, runs: Path) -> None:
+    make_run(runs, "small")
+    make_run(runs, "smaller")
+    async with console() as desk:
+        await listed(desk, 2)
+        await desk.press("slash", *"small", "enter", "home", "down")
+        assert desk.screen.query_one(Rows).cursor == 1
 
 
 async def test_a_run_started_elsewhere_appears_and_a_removed_one_goes(console: Opener, runs: Path) -> None:
