@@ -55,9 +55,15 @@ class Stack(NamedTuple):
         part = self.order[start:stop]
         return [(kind, part.count(place)) for place, kind in enumerate(self.kinds) if place in part]
 
-    def lowest(self) -> dict[Kind, int]:
-        """The first layer of each kind."""
-        return {kind: self.order.index(place) for place, kind in enumerate(self.kinds)}
+    def ends(self) -> dict[int, str]:
+        """The first and the last layer of each kind that backward comes to, and the phase of the table that each is in:
+        between the two sizes change evenly, so one of them decides."""
+        last = len(self.order) - 1
+        layers: set[int] = set()
+        for place, kind in enumerate(self.kinds):
+            if kind.learns:
+                layers |= {self.order.index(place), last - self.order[::-1].index(place)}
+        return {layer: "layer_first" if 2 * layer >= last else "layer_last" for layer in sorted(layers, reverse=True)}
 
     def highest(self) -> dict[Kind, int]:
         """The last layer of each kind."""

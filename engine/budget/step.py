@@ -99,17 +99,16 @@ class _Step:
         return PhaseCost(self.held, through, working, "loss", self._batch(self.arch.layers), buffers)
 
     def _backward(self) -> Phases:
-        """The first and the last layer of each kind that backward comes to; in between sizes change evenly. But in
-        shards the second layer is the first that finds gradients on their way out."""
-        if not any(kind.learns for kind in self.stack.kinds):
-            return {}
-        first, last = set(self.stack.highest().values()), set(self.stack.lowest().values())
-        first |= {layer - 1 for layer in first if self.spread and layer}
-        learning = {layer for layer in first | last if self.stack.kind(layer).learns}
-        return {
-            name: tuple(self._backward_of(self.stack.kind(layer), layer) for layer in sorted(layers & learning))
-            for name, layers in (("layer_first", first), ("layer_last", last))
-        }
+        """The first layers that backward comes to, and the last; in shards also the one after each of the first, which
+        is the first that finds gradients on their way out."""
+        ends = self.stack.ends()
+        if self.spread:
+            after = {layer - 1: name for layer, name in ends.items() if name == "layer_first" and layer}
+            ends = {layer: name for layer, name in after.items() if self.stack.kind(layer).learns} | ends
+        phases: Phases = {}
+        for layer, name in ends.items():
+            phases[name] = (*phases.get(name, ()), self._backward_of(self.stack.kind(layer), layer))
+        return phases
 
     def _backward_of(self, kind: Kind, layer: int) -> PhaseCost:
         """One layer's backward pass, when those after it and the head have made their gradients."""

@@ -78,28 +78,16 @@ def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
 
 def _exactly(spec: RunSpec, as_json: bool) -> None:
     """Print the simulated plan; exit code 3 when it does not fit."""
+    from engine.commands.exact_words import exact_lines
     from engine.model.quiet import without_chatter
     from engine.simulate.plan import exact_plan
-    from engine.spec.text import visible
 
     without_chatter()
     found = exact_plan(spec)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
-        typer.echo(f"{visible(spec.recipe.model.id)}: the engine's own step, simulated; nothing was allocated\n")
-        for phase, peak_bytes in found.simulation.phases.items():
-            mark = "*" if phase == found.simulation.deciding_phase else " "
-            typer.echo(f"{mark}{phase:16}{_mib(peak_bytes):>12}")
-        typer.echo("")
-        for component, held_bytes in {**found.simulation.components, **found.beside}.items():
-            typer.echo(f" {component:16}{_mib(held_bytes):>12}")
-        typer.echo(f"\n{found.verdict.replace('_', ' ')}: {_mib(found.device_bytes)} of "
-                   f"{_mib(found.capacity_bytes)}, {_mib(found.margin_bytes)} left")
-        typer.echo(f"micro-batch {found.micro_batch} x {found.length} tokens, {found.accumulation} per optimizer step")
-        if found.closed_form_bytes is not None:
-            off = 100 * (found.closed_form_bytes / found.simulation.peak_bytes - 1)
-            typer.echo(f"the closed form says {_mib(found.closed_form_bytes)} ({off:+.2f} %)")
+        typer.echo("\n".join(exact_lines(found, spec, shutil.get_terminal_size().columns)))
     if found.verdict == "does_not_fit":
         raise typer.Exit(3)
 
@@ -201,8 +189,3 @@ def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
     for key, (before, after) in suggestion.changes.items():
         lines += [f"   - {key} = {toml(before)}", f"   + {key} = {toml(after)}"]
     return lines + [f"     {lever.note}" for lever in suggestion.levers]
-
-
-def _mib(size: int) -> str:
-    """Bytes for a reader: MiB below 10 GiB, else GiB."""
-    return f"{size / 2**20:,.1f} MiB" if abs(size) < 10 * 2**30 else f"{size / 2**30:,.2f} GiB"

@@ -36,6 +36,8 @@ def chunked_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, shape: Shape)
         hidden_NH = hidden_NH * head.scale
     if head.is_plain_linear:
         weight_VH, bias_V = head.project.weight, head.project.bias
+        if not torch.is_grad_enabled():  # which the function is not told: it would make the head's gradient
+            weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         return _LinearLoss.apply(hidden_NH, weight_VH, bias_V, targets_N, shape)  # type: ignore[no-any-return]
     total = hidden_NH.new_zeros((), dtype=torch.float32)
     for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, shape):

@@ -27,8 +27,13 @@ class ExactPlan:
     micro_batch: int
     accumulation: int
     length: int
-    closed_form_bytes: int | None
-    """The closed form's peak for the same micro-batch; None where it does not know the architecture."""
+    closed_form: dict[str, dict[str, int]] | None
+    """The closed form's table for the same micro-batch; None where it does not know the architecture."""
+
+    @property
+    def closed_form_bytes(self) -> int | None:
+        """Its peak."""
+        return max(sum(row.values()) for row in self.closed_form.values()) if self.closed_form else None
 
     @property
     def device_bytes(self) -> int:
@@ -55,6 +60,7 @@ class ExactPlan:
             "accumulation": self.accumulation,
             "tokens_per_micro_batch": self.micro_batch * self.length,
             "closed_form_bytes": self.closed_form_bytes,
+            "closed_form_phases": self.closed_form,
             "exact": True,
         }
 
@@ -62,10 +68,10 @@ class ExactPlan:
 def exact_plan(spec: RunSpec) -> ExactPlan:
     """Simulate the planned micro-batch. Raises what `simulate_step` raises."""
     batch, asked = spec.recipe.train.batch_size, spec.recipe.train.micro_batch
-    length, closed_form_bytes = spec.recipe.data.max_length, None
+    length, closed_form = spec.recipe.data.max_length, None
     try:
         plan = make_plan(spec)
-        rows, closed_form_bytes = plan.micro_batch, plan.peak_bytes
+        rows, closed_form = plan.micro_batch, plan.prediction.phases
     except UnknownArchitectureError:
         rows = 1 if asked == "auto" else min(asked, batch)
     capacity = spec.profile.device.capacity_bytes
@@ -73,7 +79,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
     beside = beside_of(spec.profile).of(found.peak_bytes)
     fits = found.peak_bytes + sum(beside.values()) <= capacity
     verdict = "fits" if fits else "tight" if _remedied_fits(spec, length) else "does_not_fit"
-    return ExactPlan(verdict, capacity, found, beside, rows, -(-batch // rows), length, closed_form_bytes)
+    return ExactPlan(verdict, capacity, found, beside, rows, -(-batch // rows), length, closed_form)
 
 
 def _remedied_fits(spec: RunSpec, length: int) -> bool:

@@ -1,4 +1,5 @@
-"""One optimizer step of the engine's own parts, simulated: model, adapters, loss, checkpointing, clipping, optimizer.
+"""One optimizer step of the engine's own parts, simulated: model, adapters, loss, checkpointing, clipping, optimizer;
+and the evaluation that follows it, where the recipe has one.
 
 Layers are not extrapolated: all of them are run, which takes about 0.1 s each, and so nothing is assumed about which of
 them decides. Workspace inside an operation is not counted, here as on the metered device.
@@ -15,11 +16,13 @@ import torch
 from transformers import AutoConfig
 
 from engine.budget.architecture import from_config
-from engine.budget.lookup import find_config
-from engine.budget.setting import chunk_tokens, image_patches, resolved_dtype
+from engine.budget.inference import evaluates
+from engine.budget.kinds import stack_of
+from engine.budget.lookup import find_architecture, find_config
+from engine.budget.setting import chunk_tokens, image_patches, resolved_dtype, setting_of
 from engine.budget.tower import TOWERS
 from engine.data.batch import Batch
-from engine.errors import UsageError
+from engine.errors import UnknownArchitectureError, UsageError
 from engine.model.attention import resolve_attention
 from engine.model.config import auto_class
 from engine.model.head import find_head
@@ -29,6 +32,7 @@ from engine.model.precision import choose_precision
 from engine.model.reference import Starting
 from engine.simulate.device import SimulatedDevice
 from engine.simulate.images import images_of
+from engine.simulate.watch import Watch
 from engine.spec.images import image_key
 from engine.spec.run import RunSpec
 from engine.train.holdings import bytes_of
@@ -40,21 +44,31 @@ from engine.train.optimizer import allocate_state, allocation_free, build_optimi
 class Simulation:
     """Peak bytes by phase, and what stays."""
 
-    phases: dict[str, int]
-    """forward, backward, optimizer_step: the most that was allocated at once in each."""
+    phases: dict[str, dict[str, int]]
+    """Phase by component, with the names of the plan's table: weights, adapters, optimizer, the gradients there were
+    when the phase began, and all else that was allocated at its peak as activations."""
     static_bytes: int
-    components: dict[str, int]
-    """weights, adapters, optimizer, gradients, and the rest of the peak as activations; they add up to it."""
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """The most that was allocated at once in each phase."""
+        return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     @property
     def peak_bytes(self) -> int:
         """The largest of the phases."""
-        return max(self.phases.values())
+        return max(self.sums.values())
 
     @property
     def deciding_phase(self) -> str:
         """Where the peak is."""
-        return max(self.phases, key=self.phases.__getitem__)
+        sums = self.sums
+        return max(sums, key=sums.__getitem__)
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Those of the deciding phase; they add up to the peak."""
+        return self.phases[self.deciding_phase]
 
 
 def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
@@ -108,29 +122,68 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
         allocate_state(optimizer)
     host_state.on = train.optimizer_offload and not host_state.empty
     static_bytes = device.memory().allocated_bytes
-    phases = {"forward": 0, "backward": 0, "optimizer_step": 0}
+    held = _held(loaded, None if host_state.on else optimizer)
+    watch = Watch(device, loaded.base, lambda: bytes_of(_gradients(loaded)), _ends(spec))
     for _ in range(min(2, -(-train.batch_size // rows))):
-        device.reset_peak()
         batch = _batch(spec, device, rows, length)
+        watch.enter("forward")
         total = loss(batch) / (rows * length)
-        phases["forward"] = max(phases["forward"], device.memory().peak_bytes)
-        device.reset_peak()
         with device.backward():
             total.backward()
-        phases["backward"] = max(phases["backward"], device.memory().peak_bytes)
+        watch.leave()
         del total, batch
-    device.reset_peak()
-    gradients = [p.grad for _, p in loaded.trainable() if p.grad is not None]
-    components = _components(loaded, None if host_state.on else optimizer, gradients)
-    if train.max_grad_norm:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in loaded.trainable()], train.max_grad_norm, norm)
+    watch.enter("optimizer_step")
+    _clip(train.max_grad_norm, loaded)
     host_state.make_room()
     if not allocation_free(optimizer):  # a fused one takes nothing, and fake tensors cannot stand in for its kernel
         host_state.step()
-    phases["optimizer_step"] = device.memory().peak_bytes
-    components["activations"] = max(0, max(phases.values()) - sum(components.values()))
-    return Simulation(phases, static_bytes, components)
+    watch.leave()
+    if evaluates(spec.recipe):
+        loaded.model.zero_grad(set_to_none=True)
+        loaded.model.eval()
+        batch = _batch(spec, device, rows, length)
+        watch.enter("evaluate")
+        with torch.no_grad():
+            loss(batch)
+        watch.leave()
+    return Simulation({phase: _row(held, *found) for phase, found in watch.peaks.items()}, static_bytes)
+
+
+def _ends(spec: RunSpec) -> dict[int, str]:
+    """The layers whose backward passes the plan compares; none where it does not know the architecture."""
+    try:
+        arch = find_architecture(spec)
+    except UnknownArchitectureError:
+        return {}
+    return stack_of(arch, setting_of(arch, spec)).ends()
+
+
+def _gradients(loaded: LoadedModel) -> list[torch.Tensor]:
+    return [parameter.grad for _, parameter in loaded.trainable() if parameter.grad is not None]
+
+
+def _clip(max_grad_norm: float, loaded: LoadedModel) -> None:
+    """What is done to gradients before they are used."""
+    if max_grad_norm:
+        norm = torch.nn.utils.get_total_norm(_gradients(loaded))
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in loaded.trainable()], max_grad_norm, norm)
+
+
+def _held(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """What stays, by component."""
+    trainable = loaded.trainable()
+    adapters = [parameter for name, parameter in trainable if "lora_" in name]
+    return {
+        "weights": bytes_of(loaded.model.parameters()) - bytes_of(adapters),
+        "adapters": bytes_of(adapters),
+        "optimizer": bytes_of(tensor for _, tensor in state_tensors(optimizer, trainable)) if optimizer else 0,
+    }
+
+
+def _row(held: dict[str, int], peak_bytes: int, gradient_bytes: int) -> dict[str, int]:
+    """One row of the table."""
+    rest = peak_bytes - sum(held.values()) - gradient_bytes
+    return {**held, "gradients": gradient_bytes, "activations": max(0, rest)}
 
 
 def _batch(spec: RunSpec, device: SimulatedDevice, rows: int, length: int) -> Batch:
@@ -150,16 +203,3 @@ def _images(spec: RunSpec, facts: dict[str, Any], rows: int, length: int) -> dic
     arch = from_config(facts)
     patches = image_patches(arch, spec.recipe)
     return images_of(arch.tower, patches, rows, length) if arch.tower else {}
-
-
-def _components(
-    loaded: LoadedModel, optimizer: torch.optim.Optimizer | None, gradients: list[torch.Tensor]
-) -> dict[str, int]:
-    trainable = loaded.trainable()
-    adapters = [parameter for name, parameter in trainable if "lora_" in name]
-    return {
-        "weights": bytes_of(loaded.model.parameters()) - bytes_of(adapters),
-        "adapters": bytes_of(adapters),
-        "optimizer": bytes_of(tensor for _, tensor in state_tensors(optimizer, trainable)) if optimizer else 0,
-        "gradients": bytes_of(gradients),
-    }

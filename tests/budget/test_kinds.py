@@ -65,4 +65,11 @@ def test_layers_between_two_are_counted_by_kind() -> None:
     found = stack(from_config({**GEMMA3, "num_hidden_layers": 7}), data={"max_length": 128})
     _, masked, plain = found.kinds
     assert found.between(1, 7) == [(masked, 5), (plain, 1)]
-    assert (found.lowest()[masked], found.highest()[masked], found.highest()[plain]) == (1, 6, 5)
+    assert (found.highest()[masked], found.highest()[plain]) == (6, 5)
+
+
+def test_of_each_kind_the_first_and_the_last_layer_may_decide_backward() -> None:
+    found = stack(from_config({**GEMMA3, "num_hidden_layers": 7}), data={"max_length": 128})
+    assert found.ends() == {6: "layer_first", 5: "layer_first", 1: "layer_last", 0: "layer_last"}
+    upper = stack(TINY, method={"kind": "full", "train_only": [f"model.layers.{TINY.layers - 1}.**"]})
+    assert upper.ends() == {TINY.layers - 1: "layer_first"}

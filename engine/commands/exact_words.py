@@ -1,0 +1,52 @@
+"""A simulated plan on the screen: its table, and the closed form beside it, phase by phase.
+
+Try: `tunedeck plan -p demo -r demo --exact`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from engine.commands.plan_words import VERDICTS, size, table, wrapped
+from engine.spec.text import visible
+
+if TYPE_CHECKING:
+    from engine.simulate.plan import ExactPlan
+    from engine.spec.run import RunSpec
+
+
+def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
+    """All of it."""
+    simulation, capacity = found.simulation, found.capacity_bytes
+    over = "left" if found.margin_bytes >= 0 else "missing"
+    sentences = [
+        VERDICTS[found.verdict],
+        f"{size(found.device_bytes, capacity)} of {size(capacity, capacity)}, "
+        f"{size(abs(found.margin_bytes), capacity)} {over}; {simulation.deciding_phase} decides (*)",
+        f"micro-batch {found.micro_batch} × {found.length} tokens, {found.accumulation} per optimizer step",
+    ]
+    if any(found.beside.values()):
+        beside = ", ".join(f"{name} {size(held, capacity)}" for name, held in found.beside.items())
+        sentences.append(f"beside tensors, as the plan has it: {beside}")
+    head = f"{visible(spec.recipe.model.id)}: the engine's own step, simulated; nothing was allocated"
+    rows = table(simulation.phases, simulation.deciding_phase)
+    return [*wrapped([head], width), "", *rows, "", *_compared(found), *wrapped(sentences, width)]
+
+
+def _compared(found: ExactPlan) -> Iterator[str]:
+    """Totals of both, where both have the phase."""
+    if found.closed_form is None:
+        yield "the closed form does not know this architecture"
+        yield ""
+        return
+    yield f"{'':<19}{'simulated':>14}{'closed form':>14}"
+    sums, capacity = found.simulation.sums, found.capacity_bytes
+    for phase, row in found.closed_form.items():
+        predicted_bytes = sum(row.values())
+        if phase in sums:
+            off = 100 * (predicted_bytes / sums[phase] - 1)
+            yield f" {phase:<18}{size(sums[phase], capacity):>14}{size(predicted_bytes, capacity):>14}{off:>+9.2f} %"
+        elif phase != "load":
+            yield f" {phase:<18}{'not simulated':>14}{size(predicted_bytes, capacity):>14}"
+    yield ""
