@@ -172,12 +172,15 @@ def _row(cells: Sequence[Cell], label: str) -> Content:
 
 def x_axis(labels: Sequence[str], width: int) -> Content:
     """Labels spread over the width: the first at its left end, the last at its right end."""
-    text = [" "] * width
+    text, written = [" "] * width, set[str]()
     # The ends first: where there is no room, what lies between them goes.
     for index in sorted(range(len(labels)), key=lambda index: 0 < index < len(labels) - 1):
         label = labels[index]
+        if label in written:  # of a step or two
+            continue
         share = index / (len(labels) - 1) if len(labels) > 1 else 0.0
         at = max(0, min(width - len(label), round(share * width - share * len(label))))
         if all(letter == " " for letter in text[max(0, at - 1) : at + len(label) + 1]):
             text[at : at + len(label)] = label
+            written.add(label)
     return Content.styled(" " * LABEL_WIDTH + "".join(text), "$muted")

@@ -67,6 +67,11 @@ def test_labels_that_would_overlap_are_left_out() -> None:
     assert x_axis(["1", "500,000", "1,000,000"], 16).plain.split() == ["1", "1,000,000"]
 
 
+def test_an_axis_of_one_step_has_one_label():
+    assert x_axis(["1", "1", "1"], 40).plain.split() == ["1"]
+    assert x_axis(["1", "2", "2"], 40).plain.split() == ["1", "2"]
+
+
 def test_every_line_is_as_wide_as_the_plot() -> None:
     cells = raster([Trace(flat(1, 2), "x")], 10, 4, Frame(1, 2), ascii_only=False)
     assert {line.cell_length for line in rows_of(cells, {0: "2"})} == {18}
