@@ -87,8 +87,13 @@ class Identity:
 def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
     """What decides whether the learned budget still means anything, and whether the schedule moved."""
     keys = ("micro_batch", "gradient_checkpointing", "activation_offload", "optimizer_offload", "loss")
-    chosen = {key: getattr(spec.recipe.train, key) for key in keys}
-    return {"memory": {"device": spec.profile.device.model_dump(), **chosen}, "total_steps": total_steps}
+    profile, chosen = spec.profile, {key: getattr(spec.recipe.train, key) for key in keys}
+    hardware = {
+        "device": profile.device.model_dump(),
+        "nodes": profile.nodes.count,
+        "parallel": profile.parallel.model_dump(exclude={"timeout_seconds"}),
+    }
+    return {"memory": {**hardware, **chosen}, "total_steps": total_steps}
 
 
 def fill_checkpoint(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tunedeck
 from engine.journal.directory import RunDirectory
 from engine.spec.load import dump_run_spec, resolve
+from engine.train.run_state import settings
 from tests.train.harness import losses, new_run, of_kind, train
 
 LIMIT_SECONDS = 240.0
@@ -43,3 +45,13 @@ def test_ranks_that_share_sequences_learn_the_curve_of_one_process_which_then_go
     assert losses(told) == pytest.approx(losses(alone), rel=1e-4)
     here, there = ([event["metrics"]["loss"] for event in of_kind(events, "eval")] for events in (told, alone))
     assert here == pytest.approx(there, rel=1e-4)
+
+
+def test_what_was_learned_of_memory_counts_for_the_same_sharing_only() -> None:
+    def learned_with(*assignments: str) -> dict[str, Any]:
+        return dict(settings(resolve("demo-4", "demo", list(assignments)).spec, 8)["memory"])
+
+    by_twos = learned_with("parallel.sequence=2")
+    assert by_twos == learned_with("parallel.sequence=2", "parallel.timeout_seconds=7.0")
+    assert by_twos != learned_with("parallel.sequence=4")
+    assert by_twos != learned_with("parallel.sequence=2", "parallel.strategy=sharded")
