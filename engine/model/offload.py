@@ -52,7 +52,7 @@ class ActivationOffload:
         copies = weakref.WeakKeyDictionary()
 
         def pack(tensor: Tensor) -> Tensor | _OnHost:
-            if _storage(tensor) in stays or not _worth_moving(tensor):
+            if _storage(tensor) in stays or _is_weight(tensor) or not _worth_moving(tensor):
                 return tensor
             of_storage = copies.setdefault(tensor.untyped_storage(), {})
             view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -69,6 +69,11 @@ class ActivationOffload:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Also one that was not there before: weights that are spread over ranks are gathered on the way."""
+    return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
 
 
 def _worth_moving(tensor: Tensor) -> bool:

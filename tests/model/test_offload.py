@@ -82,3 +82,16 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before(tmp_pa
         total.backward()
     expected = sum(number * torch.cos(torch.tensor(float(number))) for number in range(6))
     torch.testing.assert_close(weight.grad, expected.expand(64, 64), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_come_on_the_way_stay_on_the_device(tmp_path: Path) -> None:
+    device, loss = bench(tmp_path, "qwen2", checkpointing=False)
+    offload = ActivationOffload(loss.loaded)
+    offload.on = True
+    with device.activate():
+        gathered = torch.nn.Parameter(torch.ones(128, 128))
+        rows = torch.ones(2, 128, requires_grad=True)
+        copies = device.host_allocations
+        with offload.saving():
+            torch.nn.functional.linear(rows, gathered).sum().backward()
+        assert device.host_allocations == copies

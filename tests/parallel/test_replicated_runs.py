@@ -71,8 +71,10 @@ def first_process(place: RunDirectory, rank: int) -> psutil.Process:
     return rank_process(place, rank)
 
 
-def with_ranks(folder: Path, ranks: int, timeout_seconds: float = 60.0, restarts: int = 3) -> RunSpec:
-    spec = spec_of(folder, ranks, TABLES)
+def with_ranks(
+    folder: Path, ranks: int, timeout_seconds: float = 60.0, restarts: int = 3, strategy: str = "replicated"
+) -> RunSpec:
+    spec = spec_of(folder, ranks, {**TABLES, "parallel": {"strategy": strategy}})
     changes = {
         "parallel": spec.profile.parallel.model_copy(update={"timeout_seconds": timeout_seconds}),
         "nodes": spec.profile.nodes.model_copy(update={"max_restarts": restarts}),
@@ -134,14 +136,16 @@ def test_a_killed_rank_restarts_the_run_a_stopped_one_too_many_ends_it_and_one_p
 
 
 @pytest.mark.torture
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rank_killed_or_stopped_at_any_moment_costs_a_restart_and_nothing_else(
-    seed: int, folder: Path, curve: dict[int, float]
+    seed: int, strategy: str, folder: Path, curve: dict[int, float]
 ) -> None:
     """Also while ranks are imported, joined, or set up, and while rank 0 writes alone."""
     drawn = random.Random(seed)
     rank, blow = drawn.randrange(2), (signal.SIGKILL, signal.SIGSTOP)[seed % 2]
-    place = new_run(folder / f"moment-{seed}", with_ranks(folder, 2, timeout_seconds=20.0))
+    spec = with_ranks(folder, 2, timeout_seconds=20.0, strategy=strategy)
+    place = new_run(folder / f"moment-{seed}-{strategy}", spec)
 
     def strike() -> None:
         process = first_process(place, rank)
@@ -171,10 +175,13 @@ def test_rank_0_stopped_while_it_works_alone_is_noticed_within_the_bound(
 
 
 @pytest.mark.torture
-def test_four_ranks_then_two_then_one_go_on_on_one_curve(folder: Path, curve: dict[int, float]) -> None:
-    place = new_run(folder / "fewer", with_ranks(folder, 4))
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+def test_four_ranks_then_two_then_one_go_on_on_one_curve(
+    strategy: str, folder: Path, curve: dict[int, float]
+) -> None:
+    place = new_run(folder / f"fewer-{strategy}", with_ranks(folder, 4, strategy=strategy))
     for ranks, step in ((4, 8), (2, 16)):
-        place.run_toml.write_text(dump_run_spec(with_ranks(folder, ranks)))
+        place.run_toml.write_text(dump_run_spec(with_ranks(folder, ranks, strategy=strategy)))
 
         def stop(step: int = step) -> None:
             wait_for_step(place, step)
