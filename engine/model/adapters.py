@@ -111,9 +111,11 @@ def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
 def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
     """Wrap `model` with a saved adapter that goes on learning; its own rank and targets hold, not the recipe's."""
     linears, experts = linear_layers(model), fused_experts(model)
+    # A model without memory (meta) gets the shapes; the file itself cannot be read to there.
+    place = "cpu" if model.device.type == "meta" else str(model.device)
     wrapped = PeftModel.from_pretrained(
         model, adapter, is_trainable=True, autocast_adapter_dtype=method.adapter_dtype == "float32",
-        torch_device=str(model.device),
+        torch_device=place,
     )
     set_adapter_dtype(wrapped, method)
     return wrapped, coverage_of(wrapped, linears, experts, wrapped.peft_config["default"].modules_to_save or [])

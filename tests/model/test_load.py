@@ -14,6 +14,7 @@ from engine.device.metered import MeteredDevice
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
 from engine.model.config import model_config_dict
+from engine.model.load import load_model
 from engine.model.loss import make_loss
 from engine.model.reference import find_start, resolve_weights
 from engine.spec.recipe import Model
@@ -227,3 +228,18 @@ def test_a_hub_model_without_network_says_what_to_do(tokenizer: str | None) -> N
     with pytest.raises(EnvironmentProblem, match="not reachable") as caught:
         load(run_spec("someone/some-model", tokenizer=tokenizer))
     assert "HF_HUB_OFFLINE" in caught.value.fix
+
+
+def test_a_model_without_memory_has_the_parameters_of_the_real_one_also_where_an_adapter_goes_on(
+    tmp_path: Path,
+) -> None:
+    first = load_family(tmp_path, "qwen2")
+    first.save(tmp_path / "result")
+    spec = run_spec(str(tmp_path / "result"))
+    real, bare = (load_model(spec, cpu(), first.tokenizer, torch.device(place)) for place in ("cpu", "meta"))
+    shapes = [
+        [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in loaded.model.named_parameters()]
+        for loaded in (real, bare)
+    ]
+    assert shapes[0] == shapes[1]
+    assert {parameter.device.type for parameter in bare.model.parameters()} == {"meta"}
