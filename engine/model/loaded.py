@@ -9,6 +9,7 @@ Try: `python -m pytest tests/model/test_save.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +166,7 @@ class LoadedModel:
         for name, tensor in model.get_base_model().state_dict().items():
             if ".lora_" in name or ".modules_to_save." in name:
                 continue
-            clean[name.replace(".base_layer.", ".").replace(".original_module.", ".")] = tensor
+            clean[_unwrapped(name).replace(".original_module.", ".")] = tensor
         self.base.config.save_pretrained(folder)
         _write_weights(self._on_host(clean), folder)
 
@@ -204,12 +205,14 @@ def part_here(tensor: Tensor) -> Tensor:
 
 def plain_name(name: str) -> str:
     """A parameter's dotted name without peft's wrapping."""
-    return (
-        name.removeprefix("base_model.model.")
-        .replace(f".modules_to_save.{ADAPTER}.", ".")
-        .replace(f".{ADAPTER}.", ".")
-        .replace(".base_layer.", ".")
-    )
+    bare = name.removeprefix("base_model.model.").replace(f".modules_to_save.{ADAPTER}.", ".")
+    return _unwrapped(bare.replace(f".{ADAPTER}.", "."))
+
+
+def _unwrapped(name: str) -> str:
+    """Without the steps into what an adapter is wrapped around. Several may be wrapped around one module of fused
+    experts, one for each of its weights; those steps are all that tells such adapters apart, and stay."""
+    return re.sub(r"(?:\.base_layer)++\.(?!lora_)", ".", name)
 
 
 def _elements(parameter: Tensor) -> int:

@@ -87,6 +87,12 @@ def test_fused_experts_get_adapters_when_named(tmp_path: Path, family: str) -> N
     assert any("experts" in name and bool(gradient.abs().sum() > 0) for name, gradient in grads.items())
 
 
+def test_adapters_on_several_weights_of_the_same_experts_go_by_names_of_their_own(tmp_path: Path) -> None:
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    names = [name for name, _ in load_family(tmp_path, "mixtral", method={"targets": targets}).trainable()]
+    assert len(set(names)) == len(names) == 2 * 2 * len(targets)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_an_unfrozen_router_learns_in_full_beside_lora(tmp_path: Path, family: str) -> None:
     names = [name for name, _ in load_family(tmp_path, family, moe={"freeze_router": False}).trainable()]

@@ -74,6 +74,18 @@ def test_a_base_that_exists_nowhere_else_is_saved_beside_its_adapter(tmp_path: P
     assert torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
 
 
+def test_a_base_that_exists_nowhere_else_is_saved_without_the_wrapping_of_adapters_on_experts(tmp_path: Path) -> None:
+    targets = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+    write_model(tmp_path / "mixtral", "mixtral")
+    loaded = load(run_spec(str(tmp_path / "mixtral"), method={"targets": targets}, init="random"))
+    disturb(loaded)
+    loaded.save(tmp_path / "result")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "result" / "base", dtype=torch.float32)
+    reopened = PeftModel.from_pretrained(base, tmp_path / "result")
+    batch = batch_of()
+    assert torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
+
+
 @pytest.mark.parametrize("method", [{"kind": "full"}, {}, {"dora": True}, {"also_train": ["model.embed_tokens"]}])
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2"])
 def test_load_weights_restores_every_trainable_in_place(
