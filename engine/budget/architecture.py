@@ -9,7 +9,8 @@ Try: `python -c "from engine.budget.lookup import *; print(find_config('builtin:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from engine.budget.families import FAMILIES, Family, Layout
@@ -71,6 +72,14 @@ class Architecture:
     default_attention: str = "sdpa"
     max_length: int | None = None
     """Longest sequence the model was made for."""
+
+    def __hash__(self) -> int:
+        """Worked out once: what is known of a model is looked up by its facts, dozens of times for each plan."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has no experts."""

@@ -86,12 +86,9 @@ def repeat_heads(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
     times, size = arch.heads // arch.kv_heads, x.size
     if times == 1:
         return x
-    copied = arch.kv_heads > 1
-    elements = x.elements * times if copied else 0
-    output = walk.result(elements, x.itemsize, [x], size)
-    if not copied:
-        output.storage, output.elements = x.storage, x.elements * times
-    return output
+    if arch.kv_heads == 1:
+        return walk.view(x, x.elements * times, size)
+    return walk.result(x.elements * times, x.itemsize, [x], size)
 
 
 def flash(

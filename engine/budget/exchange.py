@@ -31,8 +31,7 @@ def to_heads(
         return made
 
     received = _received(walk, total)
-    arrived = walk.result(0, query.itemsize, parents, back)
-    arrived.storage, arrived.elements = received, sum(elements)
+    arrived = walk.within(received, sum(elements), query.itemsize, parents, back)
     query, key, value = pieces(walk, arrived, elements)
     return query, key, value
 

@@ -70,9 +70,7 @@ def _normalised(walk: Walk, scores: Ghost) -> Ghost:
     if scores.node is None:
         return scores
     saved = walk.save(walk.new(scores.elements, scores.itemsize), walk.new(TOKEN, scores.itemsize))
-    output = walk.result(0, scores.itemsize, [scores], size, saved)
-    output.storage, output.elements = scores.storage, scores.elements
-    return output
+    return walk.view(scores, scores.elements, size, saved)
 
 
 def _grouped_experts(

@@ -109,18 +109,15 @@ class Node:
 class Ghost:
     """A tensor: elements (packed), bytes per element, its storage, and its node when it needs a gradient."""
 
-    __slots__ = ("elements", "itemsize", "node", "storage")
+    __slots__ = ("elements", "itemsize", "node", "size", "storage")
 
-    def __init__(self, storage: Storage, elements: int, itemsize: int, node: Node | None = None) -> None:
+    def __init__(self, storage: Storage, elements: int, itemsize: int) -> None:
         self.storage = storage
         self.elements = elements
         self.itemsize = itemsize
-        self.node = node
-
-    @property
-    def size(self) -> int:
+        self.size = elements * itemsize
         """Packed bytes."""
-        return self.elements * self.itemsize
+        self.node: Node | None = None
 
 
 class Walk:
@@ -187,21 +184,44 @@ class Walk:
         trains: bool = False,
     ) -> Ghost:
         """The output of an operation; `trains` says that a trained weight takes part."""
-        size = elements * itemsize
-        output = Ghost(Storage(self, size), elements, itemsize)
-        if self.learning:
-            nodes = [parent.node for parent in parents]
-            if trains or any(nodes):
-                output.node = self._node(nodes, back, size, saved)
-        return output
+        output = Ghost(Storage(self, elements * itemsize), elements, itemsize)
+        return self._on_tape(output, parents, back, saved, trains)
 
-    def _node(self, inputs: Sequence[Node | None], back: Back, size: int, saved: list[Storage] | None) -> Node:
-        """The next on the tape."""
+    def view(self, x: Ghost, elements: int, back: Back, saved: list[Storage] | None = None) -> Ghost:
+        """The output of an operation on `x` that shares its storage."""
+        return self.within(x.storage, elements, x.itemsize, (x,), back, saved)
+
+    def within(
+        self,
+        storage: Storage,
+        elements: int,
+        itemsize: int,
+        parents: Sequence[Ghost],
+        back: Back,
+        saved: list[Storage] | None = None,
+    ) -> Ghost:
+        """The output of an operation in a storage that is there already."""
+        return self._on_tape(Ghost(storage, elements, itemsize), parents, back, saved, False)
+
+    def _on_tape(
+        self, output: Ghost, parents: Sequence[Ghost], back: Back, saved: list[Storage] | None, trains: bool
+    ) -> Ghost:
+        """The same, with a node where anything before it needs a gradient. Written for speed, like all of a walk."""
+        if not self.learning:
+            return output
+        for parent in parents:
+            if parent.node is not None:
+                break
+        else:
+            if not trains:
+                return output
         if self._forgotten is not None:
-            return self._forgotten
-        node = Node(inputs, back, size, saved)
-        self.tape.append(node)
-        return node
+            output.node = self._forgotten
+        else:
+            inputs = [parents[0].node] if len(parents) == 1 else [parent.node for parent in parents]
+            output.node = Node(inputs, back, output.size, saved)
+            self.tape.append(output.node)
+        return output
 
     def checkpoint(self, forward: Callable[[], Ghost]) -> Ghost:
         """Run `forward` as backward will run it again, up to the last that is saved.
@@ -249,19 +269,24 @@ class Walk:
                 continue
             if current.saves and self._recompute is not None:
                 self._run_again()
-            if isinstance(current.back, int):
-                outgoing: list[Storage | None] = [incoming if current.back == PASSED else Storage(self, current.back)]
-            else:
-                outgoing = list(current.back(incoming))
+            back = current.back
+            if isinstance(back, int):
+                made = incoming if back == PASSED else Storage(self, back)
+                del incoming
+                if current.saved:
+                    current.saved.clear()
+                self._hand_on(gradients, current.inputs[0], made)
+                del made
+                continue
+            outgoing = list(back(incoming))
             del incoming
             if current.saved:
                 current.saved.clear()
             while outgoing:
-                self._hand_on(gradients, current.inputs[len(outgoing) - 1], outgoing)
+                self._hand_on(gradients, current.inputs[len(outgoing) - 1], outgoing.pop())
 
-    def _hand_on(self, gradients: dict[Node, Storage], target: Node | None, outgoing: list[Storage | None]) -> None:
-        """Give the last of `outgoing` to its node, adding it to what is there."""
-        gradient = outgoing.pop()
+    def _hand_on(self, gradients: dict[Node, Storage], target: Node | None, gradient: Storage | None) -> None:
+        """Give a gradient to its node, adding it to what is there."""
         if gradient is None or target is None:
             return
         if target.joins:

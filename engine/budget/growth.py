@@ -55,15 +55,16 @@ class Growth(NamedTuple):
     def at(self, shape: Shape) -> int:
         """Bytes at a shape. Written out: this is where a plan spends its time, and a loop takes thrice as long."""
         fixed, token, square, chunk, several, position, pair, row = self
+        _, tokens, squares, first, more, positions, pairs, rows = shape
         return (
             fixed
-            + token * shape.tokens
-            + square * shape.squares
-            + chunk * shape.chunk
-            + several * shape.several
-            + position * shape.positions
-            + pair * shape.pairs
-            + row * shape.rows
+            + token * tokens
+            + square * squares
+            + chunk * first
+            + several * more
+            + position * positions
+            + pair * pairs
+            + row * rows
         )
 
     def plus(self, other: Growth, times: int = 1) -> Growth:

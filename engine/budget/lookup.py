@@ -34,23 +34,33 @@ def find_architecture(spec: RunSpec) -> Architecture:
     Raises ConfigNotHereError when no config can be found on this machine, UsageError for an unknown family or a folder
     that does not exist.
     """
-    return from_config(find_config(spec.recipe.model.id, spec.recipe.model.revision))
+    model, revision = start_of(spec.recipe.model.id, spec.recipe.model.revision)
+    file = _config_file(model, revision)
+    return _shipped_architecture(model) if file is None else from_config(_read_json(file))
 
 
 def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """The config of a built-in model, local folder, cached hub model or shipped entry, as its JSON would have it."""
+    model, revision = start_of(model, revision)
+    file = _config_file(model, revision)
+    return _shipped_config(model) if file is None else _read_json(file)
+
+
+def _config_file(model: str, revision: str | None) -> Path | None:
+    """Where a config is read from; None for a model that is built in or that nothing but a shipped entry describes."""
+    if model.startswith(BUILTIN_PREFIX):
+        return None
+    local = os.path.expanduser(model)
+    if os.path.isdir(local):
+        return Path(local, "config.json")
+    if os.path.isabs(local) or model.startswith("."):
+        raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
+    return _cached_config(model, revision)
+
+
+def _shipped_config(model: str) -> dict[str, Any]:
     if model.startswith(BUILTIN_PREFIX):
         return builtin_config(model)
-    if model.startswith(RUN_PREFIX):
-        return find_config(*start_of(model, revision))
-    local = Path(model).expanduser()
-    if local.is_dir():
-        return _read_json(local / "config.json")
-    if local.is_absolute() or model.startswith("."):
-        raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
-    cached = _cached_config(model, revision)
-    if cached is not None:
-        return _read_json(cached)
     shipped = shipped_configs().get(model.lower())
     if shipped is not None:
         return dict(shipped)
@@ -59,6 +69,12 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
         expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
         fix=f"download it once with: hf download {model} config.json",
     )
+
+
+@lru_cache(maxsize=64)
+def _shipped_architecture(model: str) -> Architecture:
+    """Shipped entries do not change while a process runs."""
+    return from_config(_shipped_config(model))
 
 
 def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
@@ -98,19 +114,21 @@ def shipped_entries() -> Iterator[dict[str, Any]]:
 
 def _cached_config(model: str, revision: str | None) -> Path | None:
     """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
-    repository = _hub_cache() / ("models--" + model.replace("/", "--"))
-    reference = repository / "refs" / (revision or "main")
+    repository = os.path.join(_hub_cache(), "models--" + model.replace("/", "--"))
+    if not os.path.isdir(repository):
+        return None
+    reference = Path(repository, "refs", revision or "main")
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
-    config = repository / "snapshots" / commit / "config.json"
+    config = Path(repository, "snapshots", commit, "config.json")
     return config if commit and config.is_file() else None
 
 
-def _hub_cache() -> Path:
+def _hub_cache() -> str:
     """Where huggingface_hub keeps repositories: $HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
     if "HF_HUB_CACHE" in os.environ:
-        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+        return os.path.expanduser(os.environ["HF_HUB_CACHE"])
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    return Path(home).expanduser() / "hub"
+    return os.path.join(os.path.expanduser(home), "hub")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,12 +5,11 @@ Try: `python -m pytest tests/budget/test_parameters.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One tensor. `linear` marks the weight of a linear layer, which an adapter can be put beside."""
 
     name: str

@@ -8,7 +8,7 @@ Try: `tunedeck plan -p 24gb -r lora`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,11 +104,17 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
 
 def _largest_that_fits(budget: Budget, length: int, capacity: int) -> int:
     """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
-    low, high, middle = 0, budget.batch, budget.batch
     if budget.least_bytes > capacity:
         return 0
+    could = _largest(budget.batch, lambda rows: budget.at_least_bytes(rows, length) <= capacity)
+    return _largest(could, lambda rows: budget.device_bytes(rows, length) <= capacity)
+
+
+def _largest(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `most` of which something holds that holds of all smaller ones; 0 if of none."""
+    low, high, middle = 0, most, most
     while low < high:
-        if budget.device_bytes(middle, length) <= capacity:
+        if holds(middle):
             low = middle
         else:
             high = middle - 1

@@ -18,7 +18,7 @@ from engine.budget.overhead import Beside, beside_of
 from engine.budget.setting import Setting, setting_of
 from engine.budget.sharing import Sharing, bucket_bytes, on_one_device, shards, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
-from engine.budget.step import step_cost
+from engine.budget.step import kept_by_layers, step_cost
 from engine.spec.run import RunSpec
 
 COMPONENTS = (
@@ -106,6 +106,7 @@ class Budget:
         self._scratch_bytes = optimizer_scratch(arch, self.setting)
         self._beside = beside or beside_of(spec.profile)
         self._room_bytes = spec.profile.device.capacity_bytes - self.total.static
+        self._kept = kept_by_layers(arch, self.setting)
         self._answers: dict[int, int] = {}
         self._last: tuple[tuple[int, int], list[tuple[str, PhaseCost]]] = ((0, 0), [])
 
@@ -117,6 +118,10 @@ class Budget:
     def remedied(self, spec: RunSpec) -> Budget:
         """Of the same model on the same device, trained otherwise."""
         return Budget(self.arch, spec, self._beside)
+
+    def at_least_bytes(self, rows: int, length: int) -> int:
+        """A bound from below to `device_bytes`, for a hundredth of the work."""
+        return self.total.static + self._kept.at(self._shape(rows, length))
 
     def device_bytes(self, rows: int, length: int) -> int:
         """What the driver would show at the peak: the table's largest row, without the table."""

@@ -14,13 +14,13 @@ from functools import lru_cache, partial
 
 from engine.budget.architecture import Architecture
 from engine.budget.growth import Growth, PhaseCost, growth, growths
-from engine.budget.kinds import Kind, sees_images_both_ways, stack_of
+from engine.budget.kinds import Kind, Stack, sees_images_both_ways, stack_of
 from engine.budget.operations import FLOAT, INDEX
 from engine.budget.setting import Setting
 from engine.budget.sharing import ALONE, Sharing, shards, static_of_a_rank
 from engine.budget.static import Selection, layer_tensors, static_bytes
 from engine.budget.vision import tower_cost
-from engine.budget.walks import walk_backward, walk_forward, walk_head
+from engine.budget.walks import Ahead, walk_backward, walk_forward, walk_head
 
 INPUT_BYTES = 24
 """Per token: input ids, labels and the targets among them, int64."""
@@ -49,11 +49,7 @@ class _Step:
         # Where weights are spread, what is added up are parts: a layer's gradients are made anew in every micro-batch.
         self.adding = accumulating and self.spread is None
         self.stack = stack_of(arch, setting)
-        # Some kinds of layers never decide, as a rule: the first beside adapters, those without a mask. What they keep
-        # under checkpoints is known, and for the rest a kind that holds more is a bound, which spares a walk.
-        bounded = [kind for kind in self.stack.kinds if setting.checkpointing and kind.learns]
-        self.bounds = {kind: larger for kind in bounded if (larger := self.stack.larger(kind))}
-        self.ahead = {kind: walk_forward(arch, setting, self.bounds.get(kind, kind)) for kind in self.stack.kinds}
+        self.bounds, self.ahead = _bounds(setting, self.stack), _ahead(arch, setting)
         walked = [kind for kind in self.stack.kinds if kind.learns and kind not in self.bounds]
         self.behind = {kind: self._behind(kind) for kind in walked}
         self.everything = static_of_a_rank(arch, setting, sharing).gradients
@@ -155,7 +151,7 @@ class _Step:
         """
         if self.setting.activation_offload:
             return NOTHING
-        return self._sized(sum(self.ahead[kind].saved * count for kind, count in self.stack.between(0, layer)))
+        return self._sized(_saved(self.ahead, self.stack, layer))
 
     def _casts(self, layer: int) -> Growth:
         """What autocast keeps of the layers below one."""
@@ -175,6 +171,33 @@ class _Step:
 
     def _inputs(self, masks: int) -> Growth:
         return inputs(self.arch, self.setting, masks)
+
+
+def _bounds(setting: Setting, stack: Stack) -> dict[Kind, Kind]:
+    """Some kinds of layers never decide, as a rule: the first beside adapters, those without a mask. What they keep
+    under checkpoints is known, and for the rest a kind that holds more is a bound, which spares a walk."""
+    bounded = [kind for kind in stack.kinds if setting.checkpointing and kind.learns]
+    return {kind: larger for kind in bounded if (larger := stack.larger(kind))}
+
+
+@lru_cache(maxsize=256)
+def _ahead(arch: Architecture, setting: Setting) -> dict[Kind, Ahead]:
+    """The forward pass of each kind of layer."""
+    stack = stack_of(arch, setting)
+    bounds = _bounds(setting, stack)
+    return {kind: walk_forward(arch, setting, bounds.get(kind, kind)) for kind in stack.kinds}
+
+
+def _saved(ahead: dict[Kind, Ahead], stack: Stack, layer: int) -> int:
+    """What the layers below one save, packed."""
+    return sum(ahead[kind].saved * count for kind, count in stack.between(0, layer))
+
+
+def kept_by_layers(arch: Architecture, setting: Setting) -> Growth:
+    """What all layers keep until the loss: no micro-batch gets by with less."""
+    if setting.activation_offload:
+        return NOTHING
+    return growth(_saved(_ahead(arch, setting), stack_of(arch, setting), arch.layers), accumulating=True)
 
 
 def _with_tower(
