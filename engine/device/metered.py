@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,9 +60,11 @@ class MeteredDevice:
         """Host allocations made in host regions so far, refused ones included."""
         return self._meter.ledger.host_allocations
 
-    def activate(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def activate(self) -> Iterator[None]:
         """Count in this thread and in threads started meanwhile."""
-        return self._meter.active()
+        with _one_thread(), self._meter.active():
+            yield
 
     def synchronize(self) -> None:
         """Nothing is queued here."""
@@ -135,6 +137,24 @@ class MeteredDevice:
 
     def snapshot(self) -> None:
         """None: the books are in `largest`."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one core, unless OMP_NUM_THREADS says otherwise: a simulated run has the same bits on every machine.
+
+    Its models are small, too: on two idle cores a second thread makes demo steps a tenth faster, and beside other busy
+    processes two to four times slower, because one always waits for the other to be scheduled.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def open_metered(spec: RunSpec) -> MeteredDevice:

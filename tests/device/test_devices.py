@@ -46,6 +46,23 @@ def test_a_metered_profile_opens_a_simulated_device_of_its_capacity() -> None:
     assert device.readings() == []
 
 
+@pytest.mark.parametrize(("asked", "threads"), [(None, 1), ("3", 3)])
+def test_a_simulated_device_computes_on_one_thread_unless_the_environment_says_otherwise(
+    asked: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with open_device(spec("metered")).activate():
+            inside = torch.get_num_threads()
+        assert (inside, torch.get_num_threads()) == (threads, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_cpu_profile_measures_the_process() -> None:
     device = open_device(spec("cpu"))
     with device.activate(), device.host_region():
