@@ -17,6 +17,7 @@ from typing import Any
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
 from engine.spec.recipe import Recipe
+from engine.spec.rules_of_hardware import device_can
 from engine.spec.run import RunSpec
 
 LEARNING_COST = 100.0
@@ -120,9 +121,10 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 
 def _levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Those that apply to this run."""
-    yield from _free_levers(spec, plan)
-    yield from _learning_levers(spec, plan)
+    """Those that apply to this run, and that its hardware can pull."""
+    for lever in (*_free_levers(spec, plan), *_learning_levers(spec, plan)):
+        if not any(device_can(spec.profile, with_changes(spec, dict(lever.changes)).recipe)):
+            yield lever
 
 
 def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:

@@ -22,6 +22,7 @@ from engine.budget.setting import setting_of
 from engine.budget.shards import KNOWN_TORCH, recovers_with
 from engine.budget.slicing import refuse_slicing
 from engine.budget.static import static_bytes
+from engine.budget.zero import refuse_under_deepspeed, warnings_under_deepspeed
 from engine.errors import ConfigNotHereError
 from engine.spec.images import image_key
 from engine.spec.run import RunSpec
@@ -39,6 +40,7 @@ def warnings_of(
     the installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
     found += _restarts(spec, torch_version or version("torch"))
+    found += warnings_under_deepspeed(spec)
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
     return found
@@ -120,6 +122,7 @@ def refuse_unsafe(spec: RunSpec) -> None:
         return  # the engine asks again once it has the model
     refuse_mixing(facts, spec)
     refuse_slicing(facts, spec)
+    refuse_under_deepspeed(facts, spec)
 
 
 def _restarts(spec: RunSpec, torch_version: str) -> Iterator[str]:

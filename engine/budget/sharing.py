@@ -17,6 +17,7 @@ from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
 from engine.budget.shards import Shards, held_by_a_rank, shards_of
 from engine.budget.static import Tensors, rounded, static_bytes
+from engine.budget.zero import REDUCE_ELEMENTS, in_fp32, uses_deepspeed
 from engine.spec.profile import Profile
 from engine.spec.run import RunSpec
 
@@ -33,6 +34,8 @@ class Sharing(NamedTuple):
     """Weights are gathered for every use and dropped after it (ZeRO-3); else kept from forward to backward (ZeRO-2)."""
     sequence: int = 1
     """Ranks that share one sequence."""
+    deepspeed: bool = False
+    """Sharded by DeepSpeed, whose plan is that of shards and what `engine.budget.zero` adds."""
 
     @property
     def rows_apart(self) -> int:
@@ -65,20 +68,26 @@ def sharing_of(profile: Profile) -> Sharing:
     ranks, parallel = profile.device.count * profile.nodes.count, profile.parallel
     if ranks == 1:
         return ALONE
-    sharded = parallel.strategy == "sharded"
-    return Sharing(ranks, sharded, parallel.shard == "parameters", parallel.sequence)
+    deepspeed = uses_deepspeed(profile)
+    sharded = deepspeed or parallel.strategy == "sharded"
+    return Sharing(ranks, sharded, parallel.shard == "parameters", parallel.sequence, deepspeed)
 
 
 @lru_cache(maxsize=256)
 def static_of_a_rank(arch: Architecture, setting: Setting, sharing: Sharing) -> Tensors:
     """What a rank holds at every moment, its gradients when they are complete."""
+    if sharing.deepspeed:
+        elements = -(-_trained_elements(arch, setting) // sharing.ranks)
+        return in_fp32(held_by_a_rank(arch, setting, sharing.ranks), elements, _trained_width(setting))
     if sharing.sharded:
         return held_by_a_rank(arch, setting, sharing.ranks)
     return static_bytes(arch, setting).total
 
 
 def bucket_bytes(arch: Architecture, setting: Setting, sharing: Sharing) -> int:
-    """Of replicas: the buffer that is there from the start to the end of a run."""
+    """The buffer for gradients that is there from the start to the end of a run; shards have none."""
+    if sharing.deepspeed:
+        return rounded(min(REDUCE_ELEMENTS, _trained_elements(arch, setting)) * FLOAT)
     if sharing.ranks == 1 or sharing.sharded:
         return 0
     return min(BUCKET_BYTES, rounded(_trained_elements(arch, setting) * FLOAT))
@@ -94,4 +103,8 @@ def shards(arch: Architecture, setting: Setting, sharing: Sharing) -> Shards | N
 def _trained_elements(arch: Architecture, setting: Setting) -> int:
     """Values that learn, from the bytes of their gradients."""
     gradients = static_bytes(arch, setting).total.gradients
-    return gradients // (setting.adapter_bytes if setting.lora else setting.base_bytes)
+    return gradients // _trained_width(setting)
+
+
+def _trained_width(setting: Setting) -> int:
+    return setting.adapter_bytes if setting.lora else setting.base_bytes

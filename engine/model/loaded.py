@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -200,6 +200,8 @@ class LoadedModel:
 
 def part_here(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that may be spread over ranks."""
+    if hasattr(tensor, "ds_tensor"):  # DeepSpeed's ZeRO-3 leaves nothing in the parameter itself
+        return cast(Tensor, tensor.ds_tensor)
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 

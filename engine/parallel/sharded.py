@@ -183,8 +183,7 @@ class Sharded:
             self._squares = torch.zeros(1, dtype=torch.float64)
         self._met_here = self._met.numpy()
         """Whether a parameter had a gradient on this rank; on any, once the ranks have met."""
-        self.standing_in = False
-        """What is computed now counts for nothing: it only keeps the other ranks company."""
+        self._standing_in = False
         for group in self._groups:
             group.post_backward = self._noting(group)
 
@@ -271,6 +270,15 @@ class Sharded:
             if recovers_with(torch.__version__):
                 self.recover()
 
+    @contextmanager
+    def stand_in(self) -> Iterator[None]:
+        """Inside, what is computed counts for nothing: it only keeps the other ranks company."""
+        self._standing_in = True
+        try:
+            yield
+        finally:
+            self._standing_in = False
+
     def _noting(self, group: Any) -> Callable[..., None]:
         """`post_backward` of a group that first notes which gradients there are: torch then adds zeros for the rest."""
         post_backward = group.post_backward
@@ -279,7 +287,7 @@ class Sharded:
 
         def noting(*unused: Any) -> None:
             for index, parameter in mine:
-                if not self.standing_in and hasattr(parameter, "_unsharded_param"):
+                if not self._standing_in and hasattr(parameter, "_unsharded_param"):
                     self._met_here[index] |= parameter._unsharded_param.grad is not None
             post_backward(*unused)
 

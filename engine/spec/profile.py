@@ -41,10 +41,10 @@ class Device(Table):
 class Parallel(Table):
     """How several devices share one run."""
 
-    strategy: Literal["single", "replicated", "sharded"] = "single"
-    """single device, replicated weights, or sharded (FSDP2)."""
+    strategy: Literal["single", "replicated", "sharded", "deepspeed"] = "single"
+    """single device, replicated weights, sharded (FSDP2), or sharded by DeepSpeed, an extra that promises less."""
     shard: Literal["gradients", "parameters"] = "parameters"
-    """With strategy = "sharded": gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3)."""
+    """Of "sharded" and "deepspeed": gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3)."""
     sequence: Count = 1
     """How many devices share one sequence."""
     timeout_seconds: Positive = 600.0

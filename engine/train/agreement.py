@@ -84,8 +84,8 @@ def tell_failure(
     ) if failure else None
     if ranks.size == 1:
         return [mine] if mine else []
-    told = ranks.tell(mine and _as_json(mine))
-    struck = [_from_json(rank, each) for rank, each in enumerate(told) if each is not None]
+    told = ranks.tell(mine and as_told(mine))
+    struck = [from_told(rank, each) for rank, each in enumerate(told) if each is not None]
     # Of its own failure a rank knows more than it told: the allocator's snapshot.
     return [mine if mine and each.rank == ranks.rank else each for each in struck]
 
@@ -143,7 +143,8 @@ def exhausted(struck: Struck, advice: str) -> MemoryExhaustedError:
     )
 
 
-def _as_json(struck: Struck) -> dict[str, Any]:
+def as_told(struck: Struck) -> dict[str, Any]:
+    """A failure as JSON."""
     failure, micro_batch = struck.failure, struck.micro_batch
     held = failure.held and {"components": failure.held.components, "largest": failure.held.largest}
     plain = asdict(replace(failure, held=None, text=failure.text[:2000])) | {"held": held}
@@ -152,7 +153,8 @@ def _as_json(struck: Struck) -> dict[str, Any]:
             "elsewhere_bytes": struck.elsewhere_bytes}
 
 
-def _from_json(rank: int, told: dict[str, Any]) -> Struck:
+def from_told(rank: int, told: dict[str, Any]) -> Struck:
+    """What `as_told` gave."""
     plain, group = told["failure"], told["micro_batch"]
     held = plain["held"] and Holdings(**plain["held"], snapshot=None)
     micro_batch = group and MicroBatch(tuple(group["members"]), group["length"], group["cost_bytes"])

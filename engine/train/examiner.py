@@ -26,6 +26,7 @@ from engine.train.run_state import Best, RunState
 from engine.train.saver import Saver
 from engine.train.setup import Bench
 from engine.train.watchdog import Watchdog
+from engine.train.zero import keep_company
 
 
 class Examiner:
@@ -117,8 +118,10 @@ class Examiner:
             interrupted=self._interrupted,
         )
         validation = self._bench.prepared.validation
-        if parts.sharded and validation is not None:
+        if validation is not None and parts.sharded:
             Company(judge, validation, parts, parts.sharded)
+        elif validation is not None and parts.zero and parts.zero.spreads_weights:
+            keep_company(judge, validation, parts)
         return judge
 
     def _failed(self, failure: Failure, remedy: str, before: Any, after: Any) -> None:

@@ -30,9 +30,11 @@ from engine.journal.events import EventWriter
 from engine.journal.heartbeat import beating
 from engine.journal.liveness import claim
 from engine.model.quiet import without_bars
+from engine.parallel.deepspeed import EndedByMemoryError
 from engine.parallel.launch import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
+    MEMORY_CODE,
     is_rank,
     leave_at_once,
     local_rank,
@@ -48,6 +50,7 @@ from engine.train.calibrate import calibrate
 from engine.train.control import Wishes
 from engine.train.failure import quick_to_collect
 from engine.train.journal import Journal
+from engine.train.lesson import learn, noting
 from engine.train.loop import Ending, Training
 from engine.train.oom_report import OomReports, as_it_stands
 from engine.train.report import reporter
@@ -102,7 +105,7 @@ def as_rank(
             return work(ranks)
     except LostRankError as error:
         tell(error)
-        return LOST_CODE
+        return MEMORY_CODE if isinstance(error, EndedByMemoryError) else LOST_CODE
     except torch.AcceleratorError as error:
         tell(error)
         return BEYOND_REPAIR_CODE
@@ -208,7 +211,13 @@ def _train(
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)
-        with quick_to_collect(), training.watchdog.watching(), _checkpoint_on_failure(training, ranks):
+        learn(place, training.bench, training.state.step)
+        with (
+            noting(place, bench),
+            quick_to_collect(),
+            training.watchdog.watching(),
+            _checkpoint_on_failure(training, ranks),
+        ):
             ending = training.run()
         if ranks.is_first:
             peak_bytes = training.peak.peak_bytes if training.peak else 0
@@ -249,9 +258,12 @@ def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
     """Keep the last finished step when a run ends for want of memory or because it diverged."""
     try:
         yield
-    except (MemoryExhaustedError, DivergedError):
-        # Where weights are spread over ranks all of them raise the same error, and saving takes all of them.
-        saves = ranks.is_first or training.parts.sharded is not None
+    except (MemoryExhaustedError, DivergedError) as failure:
+        # Where weights are spread over ranks all of them raise the same error, and saving takes all of them. Under
+        # DeepSpeed memory runs out on one alone.
+        saves = ranks.is_first or training.parts.moves_together
+        if training.parts.zero and isinstance(failure, MemoryExhaustedError):
+            saves = False
         if saves and training.state.step and training.sound:
             training.saver.save("before giving up")
         raise

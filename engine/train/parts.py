@@ -16,6 +16,7 @@ from engine.device.base import Device
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.model.slices import SlicedAttention
+from engine.parallel.deepspeed import Zero
 from engine.parallel.joint import Joint
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.reduce import GradientSum
@@ -31,6 +32,7 @@ from engine.train.scaler import LossScaler
 
 if TYPE_CHECKING:
     from engine.train.collecting import Collector
+    from engine.train.zero import ZeroCollector
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ class Parts:
     """The ranks that launch collectives together within a step's micro-batches; None where there are none."""
     sharded: Sharded | None = None
     """The weights where each rank holds a part of them."""
-    collector: Collector | None = None
-    """What puts them together to be saved."""
+    zero: Zero | None = None
+    """What DeepSpeed shares out, where ranks use it."""
+    collector: Collector | ZeroCollector | None = None
+    """What puts parts together to be saved."""
     slices: SlicedAttention | None = None
     """Where several ranks share each sequence."""
 
@@ -93,6 +97,11 @@ class Parts:
     def sharers(self) -> int:
         """How many ranks share each sequence."""
         return self.slices.group.size if self.slices else 1
+
+    @property
+    def moves_together(self) -> bool:
+        """Whether no rank computes a micro-batch by itself."""
+        return self.sharded is not None or self.zero is not None
 
     @property
     def knowledge(self) -> Knowledge:

@@ -24,6 +24,7 @@ from engine.train.ladder import Standing
 from engine.train.optimizer import state_tensors
 from engine.train.parts import Parts
 from engine.train.scaler import LossScaler
+from engine.train.zero import filled, put_back
 
 BUFFERS = "buffers.safetensors"
 """Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""
@@ -144,7 +145,8 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
     """
     saved = checkpoint.state()
     identity.check(saved["identity"])
-    parts.loaded.load_weights(checkpoint.weights)
+    with filled(parts):
+        parts.loaded.load_weights(checkpoint.weights)
     _restore_optimizer(checkpoint, parts)
     _restore_buffers(checkpoint, parts)
     parts.scaler = LossScaler(**saved["scaler"])
@@ -162,6 +164,9 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
 
 def _restore_optimizer(checkpoint: Checkpoint, parts: Parts) -> None:
     written_in_parts = (checkpoint.path / OPTIMIZER).is_dir()
+    if parts.zero:
+        put_back(checkpoint.path, parts, parts.zero)
+        return
     if written_in_parts or parts.sharded:
         read_optimizer(checkpoint.path / OPTIMIZER if written_in_parts else checkpoint.path, parts)
         parts.guard.forget()

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.budget.plan import Plan
 from engine.budget.slicing import refuse_slicing
+from engine.budget.zero import refuse_under_deepspeed
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.sources import require_files
@@ -25,6 +27,7 @@ from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossFunction, make_loss
 from engine.model.slices import share_sequences
 from engine.model.tokenizer import load_tokenizer
+from engine.parallel.deepspeed import Zero
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.reduce import GradientSum, send_from_first
 from engine.parallel.sharded import Sharded
@@ -43,6 +46,7 @@ from engine.train.run_state import Identity
 from engine.train.scaler import LossScaler
 from engine.train.schedule import Schedule
 from engine.train.sharding import load_sharded
+from engine.train.zero import PROMISE, RUNGS_BETWEEN_ATTEMPTS, ZeroCollector, load_with_deepspeed
 
 
 @dataclass
@@ -78,6 +82,7 @@ def set_up(
         prepared = _prepared(spec, tokenizer, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
     refuse_slicing(model_config_dict(spec), spec)
+    refuse_under_deepspeed(model_config_dict(spec), spec)
     spec, pricing = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
@@ -86,14 +91,19 @@ def set_up(
         report(Backoff(0, failure, Remedy(remedy), 0, 0, number))
 
     sharded: Sharded | None = None
+    zero: Zero | None = None
+    guard: StepGuard | None = None
     if ranks.size > 1 and spec.profile.parallel.strategy == "sharded":
         loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, told)
+    elif ranks.size > 1 and spec.profile.parallel.strategy == "deepspeed":
+        loaded, loss, guard, zero = load_with_deepspeed(spec, device, tokenizer, ranks)
+        journal.warn(*PROMISE)
     else:
         loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
     for notice in loaded.notices:
         journal.warn("model", notice)
     gradient_sum = None
-    if ranks.size > 1 and sharded is None:
+    if ranks.size > 1 and not sharded and not zero:
         send_from_first(_learned_tensors(loaded))
         gradient_sum = retried(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
     joint, slices = sharded.joint if sharded else None, None
@@ -101,7 +111,7 @@ def set_up(
         with sharded.judging() if sharded else nullcontext():
             slices = share_sequences(loaded, ranks, spec.profile.parallel.sequence, joint)
         joint = slices.group.joint
-    guard = retried(lambda: _guarded_optimizer(recipe.train, loaded, device), "optimizer_state", device, told)
+    guard = guard or retried(lambda: _guarded_optimizer(recipe.train, loaded, device), "optimizer_state", device, told)
     parts = Parts(
         device=device,
         loaded=loaded,
@@ -113,17 +123,21 @@ def set_up(
         data=prepared.train,
         cost=pricing.cost,
         budget=pricing.budget,
-        ladder=[*recipe.backoff.ladder, *recipe.backoff.allow_learning_changes],
+        ladder=[*recipe.backoff.ladder, *recipe.backoff.allow_learning_changes] if not zero else (
+            [rung for rung in recipe.backoff.ladder if rung in RUNGS_BETWEEN_ATTEMPTS]
+        ),
         pad_id=int(tokenizer.pad_token_id),
         seed=recipe.train.seed,
         max_grad_norm=recipe.train.max_grad_norm,
-        may_grow=recipe.backoff.grow and device.kind != "cpu",
+        # Under DeepSpeed a try that fails costs a restart.
+        may_grow=recipe.backoff.grow and device.kind != "cpu" and not zero,
         measures=device.kind != "cpu",
         report=report,
         ranks=ranks,
         gradient_sum=gradient_sum,
         joint=joint,
         sharded=sharded,
+        zero=zero,
         slices=slices,
         advise=lambda failure, micro_batch: in_words(
             avoidance(as_it_stands(spec, loaded, loss, guard), failure, micro_batch)
@@ -131,6 +145,8 @@ def set_up(
     )
     if sharded is not None:
         parts.collector = Collector(parts, sharded)
+    if zero is not None:
+        parts.collector = ZeroCollector(parts, zero)
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
     return Bench(
@@ -232,7 +248,9 @@ def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tu
 def flops_per_token(loaded: LoadedModel) -> float:
     """Model FLOPs to train one token: 2 per weight forward and 2 for the input's gradient, over all matrices, and 2 for
     the weight's own gradient where it learns. Recomputation does not count (PaLM, appendix B, on MFU)."""
-    matrices = [(p.numel(), p.requires_grad) for p in loaded.model.parameters() if p.dim() >= 2]
+    # DeepSpeed's ZeRO-3 leaves an empty tensor in a parameter's place, and its shape beside it.
+    shapes = [(getattr(p, "ds_shape", p.shape), p.requires_grad) for p in loaded.model.parameters()]
+    matrices = [(prod(shape), learns) for shape, learns in shapes if len(shape) >= 2]
     return float(sum(4 * count + 2 * count * learns for count, learns in matrices))
 
 

@@ -20,12 +20,15 @@ from numpy.typing import NDArray
 
 from engine.device.oom import flush_autograd
 from engine.errors import DivergedError
+from engine.parallel.deepspeed import EndedByMemoryError
+from engine.parallel.ranks import ALONE
 from engine.parallel.split import deal
 from engine.train.agreement import Struck, decide, deciding, exhausted, pool, tell_failure
 from engine.train.computation import StepComputation
 from engine.train.failure import ATTEMPTS, Failure, attempt, retried
 from engine.train.holdings import Holdings, holdings
 from engine.train.ladder import Remedy, Situation, choose
+from engine.train.lesson import lesson_of
 from engine.train.microbatch import STAND_IN, MicroBatch, plan_micro_batches
 from engine.train.parts import Backoff, Parts
 
@@ -143,7 +146,7 @@ class StepTransaction:
         retried(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
         plan = self._plan(samples)
         while True:
-            struck = self._attempt(plan, stages, phase_prefix)
+            struck = self._attempt(step, plan, stages, phase_prefix)
             self.failures = len(tried)
             if not struck:
                 parts.guard.accept()
@@ -157,7 +160,7 @@ class StepTransaction:
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
         parts = self.parts
         plan = plan_micro_batches(parts.data.lengths[samples], parts.cost, parts.budget.budget_bytes)
-        if parts.sharded is None:
+        if not parts.moves_together:
             return plan
         # Every pass gathers weights on all ranks, so all of them need as many.
         return plan + [STAND_IN] * (max(parts.ranks.tell(len(plan))) - len(plan))
@@ -173,7 +176,7 @@ class StepTransaction:
         ranks, sharers = self.parts.ranks, self.parts.sharers
         return samples[deal(self.parts.data.lengths[samples], ranks.size // sharers)[ranks.rank // sharers]]
 
-    def _attempt(self, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[Struck]:
+    def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[Struck]:
         """Run the stages until one fails on any rank; returns who failed in it."""
         self.work.begin()
         for stage in stages:
@@ -185,6 +188,8 @@ class StepTransaction:
             )
             if failure is not None:
                 failure = replace(failure, phase=phase_prefix + failure.phase)
+                if self.parts.zero:
+                    raise self._over(step, failure)
             struck = tell_failure(
                 self.parts.ranks, failure, self.work.in_flight, self.parts.device
             )
@@ -267,14 +272,7 @@ class StepTransaction:
     def _choose(self, struck: Sequence[Struck], tried: list[str], step: int) -> Remedy:
         """What is done about the failure, by the rank that decides; the others follow it."""
         parts, decider = self.parts, deciding(struck)
-        remedy = None
-        if decider.rank == parts.ranks.rank:
-            now = Situation(
-                parts.device, parts.loaded, parts.loss, parts.budget, decider.failure, decider.micro_batch,
-                parts.static_bytes, parts.guard, parts.data, tried, parts.standing,
-            )  # fmt: skip
-            remedy = choose(parts.ladder, now)
-            parts.static_bytes, parts.data = now.static_bytes, now.data
+        remedy = self._chosen(decider, tried) if decider.rank == parts.ranks.rank else None
         remedy = decide(parts.ranks, parts.knowledge, decider.rank, remedy)
         if remedy is not None and remedy.name == "optimizer_offload":
             parts.device.release_cached()
@@ -286,6 +284,30 @@ class StepTransaction:
             advice = parts.advise(decider.failure, decider.micro_batch)
             raise exhausted(decider, advice)
         return remedy
+
+    def _chosen(self, decider: Struck, tried: list[str]) -> Remedy | None:
+        parts = self.parts
+        now = Situation(
+            parts.device, parts.loaded, parts.loss, parts.budget, decider.failure, decider.micro_batch,
+            parts.static_bytes, parts.guard, parts.data, tried, parts.standing,
+        )  # fmt: skip
+        remedy = choose(parts.ladder, now)
+        parts.static_bytes, parts.data = now.static_bytes, now.data
+        return remedy
+
+    def _over(self, step: int, failure: Failure) -> Exception:
+        """Why this attempt of the run is over on all ranks: memory ran out here, where no vote can tell the others.
+        With it goes what the next attempt should know, unless no remedy is left."""
+        parts = self.parts
+        self.work.drop_gradients()
+        struck = replace(tell_failure(ALONE, failure, self.work.in_flight, parts.device)[0], rank=parts.ranks.rank)
+        remedy = self._chosen(struck, [])
+        if remedy is None:
+            return exhausted(struck, parts.advise(failure, struck.micro_batch))
+        return EndedByMemoryError(
+            f"memory ran out in {failure.phase} of step {step} on rank {parts.ranks.rank}",
+            lesson_of(step, struck, remedy, parts.knowledge),
+        )
 
 
 def _most_rows(plan: Sequence[MicroBatch]) -> int:
