@@ -3,7 +3,7 @@
 The order of samples, micro-batches, the loss, the learning rate and checkpoints stay the engine's. DeepSpeed averages
 gradients over ranks, and each rank's share of the loss is already divided by the targets of all, so a loss is
 multiplied by their number before its backward. Its collectives cannot be voted on: a rank that runs out of memory
-leaves others standing in one, and the attempt is over everywhere (`EndedByMemoryError`); the supervisor starts the next.
+leaves others standing in one, and the attempt is over everywhere (`EndedByMemoryError`); then the next one starts.
 
 Everything here is called by all ranks in the same order. This is the only file that imports deepspeed; what it knows
 beyond the documented interface was read in 0.19.8. Try: `pytest tests/parallel/test_deepspeed.py` where it is installed

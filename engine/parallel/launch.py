@@ -174,7 +174,7 @@ def _manner(code: int) -> str:
     if code == BEYOND_REPAIR_CODE:
         return "reports a device that only a new process can use again"
     if code == MEMORY_CODE:
-        return "ran out of memory, and the others stood in a collective of DeepSpeed"
+        return "ran out of memory, which under DeepSpeed takes a new attempt"
     return f"exited with {code}"
 
 

@@ -55,7 +55,7 @@ def noting(place: RunDirectory, bench: Bench) -> Iterator[None]:
 def learn(place: RunDirectory, bench: Bench, step: int) -> None:
     """Take over what the attempt before left, on all ranks, where the run stands at `step`, before it was learned."""
     parts = bench.parts
-    lesson = parts.ranks.from_first(_read(place) if parts.zero else None)
+    lesson = parts.ranks.from_first(_read(place))
     if lesson is None:
         return
     about = settings(bench.spec, bench.total_steps)["memory"]

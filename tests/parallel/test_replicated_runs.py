@@ -29,17 +29,20 @@ TABLES: dict[str, Any] = {
 }
 
 
-def engine_ends(place: RunDirectory, *, resume: bool = False, meanwhile: Callable[[], None] = lambda: None) -> int:
+def engine_ends(
+    place: RunDirectory, *, resume: bool = False, meanwhile: Callable[[], None] = lambda: None,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> int:
     process = start_engine(place, resume=resume)
     try:
         meanwhile()
-        return process.wait(timeout=LIMIT_SECONDS)
+        return process.wait(timeout=limit_seconds)
     finally:
         process.kill()
 
 
-def wait_for_step(place: RunDirectory, step: int) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
+def wait_for_step(place: RunDirectory, step: int, limit_seconds: float = LIMIT_SECONDS) -> None:
+    deadline = time.monotonic() + limit_seconds
     while not any(event["step"] >= step for event in of_kind(events(place), "step")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
