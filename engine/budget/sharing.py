@@ -17,7 +17,7 @@ from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
 from engine.budget.shards import Shards, held_by_a_rank, shards_of
 from engine.budget.static import Tensors, rounded, static_bytes
-from engine.budget.zero import REDUCE_ELEMENTS, in_fp32, uses_deepspeed
+from engine.budget.zero import PREFETCH_ELEMENTS, REDUCE_ELEMENTS, in_fp32, uses_deepspeed
 from engine.spec.profile import Profile
 from engine.spec.run import RunSpec
 
@@ -85,9 +85,12 @@ def static_of_a_rank(arch: Architecture, setting: Setting, sharing: Sharing) -> 
 
 
 def bucket_bytes(arch: Architecture, setting: Setting, sharing: Sharing) -> int:
-    """The buffer for gradients that is there from the start to the end of a run; shards have none."""
+    """The buffer for gradients that is there from the start to the end of a run; shards have none. DeepSpeed has one,
+    too, and ZeRO-3 another for weights that are gathered ahead."""
     if sharing.deepspeed:
-        return rounded(min(REDUCE_ELEMENTS, _trained_elements(arch, setting)) * FLOAT)
+        weights = static_bytes(arch, setting).total.weights if sharing.gathers_each_time else 0
+        ahead = min(PREFETCH_ELEMENTS * setting.base_bytes, weights)
+        return rounded(min(REDUCE_ELEMENTS, _trained_elements(arch, setting)) * FLOAT) + rounded(ahead)
     if sharing.ranks == 1 or sharing.sharded:
         return 0
     return min(BUCKET_BYTES, rounded(_trained_elements(arch, setting) * FLOAT))

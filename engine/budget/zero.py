@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO (`parallel.strategy = "deepspeed"`): what it adds to a plan, what it cannot do, whether it is there.
 
 A plan is that of `engine.budget.shards` with DeepSpeed's fp32 copy of what learns, fp32 gradients and optimizer state,
-and the buffer gradients are reduced in. That is an approximation: DeepSpeed gathers and frees by rules of its own, and
-ZeRO-2 keeps whole weights on every rank at all times. A closer plan is not attempted for an extra.
+the buffer gradients are reduced in, and weights that are gathered ahead. That is an approximation: DeepSpeed gathers
+and frees by rules of its own, and ZeRO-2 keeps whole weights on every rank. A closer plan is not attempted for an extra.
 
 Try: `tunedeck plan -p demo-2 -r demo --set parallel.strategy=deepspeed`
 """
@@ -22,6 +22,9 @@ from engine.spec.run import RunSpec
 
 REDUCE_ELEMENTS = 16 * 2**20
 """Gradients that are reduced at once: 64 MiB in fp32, instead of DeepSpeed's 2 GB."""
+
+PREFETCH_ELEMENTS = 16 * 2**20
+"""Weights that ZeRO-3 gathers ahead of their use."""
 
 
 def uses_deepspeed(profile: Profile) -> bool:

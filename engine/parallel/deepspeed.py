@@ -22,16 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from engine.budget.zero import REDUCE_ELEMENTS, require_deepspeed
+from engine.budget.zero import PREFETCH_ELEMENTS, REDUCE_ELEMENTS, require_deepspeed
 from engine.data.batch import Batch
 from engine.device.base import Device
 from engine.device.oom import classify
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import Whole
 from engine.parallel.votes import LostRankError
-
-PREFETCH_ELEMENTS = 16 * 2**20
-"""Weights that ZeRO-3 gathers ahead of their use."""
 
 PERSISTENT_ELEMENTS = 10_000
 """ZeRO-3 leaves smaller parameters gathered: norms and biases of models up to this width, no matrices."""

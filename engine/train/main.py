@@ -56,6 +56,7 @@ from engine.train.oom_report import OomReports, as_it_stands
 from engine.train.report import reporter
 from engine.train.reserve import HostReserve
 from engine.train.setup import set_up
+from engine.train.zero import PROMISE
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
 WAIT_POLL_SECONDS = 5.0
@@ -211,6 +212,8 @@ def _train(
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)
+        elif bench.parts.zero:
+            journal.warn(*PROMISE)
         learn(place, training.bench, training.state.step)
         with (
             noting(place, bench),

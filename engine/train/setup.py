@@ -46,7 +46,7 @@ from engine.train.run_state import Identity
 from engine.train.scaler import LossScaler
 from engine.train.schedule import Schedule
 from engine.train.sharding import load_sharded
-from engine.train.zero import PROMISE, RUNGS_BETWEEN_ATTEMPTS, ZeroCollector, load_with_deepspeed
+from engine.train.zero import RUNGS_BETWEEN_ATTEMPTS, ZeroCollector, load_with_deepspeed
 
 
 @dataclass
@@ -97,7 +97,6 @@ def set_up(
         loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, told)
     elif ranks.size > 1 and spec.profile.parallel.strategy == "deepspeed":
         loaded, loss, guard, zero = load_with_deepspeed(spec, device, tokenizer, ranks)
-        journal.warn(*PROMISE)
     else:
         loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
     for notice in loaded.notices:

@@ -19,6 +19,7 @@ from engine.device.metered import MeteredDevice
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
+from engine.journal.files import write_atomically
 from engine.spec.run import RunSpec
 from engine.train.control import Wishes
 from engine.train.costbudget import CostBudget
@@ -88,7 +89,8 @@ def write_model(folder: Path, layers: int, width: int, *, tied: bool = True, hea
         "tie_word_embeddings": tied,
         "max_position_embeddings": 128,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    # Ranks write it at the same time, and read it.
+    write_atomically(folder / "config.json", json.dumps(config))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""What an attempt that memory ended leaves to the next one. Attempts of DeepSpeed leave it; any run can take it over."""
+"""What an attempt that memory ended leaves to the next one. Only DeepSpeed's leave any; every run takes it over."""
 
 from __future__ import annotations
 
