@@ -2,7 +2,7 @@
 
 A plan is that of `engine.budget.shards` with DeepSpeed's fp32 copy of what learns, fp32 gradients and optimizer state,
 the buffer gradients are reduced in, and weights that are gathered ahead. That is an approximation: DeepSpeed gathers
-and frees by rules of its own, and ZeRO-2 keeps whole weights on every rank. A closer plan is not attempted for an extra.
+and frees by rules of its own, and ZeRO-2 keeps whole weights on every rank. A closer plan is not worth it for an extra.
 
 Try: `tunedeck plan -p demo-2 -r demo --set parallel.strategy=deepspeed`
 """
