@@ -82,8 +82,9 @@ class StepComputation:
             self.parts.gradient_sum.fill(missing)
 
     def sum_and_clip(self, _plan: list[MicroBatch]) -> None:
-        """Gradients of all ranks into one sum, and that clipped; the step's loss and norm are known from here on.
-        DeepSpeed has summed them already, and clips as it steps."""
+        """Gradients of all ranks into one sum, and that clipped; the step's loss and norm are known from here on. Then
+        what the optimizer needs to take its step, so that no rank takes it before all have that. DeepSpeed has summed
+        them already, and clips as it steps."""
         if self.parts.zero:
             return
         if self.parts.gradient_sum is not None:
@@ -93,6 +94,9 @@ class StepComputation:
         self.grad_norm = self._clip()
         if self._loss_here is not None:
             self.mean_loss, self._loss_here = float(self._loss_here), None
+        self.phase = "optimizer"
+        if self.is_finite:
+            self.parts.guard.prepare()
         self.peak_bytes = max(self.peak_bytes, self.parts.device.memory().peak_bytes)
 
     def apply(self, _plan: list[MicroBatch]) -> None:

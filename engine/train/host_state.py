@@ -67,7 +67,11 @@ class HostState:
                 with self._on_device(batch), self._only(batch):
                     self.optimizer.step()
         finally:
-            self._stage = None
+            self.give_room_back()
+
+    def give_room_back(self) -> None:
+        """The step is over, or will not come."""
+        self._stage = None
 
     @contextmanager
     def _on_device(self, batch: Sequence[Parameter]) -> Iterator[None]:

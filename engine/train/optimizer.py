@@ -136,10 +136,14 @@ class StepGuard:
         """Take the step counters as they stand; call after state was put back from a checkpoint."""
         self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
 
-    def step(self) -> None:
-        """`optimizer.step()`. Until `accept`, `restore` says whether it could be undone."""
+    def prepare(self) -> None:
+        """Take the copies and the room that `step` needs; nothing has changed when that fails. With several ranks none
+        steps before all are prepared: what one has applied only a copy, or a checkpoint, takes back."""
         self._copies = [self.device.download(tensor) for tensor in self._tensors()] if self.takes_copy else []
         self.host_state.make_room()
+
+    def step(self) -> None:
+        """`optimizer.step()`. Call `prepare` before. Until `accept`, `restore` says whether it could be undone."""
         self._stepping = True
         self.host_state.step()
 
@@ -151,8 +155,7 @@ class StepGuard:
                 counter + (parameter.grad is not None)
                 for counter, parameter in zip(self._counters, self._counted, strict=True)
             ]
-        self._stepping = False
-        self._copies = []
+        self._let_go()
 
     def restore(self) -> bool:
         """Undo a step that raised, or that failed on another rank. True when weights and state are exactly as before
@@ -161,17 +164,20 @@ class StepGuard:
         Without a copy the step counters are the witness: fused optimizers advance them before they touch a weight, so
         counters that stand where they stood mean that nothing was applied.
         """
-        if not self._stepping:
-            return True
-        if self.takes_copy:
+        if self._stepping and self.takes_copy:
             with torch.no_grad():
                 for tensor, copy in zip(self._tensors(), self._copies, strict=True):
                     tensor.copy_(copy)
-        elif not self._counted or self._counters_moved():
+        elif self._stepping and (not self._counted or self._counters_moved()):
             return False
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        """Of what was prepared for the step that is over."""
         self._stepping = False
         self._copies = []
-        return True
+        self.host_state.give_room_back()
 
     def _tensors(self) -> list[torch.Tensor]:
         """Everything that a step changes."""
@@ -184,8 +190,7 @@ class StepGuard:
 
     def forget(self) -> None:
         """The failed step is undone: state came back from a checkpoint."""
-        self._stepping = False
-        self._copies = []
+        self._let_go()
         self.read_counters()
 
 
