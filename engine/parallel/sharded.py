@@ -181,6 +181,8 @@ class Sharded:
         with host_region():
             self._met = torch.zeros(len(self._learning), dtype=torch.uint8)
             self._squares = torch.zeros(1, dtype=torch.float64)
+        self._squares_here = self._squares.numpy()
+        """To write a number into a tensor allocates; into this it does not."""
         self._met_here = self._met.numpy()
         """Whether a parameter had a gradient on this rank; on any, once the ranks have met."""
         self._standing_in = False
@@ -215,11 +217,11 @@ class Sharded:
 
         Raises PeerFailedError where another rank could not work out its own.
         """
+        self._squares_here[0] = norm_here**2
         self.joint.ready()
-        self._squares[0] = norm_here**2
         with losing_a_rank_ends_it():
             dist.all_reduce(self._squares, group=self.joint.group)
-        return math.sqrt(self._squares.item())
+        return math.sqrt(self._squares_here[0])
 
     def drop_gradients(self) -> None:
         """Of parts and of what they are parts of."""
