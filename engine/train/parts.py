@@ -32,6 +32,7 @@ from engine.train.scaler import LossScaler
 
 if TYPE_CHECKING:
     from engine.train.collecting import Collector
+    from engine.train.outlived import Outlived
     from engine.train.zero import ZeroCollector
 
 
@@ -74,6 +75,9 @@ class Parts:
     measures: bool
     """The device's readings are exact (CUDA, metered), so the budget may learn from them."""
     report: Callable[[Backoff], None]
+    """Tells of a failure that all ranks know of."""
+    outlived: Outlived
+    """Tells of one that only this rank knows of."""
     advise: Callable[[Failure, MicroBatch | None], str]
     """What would have helped, in words; empty where nothing can be predicted."""
     static_bytes: int = 0

@@ -34,11 +34,11 @@ from engine.parallel.sharded import Sharded
 from engine.spec.recipe import Train
 from engine.spec.run import RunSpec
 from engine.train.collecting import Collector
-from engine.train.failure import Failure, retried
+from engine.train.failure import retried
 from engine.train.journal import Journal
-from engine.train.ladder import Remedy
 from engine.train.oom_report import as_it_stands, avoidance, in_words
 from engine.train.optimizer import StepGuard, allocate_state, build_optimizer
+from engine.train.outlived import Outlived
 from engine.train.parts import Backoff, Parts
 from engine.train.pricing import Pricing, price, with_remedies
 from engine.train.rollback import Rollback
@@ -86,15 +86,13 @@ def set_up(
     spec, pricing = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
-
-    def told(failure: Failure, remedy: str, number: int) -> None:
-        report(Backoff(0, failure, Remedy(remedy), 0, 0, number))
-
+    outlived = Outlived(ranks, report)
+    told = outlived.note
     sharded: Sharded | None = None
     zero: Zero | None = None
     guard: StepGuard | None = None
     if ranks.size > 1 and spec.profile.parallel.strategy == "sharded":
-        loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, told)
+        loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, report, told)
     elif ranks.size > 1 and spec.profile.parallel.strategy == "deepspeed":
         loaded, loss, guard, zero = load_with_deepspeed(spec, device, tokenizer, ranks)
     else:
@@ -132,6 +130,7 @@ def set_up(
         may_grow=recipe.backoff.grow and device.kind != "cpu" and not zero,
         measures=device.kind != "cpu",
         report=report,
+        outlived=outlived,
         ranks=ranks,
         gradient_sum=gradient_sum,
         joint=joint,

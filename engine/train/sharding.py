@@ -26,6 +26,8 @@ from engine.parallel.spread import FromFirst
 from engine.spec.run import RunSpec
 from engine.train.agreement import exhausted, tell_failure
 from engine.train.failure import ATTEMPTS, Failure, attempt, retried
+from engine.train.ladder import Remedy
+from engine.train.parts import Backoff
 
 HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
 
@@ -35,9 +37,12 @@ def load_sharded(
     device: Device,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-    report: Callable[[Failure, str, int], None],
+    report: Callable[[Backoff], None],
+    told: Callable[[Failure, str, int], None],
 ) -> tuple[LoadedModel, LossFunction, Sharded]:
     """The model in shards and its loss; begun anew on all ranks where memory runs out on one, a few times.
+
+    `report` is for failures that all ranks know of, `told` for this one's own.
 
     Raises:
         MemoryExhaustedError: memory ran out each time.
@@ -47,7 +52,7 @@ def load_sharded(
     joint = ranks.joint()
     made: list[tuple[LoadedModel, LossFunction, Sharded]] = []
     for number in range(1, ATTEMPTS + 1):
-        loaded = _built(spec, device, tokenizer, ranks, report)
+        loaded = _built(spec, device, tokenizer, ranks, told)
 
         def spread(loaded: LoadedModel = loaded) -> None:
             made.append(_spread(spec, device, loaded, ranks, joint))
@@ -60,7 +65,8 @@ def load_sharded(
         del loaded, spread
         device.release_cached()
         for each in struck:
-            report(each.failure, "retry" if number < ATTEMPTS else "give_up", number)
+            remedy = Remedy("retry" if number < ATTEMPTS else "give_up")
+            report(Backoff(0, each.failure, remedy, 0, 0, number, failed_rank=each.rank))
     raise exhausted(struck[0], "a profile with more memory or more devices")
 
 
@@ -69,14 +75,14 @@ def _built(
     device: Device,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-    report: Callable[[Failure, str, int], None],
+    told: Callable[[Failure, str, int], None],
 ) -> LoadedModel:
     """The whole model in rank 0's host memory, without memory elsewhere."""
     read: list[LoadedModel] = []
 
     def read_first() -> None:
         with device.host_region():
-            read.append(retried(lambda: load_model(spec, device, tokenizer, HOST), "load", device, report))
+            read.append(retried(lambda: load_model(spec, device, tokenizer, HOST), "load", device, told))
 
     ranks.behind_first(read_first)
     return read[0] if read else load_model(spec, device, tokenizer, NOWHERE)

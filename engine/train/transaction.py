@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class StepTransaction:
             ],
         )
         overflowed = self._conclude(step)
-        told = pool(self.parts.ranks, self.parts.budget, self._facts(plan, time.perf_counter() - began))
+        told = self._pool(self._facts(plan, time.perf_counter() - began))
         return StepOutcome(
             loss=self.work.mean_loss,
             grad_norm=self.work.grad_norm,
@@ -122,7 +123,13 @@ class StepTransaction:
 
         self._until_it_succeeds(step, mine, [dearest], "probe_")
         self.work.drop_gradients()
-        pool(self.parts.ranks, self.parts.budget, {})
+        self._pool({})
+
+    def _pool(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's `facts`; what else they have to tell each other after work that went well is told, too."""
+        told = pool(self.parts.ranks, self.parts.budget, {**facts, "outlived": self.parts.outlived.take()})
+        self.parts.outlived.record([each.pop("outlived") for each in told])
+        return told
 
     def _facts(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
         """What this rank says of a finished step."""
@@ -264,7 +271,7 @@ class StepTransaction:
         return True
 
     def _reporter(self, step: int) -> Callable[[Failure, str, int], None]:
-        return lambda failure, remedy, number: self.parts.report(Backoff(step, failure, Remedy(remedy), 0, 0, number))
+        return partial(self.parts.outlived.note, step=step)
 
     def _stock(self) -> Holdings:
         return holdings(self.parts.loaded, self.parts.guard, self.parts.device)
