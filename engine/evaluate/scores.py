@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from engine.data.batch import collate
 from engine.data.tokens import Example, TokenData
@@ -75,6 +75,8 @@ class Judge:
     ranks hold parts of the weights, all of them take part (`engine.train.company`)."""
     failed_rank: int = 0
     """Where memory ran out last."""
+    choosing: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    """What has the last word on the next token of an answer."""
 
     def attempt(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> Failure | None:
         """None when `action`, a pass of the `kind` "evaluate" or "generate" over `members`, went through."""
@@ -268,6 +270,7 @@ def _generate(judge: Judge, prompts: Sequence[Sequence[int]]) -> list[str]:
         input_ids=judge.device.upload(ids_BS),
         attention_mask=judge.device.upload(mask_BS),
         generation_config=_generation_config(judge),
+        logits_processor=judge.choosing,
     )
     return [tokenizer.decode(row, skip_special_tokens=True) for row in made_BS[:, width:].tolist()]
 

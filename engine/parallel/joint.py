@@ -51,6 +51,12 @@ class Joint:
         if self._any_failed(here=False):
             raise PeerFailedError("another rank failed")
 
+    def from_first(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor`, on the host, with that of the group's first rank. Raises as `ready` does."""
+        self.ready()
+        with losing_a_rank_ends_it():
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
     def together(self, action: Callable[[], None]) -> bool:
         """Run `action`, whose collectives are preceded by `ready`, on all ranks; whether it went through everywhere.
 

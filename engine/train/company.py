@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from torch import Tensor
+from transformers import LogitsProcessor
 
 from engine.data.tokens import TokenData
+from engine.device.base import Device
 from engine.evaluate.scores import Judge, answers_to, judging, loss_sum
+from engine.parallel.joint import Joint
 from engine.parallel.sharded import Sharded
 from engine.train.agreement import deciding, tell_failure
 from engine.train.failure import Failure, attempt
@@ -28,6 +32,7 @@ class Company:
         self._asked_for: Callable[[], None] | None = None
         self._failure: Failure | None = None
         judge.perform = self.perform
+        judge.choosing.append(SameTokens(sharded.joint, parts.device))
         parts.ranks.duties |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
 
     def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> Failure | None:
@@ -61,3 +66,19 @@ class Company:
         if struck:
             parts.device.release_cached()
             self._judge.failed_rank, self._failure = deciding(struck).rank, deciding(struck).failure
+
+
+class SameTokens(LogitsProcessor):
+    """Every rank's answers go on with the tokens that rank 0 chose. Rounding may differ between devices, and a rank
+    that ended an answer before the others would be missed at their next gathering."""
+
+    def __init__(self, joint: Joint, device: Device) -> None:
+        self._joint, self._device = joint, device
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B, V] in place: minus infinity but for rank 0's token of each row."""
+        with self._device.host_region():
+            tokens_B = scores.argmax(-1).cpu()
+            self._joint.from_first(tokens_B)
+            tokens_B1 = tokens_B.unsqueeze(-1).to(scores.device)
+            return scores.fill_(float("-inf")).scatter_(1, tokens_B1, 0.0)

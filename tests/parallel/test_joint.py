@@ -13,6 +13,7 @@ import torch.distributed as dist
 from engine.device.metered import MeteredDevice
 from engine.parallel.joint import Joint
 from engine.parallel.ranks import Ranks
+from engine.train.company import SameTokens
 from engine.train.failure import attempt
 from tests.parallel.crew import run_crew
 
@@ -44,9 +45,24 @@ def failures(ranks: Ranks, _folder: Path) -> Any:
     return found
 
 
+def tokens(ranks: Ranks, _folder: Path) -> Any:
+    """What each rank goes on with where rounding has two rows of scores come out differently."""
+    device = MeteredDevice(2**20)
+    scores_BV = torch.tensor([[0.0, 1.0, 1.0], [5.0, 2.0, 5.0]])
+    scores_BV[:, 2] += 1e-3 * (ranks.rank - 0.5)
+    with device.activate():
+        choose = SameTokens(Joint(dist.group.WORLD, device.host_region), device)
+        return choose(torch.empty(0), scores_BV).argmax(-1).tolist()
+
+
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_crew([failures], tmp_path_factory.mktemp("joint"))["failures"]
+def crew(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return run_crew([failures, tokens], tmp_path_factory.mktemp("joint"))
+
+
+@pytest.fixture(scope="module")
+def seen(crew: dict[str, list[Any]]) -> list[Any]:
+    return crew["failures"]
 
 
 def test_only_the_rank_that_ran_out_of_memory_has_a_failure(seen: list[Any]) -> None:
@@ -62,3 +78,7 @@ def test_all_ranks_stop_at_the_same_collective(seen: list[Any]) -> None:
 
 def test_nothing_of_an_attempt_that_a_peer_ended_stays_allocated(seen: list[Any]) -> None:
     assert [held for rank in seen for _, _, held in rank] == [0] * 14
+
+
+def test_all_ranks_go_on_with_the_tokens_of_the_first(crew: dict[str, list[Any]]) -> None:
+    assert crew["tokens"] == [[1, 0], [1, 0]]
