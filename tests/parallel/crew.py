@@ -1,7 +1,8 @@
 """Real ranks for tests: processes over gloo on this machine, started once for many cases.
 
 Not a test module. `run_crew(cases, size)` imports torch once per rank, runs every case in order on all ranks, and
-returns {case name: [result of rank 0, result of rank 1, ...]}. A case is a module-level function of (ranks, folder).
+returns {case name: [result of rank 0, result of rank 1, ...]}. A case is a module-level function of (ranks, folder),
+or a partial of one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +21,34 @@ from engine.parallel.ranks import Ranks, joined
 from engine.train.failure import quick_to_collect
 
 Case = Callable[[Ranks, Path], Any]
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 300.0
+"""Ranks that wait for each other for so long are in a deadlock, on the slowest machine."""
 
 
-def run_crew(cases: Sequence[Case], folder: Path, *, size: int = 2) -> dict[str, list[Any]]:
-    """Run `cases` on `size` ranks; what a case raises on any rank fails the call."""
+def run_crew(
+    cases: Sequence[Case], folder: Path, *, size: int = 2, limit_seconds: float = LIMIT_SECONDS
+) -> dict[str, list[Any]]:
+    """Run `cases` on `size` ranks that wait for each other up to the limit; what a case raises on any rank fails the
+    call."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_member, args=(size, port, list(cases), str(folder)), nprocs=size)
+    mp.spawn(_member, args=(size, port, list(cases), str(folder), limit_seconds), nprocs=size)
     results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(size)]
-    return {case.__name__: [result[case.__name__] for result in results] for case in cases}
+    return {name_of(case): [result[name_of(case)] for result in results] for case in cases}
 
 
-def _member(rank: int, size: int, port: int, cases: list[Case], folder: str) -> None:
+def name_of(case: Case) -> str:
+    """The function's own."""
+    return str((case.func if isinstance(case, partial) else case).__name__)
+
+
+def _member(rank: int, size: int, port: int, cases: list[Case], folder: str, limit_seconds: float) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    with joined(LIMIT_SECONDS, "cpu") as ranks, quick_to_collect():
-        results = {case.__name__: case(ranks, Path(folder)) for case in cases}
+    with joined(limit_seconds, "cpu") as ranks, quick_to_collect():
+        results = {name_of(case): case(ranks, Path(folder)) for case in cases}
         torch.save(results, Path(folder) / f"rank-{rank}.pt")
         ranks.tell("done")

@@ -1,32 +1,39 @@
-"""Optimizer steps on a crew of ranks, with allocations that fail: what the tests and the torture of ranks share.
+"""Optimizer steps on a crew of ranks: what the tests and the torture of ranks share.
 
-Not a test module. Every rank builds the bench of the real engine on a metered device of its own.
+Not a test module. Every rank builds the bench of the real engine on a metered device of its own. How allocations are
+made to fail there is in `tests.parallel.faults`.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.device.metered import MeteredDevice
 from engine.parallel.ranks import Ranks
 from engine.spec.run import RunSpec
 from engine.train.journal import Journal
 from engine.train.parts import Backoff
+from engine.train.pricing import price
 from engine.train.setup import Bench, set_up
 from engine.train.transaction import StepTransaction
+from tests.parallel.faults import Fault, Witness
 from tests.train.harness import make_spec, write_samples
-from tests.train.rig import write_model
+from tests.train.rig import replace_optimizer, write_model
 
 SAMPLES = "samples.jsonl"
 STEPS = 2
+MEASUREMENTS = 3
 FULL: dict[str, Any] = {"method": {"kind": "full"}}
 LORA: dict[str, Any] = {"method": {"kind": "lora", "rank": 4}}
+LADDER = {"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]}
+"""Rungs that move memory to the host change the level that "nothing left over" is measured from."""
 
 
 def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:
@@ -47,10 +54,8 @@ def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:
 
 def sharded(kind: dict[str, Any], shard: str, *, tied: bool = False, **train: Any) -> dict[str, Any]:
     """Tables of a run in shards (`shard`: "gradients" or "parameters"), on a model whose head may be tied."""
-    # Rungs that move memory to the host change the level that "nothing left over" is measured from.
-    ladder = {"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]}
     parallel = {"strategy": "sharded", "shard": shard}
-    return {**kind, "parallel": parallel, "train": train, "backoff": ladder, "tied": tied}
+    return {**kind, "parallel": parallel, "train": train, "backoff": LADDER, "tied": tied}
 
 
 def small_model(folder: Path, tables: dict[str, Any], *, layers: int = 2, width: int = 16) -> dict[str, Any]:
@@ -60,27 +65,40 @@ def small_model(folder: Path, tables: dict[str, Any], *, layers: int = 2, width:
     return {**{name: table for name, table in tables.items() if name != "tied"}, "model": model}
 
 
-def whole_weights(work: Workbench) -> torch.Tensor:
-    """All that learns, of all ranks, in one row. All ranks call it."""
-    parts = work.bench.parts
-    assert parts.sharded is not None
-    with work.device.host_region(), torch.no_grad():
-        return torch.cat([whole.full_tensor().double().view(-1) for whole in parts.sharded.wholes().values()])
-
-
 class Workbench:
     """A bench on one rank that can be put back to its first state and stepped again."""
 
-    def __init__(self, folder: Path, ranks: Ranks, tables: dict[str, Any], *, capacity_bytes: int = 2**30) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        tables: dict[str, Any],
+        *,
+        capacity_bytes: int = 2**30,
+        at_start: Fault | None = None,
+    ) -> None:
+        """`tables` of the recipe; "torch_optimizer" replaces its optimizer by one of torch's (`tests.train.rig`). With
+        `at_start` an allocation fails while this rank sets up."""
         if ranks.is_first:
             write_samples(folder / SAMPLES)
         ranks.tell("written")
         self.ranks, self.told = ranks, list[Backoff]()
-        self.device = MeteredDevice(capacity_bytes)
+        self.device = Witness(capacity_bytes)
         self._active = self.device.activate()
         self._active.__enter__()
-        spec = spec_of(folder, ranks.size, tables)
-        self.bench: Bench = set_up(spec, self.device, Journal(None), self.told.append, ranks)
+        tables = dict(tables)
+        torch_optimizer = tables.pop("torch_optimizer", None)
+        self.spec = spec_of(folder, ranks.size, tables)
+        if at_start:
+            at_start.spring(self.device)
+        self.bench: Bench = set_up(self.spec, self.device, Journal(None), self.told.append, ranks)
+        if torch_optimizer:
+            replace_optimizer(self.bench, torch_optimizer)
+        self.asked = 0, 0
+        """Allocations asked for by the end of the last steps: of the device, of the host."""
+        self._applied: list[Tensor | None] = []
+        """Gradients as the optimizer was last given them: of this rank's parts, where each holds a part."""
+        self.bench.parts.optimizer.register_step_pre_hook(self._look)
         self.transaction = StepTransaction(self.bench.parts)
         self.transaction.probe(1, self.bench.order.step(1))
         with self.device.host_region():
@@ -108,41 +126,58 @@ class Workbench:
         self.told.clear()
 
     def steps(self) -> dict[str, Any]:
-        """Take the first steps; returns losses, norms and the weights after them."""
-        outcomes = [self.transaction.run(step, self.bench.order.step(step)) for step in range(1, STEPS + 1)]
-        with self.device.host_region():
-            weights = torch.cat([p.detach().double().view(-1) for p in self.transaction.work.parameters])
+        """Take the first steps; returns losses, norms, gradients of each, and the weights after them. All ranks call
+        it; gradients and weights are whole on each."""
+        outcomes, gradients = [], []
+        for step in range(1, STEPS + 1):
+            outcomes.append(self.transaction.run(step, self.bench.order.step(step)))
+            gradients.append(self._applied)
+        # What is asked for from here on is no part of the steps.
+        self.asked = len(self.device.asked), self.device.host_allocations
+        self.device.fail_at(None)
+        self.device.fail_host_at(None)
         return {
             "losses": [outcome.loss for outcome in outcomes],
             "norms": [outcome.grad_norm for outcome in outcomes],
             "samples": [outcome.samples for outcome in outcomes],
-            "weights": weights,
+            "gradients": [self._whole(each) for each in gradients],
+            "weights": self._whole(self.transaction.work.parameters),
         }
 
-    def faulty_steps(self, faults: dict[int, int]) -> dict[str, Any]:
-        """The same steps; on rank r the faults[r]-th allocation fails. With them what was told, and bytes left over."""
-        self.reset()
-        self.ranks.tell("reset")
-        held = self.device.memory().allocated_bytes
-        self.device.fail_at(faults.get(self.ranks.rank))
-        result = self.steps()
-        self.device.fail_at(None)
-        told = [(each.failed_rank, each.failure.phase, each.remedy.name) for each in self.told]
-        return result | {"told": told, "left_bytes": self.device.memory().allocated_bytes - held}
+    def memory(self) -> tuple[int, int]:
+        """(planned, measured) peak bytes of this rank in steps. All ranks call it.
 
-    def allocations(self) -> int:
-        """How many allocations the clean steps make on this rank."""
-        self.reset()
-        before = self.device.allocations
-        self.steps()
-        return self.device.allocations - before
+        gloo's own thread lets go of a buffer some time after its operation, which can only add: the least counts.
+        """
+        plan = price(self.spec, int(self.bench.parts.data.lengths.max())).plan
+        assert plan is not None
+        peaks = []
+        for _ in range(MEASUREMENTS):
+            self.reset()
+            self.transaction.work.peak_bytes = 0
+            self.steps()
+            peaks.append(self.transaction.work.peak_bytes)
+        return plan.peak_bytes, min(peaks)
+
+    def _look(self, *_: Any) -> None:
+        # Unseen by the device: nothing fails here.
+        with _disable_current_modes():
+            grads = [parameter.grad for parameter in self.transaction.work.parameters]
+            self._applied = [None if grad is None else grad.detach().clone() for grad in grads]
+
+    def _whole(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Tensors of all parameters that learn, put together from all ranks, in one row."""
+        parameters, sharded = self.transaction.work.parameters, self.bench.parts.sharded
+        with self.device.host_region(), torch.no_grad():
+            pairs = zip(tensors, parameters, strict=True)
+            filled = [torch.zeros_like(p) if tensor is None else tensor.detach() for tensor, p in pairs]
+            if sharded is not None:
+                filled = [_gathered(part, of) for part, of in zip(filled, sharded.wholes().values(), strict=True)]
+            return torch.cat([tensor.double().view(-1) for tensor in filled])
 
 
-def sample_of_faults(counts: Sequence[int], count: int, seed: int) -> list[dict[int, int]]:
-    """Places to fail at: one rank, the other, and several at once, in turn."""
-    drawn = random.Random(seed)
-    every = list(range(len(counts)))
-    who = [[rank] for rank in every] + [every]
-    return [
-        {rank: drawn.randint(1, counts[rank]) for rank in who[number % len(who)]} for number in range(count)
-    ]
+def _gathered(part: Tensor, whole: DTensor) -> Tensor:
+    spread = DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return spread.full_tensor()

@@ -24,7 +24,7 @@ from engine.spec.run import RunSpec
 from engine.train.main import run_first, run_other
 from tests.parallel.crew import run_crew
 from tests.parallel.steps import FULL, LORA, SAMPLES, sharded, small_model, spec_of
-from tests.parallel.test_replicated_runs import engine_ends, rank_process, wait_for_step
+from tests.parallel.supervised import engine_ends, rank_process, wait_for_step
 from tests.parallel.zero_cases import WIDTH, deepspeed, needs_deepspeed
 from tests.train.harness import losses, new_run, of_kind, train, write_samples
 
