@@ -31,6 +31,7 @@ PLACES = {
     "StepComputation.meet": "reduce",
     "SequenceGroup.exchange": "exchange",
     "StepComputation._clip": "clip",
+    "StepGuard.prepare": "optimizer",
     "StepComputation.apply": "optimizer",
     "_checkpoint_hook.__init__.<locals>.unpack_hook": "recomputation",
     "Tensor.backward": "backward",

@@ -10,7 +10,7 @@ import torch
 
 from engine.parallel.ranks import ALONE, Ranks
 from tests.parallel.crew import run_crew
-from tests.parallel.faults import Fault, differences, sampled, wrong_among
+from tests.parallel.faults import Fault, asked_by, differences, faulty_steps, sampled, wrong_among
 from tests.parallel.steps import FULL, LADDER, LORA, Workbench
 
 KINDS = {"full": {**FULL, "backoff": LADDER}, "lora": {**LORA, "backoff": LADDER}}
@@ -45,6 +45,17 @@ def uneven_devices(ranks: Ranks, folder: Path) -> Any:
     return result
 
 
+def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
+    """Its state lives on the host; rank 1 cannot make room for it when its turn comes."""
+    work = Workbench(folder, ranks, {**KINDS["full"], "train": {"optimizer_offload": True}})
+    work.steps()
+    room = asked_by(work).device["optimizer"][0]
+    faults = {1: Fault(room)}
+    result = faulty_steps(work, faults)
+    work.close()
+    return [(faults, result)]
+
+
 def shortage_at_start(ranks: Ranks, folder: Path) -> Any:
     """What is told where rank 1 cannot load the model at once."""
     work = Workbench(folder, ranks, FULL, at_start=Fault(3) if ranks.rank == 1 else None)
@@ -68,6 +79,9 @@ def planned_memory(ranks: Ranks, folder: Path) -> Any:
     return found
 
 
+CASES = [both_kinds, uneven_devices, no_room_for_the_optimizer, shortage_at_start, planned_memory]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("steps")
@@ -75,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([both_kinds, uneven_devices, shortage_at_start, planned_memory], folder)
+    return run_crew(CASES, folder)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +133,13 @@ def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
     assert first["budget"] == second["budget"]
     for result in (first, second):
         assert differences(result, alone["full"]) == []
+
+
+def test_no_rank_takes_a_step_that_another_has_no_room_for(
+    seen: dict[str, list[Any]], alone: dict[str, Any]
+) -> None:
+    assert wrong_among(seen["no_room_for_the_optimizer"], alone["full"]) == []
+    assert [phase for _, phase, _ in seen["no_room_for_the_optimizer"][0][0][1]["told"]] == ["optimizer"]
 
 
 def test_what_another_rank_outlived_by_itself_is_told_by_the_one_that_writes(seen: dict[str, list[Any]]) -> None:
