@@ -310,6 +310,7 @@ class StepTransaction:
         struck = replace(tell_failure(ALONE, failure, self.work.in_flight, parts.device)[0], rank=parts.ranks.rank)
         remedy = self._chosen(struck, [])
         if remedy is None:
+            self._report(step, [struck], Remedy("give_up"), 0, 1)
             return exhausted(struck, parts.advise(failure, struck.micro_batch))
         return EndedByMemoryError(
             f"memory ran out in {failure.phase} of step {step} on rank {parts.ranks.rank}",
