@@ -98,6 +98,12 @@ def flash(
 
     The output is laid out like the query: where heads stand outside, the layer copies it to put tokens outside.
     """
+    output = _kernel(walk, arch, _factor(walk, query), _factor(walk, key), _factor(walk, value), mask)
+    return copy(walk, output) if arch.layout in HEADS_OUTSIDE else output
+
+
+def _kernel(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost, mask: Ghost | None) -> Ghost:
+    """One of them, all in one dtype."""
     sizes = [query.size, key.size, value.size]
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -109,48 +115,62 @@ def flash(
     log_sum_exp = walk.new(arch.heads * TOKEN, FLOAT)
     if saved is not None:
         walk.save_into(saved, output, log_sum_exp)
-    return copy(walk, output) if arch.layout in HEADS_OUTSIDE else output
+    return output
+
+
+def _factor(walk: Walk, x: Ghost) -> Ghost:
+    """What goes into a product: in half precision under autocast."""
+    return cast(walk, x, HALF) if walk.autocast else x
 
 
 def masked_sdpa(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
     """sdpa with a mask: heads are repeated, and the boolean mask becomes one in the query's dtype, which is saved."""
     key = repeat_heads(walk, arch, key)
     value = repeat_heads(walk, arch, value)
-    additive_mask = walk.new(SQUARE, query.itemsize)
+    additive_mask = walk.new(SQUARE, HALF if walk.autocast else query.itemsize)
     return flash(walk, arch, query, key, value, additive_mask)
 
 
-def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost) -> tuple[Ghost, Ghost]:
+def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost, width: int) -> tuple[Ghost, Ghost]:
     """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back; and given back, too.
 
-    The batched products want heads outside tokens; what is not laid out so is copied.
+    The mask has the itemsize `width` of what goes from layer to layer.
     """
+    key_states, value_states = repeat_heads(walk, arch, key), repeat_heads(walk, arch, value)
     outside = arch.layout in HEADS_OUTSIDE
-    key_states = _heads_first(walk, arch, key, outside)
-    value_states = _heads_first(walk, arch, value, False)
+    weights = _scores(walk, arch, query, key_states, outside)
+    weights = add_number(walk, weights, width)
+    if arch.layout == "gpt_oss":
+        _joined, weights = _softmax_with_sinks(walk, arch, weights)
+        weights = cast(walk, weights, value.itemsize)
+    elif arch.layout == "gpt2":
+        weights = cast(walk, saves_output(walk, weights), value.itemsize)
+    else:
+        weights = cast(walk, softmax(walk, weights, FLOAT), query.itemsize)
+    values = _heads_first(walk, arch, _factor(walk, value_states), False)
+    output = _matmul(walk, _factor(walk, weights), values, query.elements)
+    del values
+    return copy(walk, output), weights
+
+
+def _scores(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, outside: bool) -> Ghost:
+    """The product of queries and keys, scaled and, in Gemma 2, capped."""
+    query = _factor(walk, query)
     query = query if outside else copy(walk, query)
-    weights = scale(walk, _matmul(walk, query, key_states, arch.heads * SQUARE))
+    key = _heads_first(walk, arch, _factor(walk, key), outside)
+    weights = scale(walk, _matmul(walk, query, key, arch.heads * SQUARE))
     if arch.attention_softcap is not None:
         weights = scale(walk, weights)
         weights = saves_output(walk, weights)
         weights = scale(walk, weights)
-    weights = add_number(walk, weights)
-    if arch.layout == "gpt_oss":
-        _joined, weights = _softmax_with_sinks(walk, arch, weights)
-    elif arch.layout == "gpt2":
-        weights = saves_output(walk, weights)
-    else:
-        weights = cast(walk, softmax(walk, weights, FLOAT), query.itemsize)
-    output = _matmul(walk, weights, value_states, query.elements)
-    return copy(walk, output), weights
+    return weights
 
 
 def _heads_first(walk: Walk, arch: Architecture, x: Ghost, outside: bool) -> Ghost:
-    """Keys or values for all heads; a copy is made once, by repeating them or by laying them out."""
-    repeated = repeat_heads(walk, arch, x)
-    if 1 < arch.kv_heads < arch.heads or (outside and arch.kv_heads == arch.heads):
-        return repeated
-    return copy(walk, repeated)
+    """Keys or values for all heads as batched products want them, with heads outside tokens: what was not made so by
+    repeating is copied."""
+    repeated = 1 < arch.kv_heads < arch.heads
+    return x if repeated or (outside and arch.kv_heads == arch.heads) else copy(walk, x)
 
 
 def _softmax_with_sinks(walk: Walk, arch: Architecture, weights: Ghost) -> tuple[Ghost, Ghost]:
@@ -200,12 +220,10 @@ def attend(
     walk: Walk, arch: Architecture, setting: Setting, masked: bool, query: Ghost, key: Ghost, value: Ghost
 ) -> tuple[Ghost, Ghost | None]:
     """The attention kernel the run uses: its output, and the weights where the kernel makes them."""
-    if setting.autocast:
-        query, key, value = (cast(walk, ghost, HALF) for ghost in (query, key, value))
     if setting.sequence > 1:
         return _attend_shared(walk, arch, setting, query, key, value), None
     if setting.attention == "eager":
-        return eager(walk, arch, query, key, value)
+        return eager(walk, arch, query, key, value, setting.base_bytes)
     if setting.attention == "sdpa" and masked:
         return masked_sdpa(walk, arch, query, key, value), None
     return flash(walk, arch, query, key, value), None

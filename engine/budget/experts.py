@@ -16,6 +16,7 @@ from engine.budget.operations import (
     add_number,
     cast,
     gather,
+    half_linear,
     halves,
     linear,
     multiply,
@@ -42,7 +43,10 @@ def _router(
     fp32 softmax over all experts for Mixtral and Qwen3, whose scores are then normalised; over the chosen for gpt-oss.
     """
     name = "mlp.router.weight" if arch.layout == "gpt_oss" else "mlp.gate.weight"
-    logits = linear(walk, x, experts.count, gradients.get(name, 0), name in gradients)
+    if walk.autocast:
+        logits = half_linear(walk, x, experts.count, experts.count * arch.hidden, name in gradients)
+    else:
+        logits = linear(walk, x, experts.count, gradients.get(name, 0), name in gradients)
     if arch.layout == "gpt_oss":
         chosen, indices = _top(walk, logits, experts)
         return logits, saves_output(walk, chosen), indices

@@ -127,7 +127,9 @@ class Walk:
     nothing, as far as its forward pass goes.
     """
 
-    def __init__(self, *, metered: bool, learning: bool = True, keeping: bool = True) -> None:
+    def __init__(
+        self, *, metered: bool, autocast: bool = False, learning: bool = True, keeping: bool = True
+    ) -> None:
         self.live = 0
         self.rising = False
         self.peaks: list[int] = []
@@ -135,6 +137,8 @@ class Walk:
         self.metered = metered
         """On the metered device: under a dispatch mode torch adds gradients out of place, and softmax on the host
         converts its input to another dtype before it begins."""
+        self.autocast = autocast
+        """Products are made in half precision of fp32 weights and values; of experts, which it does not know, not."""
         self.learning = learning
         self.casts: list[Storage] = []
         """Weights that autocast has cast: kept until the forward pass, loss included, is over."""

@@ -52,7 +52,7 @@ class Head:
         """Logits of all targets at once, in fp32, and cross entropy."""
         walk = self.walk
         trained = self.table_name in self.trained
-        if self.setting.autocast:
+        if self.walk.autocast:
             logits = half_linear(walk, hidden, self.arch.vocab, self.arch.vocab * self.arch.hidden, trained)
         else:
             logits = linear(walk, hidden, self.arch.vocab, self.weight, trained)

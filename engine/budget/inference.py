@@ -66,7 +66,7 @@ def _behind_tower(arch: Architecture, setting: Setting, peaks: list[Growth]) -> 
 @lru_cache(maxsize=256)
 def _caching(arch: Architecture, setting: Setting, kind: Kind) -> tuple[Growth, ...]:
     """Local maxima of one layer's forward pass that writes keys and values into the cache, these included."""
-    walk = Walk(metered=setting.metered, learning=False)
+    walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=False)
     layer = Layer(walk, arch, setting, kind)
     layer.cached = []
     arguments = [entry(walk, arch, setting, False)]

@@ -54,27 +54,33 @@ HALF = 2
 
 
 def half_linear(walk: Walk, x: Ghost, outputs: int, elements: int, trained: bool, bias: int = 0) -> Ghost:
-    """`F.linear` under autocast: input and weight (of so many elements, fp32) are cast, the weight once per pass.
-
-    The weight's gradient is made in half precision and cast.
-    """
+    """`F.linear` under autocast: input and weight (of so many elements, fp32) are cast, the weight once per pass."""
     x = cast(walk, x, HALF)
-    size, wanted, weight = x.size, x.node is not None, walk.new(elements, HALF)
-    if trained:
-        walk.casts.append(weight.storage)
+    size, wanted, weight = x.size, x.node is not None, _half_weight(walk, elements, trained)
 
     def back(gradient: Storage) -> list[Storage | None]:
-        grad_x = walk.allocate(size) if wanted else None
-        if trained:
-            half = walk.allocate(HALF * elements)
-            walk.leaf_gradient(FLOAT * elements)
-            del half
-            if bias:
-                walk.leaf_gradient(bias)
-        return [grad_x]
+        if bias:
+            walk.leaf_gradient(bias)
+        return [walk.allocate(size) if wanted else None, walk.allocate(HALF * elements) if trained else None]
 
     saved = walk.save(x if trained else None, weight if wanted else None) if wanted or trained else None
-    return walk.result(outputs * TOKEN, HALF, [x], back, saved, trains=trained)
+    return walk.result(outputs * TOKEN, HALF, [x, weight], back, saved, trains=trained)
+
+
+def _half_weight(walk: Walk, elements: int, trained: bool) -> Ghost:
+    """A weight as autocast casts it, and keeps it for the rest of the pass where it is trained.
+
+    Its gradient comes in half precision and is cast once what the product has saved is gone.
+    """
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        walk.leaf_gradient(FLOAT * elements)
+        return []
+
+    weight = walk.result(elements, HALF, [], back, trains=trained)
+    if trained:
+        walk.casts.append(weight.storage)
+    return weight
 
 
 def cast(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
@@ -207,9 +213,10 @@ def _mean(walk: Walk, x: Ghost, rows: int) -> Ghost:
     return walk.result(rows, x.itemsize, [x], size)
 
 
-def add_number(walk: Walk, x: Ghost) -> Ghost:
-    """`x + number`: the gradient passes through."""
-    return walk.result(x.elements, x.itemsize, [x], PASSED)
+def add_number(walk: Walk, x: Ghost, width: int = 0) -> Ghost:
+    """`x + number`, or a mask of `width` bytes each: the gradient passes through, cast where the sum is wider."""
+    itemsize = max(x.itemsize, width)
+    return walk.result(x.elements, itemsize, [x], PASSED if itemsize == x.itemsize else x.size)
 
 
 def _reciprocal_root(walk: Walk, x: Ghost) -> Ghost:

@@ -159,7 +159,7 @@ def walk_tower_layer(
         return prune(_by_row(size, setting.image_patches, window, one_by_one=in_turn) for size in found)
 
     again = setting.checkpointing and learns
-    first = Walk(metered=setting.metered, learning=learns, keeping=not again)
+    first = Walk(metered=setting.metered, autocast=setting.autocast, learning=learns, keeping=not again)
     arguments = [_entry(first, tower, setting, follows)]
     output = TowerLayer(first, tower, setting, chosen).forward(arguments.pop())
     if not learns:
@@ -167,7 +167,7 @@ def walk_tower_layer(
     forward, walk = sizes(first.take_peaks()), first
     first.casts.clear()
     if again:
-        walk = Walk(metered=setting.metered)
+        walk = Walk(metered=setting.metered, autocast=setting.autocast)
         arguments = [_entry(walk, tower, setting, follows)]
         output = walk.checkpoint(lambda: TowerLayer(walk, tower, setting, chosen).forward(arguments[0]))
     assert output.node is not None
@@ -212,7 +212,7 @@ def _walk_merger(
     tower: Tower, setting: Setting, ends: Selection, follows: bool, accumulating: bool, learning: bool
 ) -> Merged:
     """Forward and backward by themselves; gradients of the tokens come as rows taken out of the decoder's input."""
-    walk = Walk(metered=setting.metered, learning=learning)
+    walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=learning)
     weights = Weights(walk, setting, ends, tower_ends(tower), transposed=False)
     held = _siglip_merger(weights, tower, _entry(walk, tower, setting, follows)) if tower.kind == "siglip" else (
         _qwen_merger(weights, tower, _entry(walk, tower, setting, follows))

@@ -47,7 +47,7 @@ def walk_backward(arch: Architecture, setting: Setting, kind: Kind, accumulating
 @lru_cache(maxsize=256)
 def _walk_layer(arch: Architecture, setting: Setting, kind: Kind) -> tuple[Ahead, tuple[int, ...]]:
     """Forward, then backward; of a checkpointed layer what is said of its forward pass has no meaning."""
-    walk = Walk(metered=setting.metered)
+    walk = Walk(metered=setting.metered, autocast=setting.autocast)
     layer = Layer(walk, arch, setting, kind)
     arguments = [entry(walk, arch, setting, kind.follows)]
     if setting.checkpointing:  # the checkpoint holds its input until the layer's backward is over
@@ -85,7 +85,7 @@ def pass_through(arch: Architecture, setting: Setting, kind: Kind, *, learning: 
 
 @lru_cache(maxsize=256)
 def _pass_through(arch: Architecture, setting: Setting, kind: Kind, learning: bool) -> Through:
-    walk = Walk(metered=setting.metered, learning=learning, keeping=False)
+    walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=learning, keeping=False)
     arguments = [entry(walk, arch, setting, kind.follows)]
     output = Layer(walk, arch, setting, kind).forward(arguments.pop())
     del output
@@ -129,7 +129,7 @@ def felt_by_head(setting: Setting) -> Setting:
 
 @lru_cache(maxsize=256)
 def _head_peaks(arch: Architecture, setting: Setting) -> tuple[int, ...]:
-    walk = Walk(metered=setting.metered)
+    walk = Walk(metered=setting.metered, autocast=setting.autocast)
     arguments = [entry(walk, arch, setting, body_learns(arch, setting))]
     loss = Head(walk, arch, setting).forward(arguments.pop())
     walk.casts.clear()
@@ -141,7 +141,7 @@ def _head_peaks(arch: Architecture, setting: Setting) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def head_alone(arch: Architecture, setting: Setting) -> tuple[int, ...]:
     """Packed sizes from the last layer's output to the loss, without gradients."""
-    walk = Walk(metered=setting.metered, learning=False)
+    walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=False)
     arguments = [entry(walk, arch, setting, False)]
     Head(walk, arch, setting).forward(arguments.pop())
     return tuple(highest(walk.take_peaks()))

@@ -44,7 +44,7 @@ class Weights:
         weight, trained = self.weight(module)
         bias, bias_trained = self.bias(module)
         outputs = -(-self._shape(parameter)[0] // merged)
-        if self.setting.autocast:
+        if self.walk.autocast:
             return half_linear(self.walk, x, outputs, parameter.elements, trained, bias if bias_trained else 0)
         unpacked = parameter.elements * self.setting.base_bytes if self.setting.quantized else 0
         return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0, unpacked)

@@ -55,7 +55,8 @@ class SimulatedDevice(MeteredDevice):
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers `tensor.item()` of a fake tensor with one: no size depends on what is asked of them.
+    """Answers `tensor.item()` of a fake tensor with one: no size depends on what is asked of them. And multiplies in
+    groups in every dtype that torch has kernels for, of which its fakes know bf16 alone.
 
     Sizes do depend on how images are cut into windows. This is worked out in whole numbers, which come from the grid of
     each image: real ones stay real, and so does what is made of nothing else.
@@ -69,7 +70,17 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A tensor as `torch._grouped_mm` gives it: rows are apart by whole units of 16 bytes."""
+    groups = [len(offsets)] if right.dim() == 2 else []  # of both sides: the gradient of the weights
+    rows, columns, unit = left.shape[-2], right.shape[-1], 16 // left.itemsize
+    apart = -(-columns // unit) * unit
+    return left.new_empty_strided((*groups, rows, columns), (*[rows * apart for _ in groups], apart, 1))
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
