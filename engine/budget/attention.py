@@ -155,15 +155,20 @@ def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
 
 def _scores(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, outside: bool) -> Ghost:
     """The product of queries and keys, scaled and, in Gemma 2, capped."""
-    query = _factor(walk, query)
-    query = query if outside else copy(walk, query)
-    key = _heads_first(walk, arch, _factor(walk, key), outside)
-    weights = scale(walk, _matmul(walk, query, key, arch.heads * SQUARE))
+    weights = scale(walk, _query_by_key(walk, arch, query, key, outside))
     if arch.attention_softcap is not None:
         weights = scale(walk, weights)
         weights = saves_output(walk, weights)
         weights = scale(walk, weights)
     return weights
+
+
+def _query_by_key(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, outside: bool) -> Ghost:
+    """What is copied for the product is gone after it, unless it is saved."""
+    query = _factor(walk, query)
+    query = query if outside else copy(walk, query)
+    key = _heads_first(walk, arch, _factor(walk, key), outside)
+    return _matmul(walk, query, key, arch.heads * SQUARE)
 
 
 def _heads_first(walk: Walk, arch: Architecture, x: Ghost, outside: bool) -> Ghost:

@@ -91,12 +91,20 @@ class Storage:
         walk.live -= self.freed
 
 
+Saved = list[Storage | int]
+"""What an operation keeps for backward: tensors, and the bytes of those that wait on the host."""
+
+STAYING_BYTES = 64
+"""Per token: what is no larger is counted as staying on the device when activations wait on the host. The bound of
+`engine.model.offload` is on the whole tensor, which this meets at 256 tokens; with more it is on the safe side."""
+
+
 class Node:
     """One operation on the tape: where its gradients go, how they are made, and what it saved for that."""
 
     __slots__ = ("back", "inputs", "joins", "saved", "saves", "size")
 
-    def __init__(self, inputs: Sequence[Node | None], back: Back, size: int, saved: list[Storage] | None) -> None:
+    def __init__(self, inputs: Sequence[Node | None], back: Back, size: int, saved: Saved | None) -> None:
         self.inputs = inputs
         self.back = back
         self.size = size
@@ -128,7 +136,13 @@ class Walk:
     """
 
     def __init__(
-        self, *, metered: bool, autocast: bool = False, learning: bool = True, keeping: bool = True
+        self,
+        *,
+        metered: bool,
+        autocast: bool = False,
+        offloads: bool = False,
+        learning: bool = True,
+        keeping: bool = True,
     ) -> None:
         self.live = 0
         self.rising = False
@@ -139,6 +153,8 @@ class Walk:
         converts its input to another dtype before it begins."""
         self.autocast = autocast
         """Products are made in half precision of fp32 weights and values; of experts, which it does not know, not."""
+        self.offloads = offloads
+        """What is saved waits on the host, and comes back when backward has come to it."""
         self.learning = learning
         self.casts: list[Storage] = []
         """Weights that autocast has cast: kept until the forward pass, loss included, is over."""
@@ -163,17 +179,22 @@ class Walk:
         """Bare bytes."""
         return Storage(self, size)
 
-    def save(self, *ghosts: Ghost | None) -> list[Storage]:
+    def save(self, *ghosts: Ghost | None) -> Saved:
         """Keep inputs for backward; None stands for a weight, which costs nothing but is saved too."""
         if not ghosts or self._forgotten is not None:
             return []
         self._saved_at = len(self.peaks), self.live, self.rising
+        return self._kept(ghosts)
+
+    def _kept(self, ghosts: Iterable[Ghost | None]) -> Saved:
+        if self.offloads:
+            return [ghost.size if _travels(ghost) else ghost.storage for ghost in ghosts if ghost is not None]
         return [ghost.storage for ghost in ghosts if ghost is not None]
 
-    def save_into(self, holder: list[Storage], *ghosts: Ghost | None) -> list[Storage]:
+    def save_into(self, holder: Saved, *ghosts: Ghost | None) -> Saved:
         """Keep more for the same operation: outputs are saved after they are made."""
         if ghosts and self._forgotten is None:
-            holder += [ghost.storage for ghost in ghosts if ghost is not None]
+            holder += self._kept(ghosts)
             self._saved_at = len(self.peaks), self.live, self.rising
         return holder
 
@@ -183,7 +204,7 @@ class Walk:
         itemsize: int,
         parents: Sequence[Ghost],
         back: Back,
-        saved: list[Storage] | None = None,
+        saved: Saved | None = None,
         *,
         trains: bool = False,
     ) -> Ghost:
@@ -191,7 +212,7 @@ class Walk:
         output = Ghost(Storage(self, elements * itemsize), elements, itemsize)
         return self._on_tape(output, parents, back, saved, trains)
 
-    def view(self, x: Ghost, elements: int, back: Back, saved: list[Storage] | None = None) -> Ghost:
+    def view(self, x: Ghost, elements: int, back: Back, saved: Saved | None = None) -> Ghost:
         """The output of an operation on `x` that shares its storage."""
         return self.within(x.storage, elements, x.itemsize, (x,), back, saved)
 
@@ -202,13 +223,13 @@ class Walk:
         itemsize: int,
         parents: Sequence[Ghost],
         back: Back,
-        saved: list[Storage] | None = None,
+        saved: Saved | None = None,
     ) -> Ghost:
         """The output of an operation in a storage that is there already."""
         return self._on_tape(Ghost(storage, elements, itemsize), parents, back, saved, False)
 
     def _on_tape(
-        self, output: Ghost, parents: Sequence[Ghost], back: Back, saved: list[Storage] | None, trains: bool
+        self, output: Ghost, parents: Sequence[Ghost], back: Back, saved: Saved | None, trains: bool
     ) -> Ghost:
         """The same, with a node where anything before it needs a gradient. Written for speed, like all of a walk."""
         if not self.learning:
@@ -273,21 +294,26 @@ class Walk:
                 continue
             if current.saves and self._recompute is not None:
                 self._run_again()
+            fetched = self._fetch(current.saved) if self.offloads and current.saved else None
             back = current.back
             if isinstance(back, int):
                 made = incoming if back == PASSED else Storage(self, back)
-                del incoming
+                del incoming, fetched
                 if current.saved:
                     current.saved.clear()
                 self._hand_on(gradients, current.inputs[0], made)
                 del made
                 continue
             outgoing = list(back(incoming))
-            del incoming
+            del incoming, fetched
             if current.saved:
                 current.saved.clear()
             while outgoing:
                 self._hand_on(gradients, current.inputs[len(outgoing) - 1], outgoing.pop())
+
+    def _fetch(self, saved: Saved) -> list[Storage]:
+        """What of it is on the host, brought back."""
+        return [Storage(self, size) for size in saved if isinstance(size, int)]
 
     def _hand_on(self, gradients: dict[Node, Storage], target: Node | None, gradient: Storage | None) -> None:
         """Give a gradient to its node, adding it to what is there."""
@@ -300,3 +326,9 @@ class Walk:
             gradients[target] = gradient
         elif self.metered or sys.getrefcount(gradients[target]) != 2:
             gradients[target] = Storage(self, target.size)
+
+
+def _travels(ghost: Ghost) -> bool:
+    """Whether it goes to the host: not whole numbers and small tensors; nor a mask, which is saved repeated for every
+    head or row."""
+    return ghost.itemsize < 8 and ghost.size > STAYING_BYTES * TOKEN and ghost.elements != SQUARE

@@ -33,6 +33,8 @@ class Head:
         hidden = gather(self.walk, hidden)
         if self.setting.loss == "plain":
             return self.plain(hidden)
+        if self.setting.loss == "fused":
+            return self.fused(hidden)
         return self.recomputed(hidden) if self.wrapped else self.chunked(hidden)
 
     @property
@@ -66,7 +68,6 @@ class Head:
     def chunked(self, hidden: Ghost) -> Ghost:
         """`engine.model.chunked`: gradients are made in the forward pass, a chunk of logits at a time."""
         walk, vocab, size = self.walk, self.arch.vocab, hidden.size
-        copied = walk.allocate(size) if self.setting.loss == "fused" else None  # torch's kernel works on a copy
         trained = self.table_name in self.trained
         saved = [walk.allocate(size)] if walk.learning else []
         if trained and walk.learning:
@@ -77,7 +78,7 @@ class Head:
         if capped and not walk.learning:
             capped = int(narrow < FLOAT)
         logits_and_work = walk.allocate(vocab * (logits + FLOAT * (1 + capped)) * CHUNK)
-        del logits_and_work, copied
+        del logits_and_work
 
         def back(gradient: Storage) -> list[Storage | None]:
             if trained:
@@ -85,6 +86,30 @@ class Head:
             return [saved.pop()]
 
         return walk.result(0, FLOAT, [hidden], back, trains=trained)
+
+    def fused(self, hidden: Ghost) -> Ghost:
+        """torch's `linear_cross_entropy`: a chunk of logits forward and again backward, in the hidden states' dtype.
+
+        With each chunk of backward the head's rows of the targets; a learning head's gradient twice, of all and of the
+        chunk.
+        """
+        walk, size, weight = self.walk, hidden.size, self.weight
+        narrow, trained = self.setting.base_bytes, self.table_name in self.trained
+        logits, rows = self.arch.vocab * narrow * CHUNK, self.arch.hidden * narrow * CHUNK
+
+        def back(gradient: Storage) -> list[Storage | None]:
+            scores, made = walk.allocate(logits), walk.allocate(size)
+            whole = [walk.allocate(weight), walk.allocate(weight)] if trained else []
+            chosen = walk.allocate(rows)
+            del scores, chosen
+            if trained:
+                walk.adopt_gradient(whole[0])
+            return [made]
+
+        scores = walk.allocate(logits)
+        del scores
+        saved = walk.save(hidden)
+        return walk.result(0, FLOAT, [hidden], back, saved, trains=trained)
 
     def recomputed(self, hidden: Ghost) -> Ghost:
         """A head that is no plain linear layer: chunks under checkpointing, computed again in backward, last first.

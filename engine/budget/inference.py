@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Walk
-from engine.budget.growth import Growth, growths, shape_of
+from engine.budget.growth import Growth, growth, growths, shape_of
 from engine.budget.kinds import Kind, stack_of
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT
@@ -45,10 +45,19 @@ def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     around = inputs(arch, setting, masks_of(arch, setting, stack.kinds))
     if arch.layers > 1:
         around = around.plus(embeddings_held(arch, setting, learning=False))
-    largest = [kind for kind in stack.kinds if stack.larger(kind) is None]
-    through = {size for kind in largest for size in pass_through(arch, felt, kind, learning=False).forward}
+    passes = {kind: pass_through(arch, felt, kind, learning=False) for kind in stack.kinds if not stack.larger(kind)}
+
+    def casts(layer: int) -> int:
+        """Packed bytes of weights that autocast has cast by then, and keeps until the pass is over."""
+        if not setting.autocast:
+            return 0
+        below = stack.between(0, layer)
+        return sum(count * pass_through(arch, felt, kind, learning=False).casts for kind, count in below)
+
+    highest = stack.highest()
+    through = {size + casts(highest[kind]) for kind in passes for size in passes[kind].forward}
     layers = [around.plus(size) for size in growths(through)]
-    after = inputs(arch, setting, 0)
+    after = inputs(arch, setting, 0).plus(growth(casts(arch.layers), False))
     head = [after.plus(size) for size in growths(head_alone(arch, felt_by_head(setting)))]
     return tuple(_behind_tower(arch, setting, [*layers, *head]))
 
@@ -89,7 +98,8 @@ def _prefill(arch: Architecture, setting: Setting, rows: int, prompt: int) -> in
 @lru_cache(maxsize=256)
 def _prefilling(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     """Prompts are padded on the left and therefore masked. Of each kind the deepest layer, and the cache so far."""
-    masked = setting._replace(checkpointing=False, dropout=False, packed=True, sequence=1)
+    # Autocast is for losses: text is generated in the weights' own dtype.
+    masked = setting._replace(checkpointing=False, dropout=False, packed=True, sequence=1, autocast=False)
     stack = stack_of(arch, masked)
     batch = inputs(arch, masked, masks_of(arch, masked, stack.kinds))
     batch = batch.plus(embeddings_held(arch, masked, learning=False))
@@ -103,30 +113,39 @@ def _prefilling(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
 
 
 def _decoding(arch: Architecture, setting: Setting, rows: int, prompt: int, new_tokens: int) -> int:
-    """The last token of an answer: the whole cache, one layer's twice while it grows, and logits of one position.
+    """The last token of an answer: the whole cache, and the most that comes on top of it.
 
-    Logits are there in the model's dtype and, for the choice, twice in fp32.
+    That is a layer's keys or values twice while they grow (both, of a window), or in eager attention scores, and keys
+    and values for all heads, beside the fp32 logits of the token before; or the logits of both tokens, of the last in
+    the model's dtype, too.
     """
-    total = prompt + new_tokens
-    lengths = [
-        min(total, arch.sliding_window) if arch.sliding_window and slides else total
-        for slides in arch.sliding_layers or (False,) * arch.layers
-    ]
-    per_token = 2 * arch.kv_width * setting.base_bytes
-    cache = sum(lengths) * per_token + max(lengths) * per_token
-    if setting.attention == "eager" and arch.heads > arch.kv_heads:  # one layer's keys and values for all heads
-        cache += 2 * total * arch.query_width * setting.base_bytes
+    total, window = prompt + new_tokens, arch.sliding_window
+    half = arch.kv_width * setting.base_bytes
+    windowed = [bool(window and slides) for slides in arch.sliding_layers or (False,) * arch.layers]
+    lengths = [min(total, window) if slides and window else total for slides in windowed]
+    growing = max(half * length * (1 + slides) for slides, length in zip(windowed, lengths, strict=True))
+    repeated = 0
+    if setting.attention == "eager":
+        wide = 2 * arch.query_width * setting.base_bytes if arch.heads > arch.kv_heads else 0
+        repeated = max(lengths) * (wide + 2 * arch.heads * FLOAT)
+    logits = arch.vocab * FLOAT
+    on_top = max(growing + logits, repeated + logits, 2 * logits + arch.vocab * setting.base_bytes)
     pixels = FLOAT * arch.tower.patch_values * setting.image_patches if arch.tower else 0  # kept to the last token
-    return rows * (cache + pixels + arch.vocab * (setting.base_bytes + 2 * FLOAT) + INPUT_COPIES * total)
+    return rows * (2 * half * sum(lengths) + on_top + pixels + INPUT_COPIES * total)
 
 
 INPUT_COPIES = 24
 """Per position of a row: ids and mask (int64), and one more while they grow."""
 
 
+def most_answers(recipe: Recipe) -> int:
+    """How many answers the engine would write at once if there were room: those that are asked for, up to a bound."""
+    return GENERATION_ROWS if "exact_match" in recipe.eval.metrics else min(GENERATION_ROWS, recipe.eval.samples)
+
+
 def generation_rows(arch: Architecture, setting: Setting, recipe: Recipe, *, length: int, room_bytes: int) -> int:
     """How many answers at once: GENERATION_ROWS, halved until they fit into `room_bytes`; at least one."""
-    rows = GENERATION_ROWS if "exact_match" in recipe.eval.metrics else min(GENERATION_ROWS, recipe.eval.samples)
+    rows = most_answers(recipe)
     new_tokens = recipe.generate.max_new_tokens
     while rows > 1:
         if generation_bytes(arch, setting, rows=rows, prompt=length, new_tokens=new_tokens) <= room_bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.budget.ghost import PASSED, TOKEN, Back, Ghost, Storage, Walk
+from engine.budget.ghost import PASSED, TOKEN, Back, Ghost, Saved, Storage, Walk
 
 FLOAT = 4
 INDEX = 8
@@ -222,7 +222,7 @@ def add_number(walk: Walk, x: Ghost, width: int = 0) -> Ghost:
 def _reciprocal_root(walk: Walk, x: Ghost) -> Ghost:
     """`rsqrt`: saves its output."""
     size = x.size
-    saved: list[Storage] | None = walk.save() if x.node is not None else None
+    saved: Saved | None = walk.save() if x.node is not None else None
     output = walk.result(x.elements, x.itemsize, [x], size, saved)
     if saved is not None:
         walk.save_into(saved, output)

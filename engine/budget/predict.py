@@ -195,10 +195,14 @@ class Budget:
     def _generation_bytes(self, length: int) -> int:
         """Answers are written as many at once as there is room for, whatever the micro-batch."""
         if length not in self._answers:
-            arch, setting, tokens = self.arch, self.setting, self.recipe.generate.max_new_tokens
-            rows = generation_rows(arch, setting, self.recipe, length=length, room_bytes=self._room_bytes)
-            self._answers[length] = generation_bytes(arch, setting, rows=rows, prompt=length, new_tokens=tokens)
+            rows, tokens = self.generation_rows(length), self.recipe.generate.max_new_tokens
+            made_bytes = generation_bytes(self.arch, self.setting, rows=rows, prompt=length, new_tokens=tokens)
+            self._answers[length] = made_bytes
         return self._answers[length]
+
+    def generation_rows(self, length: int) -> int:
+        """How many answers to prompts of `length` tokens are written at once."""
+        return generation_rows(self.arch, self.setting, self.recipe, length=length, room_bytes=self._room_bytes)
 
 
 def _parts(phase: PhaseCost, shape: Shape) -> dict[str, int]:

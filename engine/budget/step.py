@@ -146,10 +146,9 @@ class _Step:
     def _kept(self, layer: int) -> Growth:
         """What the layers below one keep for backward.
 
-        Nothing where activations wait on the host. Within the layer at work all that it saves is counted all the
-        same, which without checkpointing is more than there is.
+        Of checkpoints nothing where activations wait on the host.
         """
-        if self.setting.activation_offload:
+        if self.setting.activation_offload and self.setting.checkpointing:
             return NOTHING
         return self._sized(_saved(self.ahead, self.stack, layer))
 

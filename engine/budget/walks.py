@@ -47,7 +47,7 @@ def walk_backward(arch: Architecture, setting: Setting, kind: Kind, accumulating
 @lru_cache(maxsize=256)
 def _walk_layer(arch: Architecture, setting: Setting, kind: Kind) -> tuple[Ahead, tuple[int, ...]]:
     """Forward, then backward; of a checkpointed layer what is said of its forward pass has no meaning."""
-    walk = Walk(metered=setting.metered, autocast=setting.autocast)
+    walk = Walk(metered=setting.metered, autocast=setting.autocast, offloads=setting.activation_offload)
     layer = Layer(walk, arch, setting, kind)
     arguments = [entry(walk, arch, setting, kind.follows)]
     if setting.checkpointing:  # the checkpoint holds its input until the layer's backward is over
@@ -109,8 +109,9 @@ def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple
 def felt_by_layers(setting: Setting) -> Setting:
     """The same to a layer: a plan asks under several remedies, most of which it does not feel."""
     return setting._replace(
-        optimizer="adamw", momentum=False, optimizer_offload=False, activation_offload=False, loss="plain",
-        chunk_tokens=0,
+        optimizer="adamw", momentum=False, optimizer_offload=False, loss="plain", chunk_tokens=0,
+        # Of a checkpointed layer only the input would go to the host, which is no part of its walk.
+        activation_offload=setting.activation_offload and not setting.checkpointing,
     )  # fmt: skip
 
 
@@ -124,12 +125,12 @@ def _unchecked(setting: Setting) -> Setting:
 def felt_by_head(setting: Setting) -> Setting:
     """The same to the end of the model."""
     felt = felt_by_layers(setting)
-    return felt._replace(loss=setting.loss, checkpointing=False)
+    return felt._replace(loss=setting.loss, checkpointing=False, activation_offload=setting.activation_offload)
 
 
 @lru_cache(maxsize=256)
 def _head_peaks(arch: Architecture, setting: Setting) -> tuple[int, ...]:
-    walk = Walk(metered=setting.metered, autocast=setting.autocast)
+    walk = Walk(metered=setting.metered, autocast=setting.autocast, offloads=setting.activation_offload)
     arguments = [entry(walk, arch, setting, body_learns(arch, setting))]
     loss = Head(walk, arch, setting).forward(arguments.pop())
     walk.casts.clear()

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, LogitsProcessorList
+from torch import Tensor
+from transformers import Cache, GenerationConfig, LogitsProcessorList
 
 from engine.data.batch import collate
 from engine.data.tokens import Example, TokenData
@@ -266,23 +267,31 @@ def _generate(judge: Judge, prompts: Sequence[Sequence[int]]) -> list[str]:
         for row, prompt in enumerate(prompts):
             ids_BS[row, width - len(prompt) :] = torch.tensor(prompt)
             mask_BS[row, width - len(prompt) :] = 1
-    made_BS = judge.loaded.model.generate(
-        input_ids=judge.device.upload(ids_BS),
-        attention_mask=judge.device.upload(mask_BS),
-        generation_config=_generation_config(judge),
-        logits_processor=judge.choosing,
-    )
+    config = generation_config(judge.generate, tokenizer.eos_token_id, _pad_id(judge))
+    ids_BS, mask_BS = judge.device.upload(ids_BS), judge.device.upload(mask_BS)
+    made_BS = continued(judge.loaded, ids_BS, mask_BS, config, logits_processor=judge.choosing)
     return [tokenizer.decode(row, skip_special_tokens=True) for row in made_BS[:, width:].tolist()]
 
 
-def _generation_config(judge: Judge) -> GenerationConfig:
+def continued(
+    loaded: LoadedModel,
+    ids_BS: Tensor,
+    mask_BS: Tensor,
+    config: GenerationConfig,
+    **how: LogitsProcessorList | Cache | None,
+) -> Tensor:
+    """Prompts and their answers, as token ids; `how` is for `generate` of transformers."""
+    return loaded.model.generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **how)
+
+
+def generation_config(generate: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:
     """Greedy, whatever sampling the model ships with: a score must not depend on luck."""
     return GenerationConfig(
-        max_new_tokens=judge.generate.max_new_tokens,
+        max_new_tokens=generate.max_new_tokens,
         do_sample=False,
-        repetition_penalty=judge.generate.repetition_penalty,
-        eos_token_id=judge.loaded.tokenizer.eos_token_id,
-        pad_token_id=_pad_id(judge),
+        repetition_penalty=generate.repetition_penalty,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
         use_cache=True,
     )
 

@@ -36,13 +36,23 @@ class SimulatedDevice(MeteredDevice):
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.ledger.counts_fakes = True
         self._like_a_card = like_a_card
+        self._answers = _Answers()
 
     @contextmanager
     def simulating(self, *, packed: bool) -> Iterator[None]:
         """Everything made inside is fake and counted."""
         kernels = _softmax_of_a_card() if self._like_a_card else nullcontext()
-        with _packing_known(packed), self._mode, self.activate(), _Answers(), kernels:
+        with _packing_known(packed), self._mode, self.activate(), self._answers, kernels:
             yield
+
+    @contextmanager
+    def unequal_rows(self) -> Iterator[None]:
+        """Inside, whether a mask is ones all over is answered with no: rows are of different lengths."""
+        self._answers.truth = False
+        try:
+            yield
+        finally:
+            self._answers.truth = True
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -62,6 +72,11 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     each image: real ones stay real, and so does what is made of nothing else.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.truth = True
+        """Of whether something holds."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [value for value in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(value, torch.Tensor)]
@@ -69,7 +84,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return self.truth if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)

@@ -1,5 +1,5 @@
 """One optimizer step of the engine's own parts, simulated: model, adapters, loss, checkpointing, clipping, optimizer;
-and the evaluation that follows it, where the recipe has one.
+and the evaluation and the generation that follow it, where the recipe has them.
 
 Layers are not extrapolated: all of them are run, which takes about 0.1 s each, and so nothing is assumed about which of
 them decides. Workspace inside an operation is not counted, here as on the metered device.
@@ -16,21 +16,24 @@ import torch
 from transformers import AutoConfig
 
 from engine.budget.architecture import from_config
-from engine.budget.inference import evaluates
+from engine.budget.inference import evaluates, generates, most_answers
 from engine.budget.kinds import stack_of
 from engine.budget.lookup import find_architecture, find_config
+from engine.budget.predict import Budget
 from engine.budget.setting import chunk_tokens, image_patches, resolved_dtype, setting_of
 from engine.budget.tower import TOWERS
 from engine.data.batch import Batch
 from engine.errors import UnknownArchitectureError, UsageError
 from engine.model.attention import resolve_attention
 from engine.model.config import auto_class
+from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, assemble
 from engine.model.loss import LossFunction, choose_implementation
 from engine.model.precision import choose_precision
 from engine.model.reference import Starting
 from engine.simulate.device import SimulatedDevice
+from engine.simulate.generate import simulate_generation
 from engine.simulate.images import images_of
 from engine.simulate.watch import Watch
 from engine.spec.images import image_key
@@ -72,7 +75,8 @@ class Simulation:
 
 
 def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
-    """A step of two micro-batches of `rows` sequences of `length` tokens (one where the batch is no larger).
+    """A step of two micro-batches of `rows` sequences of `length` tokens (one where the batch is no larger), and what
+    the recipe lets follow it: an evaluation of as many, answers to prompts as long.
 
     All but one token are targets; packed rows hold two documents.
 
@@ -108,8 +112,7 @@ def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
 
 def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int, length: int) -> Simulation:
     train = spec.recipe.train
-    loaded.model.to_empty(device="cpu")
-    loaded.base.tie_weights()
+    _leave_meta(loaded.model)
     head = find_head(loaded.base)
     implementation = choose_implementation(train.loss, head, train.label_smoothing, device)
     loss = LossFunction(loaded, head, implementation, train.label_smoothing, chunk_tokens(head.vocabulary))
@@ -124,12 +127,14 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     static_bytes = device.memory().allocated_bytes
     held = _held(loaded, None if host_state.on else optimizer)
     watch = Watch(device, loaded.base, lambda: bytes_of(_gradients(loaded)), _ends(spec))
+    dropouts = keyed_dropouts(loaded.model)
     for _ in range(min(2, -(-train.batch_size // rows))):
         batch = _batch(spec, device, rows, length)
         watch.enter("forward")
-        total = loss(batch) / (rows * length)
-        with device.backward():
-            total.backward()
+        with keyed(dropouts, seed=0, step=1, sample_ids=batch.sample_ids):
+            total = loss(batch) / (rows * length)
+            with device.backward():
+                total.backward()
         watch.leave()
         del total, batch
     watch.enter("optimizer_step")
@@ -146,7 +151,32 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
         with torch.no_grad():
             loss(batch)
         watch.leave()
+        del batch
+    if generates(spec.recipe):
+        with torch.no_grad():
+            answers = _answers_at_once(spec, length)
+            simulate_generation(device, loaded, spec.recipe.generate, watch, rows=answers, prompt=length)
     return Simulation({phase: _row(held, *found) for phase, found in watch.peaks.items()}, static_bytes)
+
+
+def _leave_meta(model: torch.nn.Module) -> None:
+    """A tensor for every weight; one that has several names stays one."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device="cpu")
+    for (module, name), *others in places.values():
+        for other, its_name in others:
+            setattr(other, its_name, getattr(module, name))
+
+
+def _answers_at_once(spec: RunSpec, length: int) -> int:
+    """As many as the plan says; the most there can be where it does not know the architecture."""
+    try:
+        return Budget(find_architecture(spec), spec).generation_rows(length)
+    except UnknownArchitectureError:
+        return most_answers(spec.recipe)
 
 
 def _ends(spec: RunSpec) -> dict[int, str]:

@@ -21,6 +21,7 @@ from engine.device.metered import MeteredDevice
 BETWEEN = "between"
 PHASES = (
     "forward", "loss_backward", "layer_first", "layer_last", "embedding_backward", "optimizer_step", "evaluate",
+    "generate",
 )  # fmt: skip
 
 

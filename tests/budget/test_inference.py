@@ -47,7 +47,7 @@ def test_generation_holds_what_the_metered_device_counts(
     arch = find_architecture(spec)
     static = static_bytes(arch, setting_of(arch, spec)).total.static
     predicted = static + generation_bytes(arch, setting_of(arch, spec), rows=4, prompt=prompt, new_tokens=new_tokens)
-    assert -0.005 <= predicted / measured_generation(spec, 4, prompt, new_tokens) - 1 <= 0.05
+    assert -0.01 <= predicted / measured_generation(spec, 4, prompt, new_tokens) - 1 <= 0.02
 
 
 def phases(arch: Architecture = TINY, **tables: Any) -> dict[str, dict[str, int]]:

@@ -23,6 +23,7 @@ from tests.budget.metered import (
     QWEN2,
     folder_of,
     measured_evaluation,
+    measured_generation,
     measured_step,
     run_spec,
 )
@@ -74,6 +75,8 @@ def test_every_phase_of_the_plan_is_simulated_and_the_two_agree(
         model={"dtype": "bfloat16"},
         train={"batch_size": 4, "gradient_checkpointing": True},
         data={"max_length": 300, "valid_fraction": 0.5},
+        eval={"samples": 3},
+        generate={"max_new_tokens": 40},
     )
     found = simulate_step(spec, rows=2, length=250)
     phases = predict(find_architecture(spec), spec, rows=2, length=250).phases
@@ -82,6 +85,41 @@ def test_every_phase_of_the_plan_is_simulated_and_the_two_agree(
         # The ends of a step are small here: a tensor for each gradient's norm, and the two inputs of a sum, show.
         bound = 0.04 if phase in ("embedding_backward", "optimizer_step") else 0.01
         assert sum(phases[phase].values()) == pytest.approx(held_bytes, rel=bound), phase
+
+
+@pytest.mark.parametrize("config", [QWEN2, GEMMA3, GPT_OSS], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(("prompt", "new_tokens"), [(150, 3), (8, 100)])
+def test_generation_holds_what_the_metered_device_counts(
+    config: dict[str, Any], prompt: int, new_tokens: int, tmp_path: Path
+) -> None:
+    """Short answers are made whole; of long ones the first tokens and the last."""
+    spec = run_spec(
+        folder_of(config, tmp_path),
+        data={"max_length": prompt, "valid_fraction": 0.5},
+        eval={"samples": 4},
+        generate={"max_new_tokens": new_tokens},
+        train={"batch_size": 1},
+    )
+    found = simulate_step(spec, rows=1, length=prompt).sums["generate"]
+    assert found == pytest.approx(measured_generation(spec, 4, prompt, new_tokens), rel=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_experts_are_simulated_in_dtypes_that_fakes_of_their_product_do_not_know(dtype: str, tmp_path: Path) -> None:
+    spec = run_spec(
+        folder_of(GPT_OSS, tmp_path), method=FULL, model={"dtype": dtype}, train={"batch_size": 4, "loss": "plain"}
+    )
+    _, peak_bytes = measured_step(spec, 2, 60, 2)
+    assert simulate_step(spec, rows=2, length=60).peak_bytes == pytest.approx(peak_bytes, rel=2e-3)
+
+
+def test_a_tied_head_that_learns_beside_adapters_and_dropout_are_simulated(tmp_path: Path) -> None:
+    method = {**LORA, "dropout": 0.1, "also_train": ["lm_head"]}
+    spec = run_spec(folder_of(QWEN2, tmp_path), method=method, train={"batch_size": 4})
+    static_bytes, peak_bytes = measured_step(spec, 2, 120, 2)
+    found = simulate_step(spec, rows=2, length=120)
+    assert found.static_bytes == pytest.approx(static_bytes, abs=4096)
+    assert found.peak_bytes == pytest.approx(peak_bytes, rel=1e-3)
 
 
 def test_an_evaluation_makes_no_gradient_of_the_head(tmp_path: Path) -> None:
