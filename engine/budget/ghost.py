@@ -94,9 +94,9 @@ class Storage:
 Saved = list[Storage | int]
 """What an operation keeps for backward: tensors, and the bytes of those that wait on the host."""
 
-STAYING_BYTES = 64
+STAYING_BYTES = 32
 """Per token: what is no larger is counted as staying on the device when activations wait on the host. The bound of
-`engine.model.offload` is on the whole tensor, which this meets at 256 tokens; with more it is on the safe side."""
+`engine.model.offload` is on the whole tensor, which this meets at 512 tokens; with more it is on the safe side."""
 
 
 class Node:

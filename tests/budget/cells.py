@@ -69,7 +69,6 @@ WAYS: dict[str, Way] = {
     "lora, plain loss": Way("bfloat16", LORA, {**KEEPING, "loss": "plain"}),
     "full, fused loss": Way("float32", FULL, {**SAVING, "loss": "fused"}),
     "lora, fused loss": Way("bfloat16", LORA, {**KEEPING, "loss": "fused"}),
-    "lora, kept on the host": Way("bfloat16", LORA, {**KEEPING, "activation_offload": True}),
     "lora, packed": Way("bfloat16", LORA, SAVING, data=PACKED),
     "lora, eager": Way("bfloat16", LORA, SAVING, model=EAGER),
     "lora, eager, kept": Way("float32", LORA, KEEPING, model=EAGER),

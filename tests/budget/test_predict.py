@@ -139,7 +139,7 @@ def test_a_frozen_model_part_costs_no_gradient_and_no_state() -> None:
     assert whole - half == pytest.approx(2 * 2 * 4 * layer, rel=0.02)
 
 
-@pytest.mark.parametrize(("checkpointing", "over"), [(True, 0.01), (False, 0.6)])
+@pytest.mark.parametrize(("checkpointing", "over"), [(True, 0.01), (False, 0.02)])
 def test_offloaded_activations_are_never_priced_too_low(checkpointing: bool, over: float, tmp_path: Path) -> None:
     train = {"gradient_checkpointing": checkpointing, "activation_offload": True, "batch_size": 4}
     spec = run_spec(folder_of(QWEN2, tmp_path / "model"), model={"dtype": "float32"}, train=train)

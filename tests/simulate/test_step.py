@@ -30,6 +30,8 @@ from tests.budget.metered import (
 
 LORA: dict[str, Any] = {"rank": 8}
 FULL: dict[str, Any] = {"kind": "full"}
+BOTH_WAYS = {**GEMMA3, "sliding_window_pattern": 2}
+"""Layers with a window and without, as in all that are published: both masks are made, needed or not."""
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_a_card_adds_gradients_in_place_and_holds_no_more(tmp_path: Path) -> Non
     assert simulate_step(card, rows=2, length=120).peak_bytes <= simulate_step(metered, rows=2, length=120).peak_bytes
 
 
-@pytest.mark.parametrize("config", [QWEN2, MIXTRAL, GEMMA3], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", [QWEN2, MIXTRAL, BOTH_WAYS], ids=lambda config: config["model_type"])
 @pytest.mark.parametrize("method", [LORA, FULL], ids=str)
 def test_every_phase_of_the_plan_is_simulated_and_the_two_agree(
     config: dict[str, Any], method: dict[str, Any], tmp_path: Path
@@ -82,8 +84,9 @@ def test_every_phase_of_the_plan_is_simulated_and_the_two_agree(
     phases = predict(find_architecture(spec), spec, rows=2, length=250).phases
     assert set(found.phases) == set(phases) - {"load"}
     for phase, held_bytes in found.sums.items():
-        # The ends of a step are small here: a tensor for each gradient's norm, and the two inputs of a sum, show.
-        bound = 0.04 if phase in ("embedding_backward", "optimizer_step") else 0.01
+        # The ends of a step are small here: a tensor for each gradient's norm, and the two inputs of a sum, show. Layers
+        # that see all and layers with a window are priced alike where nothing is kept.
+        bound = {"embedding_backward": 0.05, "optimizer_step": 0.04, "evaluate": 0.02}.get(phase, 0.01)
         assert sum(phases[phase].values()) == pytest.approx(held_bytes, rel=bound), phase
 
 
