@@ -84,8 +84,8 @@ def test_every_phase_of_the_plan_is_simulated_and_the_two_agree(
     phases = predict(find_architecture(spec), spec, rows=2, length=250).phases
     assert set(found.phases) == set(phases) - {"load"}
     for phase, held_bytes in found.sums.items():
-        # The ends of a step are small here: a tensor for each gradient's norm, and the two inputs of a sum, show. Layers
-        # that see all and layers with a window are priced alike where nothing is kept.
+        # The ends of a step are small here: a tensor for each gradient's norm, and the two inputs of a sum, show. And
+        # where nothing is kept, layers with a window are priced like those without.
         bound = {"embedding_backward": 0.05, "optimizer_step": 0.04, "evaluate": 0.02}.get(phase, 0.01)
         assert sum(phases[phase].values()) == pytest.approx(held_bytes, rel=bound), phase
 
