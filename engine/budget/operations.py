@@ -247,13 +247,13 @@ def softmax(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
 def narrow(walk: Walk, x: Ghost, elements: int) -> Ghost:
     """A slice: shares the tensor's storage; backward puts the gradient into zeros of full size."""
     size = x.size
-    return _view(walk, x, elements, size)
+    return walk.view(x, elements, size)
 
 
 def split(walk: Walk, x: Ghost, parts: Sequence[int]) -> list[Ghost]:
     """`Tensor.split` and `chunk`: views of one tensor, whose gradients are joined once all are there."""
     size = x.size
-    return pieces(walk, _view(walk, x, x.elements, size), parts)
+    return pieces(walk, walk.view(x, x.elements, size), parts)
 
 
 def pieces(walk: Walk, whole: Ghost, parts: Sequence[int]) -> list[Ghost]:
@@ -261,17 +261,12 @@ def pieces(walk: Walk, whole: Ghost, parts: Sequence[int]) -> list[Ghost]:
     there."""
     if whole.node is not None:
         whole.node.joins = True
-    return [_view(walk, whole, elements, PASSED) for elements in parts]
+    return [walk.view(whole, elements, PASSED) for elements in parts]
 
 
 def halves(walk: Walk, x: Ghost) -> list[Ghost]:
     """`chunk(2)`."""
     return split(walk, x, [x.elements // 2] * 2)
-
-
-def _view(walk: Walk, x: Ghost, elements: int, back: Back) -> Ghost:
-    """`elements` of a tensor, in its own storage."""
-    return walk.view(x, elements, back)
 
 
 def layer_norm(walk: Walk, x: Ghost, vector: int, trained: bool) -> Ghost:

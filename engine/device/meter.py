@@ -288,7 +288,7 @@ class Meter:
         ledger.resize(entry, size, "UntypedStorage.resize_")
         try:
             return former(storage, size)
-        except BaseException:
+        except BaseException:  # whatever stopped it: the books go back to what is held
             ledger.correct(entry, counted)
             raise
 

@@ -17,6 +17,6 @@ def write_atomically(path: Path, text: str) -> None:
             os.fsync(file.fileno())
             os.fchmod(file.fileno(), 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # an interrupt, too, leaves no temporary file
         os.unlink(temporary)
         raise

@@ -34,6 +34,7 @@ from engine.model.chunked import Shape, chunked_loss, token_losses
 from engine.model.head import Head, find_head
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
+from engine.spec.recipe import Train
 
 IGNORED = -100
 """Label of a token that is not a target."""
@@ -96,6 +97,19 @@ class LossFunction:
         if self.implementation == "torch":
             return torch_loss(head, hidden_NH, targets_N, self.chunk_tokens)
         return chunked_loss(head, hidden_NH, targets_N, Shape(smoothing, head.softcap, self.chunk_tokens))
+
+
+def loss_of(train: Train, loaded: LoadedModel, device: Device) -> LossFunction:
+    """The loss that a recipe's train table asks for; see `make_loss`."""
+    loss = make_loss(
+        loaded,
+        implementation=train.loss,
+        label_smoothing=train.label_smoothing,
+        chunk_tokens=None,
+        device=device,
+    )
+    loss.offload.on = train.activation_offload and device.kind != "cpu"
+    return loss
 
 
 def make_loss(

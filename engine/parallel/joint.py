@@ -71,7 +71,7 @@ class Joint:
             return False
         except LostRankError:
             raise
-        except Exception:
+        except Exception:  # whatever it was: the others must not be left waiting
             self._any_failed(here=True)
             raise
         return True

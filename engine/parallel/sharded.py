@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from engine.data.batch import Batch
 from engine.parallel.joint import Joint
 from engine.parallel.votes import LostRankError, losing_a_rank_ends_it
 
+if TYPE_CHECKING:
+    from engine.model.loss import LossFunction
+
 
 class Whole(nn.Module):
     """Model and head under one root, which starts and ends the iterations of all groups."""
@@ -43,6 +46,10 @@ class Whole(nn.Module):
         super().__init__()
         self.model, self.head = model, head
         self.compute: Callable[[Batch], Tensor] | None = None
+
+    def computes(self, loss: LossFunction) -> None:
+        """From here on its forward is this loss, in which the head's own forward stands for the head."""
+        self.compute, self.head.score, loss.score = loss.compute, loss.sum_of_losses, self.head
 
     def forward(self, batch: Batch) -> Tensor:
         """The loss of a batch. Without any target the head is used all the same, at weight zero: a rank that left it

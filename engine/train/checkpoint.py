@@ -65,7 +65,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> C
         _write_manifest(draft, step)
         replaced = _step_aside(final)
         os.rename(draft, final)
-    except Exception as error:
+    except Exception as error:  # raised again: a draft is left by nothing, whatever the writers of formats raise
         shutil.rmtree(draft, ignore_errors=True)
         found = OS_ERROR.search(str(error))
         if found is None or isinstance(error, OSError):

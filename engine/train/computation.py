@@ -40,12 +40,13 @@ class StepComputation:
         self.busy_seconds = 0.0
         self.data_wait_seconds = 0.0
         self.peak_bytes = 0
-        """Most bytes allocated at once since the caller last set this to 0."""
+        """Most bytes allocated at once in this attempt: one that failed held as much as there was, whatever its step
+        takes."""
         self._loss_here: torch.Tensor | None = None
 
     def begin(self) -> None:
         """A new attempt at a step."""
-        self.phase, self.in_flight = "forward", None
+        self.phase, self.in_flight, self.peak_bytes = "forward", None, 0
 
     @property
     def is_finite(self) -> bool:

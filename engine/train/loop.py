@@ -111,7 +111,6 @@ class Training:
         step = self.state.step + 1
         rate = set_learning_rates(self.parts.optimizer, self.bench.schedule.factor(step))
         samples = self.bench.order.step(step)
-        self.transaction.work.peak_bytes = 0
         try:
             with self.watchdog.over("step", f"step {step}"):
                 outcome = self.transaction.run(step, samples)

@@ -18,7 +18,7 @@ from engine.train.ladder import Remedy
 from engine.train.parts import Backoff
 
 MOST = 8
-"""Kept at a time, the first ones: what a rank says has limited room."""
+"""Told at a time; the rest comes with the next telling. What a rank says has limited room."""
 
 TEXT_CHARACTERS = 400
 
@@ -40,9 +40,9 @@ class Outlived:
             self._kept.append(backoff)
 
     def take(self) -> list[dict[str, Any]]:
-        """What is to be told (JSON); it is not kept any longer."""
-        kept, self._kept = self._kept[:MOST], []
-        return [_as_json(backoff) for backoff in kept]
+        """What is to be told now (JSON); it is not kept any longer."""
+        now, self._kept = self._kept[:MOST], self._kept[MOST:]
+        return [_as_json(backoff) for backoff in now]
 
     def record(self, told: Sequence[list[dict[str, Any]]]) -> None:
         """Have what the ranks told, in their order, in the journal."""

@@ -24,10 +24,11 @@ from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.model.config import model_config_dict
 from engine.model.load import LoadedModel, load_model
-from engine.model.loss import LossFunction, make_loss
-from engine.model.slices import share_sequences
+from engine.model.loss import LossFunction, loss_of
+from engine.model.slices import SlicedAttention, share_sequences
 from engine.model.tokenizer import load_tokenizer
 from engine.parallel.deepspeed import Zero
+from engine.parallel.joint import Joint
 from engine.parallel.ranks import ALONE, Ranks
 from engine.parallel.reduce import GradientSum, send_from_first
 from engine.parallel.sharded import Sharded
@@ -63,6 +64,20 @@ class Bench:
     flops_per_token: float
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A model with its loss and optimizer as the ranks share them; see `Parts` for what each is."""
+
+    loaded: LoadedModel
+    loss: LossFunction
+    guard: StepGuard
+    gradient_sum: GradientSum | None
+    joint: Joint | None
+    sharded: Sharded | None
+    zero: Zero | None
+    slices: SlicedAttention | None
+
+
 def set_up(
     spec: RunSpec, device: Device, journal: Journal, report: Callable[[Backoff], None], ranks: Ranks = ALONE
 ) -> Bench:
@@ -87,64 +102,10 @@ def set_up(
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
     outlived = Outlived(ranks, report)
-    told = outlived.note
-    sharded: Sharded | None = None
-    zero: Zero | None = None
-    guard: StepGuard | None = None
-    if ranks.size > 1 and spec.profile.parallel.strategy == "sharded":
-        loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, report, told)
-    elif ranks.size > 1 and spec.profile.parallel.strategy == "deepspeed":
-        loaded, loss, guard, zero = load_with_deepspeed(spec, device, tokenizer, ranks)
-    else:
-        loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
-    for notice in loaded.notices:
+    shared = _shared(spec, device, tokenizer, ranks, report, outlived)
+    for notice in shared.loaded.notices:
         journal.warn("model", notice)
-    gradient_sum = None
-    if ranks.size > 1 and not sharded and not zero:
-        send_from_first(_learned_tensors(loaded))
-        gradient_sum = retried(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
-    joint, slices = sharded.joint if sharded else None, None
-    if spec.profile.parallel.sequence > 1:
-        with sharded.judging() if sharded else nullcontext():
-            slices = share_sequences(loaded, ranks, spec.profile.parallel.sequence, joint)
-        joint = slices.group.joint
-    guard = guard or retried(lambda: _guarded_optimizer(recipe.train, loaded, device), "optimizer_state", device, told)
-    parts = Parts(
-        device=device,
-        loaded=loaded,
-        loss=loss,
-        optimizer=guard.optimizer,
-        guard=guard,
-        rollback=Rollback(loaded.model, device, recipe.train.seed),
-        scaler=LossScaler.start(loaded.needs_loss_scaling),
-        data=prepared.train,
-        cost=pricing.cost,
-        budget=pricing.budget,
-        ladder=[*recipe.backoff.ladder, *recipe.backoff.allow_learning_changes] if not zero else (
-            [rung for rung in recipe.backoff.ladder if rung in RUNGS_BETWEEN_ATTEMPTS]
-        ),
-        pad_id=int(tokenizer.pad_token_id),
-        seed=recipe.train.seed,
-        max_grad_norm=recipe.train.max_grad_norm,
-        # Under DeepSpeed a try that fails costs a restart.
-        may_grow=recipe.backoff.grow and device.kind != "cpu" and not zero,
-        measures=device.kind != "cpu",
-        report=report,
-        outlived=outlived,
-        ranks=ranks,
-        gradient_sum=gradient_sum,
-        joint=joint,
-        sharded=sharded,
-        zero=zero,
-        slices=slices,
-        advise=lambda failure, micro_batch: in_words(
-            avoidance(as_it_stands(spec, loaded, loss, guard), failure, micro_batch)
-        ),
-    )
-    if sharded is not None:
-        parts.collector = Collector(parts, sharded)
-    if zero is not None:
-        parts.collector = ZeroCollector(parts, zero)
+    parts = _parts(spec, device, shared, prepared.train, pricing, int(tokenizer.pad_token_id), report, outlived, ranks)
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
     return Bench(
@@ -155,8 +116,92 @@ def set_up(
         schedule=Schedule.of(recipe.train, total_steps),
         total_steps=total_steps,
         identity=Identity(prepared.fingerprint, tokenizer_hash(tokenizer), recipe.train.seed),
-        flops_per_token=flops_per_token(loaded),
+        flops_per_token=flops_per_token(shared.loaded),
     )
+
+
+def _shared(
+    spec: RunSpec,
+    device: Device,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    report: Callable[[Backoff], None],
+    outlived: Outlived,
+) -> Shared:
+    """Load, and share out as the profile's strategy has it."""
+    parallel, train, told = spec.profile.parallel, spec.recipe.train, outlived.note
+    strategy = parallel.strategy if ranks.size > 1 else "single"
+    guard: StepGuard | None = None
+    gradient_sum = sharded = zero = joint = slices = None
+    if strategy == "sharded":
+        loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, report, told)
+        joint = sharded.joint
+    elif strategy == "deepspeed":
+        loaded, loss, guard, zero = load_with_deepspeed(spec, device, tokenizer, ranks)
+    else:
+        loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
+    if ranks.size > 1 and sharded is None and zero is None:
+        send_from_first(_learned_tensors(loaded))
+        gradient_sum = retried(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
+    if parallel.sequence > 1:
+        with sharded.judging() if sharded else nullcontext():
+            slices = share_sequences(loaded, ranks, parallel.sequence, joint)
+        joint = slices.group.joint
+    if guard is None:
+        guard = retried(lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, told)
+    return Shared(loaded, loss, guard, gradient_sum, joint, sharded, zero, slices)
+
+
+def _parts(
+    spec: RunSpec,
+    device: Device,
+    shared: Shared,
+    data: TokenData,
+    pricing: Pricing,
+    pad_id: int,
+    report: Callable[[Backoff], None],
+    outlived: Outlived,
+    ranks: Ranks,
+) -> Parts:
+    """What steps work on."""
+    train, backoff, loaded, zero = spec.recipe.train, spec.recipe.backoff, shared.loaded, shared.zero
+    parts = Parts(
+        device=device,
+        loaded=loaded,
+        loss=shared.loss,
+        optimizer=shared.guard.optimizer,
+        guard=shared.guard,
+        rollback=Rollback(loaded.model, device, train.seed),
+        scaler=LossScaler.start(loaded.needs_loss_scaling),
+        data=data,
+        cost=pricing.cost,
+        budget=pricing.budget,
+        ladder=[*backoff.ladder, *backoff.allow_learning_changes] if not zero else (
+            [rung for rung in backoff.ladder if rung in RUNGS_BETWEEN_ATTEMPTS]
+        ),
+        pad_id=pad_id,
+        seed=train.seed,
+        max_grad_norm=train.max_grad_norm,
+        # Under DeepSpeed a try that fails costs a restart.
+        may_grow=backoff.grow and device.kind != "cpu" and not zero,
+        measures=device.kind != "cpu",
+        report=report,
+        outlived=outlived,
+        ranks=ranks,
+        gradient_sum=shared.gradient_sum,
+        joint=shared.joint,
+        sharded=shared.sharded,
+        zero=zero,
+        slices=shared.slices,
+        advise=lambda failure, micro_batch: in_words(
+            avoidance(as_it_stands(spec, loaded, shared.loss, shared.guard), failure, micro_batch)
+        ),
+    )
+    if shared.sharded is not None:
+        parts.collector = Collector(parts, shared.sharded)
+    if zero is not None:
+        parts.collector = ZeroCollector(parts, zero)
+    return parts
 
 
 def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journal, ranks: Ranks) -> PreparedData:
@@ -181,16 +226,7 @@ def _model_and_loss(
     spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[LoadedModel, LossFunction]:
     loaded = load_model(spec, device, tokenizer)
-    train = spec.recipe.train
-    loss = make_loss(
-        loaded,
-        implementation=train.loss,
-        label_smoothing=train.label_smoothing,
-        chunk_tokens=None,
-        device=device,
-    )
-    loss.offload.on = train.activation_offload and device.kind != "cpu"
-    return loaded, loss
+    return loaded, loss_of(spec.recipe.train, loaded, device)
 
 
 def _guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:

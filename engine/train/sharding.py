@@ -18,7 +18,7 @@ from engine.device.base import Device
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
-from engine.model.loss import LossFunction, make_loss
+from engine.model.loss import LossFunction, loss_of
 from engine.parallel.joint import Joint
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import Head, Sharded, Whole, groups_of
@@ -110,17 +110,8 @@ def _spread(
 
 
 def _loss(spec: RunSpec, device: Device, loaded: LoadedModel, sharded: Sharded) -> LossFunction:
-    train = spec.recipe.train
     with sharded.judging(gathers_head=True):
-        loss = make_loss(
-            loaded,
-            implementation=train.loss,
-            label_smoothing=train.label_smoothing,
-            chunk_tokens=None,
-            device=device,
-        )
-    loss.offload.on = train.activation_offload and device.kind != "cpu"
-    whole = sharded.whole
-    whole.compute, loss.through = loss.compute, whole
-    whole.head.score, loss.score = loss.sum_of_losses, whole.head
+        loss = loss_of(spec.recipe.train, loaded, device)
+    sharded.whole.computes(loss)
+    loss.through = sharded.whole
     return loss

@@ -29,7 +29,7 @@ from engine.errors import MemoryExhaustedError, UsageError
 from engine.evaluate.scores import Judge, judging, loss_sum
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
-from engine.model.loss import LossFunction, make_loss
+from engine.model.loss import LossFunction, loss_of
 from engine.parallel.deepspeed import EndedByMemoryError, Zero, standing_in
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import Head, Whole
@@ -99,15 +99,9 @@ def _load(
         allocate_one(optimizer, group, flat)
     zero.link_state()
     with zero.head_gathered():
-        loss = make_loss(
-            loaded,
-            implementation=train.loss,
-            label_smoothing=train.label_smoothing,
-            chunk_tokens=None,
-            device=device,
-        )
-    whole.compute, loss.through = loss.compute, zero.compute
-    whole.head.score, loss.score = loss.sum_of_losses, whole.head
+        loss = loss_of(train, loaded, device)
+    whole.computes(loss)
+    loss.through = zero.compute
     return loaded, loss, StepGuard(optimizer, loaded.trainable(), device), zero
 
 
