@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from engine.errors import UsageError
+from engine.model.loaded import LoadedModel
 from tests.model.samples import batch_of, disturb, load, load_family, logits_of, run_spec, tokenizer_at, write_model
 
 TRAINED = ["qwen2", "gemma2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "phi3"]
@@ -64,14 +65,19 @@ def test_the_head_trained_beside_lora_on_a_tied_model_opens_with_peft(tmp_path: 
     assert torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
 
 
+def reopens_with_its_base(loaded: LoadedModel, folder: Path) -> bool:
+    """Whether peft and transformers make the same of what was saved."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    reopened = PeftModel.from_pretrained(base, folder)
+    batch = batch_of()
+    return torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
+
+
 def test_a_base_that_exists_nowhere_else_is_saved_beside_its_adapter(tmp_path: Path) -> None:
     loaded = load(run_spec(train={"seed": 3}))
     disturb(loaded)
     loaded.save(tmp_path / "result")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "result" / "base", dtype=torch.float32)
-    reopened = PeftModel.from_pretrained(base, tmp_path / "result")
-    batch = batch_of()
-    assert torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
+    assert reopens_with_its_base(loaded, tmp_path / "result")
 
 
 def test_a_base_that_exists_nowhere_else_is_saved_without_the_wrapping_of_adapters_on_experts(tmp_path: Path) -> None:
@@ -80,10 +86,7 @@ def test_a_base_that_exists_nowhere_else_is_saved_without_the_wrapping_of_adapte
     loaded = load(run_spec(str(tmp_path / "mixtral"), method={"targets": targets}, init="random"))
     disturb(loaded)
     loaded.save(tmp_path / "result")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "result" / "base", dtype=torch.float32)
-    reopened = PeftModel.from_pretrained(base, tmp_path / "result")
-    batch = batch_of()
-    assert torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
+    assert reopens_with_its_base(loaded, tmp_path / "result")
 
 
 @pytest.mark.parametrize("method", [{"kind": "full"}, {}, {"dora": True}, {"also_train": ["model.embed_tokens"]}])

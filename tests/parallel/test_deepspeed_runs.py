@@ -23,6 +23,7 @@ from engine.spec.load import dump_run_spec
 from engine.spec.run import RunSpec
 from engine.train.main import run_first, run_other
 from tests.parallel.crew import run_crew
+from tests.parallel.legs import leg_spec, run_leg
 from tests.parallel.steps import FULL, LORA, SAMPLES, sharded, small_model, spec_of
 from tests.parallel.supervised import engine_ends, rank_process, wait_for_step
 from tests.parallel.zero_cases import WIDTH, deepspeed, needs_deepspeed
@@ -41,30 +42,17 @@ LEGS: tuple[tuple[int, int, dict[str, Any]], ...] = (
 
 
 def spec_for(folder: Path, kind: str, ranks: int, last_step: int, how: dict[str, Any]) -> RunSpec:
-    """A constant learning rate: the curve does not depend on where a leg ends."""
+    """Of one kind of run on one of its legs."""
     tables = small_model(folder, {**how, **KINDS[kind]}, width=WIDTH)
-    tables["train"] = {**tables["train"], "max_steps": last_step, "scheduler": "constant", "warmup_steps": 0}
-    generates = how is ZERO_2
-    tables |= {
-        "data": {"valid_fraction": 0.2},
-        "eval": {"every_steps": 1, "metrics": ["loss"], "samples": int(generates)},
-        "generate": {"max_new_tokens": 3},
-    }
-    return spec_of(folder, ranks, tables)
+    evaluation = {"every_steps": 1, "metrics": ["loss"], "samples": int(how is ZERO_2)}
+    return leg_spec(folder, ranks, tables, last_step, evaluation)
 
 
 def go_on(ranks: Ranks, folder: Path, leg: int) -> list[str]:
     """Every kind's run, on this leg of it; how each ended."""
     size, last_step, how = LEGS[leg]
-    ended = []
-    for kind in KINDS:
-        spec, place = spec_for(folder, kind, size, last_step, how), RunDirectory(folder / kind)
-        if ranks.is_first:
-            place.run_toml.write_text(dump_run_spec(spec))
-            ended.append(run_first(spec, place, ranks, leg > 0, None)[0])
-        else:
-            run_other(spec, place, ranks, leg > 0, None)
-    return ended
+    specs = {kind: spec_for(folder, kind, size, last_step, how) for kind in KINDS}
+    return run_leg(ranks, folder, specs, resume=leg > 0)
 
 
 def first_legs(ranks: Ranks, folder: Path) -> Any:

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from engine.journal.directory import RunDirectory
 from engine.journal.events import read_events
 from engine.parallel.ranks import ALONE, Ranks
-from engine.spec.load import dump_run_spec
 from engine.spec.run import RunSpec
-from engine.train.main import run_first, run_other
+from engine.train.main import run_first
 from tests.parallel.crew import run_crew
-from tests.parallel.steps import FULL, LORA, SAMPLES, sharded, small_model, spec_of
+from tests.parallel.legs import leg_spec, run_leg
+from tests.parallel.steps import FULL, LORA, SAMPLES, sharded, small_model
 from tests.train.harness import losses, new_run, of_kind, write_samples
 
 CASES = {
@@ -33,30 +33,17 @@ LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
 
 
 def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str) -> RunSpec:
-    """A constant learning rate: the curve does not depend on where a leg ends."""
-    tables = small_model(folder, CASES[case])
-    tables = {**tables, **(REPLICATED if strategy == "replicated" else {})}
-    tables["train"] = {**tables["train"], "max_steps": last_step, "scheduler": "constant", "warmup_steps": 0}
-    tables |= {
-        "data": {"valid_fraction": 0.2},
-        "eval": {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1},
-        "generate": {"max_new_tokens": 3},
-    }
-    return spec_of(folder, ranks, tables)
+    """Of one case on one of its legs."""
+    tables = {**small_model(folder, CASES[case]), **(REPLICATED if strategy == "replicated" else {})}
+    evaluation = {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1}
+    return leg_spec(folder, ranks, tables, last_step, evaluation)
 
 
 def go_on(ranks: Ranks, folder: Path, leg: int) -> list[str]:
     """Every case's run, on this leg of it; how each ended."""
     size, last_step, strategy = LEGS[leg]
-    ended = []
-    for case in CASES:
-        spec, place = spec_for(folder, case, size, last_step, strategy), RunDirectory(folder / case)
-        if ranks.is_first:
-            place.run_toml.write_text(dump_run_spec(spec))
-            ended.append(run_first(spec, place, ranks, leg > 0, None)[0])
-        else:
-            run_other(spec, place, ranks, leg > 0, None)
-    return ended
+    specs = {case: spec_for(folder, case, size, last_step, strategy) for case in CASES}
+    return run_leg(ranks, folder, specs, resume=leg > 0)
 
 
 def first_leg(ranks: Ranks, folder: Path) -> Any:
