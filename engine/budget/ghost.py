@@ -102,16 +102,26 @@ STAYING_BYTES = 32
 class Node:
     """One operation on the tape: where its gradients go, how they are made, and what it saved for that."""
 
-    __slots__ = ("back", "inputs", "joins", "saved", "saves", "size")
+    __slots__ = ("back", "chain", "gradient", "inputs", "joins", "saved", "saves", "size")
 
     def __init__(self, inputs: Sequence[Node | None], back: Back, size: int, saved: Saved | None) -> None:
         self.inputs = inputs
         self.back = back
         self.size = size
+        self.gradient: Storage | None = None
+        """What has come for it so far, until its turn."""
         self.joins = False
         """Has several outputs: their gradients wait side by side instead of being added up."""
         self.saves = saved is not None
         self.saved = saved
+        self.chain: Callable[[Node], None] | None = None
+        """Of several operations at once: the whole way back."""
+
+    def take(self) -> Storage:
+        """The gradient that has come, which is the caller's from now on."""
+        assert self.gradient is not None
+        gradient, self.gradient = self.gradient, None
+        return gradient
 
 
 class Ghost:
@@ -179,11 +189,26 @@ class Walk:
         """Bare bytes."""
         return Storage(self, size)
 
+    def reach(self, size: int) -> None:
+        """A local maximum so much above what is live."""
+        self.peaks.append(self.live + size)
+        self.rising = False
+
+    def keeps(self, size: int) -> tuple[int, int]:
+        """Of so many bytes that an operation saves: those that stay, and those that wait on the host."""
+        if self._forgotten is not None:
+            return 0, 0
+        return (0, size) if self.offloads and size > STAYING_BYTES * TOKEN else (size, 0)
+
+    def mark(self, above: int = 0) -> None:
+        """Something is saved here, with so much above what is live: so far a checkpointed forward runs again."""
+        self._saved_at = len(self.peaks), self.live + above, self.rising or above > 0
+
     def save(self, *ghosts: Ghost | None) -> Saved:
         """Keep inputs for backward; None stands for a weight, which costs nothing but is saved too."""
         if not ghosts or self._forgotten is not None:
             return []
-        self._saved_at = len(self.peaks), self.live, self.rising
+        self.mark()
         return self._kept(ghosts)
 
     def _kept(self, ghosts: Iterable[Ghost | None]) -> Saved:
@@ -195,7 +220,7 @@ class Walk:
         """Keep more for the same operation: outputs are saved after they are made."""
         if ghosts and self._forgotten is None:
             holder += self._kept(ghosts)
-            self._saved_at = len(self.peaks), self.live, self.rising
+            self.mark()
         return holder
 
     def result(
@@ -248,6 +273,13 @@ class Walk:
             self.tape.append(output.node)
         return output
 
+    def chain(self, output: Ghost, x: Ghost, back: Callable[[Node], None], saved: Saved, *, trains: bool) -> Ghost:
+        """The output of several operations on `x`, with one node for all of them."""
+        self._on_tape(output, (x,), PASSED, saved, trains)
+        if output.node is not None and self._forgotten is None:
+            output.node.chain = back
+        return output
+
     def checkpoint(self, forward: Callable[[], Ghost]) -> Ghost:
         """Run `forward` as backward will run it again, up to the last that is saved.
 
@@ -263,9 +295,10 @@ class Walk:
         self.peaks, self.rising = earlier, False
         return output
 
-    def _run_again(self) -> None:
-        """Count what a checkpointed forward makes and saves when backward has come to it."""
-        assert self._recompute is not None
+    def bring_back(self) -> None:
+        """Count what a checkpointed forward makes and saves, when backward has first come to something it saved."""
+        if self._recompute is None:
+            return
         maxima, kept = self._recompute
         self._recompute = None
         self.peaks += [self.live + peak for peak in maxima]
@@ -285,23 +318,26 @@ class Walk:
 
     def backward(self, node: Node, gradient: Storage) -> None:
         """Run the tape from its end, as the autograd engine does: latest node first."""
-        gradients = {node: gradient}
+        node.gradient = gradient
         del gradient
         while self.tape:
             current = self.tape.pop()
-            incoming = gradients.pop(current, None)
-            if incoming is None:
+            if current.gradient is None:
                 continue
-            if current.saves and self._recompute is not None:
-                self._run_again()
+            if current.chain is not None:
+                current.chain(current)
+                continue
+            incoming = current.take()
+            if current.saves:
+                self.bring_back()
             fetched = self._fetch(current.saved) if self.offloads and current.saved else None
             back = current.back
             if isinstance(back, int):
-                made = incoming if back == PASSED else Storage(self, back)
+                made = incoming if back == PASSED else self.exchange(incoming, back)
                 del incoming, fetched
                 if current.saved:
                     current.saved.clear()
-                self._hand_on(gradients, current.inputs[0], made)
+                self.hand_on(current.inputs[0], made)
                 del made
                 continue
             outgoing = list(back(incoming))
@@ -309,23 +345,34 @@ class Walk:
             if current.saved:
                 current.saved.clear()
             while outgoing:
-                self._hand_on(gradients, current.inputs[len(outgoing) - 1], outgoing.pop())
+                self.hand_on(current.inputs[len(outgoing) - 1], outgoing.pop())
+
+    def exchange(self, incoming: Storage, size: int) -> Storage:
+        """Other bytes made of these, which go then unless somebody else refers to them."""
+        if sys.getrefcount(incoming) > 3:  # its names here and in the caller, and the argument of the question
+            return Storage(self, size)
+        self.live += size
+        self.peaks.append(self.live)
+        self.rising = False
+        self.live -= incoming.freed
+        incoming.freed = size
+        return incoming
 
     def _fetch(self, saved: Saved) -> list[Storage]:
         """What of it is on the host, brought back."""
         return [Storage(self, size) for size in saved if isinstance(size, int)]
 
-    def _hand_on(self, gradients: dict[Node, Storage], target: Node | None, gradient: Storage | None) -> None:
+    def hand_on(self, target: Node | None, gradient: Storage | None) -> None:
         """Give a gradient to its node, adding it to what is there."""
         if gradient is None or target is None:
             return
         if target.joins:
             target.saved = [*(target.saved or ()), gradient]
-            gradients[target] = gradient
-        elif target not in gradients:
-            gradients[target] = gradient
-        elif self.metered or sys.getrefcount(gradients[target]) != 2:
-            gradients[target] = Storage(self, target.size)
+            target.gradient = gradient
+        elif target.gradient is None:
+            target.gradient = gradient
+        elif self.metered or sys.getrefcount(target.gradient) != 2:
+            target.gradient = Storage(self, target.size)
 
 
 def _travels(ghost: Ghost) -> bool:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import CHUNK, SEVERAL, TOKEN, Ghost, Storage, Walk
+from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, cast, half_linear, layer_norm, linear, saves_output, scale
 from engine.budget.parameters import outer_parameters
 from engine.budget.setting import Setting
 from engine.budget.static import rounded, selected_outer
-from engine.budget.weights import rms_norm
 
 
 class Head:

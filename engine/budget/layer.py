@@ -7,6 +7,7 @@ from engine.budget.attention import attend, rotary
 from engine.budget.experts import mixture
 from engine.budget.ghost import TOKEN, Ghost, Walk
 from engine.budget.kinds import Kind
+from engine.budget.norm import rms_norm
 from engine.budget.operations import (
     activation,
     add,
@@ -23,7 +24,7 @@ from engine.budget.operations import (
 )
 from engine.budget.parameters import layer_parameters
 from engine.budget.setting import Setting
-from engine.budget.weights import Weights, rms_norm
+from engine.budget.weights import Weights
 
 
 class Layer(Weights):

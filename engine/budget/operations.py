@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.budget.ghost import PASSED, TOKEN, Back, Ghost, Saved, Storage, Walk
+from engine.budget.ghost import PASSED, TOKEN, Back, Ghost, Storage, Walk
 
 FLOAT = 4
 INDEX = 8
@@ -185,48 +185,10 @@ def activation(walk: Walk, x: Ghost) -> Ghost:
     return walk.result(x.elements, x.itemsize, [x], size, saved)
 
 
-def power_mean(walk: Walk, x: Ghost, rows: int) -> Ghost:
-    """`x.pow(2).mean(-1, keepdim=True) + eps`, then rsqrt: one value per row of `rows` rows."""
-    squared = _square(walk, x)
-    mean = _mean(walk, squared, rows)
-    del squared
-    return _reciprocal_root(walk, add_number(walk, mean))
-
-
-def _square(walk: Walk, x: Ghost) -> Ghost:
-    """`pow(2)`: saves x; backward makes pow(1), twice that, and the product with the gradient."""
-    size = x.size
-
-    def back(gradient: Storage) -> list[Storage | None]:
-        temporaries = [walk.allocate(size), walk.allocate(size)]
-        product = walk.allocate(size)
-        del temporaries  # one C++ expression: its temporaries live to its end
-        return [product]
-
-    saved = walk.save(x) if x.node is not None else None
-    return walk.result(x.elements, x.itemsize, [x], back, saved)
-
-
-def _mean(walk: Walk, x: Ghost, rows: int) -> Ghost:
-    """Mean over the last dimension: backward expands and divides, which makes a full tensor."""
-    size = x.size
-    return walk.result(rows, x.itemsize, [x], size)
-
-
 def add_number(walk: Walk, x: Ghost, width: int = 0) -> Ghost:
     """`x + number`, or a mask of `width` bytes each: the gradient passes through, cast where the sum is wider."""
     itemsize = max(x.itemsize, width)
     return walk.result(x.elements, itemsize, [x], PASSED if itemsize == x.itemsize else x.size)
-
-
-def _reciprocal_root(walk: Walk, x: Ghost) -> Ghost:
-    """`rsqrt`: saves its output."""
-    size = x.size
-    saved: Saved | None = walk.save() if x.node is not None else None
-    output = walk.result(x.elements, x.itemsize, [x], size, saved)
-    if saved is not None:
-        walk.save_into(saved, output)
-    return output
 
 
 def saves_output(walk: Walk, x: Ghost, itemsize: int | None = None) -> Ghost:
@@ -290,4 +252,13 @@ def layer_norm(walk: Walk, x: Ghost, vector: int, trained: bool) -> Ghost:
 
 def cube(walk: Walk, x: Ghost) -> Ghost:
     """`torch.pow(x, 3)`: saves x; backward makes the square, thrice that, and the product with the gradient."""
-    return _square(walk, x)
+    size = x.size
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        temporaries = [walk.allocate(size), walk.allocate(size)]
+        product = walk.allocate(size)
+        del temporaries  # one C++ expression: its temporaries live to its end
+        return [product]
+
+    saved = walk.save(x) if x.node is not None else None
+    return walk.result(x.elements, x.itemsize, [x], back, saved)

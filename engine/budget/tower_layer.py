@@ -12,6 +12,7 @@ from functools import lru_cache
 from engine.budget.architecture import Architecture
 from engine.budget.attention import attend, rotary
 from engine.budget.ghost import TOKEN, Ghost, Walk
+from engine.budget.norm import rms_norm
 from engine.budget.operations import (
     FLOAT,
     activation,
@@ -28,7 +29,7 @@ from engine.budget.setting import Setting
 from engine.budget.static import Selection
 from engine.budget.tower import Tower
 from engine.budget.tower_parameters import tower_layer
-from engine.budget.weights import Weights, rms_norm
+from engine.budget.weights import Weights
 
 
 class TowerLayer(Weights):

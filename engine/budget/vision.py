@@ -16,13 +16,14 @@ from typing import NamedTuple
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import TOKEN, Ghost, Node, Storage, Walk, highest
 from engine.budget.growth import Growth, growth, prune
+from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, activation, copy, linear
 from engine.budget.setting import Setting
 from engine.budget.static import Selection, select_tower_ends, tower_layer_tensors, tower_selections
 from engine.budget.tower import Tower
 from engine.budget.tower_layer import TowerLayer, norm_of
 from engine.budget.tower_parameters import tower_ends
-from engine.budget.weights import Weights, rms_norm
+from engine.budget.weights import Weights
 
 
 @dataclass(frozen=True)

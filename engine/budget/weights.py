@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from engine.budget.adapter import Adapted, adapted
 from engine.budget.ghost import Ghost, Walk
-from engine.budget.operations import FLOAT, cast, half_linear, linear, multiply, power_mean, scale_by_weight
+from engine.budget.operations import half_linear, linear
 from engine.budget.parameter import Parameter
 from engine.budget.setting import Setting
 from engine.budget.static import Selection, rounded
@@ -68,13 +68,3 @@ class Weights:
         """(outputs, inputs) of a linear layer's weight."""
         rows, columns = parameter.shape
         return (columns, rows) if self.transposed else (rows, columns)
-
-
-def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width: int, *, wide: bool) -> Ghost:
-    """`Qwen2RMSNorm.forward`, or with `wide` that of Gemma and gpt-oss; each of `rows` has a root of its own."""
-    itemsize = x.itemsize
-    x = cast(walk, x, FLOAT)
-    x = multiply(walk, x, power_mean(walk, x, rows))
-    if wide:
-        return cast(walk, scale_by_weight(walk, x, weight, trained), itemsize)
-    return scale_by_weight(walk, cast(walk, x, itemsize), weight, trained, width)
