@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.budget.ghost import POSITION, TOKEN, Ghost, Storage, Walk
-from engine.budget.operations import add, cast, copy, linear, scale, scale_by_weight
+from engine.budget.ghost import POSITION, TOKEN, Ghost, Node, Storage, Walk
+from engine.budget.operations import add, cast, copy, scale, scale_by_weight
 from engine.budget.setting import Setting
 from engine.budget.static import rounded
 
@@ -45,16 +45,44 @@ def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghos
 
 def _update(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
     """B(A(dropout(x))) * scaling."""
-    return scale(walk, _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x))
+    return _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x, scaled=True)
 
 
-def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
-    """B(A(x))."""
-    rank, width = setting.rank, setting.adapter_bytes
-    first = linear(walk, x, -(-rank // layer.merged), rounded(rank * layer.inputs * width), True)
+def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, *, scaled: bool) -> Ghost:
+    """B(A(x)), and times a number: two linear layers and a product, gone through at once."""
+    itemsize, size, before = x.itemsize, x.size, x.node
+    elements = -(-layer.outputs // layer.merged) * TOKEN
+    low, high = -(-setting.rank // layer.merged) * TOKEN * itemsize, elements * itemsize
+    width = setting.adapter_bytes
+    first, second = rounded(setting.rank * layer.inputs * width), rounded(setting.rank * layer.outputs * width)
+    saved = walk.save(x)
+    lent = sum(each for each in saved if isinstance(each, int))
+    kept_low, lent_low = walk.keeps(low)
+
+    def back(node: Node) -> None:
+        incoming = node.take()
+        if scaled:
+            incoming = walk.exchange(incoming, high)
+        walk.bring_back()
+        walk.live += lent_low + low
+        walk.leaf_gradient(second)
+        del incoming
+        walk.live += lent - lent_low - kept_low
+        made = walk.allocate(size) if before is not None else None
+        walk.leaf_gradient(first)
+        walk.live -= lent + low
+        node.saved = None
+        walk.hand_on(before, made)
+
+    walk.live += low
+    walk.rising = True
     del x
-    outputs = -(-layer.outputs // layer.merged)
-    return linear(walk, first, outputs, rounded(rank * layer.outputs * width), True)
+    walk.mark()
+    walk.reach(high)
+    walk.live += kept_low - low
+    if scaled:
+        walk.reach(2 * high)
+    return walk.chain(walk.new(elements, itemsize), before, back, saved, trains=True)
 
 
 def dropped(walk: Walk, x: Ghost) -> Ghost:
@@ -91,7 +119,7 @@ def _dora(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost)
     summed = [walk.allocate(elements * width), walk.allocate(elements * width)]
     del summed
     vector = rounded(layer.outputs * width)
-    low_rank = _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x)
+    low_rank = _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x, scaled=False)
     if layer.biased:
         base_result = copy(walk, base_result)
     left = scale_by_weight(walk, base_result, vector, True, width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.exchange import to_heads, to_positions
-from engine.budget.ghost import SQUARE, TOKEN, Ghost, Storage, Walk
+from engine.budget.ghost import SQUARE, TOKEN, Ghost, Node, Storage, Walk
 from engine.budget.operations import (
     FLOAT,
     HALF,
@@ -41,8 +41,34 @@ def rotary(walk: Walk, arch: Architecture, x: Ghost, width: int) -> Ghost:
 
 
 def _rotary(walk: Walk, x: Ghost, width: int) -> Ghost:
-    """`x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved."""
-    return add(walk, _times_table(walk, x, width), _times_table(walk, _rotate_half(walk, x), width))
+    """`x * cos + rotate_half(x) * sin`, gone through at once: seven operations that come for every query and key.
+
+    cos and sin need no gradient, so x is not saved. The gradient of the sum is that of both products.
+    """
+    before, size, itemsize = x.node, x.size, max(x.itemsize, width)
+    full = x.elements * itemsize
+
+    def back(node: Node) -> None:
+        incoming = node.take()
+        walk.bring_back()
+        walk.reach(size + full)  # of the second product, made in the wider dtype
+        walk.live += size
+        walk.reach(size + size // 2)  # a half turned round, put into zeros
+        walk.hand_on(before, walk.allocate(size))
+        walk.reach(size)  # the other half
+        walk.live -= size
+        walk.hand_on(before, walk.allocate(size))
+        if size != full:
+            walk.reach(size + full)
+        made = walk.exchange(incoming, size)
+        del incoming
+        walk.hand_on(before, made)
+
+    walk.reach(full + size + size // 2)  # the first product, a half turned round, and the two joined
+    if before is not None:
+        walk.mark(full + size)
+    walk.reach(3 * full)
+    return walk.chain(walk.new(x.elements, itemsize), before, back)
 
 
 def _rotary_in_part(walk: Walk, x: Ghost, share: float, width: int) -> Ghost:

@@ -273,11 +273,25 @@ class Walk:
             self.tape.append(output.node)
         return output
 
-    def chain(self, output: Ghost, x: Ghost, back: Callable[[Node], None], saved: Saved, *, trains: bool) -> Ghost:
-        """The output of several operations on `x`, with one node for all of them."""
-        self._on_tape(output, (x,), PASSED, saved, trains)
-        if output.node is not None and self._forgotten is None:
-            output.node.chain = back
+    def chain(
+        self,
+        output: Ghost,
+        before: Node | None,
+        back: Callable[[Node], None],
+        saved: Saved | None = None,
+        *,
+        trains: bool = False,
+    ) -> Ghost:
+        """The output of several operations that come one after the other, with one node for all of them.
+
+        `back` takes the gradient from it and hands on what `before`, the node of what went in, is due.
+        """
+        if self.learning and (before is not None or trains):
+            output.node = self._forgotten
+            if output.node is None:
+                output.node = Node([before], PASSED, output.size, saved)
+                output.node.chain = back
+                self.tape.append(output.node)
         return output
 
     def checkpoint(self, forward: Callable[[], Ghost]) -> Ghost:
@@ -308,12 +322,13 @@ class Walk:
     def leaf_gradient(self, size: int) -> None:
         """The gradient of a trained weight: kept the first time, added to the one that is there and dropped later.
 
-        One walk is for both: at its end it becomes as many bytes in another unit.
+        One walk is for both: in the end it becomes as many bytes in another unit.
         """
-        self.adopt_gradient(Storage(self, size))
+        self.reach(size)
+        self.live += size * LEFT
 
     def adopt_gradient(self, storage: Storage) -> None:
-        """The same for one that was made earlier."""
+        """The same for one that was made earlier, at its end."""
         storage.freed -= storage.freed * LEFT
 
     def backward(self, node: Node, gradient: Storage) -> None:

@@ -54,7 +54,7 @@ class _Norm:
             walk.mark(full + cast)
         walk.reach(full + cast + self.product + (self.narrow if copy and self.wide else 0))
         walk.live += self.kept_factor
-        return walk.chain(walk.new(x.elements, self.itemsize), x, self.backward, saved, trains=self.trained)
+        return walk.chain(walk.new(x.elements, self.itemsize), self.before, self.backward, saved, trains=self.trained)
 
     def backward(self, node: Node) -> None:
         """From the gradient of the output to those of the weight and of the input."""
@@ -87,8 +87,9 @@ class _Norm:
         if learns:
             walk.reach(around + product + (self.factor if self.factor != product else 0))
         if self.trained:
-            walk.live += around + (self.factor if learns else 0)
+            beside = around + (self.factor if learns else 0)
+            walk.live += beside
             walk.leaf_gradient(self.weight)
-            walk.live -= around + (self.factor if learns else 0)
+            walk.live -= beside
         del incoming
         walk.live -= self.kept_factor
