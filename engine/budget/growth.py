@@ -8,6 +8,7 @@ Try: `python -m pytest tests/budget/test_predict.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
@@ -109,12 +110,13 @@ class PhaseCost(NamedTuple):
         return around + max([working.at(shape) for working in self.working])
 
 
-def dearest(costs: Sequence[PhaseCost], shape: Shape) -> PhaseCost:
-    """The one of several that decides at a shape."""
+def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
+    """The one of several that decides at a shape, and its bytes there."""
     while True:
-        top = max(costs, key=lambda cost: cost.at(shape))
+        sizes = [cost.at(shape) for cost in costs]
+        top = costs[sizes.index(max(sizes))]
         if top.closer is None:
-            return top
+            return max(sizes), top
         costs = [top.exact(), *(cost for cost in costs if cost is not top)]
 
 
@@ -123,8 +125,9 @@ def growth(size: int, accumulating: bool = False) -> Growth:
     return Growth(*unpack(settled(size, accumulating)))
 
 
-def growths(sizes: Iterable[int], accumulating: bool = False) -> tuple[Growth, ...]:
-    """Of several, those that are the largest for some shape."""
+@lru_cache(maxsize=256)
+def growths(sizes: tuple[int, ...], accumulating: bool = False) -> tuple[Growth, ...]:
+    """Of several, those that are the largest for some shape. Layers of several kinds often come to the same."""
     return tuple(Growth(*unpack(size)) for size in highest({settled(size, accumulating) for size in sizes}))
 
 

@@ -10,8 +10,9 @@ from engine.budget.ghost import CHUNK, SEVERAL, TOKEN, Ghost, Storage, Walk
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, cast, half_linear, layer_norm, linear, saves_output, scale
 from engine.budget.parameters import outer_parameters
+from engine.budget.selection import selected_outer
 from engine.budget.setting import Setting
-from engine.budget.static import rounded, selected_outer
+from engine.budget.static import rounded
 
 
 class Head:
@@ -21,7 +22,7 @@ class Head:
         self.walk = walk
         self.arch = arch
         self.setting = setting
-        self.trained = selected_outer(arch, setting)
+        self.trained = selected_outer(arch, setting.patterns)
         outer = outer_parameters(arch)
         self.norm_name = next(p.name for p in outer if p.name.endswith(("norm.weight", "ln_f.weight")))
         self.table_name = "lm_head.weight" if not arch.tied else outer[0].name

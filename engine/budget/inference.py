@@ -40,8 +40,9 @@ def generates(recipe: Recipe) -> bool:
 @lru_cache(maxsize=256)
 def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     """Live sets of a forward pass and its loss, above what the run holds anyway."""
+    stack = stack_of(arch, setting)
     setting = setting._replace(checkpointing=False, dropout=False, sequence=1)
-    stack, felt = stack_of(arch, setting), felt_by_layers(setting)
+    felt = felt_by_layers(setting)
     around = inputs(arch, setting, masks_of(arch, setting, stack.kinds))
     if arch.layers > 1:
         around = around.plus(embeddings_held(arch, setting, learning=False))
@@ -55,7 +56,7 @@ def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
         return sum(count * pass_through(arch, felt, kind, learning=False).casts for kind, count in below)
 
     highest = stack.highest()
-    through = {size + casts(highest[kind]) for kind in passes for size in passes[kind].forward}
+    through = tuple(size + casts(highest[kind]) for kind in passes for size in passes[kind].forward)
     layers = [around.plus(size) for size in growths(through)]
     after = inputs(arch, setting, 0).plus(growth(casts(arch.layers), False))
     head = [after.plus(size) for size in growths(head_alone(arch, felt_by_head(setting)))]
@@ -81,7 +82,7 @@ def _caching(arch: Architecture, setting: Setting, kind: Kind) -> tuple[Growth, 
     arguments = [entry(walk, arch, setting, False)]
     output = layer.forward(arguments.pop())
     del output
-    return growths(walk.take_peaks())
+    return growths(tuple(walk.take_peaks()))
 
 
 def generation_bytes(arch: Architecture, setting: Setting, *, rows: int, prompt: int, new_tokens: int) -> int:

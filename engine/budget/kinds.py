@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
+from engine.budget.selection import Selection, embedding_learns, select_tower_ends, selections, tower_selections
 from engine.budget.setting import Setting
-from engine.budget.static import Selection, embedding_learns, select_tower_ends, selections, tower_selections
 
 
 class Kind(NamedTuple):
@@ -77,9 +77,9 @@ def stack_of(arch: Architecture, setting: Setting) -> Stack:
     places: dict[tuple[Selection, bool, bool], int] = {}
     kinds: list[Kind] = []
     order: list[int] = []
-    follows = embedding_learns(arch, setting) or tower_learns(arch, setting)
+    follows = embedding_learns(arch, setting.patterns) or tower_learns(arch, setting)
     always = setting.packed or sees_images_both_ways(arch, setting)
-    for layer, chosen in enumerate(selections(arch, setting)):
+    for layer, chosen in enumerate(selections(arch, setting.patterns)):
         slides = layer < len(arch.sliding_layers) and arch.sliding_layers[layer]
         place = places.setdefault((chosen, slides, follows), len(kinds))
         if place == len(kinds):
@@ -99,7 +99,7 @@ def tower_learns(arch: Architecture, setting: Setting) -> bool:
     tower = arch.tower
     if tower is None or not setting.image_patches:
         return False
-    parts = (select_tower_ends(tower, setting), *tower_selections(tower, setting))
+    parts = (select_tower_ends(tower, setting.patterns), *tower_selections(tower, setting.patterns))
     return any(chosen.trained or chosen.adapted for chosen in parts)
 
 

@@ -108,7 +108,7 @@ class Budget:
         self._room_bytes = spec.profile.device.capacity_bytes - self.total.static
         self._kept = kept_by_layers(arch, self.setting)
         self._answers: dict[int, int] = {}
-        self._last: tuple[tuple[int, int], list[tuple[str, PhaseCost]]] = ((0, 0), [])
+        self._last: tuple[tuple[int, int], list[tuple[str, tuple[int, PhaseCost]]]] = ((0, 0), [])
 
     @property
     def least_bytes(self) -> int:
@@ -125,8 +125,7 @@ class Budget:
 
     def device_bytes(self, rows: int, length: int) -> int:
         """What the driver would show at the peak: the table's largest row, without the table."""
-        shape = self._shape(rows, length)
-        above = [cost.at(shape) for _, cost in self._deciding(rows, length)]
+        above = [size for _, (size, _) in self._deciding(rows, length)]
         above.append(self.total.gradients + self._scratch_bytes)
         above += [sum(parts.values()) for parts in self._inference(rows, length).values()]
         peak_bytes = self.total.static + self._bucket_bytes + max(above)
@@ -136,7 +135,7 @@ class Budget:
         """The whole of it."""
         shape, total = self._shape(rows, length), self.total
         phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
-        for name, cost in self._deciding(rows, length):
+        for name, (_, cost) in self._deciding(rows, length):
             phases[name] = self._row(_parts(cost, shape))
         phases["optimizer_step"] = self._row({"gradients": total.gradients, "optimizer": self._scratch_bytes})
         phases |= {name: self._row(parts) for name, parts in self._inference(rows, length).items()}
@@ -145,7 +144,7 @@ class Budget:
         components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | self._beside.of(sums[deciding])
         return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
 
-    def _deciding(self, rows: int, length: int) -> list[tuple[str, PhaseCost]]:
+    def _deciding(self, rows: int, length: int) -> list[tuple[str, tuple[int, PhaseCost]]]:
         """Of each phase the alternative that decides; kept for the shape last asked for, of which a table follows."""
         if self._last[0] != (rows, length):
             shape = self._shape(rows, length)

@@ -29,6 +29,17 @@ ROUTERS = ("**.mlp.gate", "**.mlp.router")
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 
 
+class Patterns(NamedTuple):
+    """What learns, by name: all that the kinds of a model's layers depend on, whatever else a remedy changes."""
+
+    lora: bool
+    targets: tuple[str, ...] | str
+    exclude: tuple[str, ...]
+    also_train: tuple[str, ...]
+    train_only: tuple[str, ...]
+    freeze: tuple[str, ...]
+
+
 class Setting(NamedTuple):
     """The choices that decide memory, beside the architecture and the shape of a micro-batch."""
 
@@ -77,6 +88,11 @@ class Setting(NamedTuple):
     def lora(self) -> bool:
         """Whether adapters are trained beside a frozen base."""
         return self.adapter_dtype is not None
+
+    @property
+    def patterns(self) -> Patterns:
+        """What learns."""
+        return Patterns(self.lora, self.targets, self.exclude, self.also_train, self.train_only, self.freeze)
 
     @property
     def adapter_bytes(self) -> int:

@@ -21,15 +21,9 @@ from engine.budget.kinds import Kind, stack_of
 from engine.budget.operations import FLOAT
 from engine.budget.parameter import Parameter
 from engine.budget.parameters import HEAD, layer_parameters, outer_parameters
+from engine.budget.selection import selected_outer
 from engine.budget.setting import Setting
-from engine.budget.static import (
-    BLOCK_BYTES,
-    Tensors,
-    rounded,
-    selected_outer,
-    state_bytes,
-    tower_tensors,
-)
+from engine.budget.static import BLOCK_BYTES, Tensors, rounded, state_bytes, tower_tensors
 
 KNOWN_TORCH = ("2.13",)
 """Versions of torch whose `_fully_shard` folder `engine.parallel.sharded` was read for and is tested with. On others
@@ -155,7 +149,7 @@ def _layer_values(arch: Architecture, setting: Setting, kind: Kind) -> Iterator[
 
 
 def _outer_values(arch: Architecture, setting: Setting, parameters: Iterable[Parameter]) -> Iterator[Value]:
-    trained = selected_outer(arch, setting)
+    trained = selected_outer(arch, setting.patterns)
     for parameter in parameters:
         yield from _values(parameter, setting, parameter.name in trained, False)
 

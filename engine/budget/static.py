@@ -7,30 +7,22 @@ Try: `python -m pytest tests/budget/test_static.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.parameter import Parameter
-from engine.budget.parameters import (
-    HEAD,
-    compile_globs,
-    layer_parameters,
-    layer_prefix,
-    outer_parameters,
-)
+from engine.budget.parameters import layer_parameters, outer_parameters
+from engine.budget.selection import Selection, select_tower_ends, selected_outer, selections, tower_selections
 from engine.budget.setting import Setting
 from engine.budget.tower import Tower
-from engine.budget.tower_parameters import in_tower, tower_ends, tower_layer, tower_prefix
+from engine.budget.tower_parameters import tower_ends, tower_layer
 
 BLOCK_BYTES = 512
 
 STAGE_BYTES = 32 * 2**20
 """Optimizer state that is brought from the host at once. Large enough that a copy over PCIe is bound by bandwidth."""
-
-ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
-"""What the module around attention projections is called; targets = "attention" means the linear layers in it."""
 
 
 def rounded(size_bytes: int) -> int:
@@ -79,26 +71,17 @@ class StaticBytes(NamedTuple):
         return self.layers.plus(self.outer).plus(self.tower)
 
 
-class Selection(NamedTuple):
-    """Which relative parameter names of one layer are trained, and which linear layers get an adapter."""
-
-    trained: frozenset[str]
-    adapted: frozenset[str]
-    dense: bool = True
-    """Whether the layer has no experts."""
-
-
 @lru_cache(maxsize=256)
 def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
     """Count every tensor of the run once."""
     layers: dict[Selection, int] = {}
-    for chosen in selections(arch, setting):
+    for chosen in selections(arch, setting.patterns):
         layers[chosen] = layers.get(chosen, 0) + 1
     per_kind = {chosen: layer_tensors(arch, setting, chosen) for chosen in layers}
     total = Tensors()
     for chosen, count in layers.items():
         total = total.plus(per_kind[chosen], count)
-    trained = selected_outer(arch, setting)
+    trained = selected_outer(arch, setting.patterns)
     outer = _tensors(((p, p.name in trained, False) for p in outer_parameters(arch)), setting)
     outer = outer.plus(Tensors(weights=BLOCK_BYTES * arch.buffers))
     gradients = {p.name: rounded(p.elements * setting.base_bytes) for p in outer_parameters(arch) if p.name in trained}
@@ -114,8 +97,8 @@ def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
 @lru_cache(maxsize=256)
 def tower_tensors(tower: Tower, setting: Setting) -> Tensors:
     """Bytes of a vision tower: its layers, its ends, and its buffers."""
-    total = _tensors(_chosen(tower_ends(tower), select_tower_ends(tower, setting)), setting)
-    for chosen in tower_selections(tower, setting):
+    total = _tensors(_chosen(tower_ends(tower), select_tower_ends(tower, setting.patterns)), setting)
+    for chosen in tower_selections(tower, setting.patterns):
         total = total.plus(tower_layer_tensors(tower, setting, chosen))
     positions = 8 * tower.patches if tower.patches else 0  # int64
     total = total.plus(Tensors(weights=rounded(positions) if positions else 2 * BLOCK_BYTES))
@@ -128,104 +111,8 @@ def tower_layer_tensors(tower: Tower, setting: Setting, chosen: Selection) -> Te
     return _tensors(_chosen(tower_layer(tower), chosen), setting)
 
 
-@lru_cache(maxsize=256)
-def tower_selections(tower: Tower, setting: Setting) -> tuple[Selection, ...]:
-    """Apply the recipe's patterns to every layer of a tower."""
-    parameters = tower_layer(tower)
-
-    def select(layer: int) -> Selection:
-        return _select(tower_prefix(tower, layer), parameters, setting)
-
-    return _per_layer([True] * tower.layers, setting, select)
-
-
-@lru_cache(maxsize=256)
-def select_tower_ends(tower: Tower, setting: Setting) -> Selection:
-    """The same for what stands before and behind the layers."""
-    return _select("", tower_ends(tower), setting)
-
-
 def _chosen(parameters: Iterable[Parameter], chosen: Selection) -> Iterator[tuple[Parameter, bool, bool]]:
     return ((p, p.name in chosen.trained, p.name in chosen.adapted) for p in parameters)
-
-
-@lru_cache(maxsize=256)
-def selections(arch: Architecture, setting: Setting) -> tuple[Selection, ...]:
-    """Apply the recipe's patterns to every layer's names."""
-
-    def select(layer: int) -> Selection:
-        dense = arch.is_dense(layer)
-        return _select(layer_prefix(arch, layer), layer_parameters(arch, dense), setting)._replace(dense=dense)
-
-    return _per_layer([arch.is_dense(layer) for layer in range(arch.layers)], setting, select)
-
-
-def _per_layer(alike: Sequence[bool], setting: Setting, select: Callable[[int], Selection]) -> tuple[Selection, ...]:
-    """One answer for all layers that are `alike` where no pattern can tell one layer's number from another's: asking
-    for every layer was most of a first plan's time."""
-    targets = () if isinstance(setting.targets, str) else setting.targets
-    patterns = (*targets, *setting.exclude, *setting.also_train, *setting.train_only, *setting.freeze)
-    if any(character in pattern for pattern in patterns for character in "?[0123456789"):
-        return tuple(select(layer) for layer in range(len(alike)))
-    answers = {kind: select(alike.index(kind)) for kind in set(alike)}
-    return tuple(answers[kind] for kind in alike)
-
-
-def _select(prefix: str, parameters: Iterable[Parameter], setting: Setting) -> Selection:
-    parameters = list(parameters)
-    trained = frozenset(p.name for p in parameters if is_trained((prefix + p.name,), setting))
-    adapted = frozenset(p.name for p in parameters if p.linear and is_adapted(prefix + p.module, setting))
-    return Selection(trained, adapted - trained)
-
-
-@lru_cache(maxsize=256)
-def selected_outer(arch: Architecture, setting: Setting) -> frozenset[str]:
-    """Names outside the layers that are trained. A tied table answers to the head's name, too."""
-    table = outer_parameters(arch)[0].name
-    return frozenset(
-        p.name
-        for p in outer_parameters(arch)
-        if is_trained((p.name, HEAD) if arch.tied and p.name == table else (p.name,), setting)
-    )
-
-
-def embedding_learns(arch: Architecture, setting: Setting) -> bool:
-    """Whether what goes into the first layer needs a gradient: a trained token or position table."""
-    tables = [p.name for p in outer_parameters(arch) if p.shape[-1] == arch.hidden and len(p.shape) == 2]
-    return any(name in selected_outer(arch, setting) for name in tables if name != HEAD)
-
-
-def is_trained(names: tuple[str, ...], setting: Setting) -> bool:
-    """Whether a base parameter of these names learns: with LoRA what also_train names, else all, or train_only.
-
-    Freezing any of its names wins.
-    """
-    if setting.lora:
-        return _match(setting.also_train, names)
-    return _match(setting.train_only or ("**",), names) and not _match(setting.freeze, names)
-
-
-def _match(patterns: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    """Whether one of the names is meant; of no patterns none is, which is what most recipes have."""
-    return bool(patterns) and any(compile_globs(patterns).fullmatch(name) for name in names)
-
-
-def is_adapted(module: str, setting: Setting) -> bool:
-    """Whether a linear layer, the head aside, gets an adapter. In a vision tower only what a pattern names."""
-    if not setting.lora or _named(setting.exclude, module):
-        return False
-    if isinstance(setting.targets, str) and in_tower(module):
-        return False
-    if setting.targets == "all-linear":
-        return True
-    if setting.targets == "attention":
-        return any(part in ATTENTION_PARTS for part in module.split(".")[:-1])
-    return _named(tuple(setting.targets), module)
-
-
-def _named(patterns: tuple[str, ...], module: str) -> bool:
-    """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
-    return _match(patterns + tuple(f"**.{pattern}" for pattern in patterns), (module,))
 
 
 @lru_cache(maxsize=256)
@@ -265,24 +152,24 @@ def optimizer_scratch(arch: Architecture, setting: Setting) -> int:
 
 def _learning_shapes(arch: Architecture, setting: Setting) -> list[tuple[tuple[int, ...], int]]:
     """(shape, bytes per element) of every kind of tensor that learns, each once."""
-    outer = selected_outer(arch, setting)
+    outer = selected_outer(arch, setting.patterns)
     full = [p.shape for p in outer_parameters(arch) if p.name in outer]
     adapted: list[Parameter] = []
-    for parts, selections in _groups(arch, setting):
-        full += [p.shape for p in parts if any(p.name in chosen.trained for chosen in selections)]
-        adapted += [p for p in parts if any(p.name in chosen.adapted for chosen in selections)]
+    for parts, found in _groups(arch, setting):
+        full += [p.shape for p in parts if any(p.name in chosen.trained for chosen in found)]
+        adapted += [p for p in parts if any(p.name in chosen.adapted for chosen in found)]
     sides = [(side, setting.rank) for p in adapted for side in p.shape]
     return [(shape, setting.base_bytes) for shape in full] + [(shape, setting.adapter_bytes) for shape in sides]
 
 
 def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parameter, ...], set[Selection]]]:
     """Parameters that adapters may stand beside, with what is chosen of them in each of their layers."""
-    chosen = set(selections(arch, setting))
+    chosen = set(selections(arch, setting.patterns))
     for dense in {selection.dense for selection in chosen}:
         yield layer_parameters(arch, dense), {selection for selection in chosen if selection.dense == dense}
     if arch.tower:
-        yield tower_layer(arch.tower), set(tower_selections(arch.tower, setting))
-        yield tower_ends(arch.tower), {select_tower_ends(arch.tower, setting)}
+        yield tower_layer(arch.tower), set(tower_selections(arch.tower, setting.patterns))
+        yield tower_ends(arch.tower), {select_tower_ends(arch.tower, setting.patterns)}
 
 
 def _stage(arch: Architecture, setting: Setting, shapes: list[tuple[tuple[int, ...], int]]) -> int:

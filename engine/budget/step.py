@@ -16,9 +16,10 @@ from engine.budget.architecture import Architecture
 from engine.budget.growth import Growth, PhaseCost, growth, growths
 from engine.budget.kinds import Kind, Stack, sees_images_both_ways, stack_of
 from engine.budget.operations import FLOAT, INDEX
+from engine.budget.selection import Selection
 from engine.budget.setting import Setting
 from engine.budget.sharing import ALONE, Sharing, shards, static_of_a_rank
-from engine.budget.static import Selection, layer_tensors, static_bytes
+from engine.budget.static import layer_tensors, static_bytes
 from engine.budget.vision import tower_cost
 from engine.budget.walks import Ahead, walk_backward, walk_forward, walk_head
 

@@ -25,8 +25,8 @@ from engine.budget.operations import (
     scale,
     split,
 )
+from engine.budget.selection import Selection
 from engine.budget.setting import Setting
-from engine.budget.static import Selection
 from engine.budget.tower import Tower
 from engine.budget.tower_parameters import tower_layer
 from engine.budget.weights import Weights

@@ -18,8 +18,9 @@ from engine.budget.ghost import TOKEN, Ghost, Node, Storage, Walk, highest
 from engine.budget.growth import Growth, growth, prune
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, activation, copy, linear
+from engine.budget.selection import Selection, select_tower_ends, tower_selections
 from engine.budget.setting import Setting
-from engine.budget.static import Selection, select_tower_ends, tower_layer_tensors, tower_selections
+from engine.budget.static import tower_layer_tensors
 from engine.budget.tower import Tower
 from engine.budget.tower_layer import TowerLayer, norm_of
 from engine.budget.tower_parameters import tower_ends
@@ -54,8 +55,8 @@ def tower_cost(arch: Architecture, setting: Setting, accumulating: bool, *, lear
     """The tower of `arch` at `setting.image_patches` patches a row; without `learning` nothing is kept."""
     tower, patches = arch.tower, setting.image_patches
     assert tower is not None
-    chosen = tower_selections(tower, setting)
-    ends = select_tower_ends(tower, setting)
+    chosen = tower_selections(tower, setting.patterns)
+    ends = select_tower_ends(tower, setting.patterns)
     follows = learning and bool(ends.trained - {name for name in ends.trained if _is_behind(name)})
     around = _around(tower, setting)
     kept = _kept_around(tower, setting, ends, chosen) if learning and not setting.activation_offload else Growth()

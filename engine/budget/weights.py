@@ -13,8 +13,9 @@ from engine.budget.adapter import Adapted, adapted
 from engine.budget.ghost import Ghost, Walk
 from engine.budget.operations import half_linear, linear
 from engine.budget.parameter import Parameter
+from engine.budget.selection import Selection
 from engine.budget.setting import Setting
-from engine.budget.static import Selection, rounded
+from engine.budget.static import rounded
 
 
 class Weights:

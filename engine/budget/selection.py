@@ -1,0 +1,127 @@
+"""Which parameters of a model learn, and which linear layers get an adapter, by a recipe's patterns.
+
+What they take is `engine.budget.static`, which layers are alike on that account `engine.budget.kinds`.
+
+Try: `python -m pytest tests/budget/test_static.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.budget.architecture import Architecture
+from engine.budget.parameter import Parameter
+from engine.budget.parameters import HEAD, compile_globs, layer_parameters, layer_prefix, outer_parameters
+from engine.budget.setting import Patterns
+from engine.budget.tower import Tower
+from engine.budget.tower_parameters import in_tower, tower_ends, tower_layer, tower_prefix
+
+ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
+"""What the module around attention projections is called; targets = "attention" means the linear layers in it."""
+
+
+class Selection(NamedTuple):
+    """Which relative parameter names of one layer are trained, and which linear layers get an adapter."""
+
+    trained: frozenset[str]
+    adapted: frozenset[str]
+    dense: bool = True
+    """Whether the layer has no experts."""
+
+
+@lru_cache(maxsize=256)
+def selections(arch: Architecture, patterns: Patterns) -> tuple[Selection, ...]:
+    """Apply the recipe's patterns to every layer's names."""
+
+    def select(layer: int) -> Selection:
+        dense = arch.is_dense(layer)
+        return _select(layer_prefix(arch, layer), layer_parameters(arch, dense), patterns)._replace(dense=dense)
+
+    return _per_layer([arch.is_dense(layer) for layer in range(arch.layers)], patterns, select)
+
+
+@lru_cache(maxsize=256)
+def tower_selections(tower: Tower, patterns: Patterns) -> tuple[Selection, ...]:
+    """Apply the recipe's patterns to every layer of a tower."""
+    parameters = tower_layer(tower)
+
+    def select(layer: int) -> Selection:
+        return _select(tower_prefix(tower, layer), parameters, patterns)
+
+    return _per_layer([True] * tower.layers, patterns, select)
+
+
+@lru_cache(maxsize=256)
+def select_tower_ends(tower: Tower, patterns: Patterns) -> Selection:
+    """The same for what stands before and behind the layers."""
+    return _select("", tower_ends(tower), patterns)
+
+
+def _per_layer(alike: Sequence[bool], patterns: Patterns, select: Callable[[int], Selection]) -> tuple[Selection, ...]:
+    """One answer for all layers that are `alike` where no pattern can tell one layer's number from another's: asking
+    for every layer was most of a first plan's time."""
+    targets = () if isinstance(patterns.targets, str) else patterns.targets
+    globs = (*targets, *patterns.exclude, *patterns.also_train, *patterns.train_only, *patterns.freeze)
+    if any(character in glob for glob in globs for character in "?[0123456789"):
+        return tuple(select(layer) for layer in range(len(alike)))
+    answers = {kind: select(alike.index(kind)) for kind in set(alike)}
+    return tuple(answers[kind] for kind in alike)
+
+
+def _select(prefix: str, parameters: Iterable[Parameter], patterns: Patterns) -> Selection:
+    parameters = list(parameters)
+    trained = frozenset(p.name for p in parameters if _is_trained((prefix + p.name,), patterns))
+    adapted = frozenset(p.name for p in parameters if p.linear and _is_adapted(prefix + p.module, patterns))
+    return Selection(trained, adapted - trained)
+
+
+@lru_cache(maxsize=256)
+def selected_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
+    """Names outside the layers that are trained. A tied table answers to the head's name, too."""
+    table = outer_parameters(arch)[0].name
+    return frozenset(
+        p.name
+        for p in outer_parameters(arch)
+        if _is_trained((p.name, HEAD) if arch.tied and p.name == table else (p.name,), patterns)
+    )
+
+
+def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
+    """Whether what goes into the first layer needs a gradient: a trained token or position table."""
+    tables = [p.name for p in outer_parameters(arch) if p.shape[-1] == arch.hidden and len(p.shape) == 2]
+    return any(name in selected_outer(arch, patterns) for name in tables if name != HEAD)
+
+
+def _is_trained(names: tuple[str, ...], patterns: Patterns) -> bool:
+    """Whether a base parameter of these names learns: with LoRA what also_train names, else all, or train_only.
+
+    Freezing any of its names wins.
+    """
+    if patterns.lora:
+        return _match(patterns.also_train, names)
+    return _match(patterns.train_only or ("**",), names) and not _match(patterns.freeze, names)
+
+
+def _match(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    """Whether one of the names is meant; of no patterns none is, which is what most recipes have."""
+    return bool(globs) and any(compile_globs(globs).fullmatch(name) for name in names)
+
+
+def _is_adapted(module: str, patterns: Patterns) -> bool:
+    """Whether a linear layer, the head aside, gets an adapter. In a vision tower only what a pattern names."""
+    if not patterns.lora or _named(patterns.exclude, module):
+        return False
+    if isinstance(patterns.targets, str) and in_tower(module):
+        return False
+    if patterns.targets == "all-linear":
+        return True
+    if patterns.targets == "attention":
+        return any(part in ATTENTION_PARTS for part in module.split(".")[:-1])
+    return _named(tuple(patterns.targets), module)
+
+
+def _named(globs: tuple[str, ...], module: str) -> bool:
+    """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
+    return _match(globs + tuple(f"**.{glob}" for glob in globs), (module,))
