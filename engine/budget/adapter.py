@@ -28,61 +28,89 @@ class Adapted:
 
 
 def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost) -> Ghost:
-    """base(x) + B(A(x)) * scaling, in the wider of the two dtypes, and back in the base's."""
-    itemsize = result.itemsize
+    """base(x) + B(A(dropout(x))) * scaling, in the wider of the two dtypes, and back in the base's.
+
+    A layer has up to seven of them. So all but the cast of `x` is gone through at once: nothing comes in between.
+    """
+    itemsize, width = result.itemsize, setting.adapter_bytes
     if setting.quantized:
         result = copy(walk, result)
-    x = cast(walk, x, setting.adapter_bytes)
+    x = cast(walk, x, width)
     if setting.dora:
-        result = _dora(walk, setting, layer, x, result)
-    elif setting.quantized:
-        update = cast(walk, _update(walk, setting, layer, x), itemsize)
-        result = add(walk, result, update)
-    else:
-        result = add(walk, result, _update(walk, setting, layer, x))
-    return cast(walk, result, itemsize)
-
-
-def _update(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
-    """B(A(dropout(x))) * scaling."""
-    return _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x, scaled=True)
-
-
-def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, *, scaled: bool) -> Ghost:
-    """B(A(x)), and times a number: two linear layers and a product, gone through at once."""
-    itemsize, size, before = x.itemsize, x.size, x.node
-    elements = -(-layer.outputs // layer.merged) * TOKEN
-    low, high = -(-setting.rank // layer.merged) * TOKEN * itemsize, elements * itemsize
-    width = setting.adapter_bytes
-    first, second = rounded(setting.rank * layer.inputs * width), rounded(setting.rank * layer.outputs * width)
-    saved = walk.save(x)
-    lent = sum(each for each in saved if isinstance(each, int))
-    kept_low, lent_low = walk.keeps(low)
+        return cast(walk, _dora(walk, setting, layer, x, result), itemsize)
+    low_rank = _LowRank(walk, setting, layer, x.itemsize)
+    low_rank.forward(dropped(walk, x) if setting.dropout else x)
+    update = low_rank.high
+    walk.reach(2 * update)  # times a number
+    walk.live += update
+    if setting.quantized and itemsize != width:
+        update = low_rank.elements * itemsize
+        walk.reach(update)
+        walk.live += update - low_rank.high
+    base, given = result.node, result.size
+    total = low_rank.elements * (itemsize if setting.quantized else max(itemsize, width))
+    walk.reach(total)
+    walk.live -= update
+    del result
+    if total != given:
+        walk.reach(total + given)
 
     def back(node: Node) -> None:
         incoming = node.take()
-        if scaled:
-            incoming = walk.exchange(incoming, high)
-        walk.bring_back()
-        walk.live += lent_low + low
-        walk.leaf_gradient(second)
+        if total != given:
+            incoming = walk.exchange(incoming, total)
+        left = incoming if given == total else walk.allocate(given)
+        right = incoming if update == total else walk.allocate(update)
         del incoming
-        walk.live += lent - lent_low - kept_low
-        made = walk.allocate(size) if before is not None else None
-        walk.leaf_gradient(first)
-        walk.live -= lent + low
-        node.saved = None
-        walk.hand_on(before, made)
+        walk.hand_on(base, left)
+        del left
+        if update != low_rank.high:
+            right = walk.exchange(right, low_rank.high)
+        node.gradient = walk.exchange(right, low_rank.high)
+        del right
+        low_rank.backward(node)
 
-    walk.live += low
-    walk.rising = True
-    del x
-    walk.mark()
-    walk.reach(high)
-    walk.live += kept_low - low
-    if scaled:
-        walk.reach(2 * high)
-    return walk.chain(walk.new(elements, itemsize), before, back, saved, trains=True)
+    output = walk.new(low_rank.elements, itemsize)
+    return walk.chain(output, base, back, low_rank.saved, trains=True)
+
+
+class _LowRank:
+    """B(A(x)), two linear layers that learn."""
+
+    def __init__(self, walk: Walk, setting: Setting, layer: Adapted, itemsize: int) -> None:
+        self.walk, width = walk, setting.adapter_bytes
+        self.first, self.second = (rounded(setting.rank * side * width) for side in (layer.inputs, layer.outputs))
+        self.elements = -(-layer.outputs // layer.merged) * TOKEN
+        self.high = self.elements * itemsize
+        """Bytes of what it gives; `low`: of what is between."""
+        self.low = -(-setting.rank // layer.merged) * TOKEN * itemsize
+        self.kept_low, self.lent_low = walk.keeps(self.low)
+
+    def forward(self, x: Ghost) -> None:
+        """Up to what it gives, which the caller counts."""
+        walk = self.walk
+        self.before, self.size, self.saved = x.node, x.size, walk.save(x)
+        walk.live += self.low
+        walk.rising = True
+        del x
+        walk.mark()
+        walk.reach(self.high)
+        walk.live += self.kept_low - self.low
+
+    def backward(self, node: Node) -> None:
+        """From the gradient that `node` has now, of what it gave."""
+        walk, lent = self.walk, sum(each for each in self.saved if isinstance(each, int))
+        incoming = node.take()
+        walk.bring_back()
+        walk.live += self.lent_low + self.low
+        walk.leaf_gradient(self.second)
+        del incoming
+        walk.live += lent - self.lent_low - self.kept_low
+        made = walk.allocate(self.size) if self.before is not None else None
+        walk.leaf_gradient(self.first)
+        walk.live -= lent + self.low
+        self.saved.clear()
+        walk.hand_on(self.before, made)
 
 
 def dropped(walk: Walk, x: Ghost) -> Ghost:
@@ -119,7 +147,10 @@ def _dora(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost)
     summed = [walk.allocate(elements * width), walk.allocate(elements * width)]
     del summed
     vector = rounded(layer.outputs * width)
-    low_rank = _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x, scaled=False)
+    product = _LowRank(walk, setting, layer, x.itemsize)
+    product.forward(dropped(walk, x) if setting.dropout else x)
+    low_rank = walk.new(product.elements, x.itemsize)
+    low_rank = walk.chain(low_rank, product.before, product.backward, product.saved, trains=True)
     if layer.biased:
         base_result = copy(walk, base_result)
     left = scale_by_weight(walk, base_result, vector, True, width)
