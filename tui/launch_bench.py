@@ -3,7 +3,7 @@
 Reads profile and recipe files and draws nothing: the screen changes it and shows it. What a choice means is
 `tui.launch_model`.
 
-Try: `python -m pytest tests/tui/test_launch_bench.py`
+Try: `python -m pytest tests/tui/test_launch.py`
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What they take is `engine.budget.static`, which layers are alike on that account `engine.budget.kinds`.
 
-Try: `python -m pytest tests/budget/test_static.py`
+Try: `python -m pytest tests/budget/test_kinds.py`
 """
 
 from __future__ import annotations

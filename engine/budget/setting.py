@@ -3,7 +3,7 @@
 A `Setting` is a tuple, hashed and compared at once: predictions are worked out once per (architecture, setting) and
 then only evaluated.
 
-Try: `python -m pytest tests/budget/test_setting.py`
+Try: `python -m pytest tests/budget/test_predict.py`
 """
 
 from __future__ import annotations

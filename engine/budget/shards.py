@@ -6,7 +6,7 @@ Which buffers are there at once follows `engine.parallel.sharded` and `torch/dis
 2.13: in forward a flat buffer waits until the next group is gathered, in backward the next group is on its way while
 one is at work, and the gradients that left last keep their buffer until the next ones leave.
 
-Try: `pytest tests/budget/test_sharing.py tests/parallel/test_sharded_memory.py`
+Try: `pytest tests/budget/test_sharing.py tests/parallel/test_sharded_steps.py`
 """
 
 from __future__ import annotations

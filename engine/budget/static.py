@@ -2,7 +2,7 @@
 
 Each tensor is rounded up to 512 bytes, the block size of CUDA's caching allocator, which the metered device uses too.
 
-Try: `python -m pytest tests/budget/test_static.py`
+Try: `python -m pytest tests/budget/test_predict.py`
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Targets are resolved to module names here, so that a pattern matching nothing is an error and the report is exact.
 Training whole modules beside LoRA goes through peft's modules_to_save, which PeftModel.from_pretrained restores.
 
-Try: `python -m pytest tests/model/test_adapters.py`.
+Try: `python -m pytest tests/model/test_patterns.py`.
 """
 
 from __future__ import annotations

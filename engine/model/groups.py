@@ -1,6 +1,6 @@
 """Parameter groups for the optimizer: what decays, and what has a rate of its own.
 
-Try: `python -m pytest tests/model/test_groups.py`.
+Try: `python -m pytest tests/model/test_patterns.py`.
 """
 
 from __future__ import annotations

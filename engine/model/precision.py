@@ -10,7 +10,7 @@
 Full fine-tuning keeps fp32 weights under fp16: updates below 2^-11 of a weight round away in fp16 itself (Micikevicius
 et al. 2018, "Mixed Precision Training", section 3.1).
 
-Try: `python -m pytest tests/model/test_precision.py`.
+Try: `python -m pytest tests/model/test_load.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints of a run as it goes: written when asked, pruned, gone back to, and made the result at the end.
 
 How a folder becomes a checkpoint is `engine.train.checkpoint`'s knowledge, what it holds `engine.train.run_state`'s.
-Rank 0 writes; the others wait behind it. Try: `pytest tests/train/test_resume.py tests/train/test_checkpoint.py`
+Rank 0 writes; the others wait behind it. Try: `pytest tests/train/test_resume.py tests/train/test_checkpoints.py`
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Pure functions from a plan to lines; the widget is `Lines`. Colours are grounds, and on each ground stands the
 component's name or letter: with no colour at all every cell shows the letter.
 
-Try: `python -m pytest tests/tui/test_launch_bar.py`
+Try: `python -m pytest tests/tui/test_launch.py`
 """
 
 from __future__ import annotations
