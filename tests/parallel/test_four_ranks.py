@@ -1,0 +1,71 @@
+"""Four ranks learn what one process learns, however they share the work, and hold what the plan predicts for each."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.parallel.ranks import Ranks
+from tests.parallel.crew import run_crew
+from tests.parallel.faults import differences
+from tests.parallel.steps import FULL, LORA, Workbench, small_model
+from tests.parallel.test_rank_faults import DIAGONAL, SHARING, alone
+
+RANKS = 4
+KINDS = {"full": FULL, "lora": LORA}
+MEASURED = ("replicated", "weights in shards", "gradients in shards")
+"""What ranks that share sequences hold is in `tests.parallel.test_sequence`."""
+
+
+def clean_steps(ranks: Ranks, folder: Path) -> Any:
+    """Every way of sharing, without a fault."""
+    found = {}
+    for sharing, cell in product(SHARING, DIAGONAL):
+        work = Workbench(folder, ranks, cell.tables(folder, sharing))
+        found[sharing, cell] = work.steps()
+        work.close()
+    return found
+
+
+def planned_memory(ranks: Ranks, folder: Path) -> Any:
+    """(planned, measured) peak bytes of this rank, where nearly every token is a target and sequences have 64, so that
+    no tensor of so small a model is rounded up by much."""
+    equal = folder / "equal.jsonl"
+    if ranks.is_first:
+        equal.write_text(f"{json.dumps({'prompt': 'ab', 'completion': 'abcdefg ' * 7 + 'abcde'})}\n" * 64)
+    ranks.tell("written")
+    found = {}
+    for sharing, cell in product(MEASURED, DIAGONAL):
+        tables = small_model(folder, {**KINDS[cell.kind], "tied": cell.kind == "lora"}, layers=3, width=64)
+        tables |= {"parallel": SHARING[sharing], "data": {"sources": [{"name": "main", "path": str(equal)}]}}
+        tables |= {"train": {"batch_size": 16, "gradient_checkpointing": cell.checkpointing}}
+        work = Workbench(folder, ranks, tables)
+        found[sharing, cell] = work.memory()
+        work.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[str, list[Any]]:
+    return run_crew([clean_steps, planned_memory], folder, size=RANKS)
+
+
+def test_four_ranks_learn_what_one_process_learns(seen: dict[str, list[Any]], folder: Path) -> None:
+    expected = alone(folder, DIAGONAL)
+    for rank in seen["clean_steps"]:
+        assert [(sharing, cell) for (sharing, cell), found in rank.items() if differences(found, expected[cell])] == []
+
+
+@pytest.mark.parametrize("sharing", MEASURED)
+def test_each_of_four_ranks_holds_what_the_plan_predicts_for_it(sharing: str, seen: dict[str, list[Any]]) -> None:
+    for planned, measured in (rank[sharing, cell] for rank in seen["planned_memory"] for cell in DIAGONAL):
+        assert planned == pytest.approx(measured, rel=0.005)
