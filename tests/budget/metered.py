@@ -1,4 +1,5 @@
-"""One optimizer step of the engine's own parts on the metered device, for comparison with predictions."""
+"""One optimizer step of the engine's own parts on a real device, the metered one as a rule, for comparison with
+predictions."""
 
 from __future__ import annotations
 
@@ -113,23 +114,11 @@ def folder_of(config: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def measured_step(
-    spec: RunSpec, rows: int, length: int, micro_batches: int = 1
-) -> tuple[int, int]:
-    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences, all but one token a target.
-
-    Packed rows hold two documents each.
-    """
+def measured_step(spec: RunSpec, rows: int, length: int, micro_batches: int = 1) -> tuple[int, int]:
+    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences on the metered device."""
     with ready(spec) as bench:
         bench.device.reset_peak()
-        for _ in range(micro_batches):
-            batch = bench.batch(rows, length)
-            with bench.keyed(batch):
-                value = bench.loss(batch) / (rows * length)
-                value.backward()
-            del value, batch
-        bench.optimizer.step()
-        bench.optimizer.zero_grad(set_to_none=True)
+        bench.step(rows, length, micro_batches)
         return bench.static_bytes, bench.device.memory().peak_bytes
 
 
@@ -172,7 +161,7 @@ def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) 
 
 @dataclass
 class Bench:
-    """What a step needs, loaded on a metered device."""
+    """What a step needs, loaded on a device."""
 
     spec: RunSpec
     device: Any
@@ -186,6 +175,18 @@ class Bench:
         from engine.model.dropout import keyed, keyed_dropouts
 
         return keyed(keyed_dropouts(self.loaded.model), seed=0, step=1, sample_ids=batch.sample_ids)
+
+    def step(self, rows: int, length: int, micro_batches: int) -> None:
+        """An optimizer step of `micro_batches` × `rows` sequences, all but one token a target; packed rows hold two
+        documents each."""
+        for _ in range(micro_batches):
+            batch = self.batch(rows, length)
+            with self.keyed(batch):
+                value = self.loss(batch) / (rows * length)
+                value.backward()
+            del value, batch
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def batch(self, rows: int, length: int) -> Any:
         """Random tokens, all of them targets but one, so that targets are gathered."""
@@ -228,14 +229,14 @@ class Bench:
 
 @contextmanager
 def ready(spec: RunSpec) -> Iterator[Bench]:
-    """Model, loss and optimizer state, on the metered device while inside."""
-    from engine.device.metered import open_metered
+    """Model, loss and optimizer state, on the profile's device while inside."""
+    from engine.device import open_device
     from engine.model.load import load_model
     from engine.model.loss import make_loss
     from engine.model.tokenizer import load_tokenizer
     from engine.train.optimizer import allocate_state, build_optimizer
 
-    device, train = open_metered(spec), spec.recipe.train
+    device, train = open_device(spec), spec.recipe.train
     with device.activate():
         with device.host_region():
             tokenizer = load_tokenizer(spec.recipe.model)
