@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.budget.ghost import POSITION, TOKEN, Ghost, Node, Storage, Walk
+from engine.budget.ghost import Ghost, Node, Storage, Walk
 from engine.budget.operations import add, cast, copy, scale, scale_by_weight
+from engine.budget.packed import POSITION, TOKEN
 from engine.budget.setting import Setting
 from engine.budget.static import rounded
 
@@ -95,7 +96,8 @@ class _LowRank:
         del x
         walk.mark()
         walk.reach(self.high)
-        walk.live += self.kept_low - self.low
+        walk.live -= self.low
+        walk.keep(self.kept_low)
 
     def backward(self, node: Node) -> None:
         """From the gradient that `node` has now, of what it gave."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.exchange import to_heads, to_positions
-from engine.budget.ghost import SQUARE, TOKEN, Ghost, Node, Storage, Walk
+from engine.budget.ghost import Ghost, Node, Storage, Walk
 from engine.budget.operations import (
     FLOAT,
     HALF,
@@ -25,6 +25,7 @@ from engine.budget.operations import (
     softmax,
     subtract,
 )
+from engine.budget.packed import SQUARE, TOKEN
 from engine.budget.setting import Setting
 
 HEADS_OUTSIDE = ("phi3", "gpt_oss")

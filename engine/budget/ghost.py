@@ -5,9 +5,8 @@ eager torch frees the real one. So a layer written here with the same local vari
 live set at every moment, and a small autograd tape does the same for backward: what each operation saves, in which
 order nodes run, when gradients are handed on, added up and dropped.
 
-Sizes are functions of the micro-batch, a + b · tokens + c · rows · length² and so on, packed into one integer so that
-adding is one operation (`TOKEN`, `SQUARE` and the like are powers of two far above any coefficient). The result
-of a walk is the set of live sizes at its local maxima: evaluating those is the closed form.
+Sizes are packed (`engine.budget.packed`). The result of a walk is the set of live sizes at its local maxima:
+evaluating those is the closed form.
 
 What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`, `accumulate_grad.h`,
 `torch/utils/checkpoint.py`) and checked against counted real steps in `tests/budget`.
@@ -18,22 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-TOKEN = 1 << 56
-"""Per token of the padded micro-batch."""
-SQUARE = 1 << 112
-"""Per row and length squared."""
-CHUNK = 1 << 168
-"""Per token of the loss's first chunk."""
-SEVERAL = 1 << 224
-"""Once where the loss takes more than one chunk."""
-POSITION = 1 << 280
-"""Per position of one row."""
-LEFT = 1 << 336
-"""Of finished gradients of weights: there from then on where no earlier micro-batch has left one to add them to."""
-
-WIDTH = 56
-"""Bits of each of these numbers; the highest of them is never used."""
-GUARDS = sum(1 << (WIDTH * place + WIDTH - 1) for place in range(7))
+from engine.budget.packed import LEFT, SQUARE, TOKEN
 
 Back = Callable[["Storage"], Sequence["Storage | None"]] | int
 """From the gradient of a node's output to the gradients of its inputs; or, of a single input, just the bytes that its
@@ -42,57 +26,52 @@ PASSED = -1
 """Instead of such bytes: the gradient is handed on as it is."""
 
 
-def unpack(size: int) -> tuple[int, int, int, int, int, int]:
-    """A packed size as (fixed, per token, per row and length squared, per token of a chunk, if several, position)."""
-    mask = TOKEN - 1
-    return (
-        size & mask, size >> 56 & mask, size >> 112 & mask, size >> 168 & mask, size >> 224 & mask, size >> 280 & mask
-    )  # fmt: skip
-
-
-def settled(size: int, accumulating: bool) -> int:
-    """The same without LEFT: nothing where an earlier micro-batch's gradients are held already, to which new ones are
-    added and dropped, else a fixed number of bytes."""
-    return size & LEFT - 1 if accumulating else (size & LEFT - 1) + (size >> 336)
-
-
-def highest(sizes: Iterable[int]) -> list[int]:
-    """Only those that are the largest for some shape: none that another exceeds in each of its numbers.
-
-    All seven are compared by one subtraction: with the guard bits set, one that has to borrow loses its own.
-    """
-    kept: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        for guarded in reversed(kept):  # what was kept last is the likeliest
-            if (guarded - size) & GUARDS == GUARDS:
-                break
-        else:
-            kept.append(size | GUARDS)
-    return [guarded ^ GUARDS for guarded in kept]
-
-
 class Storage:
     """Bytes that are counted from creation until nobody refers to them any more."""
 
-    __slots__ = ("freed", "walk")
+    __slots__ = ("freed", "kept", "walk")
 
     def __init__(self, walk: Walk, size: int) -> None:
         self.walk = walk
         self.freed = size
         """What its end takes from the live bytes."""
+        self.kept: Kept | None = None
         walk.live += size
         walk.rising = True
 
     def __del__(self) -> None:
         walk = self.walk
-        if walk.rising:
+        if walk.rising:  # as `reach(0)`, less a call for every tensor
             walk.peaks.append(walk.live)
+            if walk.passing is not None:
+                walk.passing.append(walk.live - walk.lingering)
             walk.rising = False
-        walk.live -= self.freed
+        if self.kept is None:
+            walk.live -= self.freed
+        else:
+            walk.lingering += self.freed
 
 
-Saved = list[Storage | int]
-"""What an operation keeps for backward: tensors, and the bytes of those that wait on the host."""
+class Kept:
+    """What an operation saves of a tensor: its bytes, which stay when nobody else refers to them any more."""
+
+    __slots__ = ("size", "walk")
+
+    def __init__(self, storage: Storage) -> None:
+        self.walk = storage.walk
+        self.size = storage.freed
+
+    def __del__(self) -> None:
+        walk = self.walk
+        if walk.rising:
+            walk.reach(0)
+        walk.live -= self.size
+        walk.lingering -= self.size
+
+
+Saved = list[Kept | Storage | int]
+"""What an operation keeps for backward: tensors, the bytes of those that wait on the host, and of several outputs the
+gradients that are there before the others."""
 
 STAYING_BYTES = 32
 """Per token: what is no larger is counted as staying on the device when activations wait on the host. The bound of
@@ -141,8 +120,8 @@ class Ghost:
 class Walk:
     """Live bytes, their local maxima, and the tape.
 
-    Without `learning` it is one under `torch.no_grad`; without `keeping` one through a checkpointed part, which saves
-    nothing, as far as its forward pass goes.
+    Without `learning` it is one under `torch.no_grad`. With `passes` it also notes what its forward pass would hold
+    were nothing saved, as under `torch.no_grad` or in a checkpointed part before its backward pass has come.
     """
 
     def __init__(
@@ -152,11 +131,15 @@ class Walk:
         autocast: bool = False,
         offloads: bool = False,
         learning: bool = True,
-        keeping: bool = True,
+        passes: bool = False,
     ) -> None:
         self.live = 0
         self.rising = False
         self.peaks: list[int] = []
+        self.lingering = 0
+        """Of the live bytes, those that only an operation that saved them still refers to."""
+        self.passing: list[int] | None = [] if passes else None
+        """The local maxima were nothing saved, for as long as the forward pass goes on."""
         self.tape: list[Node] = []
         self.metered = metered
         """On the metered device: under a dispatch mode torch adds gradients out of place, and softmax on the host
@@ -168,8 +151,6 @@ class Walk:
         self.learning = learning
         self.casts: list[Storage] = []
         """Weights that autocast has cast: kept until the forward pass, loss included, is over."""
-        self._forgotten = None if learning and keeping else Node((), PASSED, 0, None)
-        """Of everything that needs a gradient where nothing is kept."""
         self._saved_at = (0, 0, False)
         """Where the walk was when it saved last: maxima so far, live bytes, whether they were rising."""
         self._recompute: tuple[list[int], int] | None = None
@@ -191,12 +172,26 @@ class Walk:
 
     def reach(self, size: int) -> None:
         """A local maximum so much above what is live."""
-        self.peaks.append(self.live + size)
+        top = self.live + size
+        self.peaks.append(top)
+        if self.passing is not None:
+            self.passing.append(top - self.lingering)
         self.rising = False
+
+    def keep(self, size: int) -> None:
+        """Bytes that are saved and that nobody refers to otherwise."""
+        self.live += size
+        self.lingering += size
+
+    def take_passing(self) -> set[int]:
+        """The local maxima so far of a forward pass that saves nothing, which ends here."""
+        assert self.passing is not None
+        passing, self.passing = {self.live - self.lingering, *self.passing}, None
+        return passing
 
     def keeps(self, size: int) -> tuple[int, int]:
         """Of so many bytes that an operation saves: those that stay, and those that wait on the host."""
-        if self._forgotten is not None:
+        if not self.learning:
             return 0, 0
         return (0, size) if self.offloads and size > STAYING_BYTES * TOKEN else (size, 0)
 
@@ -206,19 +201,29 @@ class Walk:
 
     def save(self, *ghosts: Ghost | None) -> Saved:
         """Keep inputs for backward; None stands for a weight, which costs nothing but is saved too."""
-        if not ghosts or self._forgotten is not None:
+        if not ghosts or not self.learning:
             return []
         self.mark()
         return self._kept(ghosts)
 
     def _kept(self, ghosts: Iterable[Ghost | None]) -> Saved:
-        if self.offloads:
-            return [ghost.size if _travels(ghost) else ghost.storage for ghost in ghosts if ghost is not None]
-        return [ghost.storage for ghost in ghosts if ghost is not None]
+        return [self._kept_of(ghost) for ghost in ghosts if ghost is not None]
+
+    def _kept_of(self, ghost: Ghost) -> Kept | int:
+        if self.offloads and _travels(ghost):
+            return ghost.size
+        storage = ghost.storage
+        if storage.kept is None:
+            storage.kept = Kept(storage)
+        return storage.kept
+
+    def held(self, ghost: Ghost) -> Saved:
+        """What keeps a tensor whatever becomes of its names, but by no operation."""
+        return self._kept((ghost,))
 
     def save_into(self, holder: Saved, *ghosts: Ghost | None) -> Saved:
         """Keep more for the same operation: outputs are saved after they are made."""
-        if ghosts and self._forgotten is None:
+        if ghosts and self.learning:
             holder += self._kept(ghosts)
             self.mark()
         return holder
@@ -265,12 +270,9 @@ class Walk:
         else:
             if not trains:
                 return output
-        if self._forgotten is not None:
-            output.node = self._forgotten
-        else:
-            inputs = [parents[0].node] if len(parents) == 1 else [parent.node for parent in parents]
-            output.node = Node(inputs, back, output.size, saved)
-            self.tape.append(output.node)
+        inputs = [parents[0].node] if len(parents) == 1 else [parent.node for parent in parents]
+        output.node = Node(inputs, back, output.size, saved)
+        self.tape.append(output.node)
         return output
 
     def chain(
@@ -287,18 +289,16 @@ class Walk:
         `back` takes the gradient from it and hands on what `before`, the node of what went in, is due.
         """
         if self.learning and (before is not None or trains):
-            output.node = self._forgotten
-            if output.node is None:
-                output.node = Node([before], PASSED, output.size, saved)
-                output.node.chain = back
-                self.tape.append(output.node)
+            output.node = Node([before], PASSED, output.size, saved)
+            output.node.chain = back
+            self.tape.append(output.node)
         return output
 
     def checkpoint(self, forward: Callable[[], Ghost]) -> Ghost:
         """Run `forward` as backward will run it again, up to the last that is saved.
 
-        Its maxima, and what it saves, count from the first operation of backward that needs it; what the first pass
-        holds, which keeps nothing, is for a walk without `keeping` to say.
+        Its maxima, and what it saves, count from the first operation of backward that needs it. What the first pass
+        holds, which keeps nothing, is what `take_passing` says.
         """
         earlier, self.peaks, before = self.peaks, [], self.live
         output = forward()

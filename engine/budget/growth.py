@@ -12,7 +12,7 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from engine.budget.ghost import highest, settled, unpack
+from engine.budget.packed import highest, settled, unpack
 
 
 class Shape(NamedTuple):

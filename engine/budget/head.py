@@ -6,9 +6,10 @@ A `Walk` goes through the same steps as `engine.model.loss`, with every token a 
 from __future__ import annotations
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import CHUNK, SEVERAL, TOKEN, Ghost, Storage, Walk
+from engine.budget.ghost import Ghost, Storage, Walk
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, cast, half_linear, layer_norm, linear, saves_output, scale
+from engine.budget.packed import CHUNK, SEVERAL, TOKEN
 from engine.budget.parameters import outer_parameters
 from engine.budget.selection import selected_outer
 from engine.budget.setting import Setting

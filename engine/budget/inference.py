@@ -20,7 +20,7 @@ from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
 from engine.budget.step import embeddings_held, inputs, masks_of
 from engine.budget.vision import tower_cost
-from engine.budget.walks import entry, felt_by_head, felt_by_layers, head_alone, pass_through
+from engine.budget.walks import at_rest, entry, felt_by_head, felt_by_layers, head_alone, pass_through
 from engine.spec.recipe import Recipe
 
 GENERATION_ROWS = 64
@@ -41,19 +41,18 @@ def generates(recipe: Recipe) -> bool:
 def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     """Live sets of a forward pass and its loss, above what the run holds anyway."""
     stack = stack_of(arch, setting)
-    setting = setting._replace(checkpointing=False, dropout=False, sequence=1)
-    felt = felt_by_layers(setting)
+    passes = {kind: pass_through(arch, setting, kind) for kind in stack.kinds if not stack.larger(kind)}
+    run, setting = setting, at_rest(setting)
     around = inputs(arch, setting, masks_of(arch, setting, stack.kinds))
     if arch.layers > 1:
         around = around.plus(embeddings_held(arch, setting, learning=False))
-    passes = {kind: pass_through(arch, felt, kind, learning=False) for kind in stack.kinds if not stack.larger(kind)}
 
     def casts(layer: int) -> int:
         """Packed bytes of weights that autocast has cast by then, and keeps until the pass is over."""
         if not setting.autocast:
             return 0
         below = stack.between(0, layer)
-        return sum(count * pass_through(arch, felt, kind, learning=False).casts for kind, count in below)
+        return sum(count * pass_through(arch, run, kind).casts for kind, count in below)
 
     highest = stack.highest()
     through = tuple(size + casts(highest[kind]) for kind in passes for size in passes[kind].forward)

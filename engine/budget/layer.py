@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.budget.architecture import Architecture
 from engine.budget.attention import attend, rotary
 from engine.budget.experts import mixture
-from engine.budget.ghost import TOKEN, Ghost, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.kinds import Kind
 from engine.budget.norm import rms_norm
 from engine.budget.operations import (
@@ -22,6 +22,7 @@ from engine.budget.operations import (
     scale,
     split,
 )
+from engine.budget.packed import TOKEN
 from engine.budget.parameters import layer_parameters
 from engine.budget.setting import Setting
 from engine.budget.weights import Weights

@@ -48,12 +48,12 @@ class _Norm:
         walk.reach(copy + full + self.root)  # the copy and its square, with the mean; or its product with the root
         if self.before is not None:
             walk.mark()
-        walk.live += self.kept_root + (self.kept_full if copy else 0)
+        walk.keep(self.kept_root + (self.kept_full if copy else 0))
         cast = self.narrow if copy and not self.wide else 0
         if self.trained:
             walk.mark(full + cast)
         walk.reach(full + cast + self.product + (self.narrow if copy and self.wide else 0))
-        walk.live += self.kept_factor
+        walk.keep(self.kept_factor)
         return walk.chain(walk.new(x.elements, self.itemsize), self.before, self.backward, saved, trains=self.trained)
 
     def backward(self, node: Node) -> None:

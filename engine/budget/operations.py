@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.budget.ghost import PASSED, TOKEN, Back, Ghost, Storage, Walk
+from engine.budget.ghost import PASSED, Back, Ghost, Storage, Walk
+from engine.budget.packed import TOKEN
 
 FLOAT = 4
 INDEX = 8

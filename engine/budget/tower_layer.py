@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.attention import attend, rotary
-from engine.budget.ghost import TOKEN, Ghost, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.norm import rms_norm
 from engine.budget.operations import (
     FLOAT,
@@ -25,6 +25,7 @@ from engine.budget.operations import (
     scale,
     split,
 )
+from engine.budget.packed import TOKEN
 from engine.budget.selection import Selection
 from engine.budget.setting import Setting
 from engine.budget.tower import Tower

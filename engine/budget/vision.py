@@ -14,10 +14,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import TOKEN, Ghost, Node, Storage, Walk, highest
+from engine.budget.ghost import Ghost, Node, Storage, Walk
 from engine.budget.growth import Growth, growth, prune
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, activation, copy, linear
+from engine.budget.packed import TOKEN, highest
 from engine.budget.selection import Selection, select_tower_ends, tower_selections
 from engine.budget.setting import Setting
 from engine.budget.static import tower_layer_tensors
@@ -161,23 +162,26 @@ def walk_tower_layer(
         return prune(_by_row(size, setting.image_patches, window, one_by_one=in_turn) for size in found)
 
     again = setting.checkpointing and learns
-    first = Walk(metered=setting.metered, autocast=setting.autocast, learning=learns, keeping=not again)
-    arguments = [_entry(first, tower, setting, follows)]
-    output = TowerLayer(first, tower, setting, chosen).forward(arguments.pop())
-    if not learns:
-        return WalkedLayer(sizes(first.take_peaks()), Growth(), ())
-    forward, walk = sizes(first.take_peaks()), first
-    first.casts.clear()
+    walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=learns, passes=again)
+    layer, arguments = TowerLayer(walk, tower, setting, chosen), [_entry(walk, tower, setting, follows)]
     if again:
-        walk = Walk(metered=setting.metered, autocast=setting.autocast)
-        arguments = [_entry(walk, tower, setting, follows)]
-        output = walk.checkpoint(lambda: TowerLayer(walk, tower, setting, chosen).forward(arguments[0]))
+        held = walk.held(arguments[0])  # until the layer's backward is over
+        output = walk.checkpoint(lambda: layer.forward(arguments.pop()))
+        forward = sizes(walk.take_passing())
+    else:
+        held, output = [], layer.forward(arguments.pop())
+        forward = sizes(walk.take_peaks())
+        walk.casts.clear()
+    if not learns:
+        return WalkedLayer(forward, Growth(), ())
     assert output.node is not None
     saved, size, node = walk.live - output.size, output.size, output.node
     del output
     walk.backward(node, walk.allocate(size))
     (kept,) = sizes([saved])
-    return WalkedLayer(forward, kept, sizes(walk.take_peaks()))
+    backward = sizes(walk.take_peaks())
+    held.clear()
+    return WalkedLayer(forward, kept, backward)
 
 
 def _entry(walk: Walk, tower: Tower, setting: Setting, gradient: bool) -> Ghost:

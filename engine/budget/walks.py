@@ -11,11 +11,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import TOKEN, Ghost, Node, Walk, highest
+from engine.budget.ghost import Ghost, Node, Walk
 from engine.budget.growth import Growth, growths
 from engine.budget.head import Head
 from engine.budget.kinds import Kind, body_learns
 from engine.budget.layer import Layer
+from engine.budget.packed import TOKEN, highest
 from engine.budget.setting import Setting
 
 
@@ -28,44 +29,22 @@ class Ahead(NamedTuple):
 
 
 def walk_forward(arch: Architecture, setting: Setting, kind: Kind) -> Ahead:
-    """Forward of one layer by itself. Where nothing learns, nothing is saved."""
+    """Forward of one layer by itself. Where nothing learns, nothing is saved; a checkpoint saves the layer's input."""
     felt = felt_by_layers(setting)
-    if setting.checkpointing or not kind.learns:
-        through = pass_through(arch, _unchecked(felt), kind, learning=True)
-        saved = arch.hidden * TOKEN * setting.base_bytes if kind.learns else 0  # a checkpoint saves its input
-        return Ahead(through.forward, saved, through.casts)
-    return _walk_layer(arch, felt, _felt_kind(felt, kind))[0]
+    if not kind.learns:
+        through = pass_through(arch, setting, kind)
+        return Ahead(through.forward, 0, through.casts)
+    walked = _walk_layer(arch, felt, _felt_kind(felt, kind))
+    if setting.checkpointing:
+        return Ahead(walked.through.forward, arch.hidden * TOKEN * setting.base_bytes, walked.through.casts)
+    return walked.ahead
 
 
 def walk_backward(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> tuple[Growth, ...]:
     """Maxima of its backward pass, which a checkpointed layer begins by running forward again."""
     felt = felt_by_layers(setting)
-    found = _walk_layer(arch, felt, _felt_kind(felt, kind))[1]
+    found = _walk_layer(arch, felt, _felt_kind(felt, kind)).backward
     return growths(found, accumulating)
-
-
-@lru_cache(maxsize=256)
-def _walk_layer(arch: Architecture, setting: Setting, kind: Kind) -> tuple[Ahead, tuple[int, ...]]:
-    """Forward, then backward; of a checkpointed layer what is said of its forward pass has no meaning."""
-    walk = Walk(metered=setting.metered, autocast=setting.autocast, offloads=setting.activation_offload)
-    layer = Layer(walk, arch, setting, kind)
-    arguments = [entry(walk, arch, setting, kind.follows)]
-    if setting.checkpointing:  # the checkpoint holds its input until the layer's backward is over
-        output, casts = walk.checkpoint(lambda: layer.forward(arguments[0])), 0
-    else:
-        output = layer.forward(arguments.pop())
-        casts = _dropped_casts(walk)
-    forward = tuple(highest(walk.take_peaks()))
-    assert output.node is not None
-    saved, size, node = walk.live - output.size, output.size, output.node
-    del output
-    walk.backward(node, walk.allocate(size))
-    return Ahead(forward, saved, casts), tuple(highest(walk.take_peaks()))
-
-
-def _felt_kind(setting: Setting, kind: Kind) -> Kind:
-    """The same to a walk: of masks, only that one is there matters, and only where sdpa takes another kernel then."""
-    return Kind(kind.chosen, kind.masked and setting.attention == "sdpa", False, kind.follows)
 
 
 class Through(NamedTuple):
@@ -75,28 +54,63 @@ class Through(NamedTuple):
     casts: int
 
 
-def pass_through(arch: Architecture, setting: Setting, kind: Kind, *, learning: bool) -> Through:
-    """The forward pass of a layer in which nothing is saved; with `learning` that of a checkpointed one."""
-    # Only experts, which norm their scores in place, make something of it that gradients are to come.
-    learning = learning and arch.experts is not None
-    kind = _felt_kind(setting, kind)
-    return _pass_through(arch, setting, kind if learning else kind._replace(follows=False), learning)
+class Walked(NamedTuple):
+    """A layer, forward and backward."""
+
+    ahead: Ahead
+    backward: tuple[int, ...]
+    through: Through
+    """Its forward pass were nothing saved."""
 
 
 @lru_cache(maxsize=256)
-def _pass_through(arch: Architecture, setting: Setting, kind: Kind, learning: bool) -> Through:
-    walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=learning, keeping=False)
+def _walk_layer(arch: Architecture, setting: Setting, kind: Kind) -> Walked:
+    """Forward, then backward; of a checkpointed layer what is said of its forward pass has no meaning."""
+    walk = Walk(
+        metered=setting.metered, autocast=setting.autocast, offloads=setting.activation_offload, passes=True
+    )
+    layer = Layer(walk, arch, setting, kind)
     arguments = [entry(walk, arch, setting, kind.follows)]
+    if setting.checkpointing:
+        held = walk.held(arguments[0])  # until the layer's backward is over
+        output = walk.checkpoint(lambda: layer.forward(arguments.pop()))
+    else:
+        held, output = [], layer.forward(arguments.pop())
+    through = Through(tuple(highest(walk.take_passing())), sum(weight.freed for weight in walk.casts))
+    with_casts = walk.live
+    if not setting.checkpointing:
+        walk.casts.clear()
+    casts, forward = with_casts - walk.live, tuple(highest(walk.take_peaks()))
+    assert output.node is not None
+    saved, size, node = walk.live - output.size, output.size, output.node
+    del output
+    walk.backward(node, walk.allocate(size))
+    backward = tuple(highest(walk.take_peaks()))
+    held.clear()
+    return Walked(Ahead(forward, saved, casts), backward, through)
+
+
+def _felt_kind(setting: Setting, kind: Kind) -> Kind:
+    """The same to a walk: of masks, only that one is there matters, and only where sdpa takes another kernel then."""
+    return Kind(kind.chosen, kind.masked and setting.attention == "sdpa", False, kind.follows)
+
+
+def pass_through(arch: Architecture, setting: Setting, kind: Kind) -> Through:
+    """A layer's forward pass without gradients, dropout, or sequences that ranks share."""
+    felt = felt_by_layers(setting)
+    # Experts norm their scores in place where no gradients are to come.
+    if kind.learns and not felt.dropout and felt.sequence == 1 and arch.experts is None:
+        return _walk_layer(arch, felt, _felt_kind(felt, kind)).through
+    return _pass_through(arch, at_rest(felt), _felt_kind(felt, kind)._replace(follows=False))
+
+
+@lru_cache(maxsize=256)
+def _pass_through(arch: Architecture, setting: Setting, kind: Kind) -> Through:
+    walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=False)
+    arguments = [entry(walk, arch, setting, False)]
     output = Layer(walk, arch, setting, kind).forward(arguments.pop())
     del output
-    return Through(tuple(highest(walk.take_peaks())), _dropped_casts(walk))
-
-
-def _dropped_casts(walk: Walk) -> int:
-    """Bytes of the weights that autocast has cast, which it now lets go of."""
-    with_casts = walk.live
-    walk.casts.clear()
-    return with_casts - walk.live
+    return Through(tuple(highest(walk.take_peaks())), sum(weight.freed for weight in walk.casts))
 
 
 def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
@@ -116,9 +130,9 @@ def felt_by_layers(setting: Setting) -> Setting:
 
 
 @lru_cache(maxsize=256)
-def _unchecked(setting: Setting) -> Setting:
-    """The same without checkpoints."""
-    return setting._replace(checkpointing=False)
+def at_rest(setting: Setting) -> Setting:
+    """The same where nothing learns, and nobody shares sequences."""
+    return setting._replace(checkpointing=False, dropout=False, sequence=1)
 
 
 @lru_cache(maxsize=256)
