@@ -3,7 +3,8 @@
 Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, some seconds)
 
 Files are read before the clock starts: an answer is one call of `make_plan`, and its time is the processor's, for the
-machine may be busy with other things. The first answer for a model and a recipe works out their closed form; the first
+machine may be busy with other things. The garbage collector waits meanwhile, as in `timeit`: what it goes through is
+what reading the files has left. The first answer for a model and a recipe works out their closed form; the first
 on another device asks for remedies and dtypes of its own, but shares what it can; later ones only evaluate. The last
 lines give all three.
 """
@@ -11,6 +12,7 @@ lines give all three.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -108,9 +110,12 @@ def row(profile: str, recipe: str, model: str | None, *, new: bool) -> Row | Ref
 
 def _timed(spec: RunSpec) -> tuple[float, Plan]:
     find_architecture(spec)  # reads files where it must: no part of the answer
+    gc.disable()
     begun = time.thread_time()
     plan = make_plan(spec)
-    return time.thread_time() - begun, plan
+    seconds = time.thread_time() - begun
+    gc.enable()
+    return seconds, plan
 
 
 def table(found: Sequence[Row | Refused]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.selection import Selection, embedding_learns, select_tower_ends, selections, tower_selections
-from engine.budget.setting import Setting
+from engine.budget.setting import Patterns, Setting
 
 
 class Kind(NamedTuple):
@@ -74,16 +74,24 @@ class Stack(NamedTuple):
 @lru_cache(maxsize=256)
 def stack_of(arch: Architecture, setting: Setting) -> Stack:
     """The layers of a model as a recipe trains it."""
+    always = setting.packed or sees_images_both_ways(arch, setting)
+    return _stack(arch, setting.patterns, always, setting.window_reached, tower_learns(arch, setting))
+
+
+@lru_cache(maxsize=256)
+def _stack(arch: Architecture, patterns: Patterns, always: bool, window_reached: bool, tower: bool) -> Stack:
+    """`always`: every layer has a mask; `window_reached`: those that slide have. `tower`: one before them learns."""
     places: dict[tuple[Selection, bool, bool], int] = {}
     kinds: list[Kind] = []
     order: list[int] = []
-    follows = embedding_learns(arch, setting.patterns) or tower_learns(arch, setting)
-    always = setting.packed or sees_images_both_ways(arch, setting)
-    for layer, chosen in enumerate(selections(arch, setting.patterns)):
+    follows, before, place = tower or embedding_learns(arch, patterns), None, 0
+    for layer, chosen in enumerate(selections(arch, patterns)):
         slides = layer < len(arch.sliding_layers) and arch.sliding_layers[layer]
-        place = places.setdefault((chosen, slides, follows), len(kinds))
+        alike = chosen, slides, follows
+        if alike != before:
+            before, place = alike, places.setdefault(alike, len(kinds))
         if place == len(kinds):
-            kinds.append(Kind(chosen, always or (slides and setting.window_reached), slides, follows))
+            kinds.append(Kind(chosen, always or (slides and window_reached), slides, follows))
         order.append(place)
         follows = kinds[place].learns
     return Stack(tuple(kinds), tuple(order))

@@ -132,7 +132,7 @@ def _judge(budget: Budget, spec: RunSpec, planned: Prediction, length: int) -> t
         return "does_not_fit", {}
     for changes in _remedies(spec):
         remedied = budget.remedied(_with_train(spec, changes))
-        if remedied.device_bytes(1, length) <= capacity:
+        if remedied.at_least_bytes(1, length) <= capacity and remedied.device_bytes(1, length) <= capacity:
             rows = _largest_that_fits(remedied, length, capacity)
             return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": rows}
     return "does_not_fit", {}

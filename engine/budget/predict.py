@@ -18,7 +18,8 @@ from engine.budget.overhead import Beside, beside_of
 from engine.budget.setting import Setting, setting_of
 from engine.budget.sharing import Sharing, bucket_bytes, on_one_device, shards, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
-from engine.budget.step import kept_by_layers, step_cost
+from engine.budget.step import least_of, step_cost
+from engine.budget.walks import felt_by_step
 from engine.spec.run import RunSpec
 
 COMPONENTS = (
@@ -106,7 +107,7 @@ class Budget:
         self._scratch_bytes = optimizer_scratch(arch, self.setting)
         self._beside = beside or beside_of(spec.profile)
         self._room_bytes = spec.profile.device.capacity_bytes - self.total.static
-        self._kept = kept_by_layers(arch, self.setting)
+        self._felt = felt_by_step(self.setting)
         self._answers: dict[int, int] = {}
         self._last: tuple[tuple[int, int], list[tuple[str, tuple[int, PhaseCost]]]] = ((0, 0), [])
 
@@ -120,8 +121,9 @@ class Budget:
         return Budget(self.arch, spec, self._beside)
 
     def at_least_bytes(self, rows: int, length: int) -> int:
-        """A bound from below to `device_bytes`, for a hundredth of the work."""
-        return self.total.static + self._kept.at(self._shape(rows, length))
+        """A bound from below to `device_bytes`, for a fraction of the work."""
+        shape = self._shape(rows, length)
+        return self.total.static + max([growth.at(shape) for growth in least_of(self.arch, self._felt)])
 
     def device_bytes(self, rows: int, length: int) -> int:
         """What the driver would show at the peak: the table's largest row, without the table."""
@@ -148,7 +150,7 @@ class Budget:
         """Of each phase the alternative that decides; kept for the shape last asked for, of which a table follows."""
         if self._last[0] != (rows, length):
             shape = self._shape(rows, length)
-            costs = step_cost(self.arch, self.setting, rows < self.batch, self.sharing)
+            costs = step_cost(self.arch, self._felt, rows < self.batch, self.sharing)
             self._last = (rows, length), [(name, dearest(phase, shape)) for name, phase in costs.items()]
         return self._last[1]
 
@@ -174,7 +176,7 @@ class Budget:
         phases: dict[str, dict[str, int]] = {}
         if evaluates(self.recipe):
             shape = shape_of(self._rows_alone(rows, length), length, setting.chunk_tokens)
-            size = max(peak.at(shape) for peak in evaluation(arch, setting))
+            size = max(peak.at(shape) for peak in evaluation(arch, self._felt))
             phases["evaluate"] = {"activations": size, "buffers": spread.evaluate() if spread else 0}
         if generates(self.recipe):
             size = self._generation_bytes(length)

@@ -11,6 +11,7 @@ Try: `pytest tests/budget/test_sharing.py tests/parallel/test_sharded_steps.py`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,9 +61,9 @@ class Shards:
     """Gathered weights stay from forward to backward (ZeRO-2)."""
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        """Each once."""
-        return (self.table, *self.layers, *self.beside, *([self.head] if self.head else []))
+    def ends(self) -> tuple[Group, ...]:
+        """All but the layers."""
+        return (self.table, *self.beside, *([self.head] if self.head else []))
 
     def forward(self, layer: int) -> int:
         """While a layer is computed."""
@@ -133,8 +134,11 @@ def shards_of(arch: Architecture, setting: Setting, ranks: int, *, keeps: bool) 
 @lru_cache(maxsize=256)
 def held_by_a_rank(arch: Architecture, setting: Setting, ranks: int) -> Tensors:
     """Weights, adapters, optimizer state and complete gradients of one rank."""
-    total = Tensors(weights=BLOCK_BYTES * arch.buffers)
-    for group in shards_of(arch, setting, ranks, keeps=False).groups:
+    total, order = Tensors(weights=BLOCK_BYTES * arch.buffers), stack_of(arch, setting).order
+    spread = shards_of(arch, setting, ranks, keeps=False)
+    for place, count in Counter(order).items():
+        total = total.plus(spread.layers[order.index(place)].held, count)
+    for group in spread.ends:
         total = total.plus(group.held)
     if arch.tower:
         tower = tower_tensors(arch.tower, setting)

@@ -193,11 +193,19 @@ def _saved(ahead: dict[Kind, Ahead], stack: Stack, layer: int) -> int:
     return sum(ahead[kind].saved * count for kind, count in stack.between(0, layer))
 
 
-def kept_by_layers(arch: Architecture, setting: Setting) -> Growth:
-    """What all layers keep until the loss: no micro-batch gets by with less."""
-    if setting.activation_offload:
-        return NOTHING
-    return growth(_saved(_ahead(arch, setting), stack_of(arch, setting), arch.layers), accumulating=True)
+@lru_cache(maxsize=256)
+def least_of(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
+    """Live sets that no micro-batch gets by without, above the static bytes: what layers keep, and on top of it the
+    loss, or the backward pass of the last layer. For a fraction of the work of a whole step, and seldom far from it."""
+    stack, ahead = stack_of(arch, setting), _ahead(arch, setting)
+    stays = not setting.activation_offload
+    kept = growth(_saved(ahead, stack, arch.layers) * stays, accumulating=True)
+    found = [kept.plus(working) for working in walk_head(arch, setting, True)]
+    last = stack.kind(-1)
+    if last.learns and last not in _bounds(setting, stack):
+        below = growth(_saved(ahead, stack, arch.layers - 1) * stays, accumulating=True)
+        found += [below.plus(working) for working in walk_backward(arch, setting, last, True)]
+    return tuple(found)
 
 
 def _with_tower(

@@ -120,10 +120,16 @@ def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple
 
 
 @lru_cache(maxsize=256)
+def felt_by_step(setting: Setting) -> Setting:
+    """The same to all but the optimizer: a plan asks under several remedies."""
+    return setting._replace(optimizer="adamw", momentum=False, optimizer_offload=False)
+
+
+@lru_cache(maxsize=256)
 def felt_by_layers(setting: Setting) -> Setting:
-    """The same to a layer: a plan asks under several remedies, most of which it does not feel."""
-    return setting._replace(
-        optimizer="adamw", momentum=False, optimizer_offload=False, loss="plain", chunk_tokens=0,
+    """The same to a layer."""
+    return felt_by_step(setting)._replace(
+        loss="plain", chunk_tokens=0,
         # Of a checkpointed layer only the input would go to the host, which is no part of its walk.
         activation_offload=setting.activation_offload and not setting.checkpointing,
     )  # fmt: skip
