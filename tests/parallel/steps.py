@@ -6,6 +6,7 @@ made to fail there is in `tests.parallel.faults`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -63,6 +64,13 @@ def small_model(folder: Path, tables: dict[str, Any], *, layers: int = 2, width:
     tied = tables["tied"]
     model = {"id": str(write_model(folder / f"model-{layers}-{width}-{tied}", layers, width, tied=tied))}
     return {**{name: table for name, table in tables.items() if name != "tied"}, "model": model}
+
+
+def write_equal_samples(path: Path, count: int) -> None:
+    """`count` samples of 64 tokens each, nearly all of them targets: no tensor of so small a model is rounded up by
+    much, so that what is measured can be held to the plan."""
+    sample = json.dumps({"prompt": "ab", "completion": "abcdefg " * 7 + "abcde"})
+    path.write_text(f"{sample}\n" * count)
 
 
 class Workbench:

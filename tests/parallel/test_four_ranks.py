@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from engine.parallel.ranks import Ranks
 from tests.parallel.crew import run_crew
 from tests.parallel.faults import differences
-from tests.parallel.steps import FULL, LORA, Workbench, small_model
+from tests.parallel.steps import FULL, LORA, Workbench, small_model, write_equal_samples
 from tests.parallel.test_rank_faults import DIAGONAL, SHARING, alone
 
 RANKS = 4
@@ -32,11 +31,10 @@ def clean_steps(ranks: Ranks, folder: Path) -> Any:
 
 
 def planned_memory(ranks: Ranks, folder: Path) -> Any:
-    """(planned, measured) peak bytes of this rank, where nearly every token is a target and sequences have 64, so that
-    no tensor of so small a model is rounded up by much."""
+    """(planned, measured) peak bytes of this rank."""
     equal = folder / "equal.jsonl"
     if ranks.is_first:
-        equal.write_text(f"{json.dumps({'prompt': 'ab', 'completion': 'abcdefg ' * 7 + 'abcde'})}\n" * 64)
+        write_equal_samples(equal, 64)
     ranks.tell("written")
     found = {}
     for sharing, cell in product(MEASURED, DIAGONAL):
