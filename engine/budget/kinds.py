@@ -55,20 +55,31 @@ class Stack(NamedTuple):
         part = self.order[start:stop]
         return [(kind, part.count(place)) for place, kind in enumerate(self.kinds) if place in part]
 
-    def ends(self) -> dict[int, str]:
+    def ends(self, *, checkpointed: bool) -> dict[int, str]:
         """The first and the last layer of each kind that backward comes to, and the phase of the table that each is in:
-        between the two sizes change evenly, so one of them decides."""
+        between the two sizes change evenly, so one of them decides.
+
+        Of checkpointed layers that make the same gradients all keep as much: a kind never decides whose layers all lie
+        between those of one that holds more.
+        """
         last = len(self.order) - 1
         layers: set[int] = set()
-        for place, kind in enumerate(self.kinds):
-            if kind.learns:
-                layers |= {self.order.index(place), last - self.order[::-1].index(place)}
+        spans = {kind: self._span(place) for place, kind in enumerate(self.kinds) if kind.learns}
+        even = checkpointed and len({kind.chosen for kind in self.kinds}) == 1
+        for kind, (low, high) in spans.items():
+            larger = self.larger(kind) if even else None
+            beyond = spans[larger] if larger else None
+            if beyond is None or low < beyond[0] or beyond[1] < high:
+                layers |= {low, high}
         return {layer: "layer_first" if 2 * layer >= last else "layer_last" for layer in sorted(layers, reverse=True)}
+
+    def _span(self, place: int) -> tuple[int, int]:
+        """The first and the last layer of a kind."""
+        return self.order.index(place), len(self.order) - 1 - self.order[::-1].index(place)
 
     def highest(self) -> dict[Kind, int]:
         """The last layer of each kind."""
-        last = len(self.order) - 1
-        return {kind: last - self.order[::-1].index(place) for place, kind in enumerate(self.kinds)}
+        return {kind: self._span(place)[1] for place, kind in enumerate(self.kinds)}
 
 
 @lru_cache(maxsize=256)

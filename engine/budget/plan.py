@@ -105,7 +105,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
 
 def _largest_that_fits(budget: Budget, length: int, capacity: int) -> int:
     """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
-    if budget.least_bytes > capacity:
+    if max(budget.least_bytes, budget.total.static) > capacity:
         return 0
     could = _largest(budget.batch, lambda rows: budget.at_least_bytes(rows, length) <= capacity)
     return _largest(could, lambda rows: budget.device_bytes(rows, length) <= capacity)
@@ -132,7 +132,7 @@ def _judge(budget: Budget, spec: RunSpec, planned: Prediction, length: int) -> t
         return "does_not_fit", {}
     for changes in _remedies(spec):
         remedied = budget.remedied(_with_train(spec, changes))
-        if remedied.at_least_bytes(1, length) <= capacity and remedied.device_bytes(1, length) <= capacity:
+        if remedied.fits(1, length, capacity):
             rows = _largest_that_fits(remedied, length, capacity)
             return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": rows}
     return "does_not_fit", {}

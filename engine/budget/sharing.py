@@ -16,7 +16,7 @@ from engine.budget.architecture import Architecture
 from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
 from engine.budget.shards import Shards, held_by_a_rank, shards_of
-from engine.budget.static import Tensors, rounded, static_bytes
+from engine.budget.static import Tensors, lasting, rounded, static_bytes
 from engine.budget.zero import PREFETCH_ELEMENTS, REDUCE_ELEMENTS, in_fp32, uses_deepspeed
 from engine.spec.profile import Profile
 from engine.spec.run import RunSpec
@@ -78,9 +78,9 @@ def static_of_a_rank(arch: Architecture, setting: Setting, sharing: Sharing) -> 
     """What a rank holds at every moment, its gradients when they are complete."""
     if sharing.deepspeed:
         elements = -(-_trained_elements(arch, setting) // sharing.ranks)
-        return in_fp32(held_by_a_rank(arch, setting, sharing.ranks), elements, _trained_width(setting))
+        return in_fp32(held_by_a_rank(arch, lasting(setting), sharing.ranks), elements, _trained_width(setting))
     if sharing.sharded:
-        return held_by_a_rank(arch, setting, sharing.ranks)
+        return held_by_a_rank(arch, lasting(setting), sharing.ranks)
     return static_bytes(arch, setting).total
 
 
@@ -100,7 +100,7 @@ def shards(arch: Architecture, setting: Setting, sharing: Sharing) -> Shards | N
     """The groups of weights that are spread over ranks; None where they are not."""
     if not sharing.sharded:
         return None
-    return shards_of(arch, setting, sharing.ranks, keeps=not sharing.gathers_each_time)
+    return shards_of(arch, lasting(setting), sharing.ranks, keeps=not sharing.gathers_each_time)
 
 
 def _trained_elements(arch: Architecture, setting: Setting) -> int:

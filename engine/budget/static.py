@@ -72,8 +72,18 @@ class StaticBytes(NamedTuple):
 
 
 @lru_cache(maxsize=256)
+def lasting(setting: Setting) -> Setting:
+    """The same to what stays for a whole run: remedies change how a step is computed, most of them nothing else."""
+    return setting._replace(checkpointing=False, activation_offload=False, loss="plain")
+
+
 def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
     """Count every tensor of the run once."""
+    return _static_bytes(arch, lasting(setting))
+
+
+@lru_cache(maxsize=256)
+def _static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
     layers: dict[Selection, int] = {}
     for chosen in selections(arch, setting.patterns):
         layers[chosen] = layers.get(chosen, 0) + 1
@@ -115,9 +125,13 @@ def _chosen(parameters: Iterable[Parameter], chosen: Selection) -> Iterator[tupl
     return ((p, p.name in chosen.trained, p.name in chosen.adapted) for p in parameters)
 
 
-@lru_cache(maxsize=256)
 def layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
     """Bytes of one layer."""
+    return _layer_tensors(arch, lasting(setting), chosen)
+
+
+@lru_cache(maxsize=256)
+def _layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
     return _tensors(_chosen(layer_parameters(arch, chosen.dense), chosen), setting)
 
 

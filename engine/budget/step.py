@@ -98,7 +98,7 @@ class _Step:
     def _backward(self) -> Phases:
         """The first layers that backward comes to, and the last; in shards also the one after each of the first, which
         is the first that finds gradients on their way out."""
-        ends = self.stack.ends()
+        ends = self.stack.ends(checkpointed=self.setting.checkpointing)
         if self.spread:
             after = {layer - 1: name for layer, name in ends.items() if name == "layer_first" and layer}
             ends = {layer: name for layer, name in after.items() if self.stack.kind(layer).learns} | ends

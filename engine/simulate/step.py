@@ -185,7 +185,8 @@ def _ends(spec: RunSpec) -> dict[int, str]:
         arch = find_architecture(spec)
     except UnknownArchitectureError:
         return {}
-    return stack_of(arch, setting_of(arch, spec)).ends()
+    setting = setting_of(arch, spec)
+    return stack_of(arch, setting).ends(checkpointed=setting.checkpointing)
 
 
 def _gradients(loaded: LoadedModel) -> list[torch.Tensor]:

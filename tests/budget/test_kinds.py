@@ -70,6 +70,7 @@ def test_layers_between_two_are_counted_by_kind() -> None:
 
 def test_of_each_kind_the_first_and_the_last_layer_may_decide_backward() -> None:
     found = stack(from_config({**GEMMA3, "num_hidden_layers": 7}), data={"max_length": 128})
-    assert found.ends() == {6: "layer_first", 5: "layer_first", 1: "layer_last", 0: "layer_last"}
+    assert found.ends(checkpointed=False) == {6: "layer_first", 5: "layer_first", 1: "layer_last", 0: "layer_last"}
+    assert found.ends(checkpointed=True) == {6: "layer_first", 1: "layer_last", 0: "layer_last"}, "5 is between 1 and 6"
     upper = stack(TINY, method={"kind": "full", "train_only": [f"model.layers.{TINY.layers - 1}.**"]})
-    assert upper.ends() == {TINY.layers - 1: "layer_first"}
+    assert upper.ends(checkpointed=True) == {TINY.layers - 1: "layer_first"}
