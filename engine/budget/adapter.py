@@ -31,7 +31,7 @@ class Adapted:
 def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost) -> Ghost:
     """base(x) + B(A(dropout(x))) * scaling, in the wider of the two dtypes, and back in the base's.
 
-    A layer has up to seven of them. So all but the cast of `x` is gone through at once: nothing comes in between.
+    A layer has up to seven of them. So all but the cast of `x` is gone through at once, as in `engine.budget.norm`.
     """
     itemsize, width = result.itemsize, setting.adapter_bytes
     if setting.quantized:
@@ -40,38 +40,31 @@ def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghos
     if setting.dora:
         return cast(walk, _dora(walk, setting, layer, x, result), itemsize)
     low_rank = _LowRank(walk, setting, layer, x.itemsize)
-    low_rank.forward(dropped(walk, x) if setting.dropout else x)
-    update = low_rank.high
-    walk.reach(2 * update)  # times a number
-    walk.live += update
-    if setting.quantized and itemsize != width:
-        update = low_rank.elements * itemsize
-        walk.reach(update)
-        walk.live += update - low_rank.high
-    base, given = result.node, result.size
-    total = low_rank.elements * (itemsize if setting.quantized else max(itemsize, width))
-    walk.reach(total)
-    walk.live -= update
-    del result
-    if total != given:
-        walk.reach(total + given)
+    elements, high, base, given = low_rank.elements, low_rank.high, result.node, result.size
+    update = elements * itemsize if setting.quantized else high
+    total = elements * (itemsize if setting.quantized else max(itemsize, width))
+    # The product with a number, beside what it is of; or, beside it, the sum.
+    low_rank.forward(dropped(walk, x) if setting.dropout else x, max(2 * high, update + total))
 
     def back(node: Node) -> None:
         incoming = node.take()
-        if total != given:
-            incoming = walk.exchange(incoming, total)
-        left = incoming if given == total else walk.allocate(given)
-        right = incoming if update == total else walk.allocate(update)
-        del incoming
-        walk.hand_on(base, left)
-        del left
-        if update != low_rank.high:
-            right = walk.exchange(right, low_rank.high)
-        node.gradient = walk.exchange(right, low_rank.high)
-        del right
+        if total != given:  # the sum was cast: its gradient is, back, and for the base once more
+            del incoming
+            walk.live += total
+            walk.hand_on(base, walk.allocate(given))
+            walk.reach(high)
+        else:  # base and update get the same one, the update perhaps in its own dtype
+            walk.hand_on(base, incoming)
+            cast_bytes = 0 if update == total == high else update if update != total else high
+            walk.live += cast_bytes or high
+            walk.rising = True
+            del incoming
+            if cast_bytes:
+                walk.reach(high)
+                walk.live += high - cast_bytes
         low_rank.backward(node)
 
-    output = walk.new(low_rank.elements, itemsize)
+    output = walk.new(elements, itemsize)
     return walk.chain(output, base, back, low_rank.saved, trains=True)
 
 
@@ -79,35 +72,36 @@ class _LowRank:
     """B(A(x)), two linear layers that learn."""
 
     def __init__(self, walk: Walk, setting: Setting, layer: Adapted, itemsize: int) -> None:
-        self.walk, width = walk, setting.adapter_bytes
-        self.first, self.second = (rounded(setting.rank * side * width) for side in (layer.inputs, layer.outputs))
+        self.walk, width, rank = walk, setting.adapter_bytes, setting.rank
+        self.first, self.second = rounded(rank * layer.inputs * width), rounded(rank * layer.outputs * width)
+        """Bytes of the gradients of A and B."""
         self.elements = -(-layer.outputs // layer.merged) * TOKEN
         self.high = self.elements * itemsize
         """Bytes of what it gives; `low`: of what is between."""
-        self.low = -(-setting.rank // layer.merged) * TOKEN * itemsize
+        self.low = -(-rank // layer.merged) * TOKEN * itemsize
         self.kept_low, self.lent_low = walk.keeps(self.low)
 
-    def forward(self, x: Ghost) -> None:
-        """Up to what it gives, which the caller counts."""
+    def forward(self, x: Ghost, most: int) -> None:
+        """What it gives is for the caller to count; `most`: of the bytes that are there at once from then on."""
         walk = self.walk
         self.before, self.size, self.saved = x.node, x.size, walk.save(x)
         walk.live += self.low
         walk.rising = True
         del x
         walk.mark()
-        walk.reach(self.high)
+        if self.low + self.high > most:
+            walk.reach(self.high)
         walk.live -= self.low
         walk.keep(self.kept_low)
+        walk.reach(most)
 
     def backward(self, node: Node) -> None:
-        """From the gradient that `node` has now, of what it gave."""
-        walk, lent = self.walk, sum(each for each in self.saved if isinstance(each, int))
-        incoming = node.take()
+        """From the gradient of what it gave, whose bytes are live and go."""
+        walk, lent = self.walk, sum([each for each in self.saved if isinstance(each, int)])
         walk.bring_back()
         walk.live += self.lent_low + self.low
         walk.leaf_gradient(self.second)
-        del incoming
-        walk.live += lent - self.lent_low - self.kept_low
+        walk.live += lent - self.lent_low - self.kept_low - self.high
         made = walk.allocate(self.size) if self.before is not None else None
         walk.leaf_gradient(self.first)
         walk.live -= lent + self.low
@@ -149,10 +143,7 @@ def _dora(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost)
     summed = [walk.allocate(elements * width), walk.allocate(elements * width)]
     del summed
     vector = rounded(layer.outputs * width)
-    product = _LowRank(walk, setting, layer, x.itemsize)
-    product.forward(dropped(walk, x) if setting.dropout else x)
-    low_rank = walk.new(product.elements, x.itemsize)
-    low_rank = walk.chain(low_rank, product.before, product.backward, product.saved, trains=True)
+    low_rank = _low_rank(walk, setting, layer, dropped(walk, x) if setting.dropout else x)
     if layer.biased:
         base_result = copy(walk, base_result)
     left = scale_by_weight(walk, base_result, vector, True, width)
@@ -160,3 +151,19 @@ def _dora(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost)
     update = add(walk, left, right)
     del left, right, low_rank, base_result, held
     return add(walk, result, update)
+
+
+def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
+    """B(A(x)) by itself."""
+    product, itemsize = _LowRank(walk, setting, layer, x.itemsize), x.itemsize
+    arguments = [x]
+    del x
+    product.forward(arguments.pop(), product.high)
+
+    def back(node: Node) -> None:
+        incoming = node.take()
+        del incoming
+        walk.live += product.high
+        product.backward(node)
+
+    return walk.chain(walk.new(product.elements, itemsize), product.before, back, product.saved, trains=True)
