@@ -43,25 +43,23 @@ def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghos
     elements, high, base, given = low_rank.elements, low_rank.high, result.node, result.size
     update = elements * itemsize if setting.quantized else high
     total = elements * (itemsize if setting.quantized else max(itemsize, width))
-    # The product with a number, beside what it is of; or, beside it, the sum.
+    # At most there are the update and what it was scaled from, or the update and its sum with the base's output.
     low_rank.forward(dropped(walk, x) if setting.dropout else x, max(2 * high, update + total))
 
     def back(node: Node) -> None:
         incoming = node.take()
-        if total != given:  # the sum was cast: its gradient is, back, and for the base once more
+        if total != given:  # the sum was cast: its gradient is cast back, and for the base once more
             del incoming
             walk.live += total
             walk.hand_on(base, walk.allocate(given))
             walk.reach(high)
-        else:  # base and update get the same one, the update perhaps in its own dtype
+        else:  # both get the same one; the update's is scaled, and cast first where its dtype is another
             walk.hand_on(base, incoming)
-            cast_bytes = 0 if update == total == high else update if update != total else high
-            walk.live += cast_bytes or high
+            walk.live += high
             walk.rising = True
             del incoming
-            if cast_bytes:
+            if high != total:
                 walk.reach(high)
-                walk.live += high - cast_bytes
         low_rank.backward(node)
 
     output = walk.new(elements, itemsize)
@@ -89,7 +87,7 @@ class _LowRank:
         walk.rising = True
         del x
         walk.mark()
-        if self.low + self.high > most:
+        if self.low + self.high > most:  # of a rank that exceeds the outputs
             walk.reach(self.high)
         walk.live -= self.low
         walk.keep(self.kept_low)
