@@ -87,7 +87,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     capacity = spec.profile.device.capacity_bytes
     rows = max(1, _largest_that_fits(budget, length, capacity) if asked == "auto" else min(asked, budget.batch))
     prediction = budget.table(rows, length)
-    verdict, remedies = _judge(budget, spec, prediction, length)
+    verdict, remedies = _judge(budget, spec, prediction, rows, length)
     return Plan(
         verdict=verdict,
         capacity_bytes=capacity,
@@ -123,7 +123,9 @@ def _largest(most: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _judge(budget: Budget, spec: RunSpec, planned: Prediction, length: int) -> tuple[Verdict, dict[str, Any]]:
+def _judge(
+    budget: Budget, spec: RunSpec, planned: Prediction, rows: int, length: int
+) -> tuple[Verdict, dict[str, Any]]:
     """The verdict, and the least set of remedies behind "tight"."""
     capacity = spec.profile.device.capacity_bytes
     if planned.device_bytes <= capacity:
@@ -131,6 +133,8 @@ def _judge(budget: Budget, spec: RunSpec, planned: Prediction, length: int) -> t
     if budget.least_bytes > capacity:  # no remedy makes it smaller
         return "does_not_fit", {}
     for changes in _remedies(spec):
+        if rows == 1 and not changes:  # that is what was planned
+            continue
         remedied = budget.remedied(_with_train(spec, changes))
         if remedied.fits(1, length, capacity):
             rows = _largest_that_fits(remedied, length, capacity)
