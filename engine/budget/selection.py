@@ -101,7 +101,8 @@ def _is_trained(names: tuple[str, ...], patterns: Patterns) -> bool:
     """
     if patterns.lora:
         return _match(patterns.also_train, names)
-    return _match(patterns.train_only or ("**",), names) and not _match(patterns.freeze, names)
+    meant = not patterns.train_only or _match(patterns.train_only, names)
+    return meant and not _match(patterns.freeze, names)
 
 
 def _match(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:

@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 
 from engine.errors import UsageError
@@ -36,6 +37,12 @@ def state_folder() -> Path:
     given = os.environ.get("TUNEDECK_STATE")
     if given:
         return Path(given).expanduser().absolute()
+    return _platform_folder(os.environ.get("HOME"), os.environ.get("XDG_STATE_HOME"))
+
+
+@lru_cache(maxsize=8)
+def _platform_folder(home: str | None, state: str | None) -> Path:
+    """By what it depends on: every plan asks, and asking takes longer than much of a plan."""
     from platformdirs import user_state_dir
 
     return Path(user_state_dir("tunedeck", appauthor=False))
