@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from engine.device.metered import MeteredDevice
+from engine.parallel.ranks import Ranks
+from tests.parallel.crew import run_crew
 
 
 class Allocator:
@@ -109,3 +113,33 @@ def test_the_peak_of_a_step_agrees_with_the_allocator() -> None:
         seen = Allocator(step)
         assert device.memory().peak_bytes - static_bytes == pytest.approx(seen.peak_bytes, rel=0.01)
         assert device.memory().allocated_bytes == static_bytes
+
+
+def a_step_in_shards(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
+    """Peak bytes above what stays, of the meter and of the allocator, and what the meter has left after the step."""
+    device = MeteredDevice(2**30)
+    with device.activate():
+        net = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(4)))
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+        batch = rows(256)
+
+        def step() -> None:
+            net(batch).backward(batch)
+            net.zero_grad(set_to_none=True)
+
+        step()
+        gc.collect()
+        device.reset_peak()
+        static_bytes = device.memory().allocated_bytes
+        seen = Allocator(step)
+        left_bytes = device.memory().allocated_bytes - static_bytes
+        return device.memory().peak_bytes - static_bytes, seen.peak_bytes, left_bytes
+
+
+def test_the_peak_of_a_step_in_shards_agrees_with_the_allocator(tmp_path: Path) -> None:
+    """FSDP2 resizes storages behind the dispatcher, gathers into them and drops them again."""
+    for metered_bytes, seen_bytes, left_bytes in run_crew([a_step_in_shards], tmp_path)["a_step_in_shards"]:
+        assert metered_bytes == pytest.approx(seen_bytes, rel=0.01)
+        assert left_bytes == 0
