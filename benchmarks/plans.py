@@ -2,11 +2,11 @@
 
 Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, some seconds)
 
-Files are read before the clock starts: an answer is one call of `make_plan`, and its time is the processor's, for the
-machine may be busy with other things. The garbage collector waits meanwhile, as in `timeit`: what it goes through is
-what reading the files has left. The first answer for a model and a recipe works out their closed form; the first
-on another device asks for remedies and dtypes of its own, but shares what it can; later ones only evaluate. The last
-lines give all three.
+Files are read before the clock starts: an answer is one call of `make_plan`, and its time is the processor's. What the
+machine does beside is not the plan's: the fastest of a few counts, and the garbage collector waits, as in `timeit`.
+The first answer for a model and a recipe works out their closed form, each time from nothing; the first on another
+device asks for remedies and dtypes of its own, but shares what it can; later ones only evaluate. The last lines give
+all three.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import _lru_cache_wrapper
+from operator import itemgetter
 
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
@@ -42,7 +45,7 @@ MODELS = (
 )
 OTHER = "80gb", "attention-lora", ["model.id=Qwen/Qwen2.5-1.5B"]
 REPEATS = 5
-"""Later answers of which the fastest counts: what the machine does beside is not the plan's."""
+"""Of each answer, of which the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -83,34 +86,44 @@ def rows(models: Sequence[str] = MODELS) -> Iterator[Row | Refused]:
     profiles = [found.name for found in available("profile")]
     for recipe in (found.name for found in available("recipe")):
         for model in (None,) if recipe == "demo" else models:
-            new = True
-            for profile in profiles:
-                answer = row(profile, recipe, model, new=new)
-                yield answer
-                new = new and isinstance(answer, Refused)
+            yield from rows_of(recipe, model, profiles)
 
 
-def row(profile: str, recipe: str, model: str | None, *, new: bool) -> Row | Refused:
-    """The answer to one question, asked REPEATS times more to see what it costs once its closed form is known."""
-    try:
-        spec = resolve(profile, recipe, [f"model.id={model}"] if model else ()).spec
-    except SpecError as error:
-        return Refused(model or "", recipe, profile, str(error).rpartition(": ")[2])
-    first_seconds, plan = _timed(spec)
-    return Row(
-        model=spec.recipe.model.id,
-        recipe=recipe,
-        profile=profile,
-        verdict=plan.verdict,
-        deciding_phase=plan.prediction.deciding_phase,
-        peak_bytes=plan.peak_bytes,
-        device_bytes=plan.prediction.device_bytes,
-        capacity_bytes=plan.capacity_bytes,
-        micro_batch=plan.micro_batch,
-        new=new,
-        first_seconds=first_seconds,
-        again_seconds=min(_timed(spec)[0] for _ in range(REPEATS)),
-    )
+def rows_of(recipe: str, model: str | None, profiles: Sequence[str]) -> Iterator[Row | Refused]:
+    """One model with one recipe on all profiles, in their order."""
+    specs: dict[str, RunSpec] = {}
+    for profile in profiles:
+        try:
+            specs[profile] = resolve(profile, recipe, [f"model.id={model}"] if model else ()).spec
+        except SpecError as error:
+            yield Refused(model or "", recipe, profile, str(error).rpartition(": ")[2])
+    first = [_from_nothing(list(specs.values())) for _ in range(REPEATS)]
+    for number, (profile, spec) in enumerate(specs.items()):
+        again_seconds, plan = min((_timed(spec) for _ in range(REPEATS)), key=itemgetter(0))
+        yield Row(
+            model=spec.recipe.model.id,
+            recipe=recipe,
+            profile=profile,
+            verdict=plan.verdict,
+            deciding_phase=plan.prediction.deciding_phase,
+            peak_bytes=plan.peak_bytes,
+            device_bytes=plan.prediction.device_bytes,
+            capacity_bytes=plan.capacity_bytes,
+            micro_batch=plan.micro_batch,
+            new=number == 0,
+            first_seconds=min(seconds[number] for seconds in first),
+            again_seconds=again_seconds,
+        )
+
+
+def _from_nothing(specs: Sequence[RunSpec]) -> list[float]:
+    """What each answer takes where nothing is known but what the ones before it have worked out."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("engine.budget."):
+            for value in vars(module).values():
+                if isinstance(value, _lru_cache_wrapper):
+                    value.cache_clear()
+    return [_timed(spec)[0] for spec in specs]
 
 
 def _timed(spec: RunSpec) -> tuple[float, Plan]:

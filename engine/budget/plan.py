@@ -105,15 +105,24 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
 
 def _largest_that_fits(budget: Budget, length: int, capacity: int) -> int:
     """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
-    if max(budget.least_bytes, budget.total.static) > capacity:
+    if budget.end_bytes > capacity:
         return 0
-    could = _largest(budget.batch, lambda rows: budget.at_least_bytes(rows, length) <= capacity)
-    return _largest(could, lambda rows: budget.device_bytes(rows, length) <= capacity)
+    could = _largest(0, budget.batch, lambda rows: budget.at_least_bytes(rows, length) <= capacity)
+    return _largest_near(could, lambda rows: budget.device_bytes(rows, length) <= capacity)
 
 
-def _largest(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to `most` of which something holds that holds of all smaller ones; 0 if of none."""
-    low, high, middle = 0, most, most
+def _largest_near(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `most` of which something holds that holds of all smaller ones, 0 if of none; soon found
+    where it is not far from `most`."""
+    fails, step = most + 1, 1
+    while fails > step and not holds(fails - step):
+        fails, step = fails - step, 2 * step
+    return _largest(max(0, fails - step), fails - 1, holds)
+
+
+def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The same from `low`, of which it holds, up to `high`."""
+    middle = high
     while low < high:
         if holds(middle):
             low = middle

@@ -116,6 +116,11 @@ class Budget:
         """What a step holds at its end, were there no optimizer: the model and its gradients."""
         return self.total.weights + self.total.adapters + self.total.gradients
 
+    @property
+    def end_bytes(self) -> int:
+        """What a step does hold at its end."""
+        return self.total.static + self.total.gradients
+
     def remedied(self, spec: RunSpec) -> Budget:
         """Of the same model on the same device, trained otherwise."""
         return Budget(self.arch, spec, self._beside)
@@ -127,7 +132,7 @@ class Budget:
 
     def fits(self, rows: int, length: int, capacity_bytes: int) -> bool:
         """Whether the peak is within capacity; what is out of the question costs little."""
-        if self.total.static > capacity_bytes or self.at_least_bytes(rows, length) > capacity_bytes:
+        if self.end_bytes > capacity_bytes or self.at_least_bytes(rows, length) > capacity_bytes:
             return False
         return self.device_bytes(rows, length) <= capacity_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.plans import MODELS, Refused, Row, row, rows, table
+from benchmarks.plans import MODELS, Refused, Row, rows, rows_of, table
 from engine.spec.find import available
 
 
@@ -20,7 +20,7 @@ def test_every_shipped_profile_and_recipe_is_answered_or_refused_with_the_reason
 
 def test_a_dozen_models_have_shipped_facts_and_one_that_is_too_large_does_not_fit() -> None:
     assert len(set(MODELS)) >= 12
-    answers = [row("24gb", "lora", model, new=True) for model in MODELS]
+    answers = [answer for model in MODELS for answer in rows_of("lora", model, ["24gb"])]
     verdicts = {one.model: one.verdict for one in answers if isinstance(one, Row)}
     assert set(verdicts) == set(MODELS)
     assert verdicts["Qwen/Qwen2.5-0.5B"] == "fits"
