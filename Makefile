@@ -16,7 +16,7 @@ demo: $(READY)
 	else exec $(BIN)/tunedeck train -p demo -r demo; fi
 
 test: $(READY) lint
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 torture: $(READY)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.train.torture
