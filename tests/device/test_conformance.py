@@ -16,6 +16,8 @@ from engine.device.metered import MeteredDevice
 from engine.parallel.ranks import Ranks
 from tests.parallel.crew import run_crew
 
+STEPS = 12
+
 
 class Allocator:
     """What the profiler saw the CPU allocator do, in bytes: the balance at the end and the highest one on the way."""
@@ -116,7 +118,11 @@ def test_the_peak_of_a_step_agrees_with_the_allocator() -> None:
 
 
 def a_step_in_shards(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
-    """Peak bytes above what stays, of the meter and of the allocator, and what the meter has left after the step."""
+    """Peak bytes above what stays, of the meter and of the allocator, and what the meter has left after the steps.
+
+    gloo's own thread lets go of a buffer some time after its operation, which can only add: of several steps the least
+    counts.
+    """
     device = MeteredDevice(2**30)
     with device.activate():
         net = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(4)))
@@ -131,11 +137,13 @@ def a_step_in_shards(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
 
         step()
         gc.collect()
-        device.reset_peak()
         static_bytes = device.memory().allocated_bytes
-        seen = Allocator(step)
-        left_bytes = device.memory().allocated_bytes - static_bytes
-        return device.memory().peak_bytes - static_bytes, seen.peak_bytes, left_bytes
+        metered, seen = [], []
+        for _ in range(STEPS):
+            device.reset_peak()
+            seen.append(Allocator(step).peak_bytes)
+            metered.append(device.memory().peak_bytes - static_bytes)
+        return min(metered), min(seen), device.memory().allocated_bytes - static_bytes
 
 
 def test_the_peak_of_a_step_in_shards_agrees_with_the_allocator(tmp_path: Path) -> None:
