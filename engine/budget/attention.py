@@ -158,15 +158,17 @@ def masked_sdpa(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value:
     return flash(walk, arch, query, key, value, additive_mask)
 
 
-def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost, width: int) -> tuple[Ghost, Ghost]:
+def eager(
+    walk: Walk, arch: Architecture, setting: Setting, query: Ghost, key: Ghost, value: Ghost
+) -> tuple[Ghost, Ghost]:
     """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back; and given back, too.
 
-    The mask has the itemsize `width` of what goes from layer to layer.
+    The mask has the itemsize of what goes from layer to layer.
     """
     key_states, value_states = repeat_heads(walk, arch, key), repeat_heads(walk, arch, value)
     outside = arch.layout in HEADS_OUTSIDE
     weights = _scores(walk, arch, query, key_states, outside)
-    weights = add_number(walk, weights, width)
+    weights = add_number(walk, weights, setting.base_bytes)
     if arch.layout == "gpt_oss":
         _joined, weights = _softmax_with_sinks(walk, arch, weights)
         weights = cast(walk, weights, value.itemsize)
@@ -174,7 +176,8 @@ def eager(walk: Walk, arch: Architecture, query: Ghost, key: Ghost, value: Ghost
         weights = cast(walk, saves_output(walk, weights), value.itemsize)
     else:
         weights = cast(walk, softmax(walk, weights, FLOAT), query.itemsize)
-    values = _heads_first(walk, arch, _factor(walk, value_states), False)
+    values = _factor(walk, value_states)
+    values = values if setting.one_row else _heads_first(walk, arch, values, False)
     output = _matmul(walk, _factor(walk, weights), values, query.elements)
     del values
     return copy(walk, output), weights
@@ -255,7 +258,7 @@ def attend(
     if setting.sequence > 1:
         return _attend_shared(walk, arch, setting, query, key, value), None
     if setting.attention == "eager":
-        return eager(walk, arch, query, key, value, setting.base_bytes)
+        return eager(walk, arch, setting, query, key, value)
     if setting.attention == "sdpa" and masked:
         return masked_sdpa(walk, arch, query, key, value), None
     return flash(walk, arch, query, key, value), None

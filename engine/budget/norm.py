@@ -4,7 +4,7 @@ A layer has two to six of them, and nothing from outside comes between their ope
 are written down here, instead of being found again for every norm: those of `Qwen2RMSNorm.forward` and of its backward
 pass, operation by operation, less those that another one exceeds.
 
-Try: `python -m pytest tests/budget/test_dense_layers.py`
+Try: `python -m pytest tests/budget/test_accuracy.py`
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from engine.budget.architecture import Architecture
 from engine.budget.growth import Growth, PhaseCost, Shape, dearest, prune, shape_of
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import Beside, beside_of
-from engine.budget.setting import Setting, setting_of
+from engine.budget.setting import Setting, for_rows, setting_of
 from engine.budget.sharing import Sharing, bucket_bytes, on_one_device, shards, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
 from engine.budget.step import least_of, step_cost
@@ -83,6 +83,7 @@ def _growths(arch: Architecture, setting: Setting, accumulating: bool, sharing: 
     """Every live set that decides some shape, above the static bytes."""
     gradients = static_of_a_rank(arch, setting, sharing).gradients
     candidates = [Growth(gradients + optimizer_scratch(arch, setting))]
+    setting = for_rows(arch, setting, 1)  # the dearer one, for any number of rows
     for phases in step_cost(arch, setting, accumulating, sharing).values():
         for phase in (cost.exact() for cost in phases):
             around = phase.saved.plus(phase.inputs).plus(Growth(phase.gradients + phase.buffers))
@@ -128,7 +129,7 @@ class Budget:
     def at_least_bytes(self, rows: int, length: int) -> int:
         """A bound from below to `device_bytes`, for a fraction of the work."""
         shape = self._shape(rows, length)
-        return self.total.static + max([growth.at(shape) for growth in least_of(self.arch, self._felt)])
+        return self.total.static + max([growth.at(shape) for growth in least_of(self.arch, self._felt_of(rows))])
 
     def fits(self, rows: int, length: int, capacity_bytes: int) -> bool:
         """Whether the peak is within capacity; what is out of the question costs little."""
@@ -161,7 +162,7 @@ class Budget:
         """Of each phase the alternative that decides; kept for the shape last asked for, of which a table follows."""
         if self._last[0] != (rows, length):
             shape = self._shape(rows, length)
-            costs = step_cost(self.arch, self._felt, rows < self.batch, self.sharing)
+            costs = step_cost(self.arch, self._felt_of(rows), rows < self.batch, self.sharing)
             self._last = (rows, length), [(name, dearest(phase, shape)) for name, phase in costs.items()]
         return self._last[1]
 
@@ -177,6 +178,10 @@ class Budget:
             row["buffers"] = parts.get("buffers", 0) + self._bucket_bytes
         return row
 
+    def _felt_of(self, rows: int) -> Setting:
+        """What a step of so many sequences feels of the setting."""
+        return for_rows(self.arch, self._felt, rows)
+
     def _shape(self, rows: int, length: int) -> Shape:
         return shape_of(rows, self.sharing.positions(length), self.setting.chunk_tokens)
 
@@ -187,7 +192,7 @@ class Budget:
         phases: dict[str, dict[str, int]] = {}
         if evaluates(self.recipe):
             shape = shape_of(self._rows_alone(rows, length), length, setting.chunk_tokens)
-            size = max(peak.at(shape) for peak in evaluation(arch, self._felt))
+            size = max(peak.at(shape) for peak in evaluation(arch, self._felt_of(rows)))
             phases["evaluate"] = {"activations": size, "buffers": spread.evaluate() if spread else 0}
         if generates(self.recipe):
             size = self._generation_bytes(length)

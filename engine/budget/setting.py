@@ -78,6 +78,8 @@ class Setting(NamedTuple):
     """Devices that share each sequence."""
     metered: bool
     """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
+    one_row: bool = False
+    """The micro-batch is a single sequence, where that makes a difference; see `for_rows`."""
 
     @property
     def base_bytes(self) -> int:
@@ -133,6 +135,14 @@ def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
         sequence=spec.profile.parallel.sequence,
         metered=spec.profile.device.kind == "metered",
     )
+
+
+def for_rows(arch: Architecture, setting: Setting, rows: int) -> Setting:
+    """The same for a micro-batch of so many sequences. Of one, Phi-3's eager attention multiplies with values where
+    they are, a part of its joint projection, and so keeps all of that; of several it makes a copy, unless heads are
+    repeated anyway."""
+    apart = arch.layout == "phi3" and setting.attention == "eager" and arch.kv_heads == arch.heads
+    return setting._replace(one_row=True) if apart and rows == 1 else setting
 
 
 def image_patches(arch: Architecture, recipe: Recipe) -> int:

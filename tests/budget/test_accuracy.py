@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.budget.lookup import find_architecture
+from engine.budget.predict import predict
 from tests.budget.cells import FAMILIES, WAYS, applies, error
+from tests.budget.metered import PHI3, folder_of, measured_step, run_spec
 
 COMMON = ("lora", "full")
 CELLS = [(family, way) for way in COMMON for family in FAMILIES] + [("gpt_oss", "full fp16")]
@@ -66,3 +69,15 @@ def test_several_chunks_of_the_loss_are_predicted(tmp_path: Path) -> None:
         )
         predicted = predict(find_architecture(spec), spec, rows=4, length=200).peak_bytes
         assert -0.005 <= predicted / measured_step(spec, 4, 200)[1] - 1 <= 0.02
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_phi3s_eager_attention_keeps_the_joint_projection_of_a_single_sequence(rows: int, tmp_path: Path) -> None:
+    """Of several it keeps a copy of the values, where there are as many heads of them as of queries."""
+    spec = run_spec(
+        folder_of({**PHI3, "num_key_value_heads": PHI3["num_attention_heads"]}, tmp_path),
+        method={"rank": 8}, model={"dtype": "float32", "attention": "eager"},
+        train={"gradient_checkpointing": False, "batch_size": 2 * rows},
+    )  # fmt: skip
+    predicted = predict(find_architecture(spec), spec, rows=rows, length=128 // rows).peak_bytes
+    assert predicted == pytest.approx(measured_step(spec, rows, 128 // rows, 2)[1], rel=0.002)
