@@ -145,9 +145,9 @@ def _judge(
         if rows == 1 and not changes:  # that is what was planned
             continue
         remedied = budget.remedied(_with_train(spec, changes))
-        if remedied.fits(1, length, capacity):
-            rows = _largest_that_fits(remedied, length, capacity)
-            return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": rows}
+        most = _largest_that_fits(remedied, length, capacity)
+        if most:
+            return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": most}
     return "does_not_fit", {}
 
 

@@ -131,12 +131,6 @@ class Budget:
         shape = self._shape(rows, length)
         return self.total.static + max([growth.at(shape) for growth in least_of(self.arch, self._felt_of(rows))])
 
-    def fits(self, rows: int, length: int, capacity_bytes: int) -> bool:
-        """Whether the peak is within capacity; what is out of the question costs little."""
-        if self.end_bytes > capacity_bytes or self.at_least_bytes(rows, length) > capacity_bytes:
-            return False
-        return self.device_bytes(rows, length) <= capacity_bytes
-
     def device_bytes(self, rows: int, length: int) -> int:
         """What the driver would show at the peak: the table's largest row, without the table."""
         above = [size for _, (size, _) in self._deciding(rows, length)]
