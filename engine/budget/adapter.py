@@ -5,7 +5,7 @@ The local variables are those of `peft/tuners/lora/layer.py`, `bnb.py` and `dora
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.budget.ghost import Ghost, Node, Storage, Walk
 from engine.budget.operations import add, cast, copy, scale, scale_by_weight
@@ -17,8 +17,7 @@ INTEGER = 4
 """Bytes of an int32."""
 
 
-@dataclass(frozen=True)
-class Adapted:
+class Adapted(NamedTuple):
     """The linear layer an adapter stands beside."""
 
     outputs: int

@@ -191,6 +191,12 @@ def _sliding_layers(family: Family, facts: Mapping[str, Any]) -> tuple[bool, ...
     if _window(facts) is None:
         return ()
     if "layer_types" in facts:
+        if len(facts["layer_types"]) != len(layers):
+            raise UsageError(
+                f"the model's config has {len(facts['layer_types'])} layer_types for {len(layers)} layers",
+                expected="one for each layer",
+                fix="correct num_hidden_layers or layer_types in its config.json",
+            )
         return tuple(kind == "sliding_attention" for kind in facts["layer_types"])
     every = facts.get("sliding_window_pattern", family.full_every)
     first = int(facts.get("max_window_layers", 0)) if "use_sliding_window" in facts else 0

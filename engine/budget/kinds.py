@@ -6,6 +6,7 @@ Try: `python -m pytest tests/budget/test_kinds.py`
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
@@ -95,16 +96,16 @@ def _stack(arch: Architecture, patterns: Patterns, always: bool, window_reached:
     places: dict[tuple[Selection, bool, bool], int] = {}
     kinds: list[Kind] = []
     order: list[int] = []
-    follows, before, place = tower or embedding_learns(arch, patterns), None, 0
-    for layer, chosen in enumerate(selections(arch, patterns)):
-        slides = layer < len(arch.sliding_layers) and arch.sliding_layers[layer]
-        alike = chosen, slides, follows
-        if alike != before:
-            before, place = alike, places.setdefault(alike, len(kinds))
-        if place == len(kinds):
-            kinds.append(Kind(chosen, always or (slides and window_reached), slides, follows))
-        order.append(place)
-        follows = kinds[place].learns
+    follows, sliding = tower or embedding_learns(arch, patterns), arch.sliding_layers or (False,) * arch.layers
+    for (chosen, slides), run in groupby(zip(selections(arch, patterns), sliding, strict=True)):
+        left = len(list(run))
+        while left:  # the first layers of a run may differ from its others, in having nothing below that learns
+            place = places.setdefault((chosen, slides, follows), len(kinds))
+            if place == len(kinds):
+                kinds.append(Kind(chosen, always or (slides and window_reached), slides, follows))
+            count = left if kinds[place].learns == follows else 1
+            order += [place] * count
+            left, follows = left - count, kinds[place].learns
     return Stack(tuple(kinds), tuple(order))
 
 

@@ -107,8 +107,17 @@ def _largest_that_fits(budget: Budget, length: int, capacity: int) -> int:
     """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
     if budget.end_bytes > capacity:
         return 0
-    could = _largest(0, budget.batch, lambda rows: budget.at_least_bytes(rows, length) <= capacity)
-    return _largest_near(could, lambda rows: budget.device_bytes(rows, length) <= capacity)
+
+    def could(rows: int) -> bool:
+        return budget.at_least_bytes(rows, length) <= capacity
+
+    def does(rows: int) -> bool:
+        return budget.device_bytes(rows, length) <= capacity
+
+    # The whole batch at once finds no gradients of earlier micro-batches: it may fit where a little less does not.
+    if could(budget.batch) and does(budget.batch):
+        return budget.batch
+    return _largest_near(_largest(0, budget.batch - 1, could), does)
 
 
 def _largest_near(most: int, holds: Callable[[int], bool]) -> int:

@@ -129,7 +129,8 @@ class Budget:
     def at_least_bytes(self, rows: int, length: int) -> int:
         """A bound from below to `device_bytes`, for a fraction of the work."""
         shape = self._shape(rows, length)
-        return self.total.static + max([growth.at(shape) for growth in least_of(self.arch, self._felt_of(rows))])
+        held = self.total.static + (self.total.gradients if rows < self.batch else 0)
+        return held + max([growth.at(shape) for growth in least_of(self.arch, self._felt_of(rows))])
 
     def device_bytes(self, rows: int, length: int) -> int:
         """What the driver would show at the peak: the table's largest row, without the table."""

@@ -7,7 +7,7 @@ Try: `python -m pytest tests/budget/test_kinds.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,8 +18,11 @@ from engine.budget.setting import Patterns
 from engine.budget.tower import Tower
 from engine.budget.tower_parameters import in_tower, tower_ends, tower_layer, tower_prefix
 
-ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
+ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"})
 """What the module around attention projections is called; targets = "attention" means the linear layers in it."""
+
+
+NOTHING: frozenset[str] = frozenset()
 
 
 class Selection(NamedTuple):
@@ -35,11 +38,13 @@ class Selection(NamedTuple):
 def selections(arch: Architecture, patterns: Patterns) -> tuple[Selection, ...]:
     """Apply the recipe's patterns to every layer's names."""
 
-    def select(layer: int) -> Selection:
-        dense = arch.is_dense(layer)
-        return _select(layer_prefix(arch, layer), layer_parameters(arch, dense), patterns)._replace(dense=dense)
+    dense = [arch.is_dense(layer) for layer in range(arch.layers)]
 
-    return _per_layer([arch.is_dense(layer) for layer in range(arch.layers)], patterns, select)
+    def select(layer: int) -> Selection:
+        parameters = layer_parameters(arch, dense[layer])
+        return _select(layer_prefix(arch, layer), parameters, patterns, dense=dense[layer])
+
+    return _per_layer(dense, patterns, select)
 
 
 @lru_cache(maxsize=256)
@@ -70,11 +75,16 @@ def _per_layer(alike: Sequence[bool], patterns: Patterns, select: Callable[[int]
     return tuple(answers[kind] for kind in alike)
 
 
-def _select(prefix: str, parameters: Iterable[Parameter], patterns: Patterns) -> Selection:
-    parameters = list(parameters)
-    trained = frozenset(p.name for p in parameters if _is_trained((prefix + p.name,), patterns))
-    adapted = frozenset(p.name for p in parameters if p.linear and _is_adapted(prefix + p.module, patterns))
-    return Selection(trained, adapted - trained)
+def _select(
+    prefix: str, parameters: Sequence[Parameter], patterns: Patterns, *, dense: bool = True
+) -> Selection:
+    trained = adapted = NOTHING
+    if not patterns.lora or patterns.also_train:
+        trained = frozenset([p.name for p in parameters if _is_trained((prefix + p.name,), patterns)])
+    if patterns.lora:
+        linear = [p for p in parameters if p.linear]
+        adapted = frozenset([p.name for p in linear if _is_adapted(prefix + p.module, patterns)]) - trained
+    return Selection(trained, adapted, dense)
 
 
 @lru_cache(maxsize=256)
@@ -119,7 +129,7 @@ def _is_adapted(module: str, patterns: Patterns) -> bool:
     if patterns.targets == "all-linear":
         return True
     if patterns.targets == "attention":
-        return any(part in ATTENTION_PARTS for part in module.split(".")[:-1])
+        return not ATTENTION_PARTS.isdisjoint(module.split(".")[:-1])
     return _named(tuple(patterns.targets), module)
 
 

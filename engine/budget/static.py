@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
@@ -137,8 +138,7 @@ def _layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> T
 
 def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Setting) -> Tensors:
     """Add up parameters given as (parameter, trained in full, adapted)."""
-    weights = gradients = state = 0
-    adapters = Tensors()
+    weights = adapters = gradients = state = 0
     for parameter, trained, adapted in parameters:
         weights += weight_bytes(parameter, setting)
         if trained:
@@ -147,8 +147,12 @@ def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Settin
             gradients += whole
             state += state_bytes(parameter.shape, setting.base_bytes, setting)
         if adapted:
-            adapters = adapters.plus(_adapter(parameter, setting))
-    return Tensors(weights, 0, gradients, state).plus(adapters)
+            for shape in _adapter_shapes(parameter, setting):
+                held = rounded(prod(shape) * setting.adapter_bytes)
+                adapters += held
+                gradients += held
+                state += state_bytes(shape, setting.adapter_bytes, setting)
+    return Tensors(weights, adapters, gradients, state)
 
 
 @lru_cache(maxsize=256)
@@ -160,7 +164,7 @@ def optimizer_scratch(arch: Architecture, setting: Setting) -> int:
     shapes = _learning_shapes(arch, setting)
     scratch = _stage(arch, setting, shapes) if setting.optimizer_offload else 0
     if setting.optimizer == "adafactor":
-        scratch += rounded(max((_count(shape) * width for shape, width in shapes), default=0))
+        scratch += rounded(max((prod(shape) * width for shape, width in shapes), default=0))
     return scratch
 
 
@@ -204,21 +208,10 @@ def weight_bytes(parameter: Parameter, setting: Setting) -> int:
     return rounded((parameter.elements + 1) // 2) + rounded(blocks) + rounded(4 * -(-blocks // 256)) + 4 * BLOCK_BYTES
 
 
-def _adapter(parameter: Parameter, setting: Setting) -> Tensors:
+def _adapter_shapes(parameter: Parameter, setting: Setting) -> list[tuple[int, ...]]:
     """A [rank, inputs] and B [outputs, rank] of one linear layer, and DoRA's magnitude vector [outputs]."""
     outputs, inputs = parameter.shape
-    shapes = [(setting.rank, inputs), (outputs, setting.rank), *([(outputs,)] if setting.dora else [])]
-    held = sum(rounded(_count(shape) * setting.adapter_bytes) for shape in shapes)
-    state = sum(state_bytes(shape, setting.adapter_bytes, setting) for shape in shapes)
-    return Tensors(0, held, held, state)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    """Elements of a shape."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    return [(setting.rank, inputs), (outputs, setting.rank), *([(outputs,)] if setting.dora else [])]
 
 
 def state_bytes(shape: tuple[int, ...], dtype_bytes: int, setting: Setting) -> int:
@@ -231,7 +224,7 @@ def state_bytes(shape: tuple[int, ...], dtype_bytes: int, setting: Setting) -> i
     """
     if setting.optimizer_offload:
         return 0
-    elements = _count(shape)
+    elements = prod(shape)
     if setting.optimizer == "sgd":
         return rounded(elements * dtype_bytes) if setting.momentum else 0
     if setting.optimizer == "adamw_8bit":
