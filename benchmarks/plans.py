@@ -1,12 +1,12 @@
 """Every shipped profile and recipe with a dozen models: verdict, peak, micro-batch, and how long each answer took.
 
-Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, some seconds)
+Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, a quarter of a minute)
 
 Files are read before the clock starts: an answer is one call of `make_plan`, and its time is the processor's. What the
-machine does beside is not the plan's: the fastest of a few counts, and the garbage collector waits, as in `timeit`.
-The first answer for a model and a recipe works out their closed form, each time from nothing; the first on another
-device asks for remedies and dtypes of its own, but shares what it can; later ones only evaluate. The last lines give
-all three.
+machine does beside is not the plan's: everything is asked in rounds, the fastest answer of all rounds counts, and the
+garbage collector waits, as in `timeit`. The first answer for a model and a recipe works out their closed form, each
+time from nothing; the first on another device asks for remedies and dtypes of its own, but shares what it can; later
+ones only evaluate. The last lines give all three.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import _lru_cache_wrapper
-from operator import itemgetter
 
 from engine.budget.lookup import find_architecture
-from engine.budget.plan import Plan, make_plan
+from engine.budget.plan import make_plan
 from engine.errors import SpecError
 from engine.spec.find import available
 from engine.spec.load import resolve
@@ -44,8 +43,8 @@ MODELS = (
     "openai/gpt-oss-20b",
 )
 OTHER = "80gb", "attention-lora", ["model.id=Qwen/Qwen2.5-1.5B"]
-REPEATS = 5
-"""Of each answer, of which the fastest counts."""
+ROUNDS = 40
+"""Over all questions, so that the tries of one are seconds apart: a shared machine is slow for seconds at a time."""
 
 
 @dataclass(frozen=True)
@@ -77,43 +76,46 @@ class Refused:
     reason: str
 
 
-def rows(models: Sequence[str] = MODELS) -> Iterator[Row | Refused]:
+def rows(models: Sequence[str] = MODELS, *, rounds: int = ROUNDS) -> Iterator[Row | Refused]:
     """Every shipped recipe on every shipped profile for each model; the demo recipe has a model of its own.
 
     An answer about none of them comes first: what a process imports and compiles at the first one is its start.
     """
     make_plan(resolve(*OTHER).spec)
     profiles = [found.name for found in available("profile")]
+    questions: list[list[RunSpec]] = []
     for recipe in (found.name for found in available("recipe")):
         for model in (None,) if recipe == "demo" else models:
-            yield from rows_of(recipe, model, profiles)
+            asked: list[RunSpec] = []
+            for profile in profiles:
+                try:
+                    asked.append(resolve(profile, recipe, [f"model.id={model}"] if model else ()).spec)
+                except SpecError as error:
+                    yield Refused(model or "", recipe, profile, str(error).rpartition(": ")[2])
+            questions.append(asked)
+    yield from _answered(questions, rounds)
 
 
-def rows_of(recipe: str, model: str | None, profiles: Sequence[str]) -> Iterator[Row | Refused]:
-    """One model with one recipe on all profiles, in their order."""
-    specs: dict[str, RunSpec] = {}
-    for profile in profiles:
-        try:
-            specs[profile] = resolve(profile, recipe, [f"model.id={model}"] if model else ()).spec
-        except SpecError as error:
-            yield Refused(model or "", recipe, profile, str(error).rpartition(": ")[2])
-    first = [_from_nothing(list(specs.values())) for _ in range(REPEATS)]
-    for number, (profile, spec) in enumerate(specs.items()):
-        again_seconds, plan = min((_timed(spec) for _ in range(REPEATS)), key=itemgetter(0))
-        yield Row(
-            model=spec.recipe.model.id,
-            recipe=recipe,
-            profile=profile,
-            verdict=plan.verdict,
-            deciding_phase=plan.prediction.deciding_phase,
-            peak_bytes=plan.peak_bytes,
-            device_bytes=plan.prediction.device_bytes,
-            capacity_bytes=plan.capacity_bytes,
-            micro_batch=plan.micro_batch,
-            new=number == 0,
-            first_seconds=min(seconds[number] for seconds in first),
-            again_seconds=again_seconds,
-        )
+def _answered(questions: Sequence[Sequence[RunSpec]], rounds: int) -> Iterator[Row]:
+    """Each question is one model with one recipe, on several profiles."""
+    tried = [[(_from_nothing(specs), [_timed(spec) for spec in specs]) for specs in questions] for _ in range(rounds)]
+    for specs, found in zip(questions, zip(*tried, strict=True), strict=True):
+        for number, spec in enumerate(specs):
+            plan = make_plan(spec)
+            yield Row(
+                model=spec.recipe.model.id,
+                recipe=spec.recipe.name,
+                profile=spec.profile.name,
+                verdict=plan.verdict,
+                deciding_phase=plan.prediction.deciding_phase,
+                peak_bytes=plan.peak_bytes,
+                device_bytes=plan.prediction.device_bytes,
+                capacity_bytes=plan.capacity_bytes,
+                micro_batch=plan.micro_batch,
+                new=number == 0,
+                first_seconds=min(first[number] for first, _ in found),
+                again_seconds=min(again[number] for _, again in found),
+            )
 
 
 def _from_nothing(specs: Sequence[RunSpec]) -> list[float]:
@@ -123,17 +125,17 @@ def _from_nothing(specs: Sequence[RunSpec]) -> list[float]:
             for value in vars(module).values():
                 if isinstance(value, _lru_cache_wrapper):
                     value.cache_clear()
-    return [_timed(spec)[0] for spec in specs]
+    return [_timed(spec) for spec in specs]
 
 
-def _timed(spec: RunSpec) -> tuple[float, Plan]:
+def _timed(spec: RunSpec) -> float:
     find_architecture(spec)  # reads files where it must: no part of the answer
     gc.disable()
     begun = time.thread_time()
-    plan = make_plan(spec)
+    make_plan(spec)
     seconds = time.thread_time() - begun
     gc.enable()
-    return seconds, plan
+    return seconds
 
 
 def table(found: Sequence[Row | Refused]) -> list[str]:

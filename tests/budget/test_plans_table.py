@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.plans import MODELS, Refused, Row, rows, rows_of, table
+from benchmarks.plans import MODELS, Refused, Row, rows, table
 from engine.spec.find import available
 
 
 def test_every_shipped_profile_and_recipe_is_answered_or_refused_with_the_reason() -> None:
-    found = list(rows(["Qwen/Qwen2.5-0.5B"]))
+    found = list(rows(["Qwen/Qwen2.5-0.5B"], rounds=1))
     pairs = {(one.profile, one.recipe) for one in found}
     assert pairs == {(p.name, r.name) for p in available("profile") for r in available("recipe")}
     refused = {(one.profile, one.recipe): one.reason for one in found if isinstance(one, Refused)}
@@ -20,8 +20,8 @@ def test_every_shipped_profile_and_recipe_is_answered_or_refused_with_the_reason
 
 def test_a_dozen_models_have_shipped_facts_and_one_that_is_too_large_does_not_fit() -> None:
     assert len(set(MODELS)) >= 12
-    answers = [answer for model in MODELS for answer in rows_of("lora", model, ["24gb"])]
-    verdicts = {one.model: one.verdict for one in answers if isinstance(one, Row)}
+    answers = [one for one in rows(rounds=1) if isinstance(one, Row) and (one.recipe, one.profile) == ("lora", "24gb")]
+    verdicts = {one.model: one.verdict for one in answers}
     assert set(verdicts) == set(MODELS)
     assert verdicts["Qwen/Qwen2.5-0.5B"] == "fits"
     assert verdicts["Qwen/Qwen2.5-72B"] == "does_not_fit"
