@@ -339,9 +339,10 @@ def _largest(job: Job, cap_gib: float, ground: Ground, folder: Path) -> Found:
         return run.code == 0 and not run.of_kind("backoff")
 
     low, high = 0, 2 * planned
+    asked = iter((planned, planned + 1))  # where the plan is right, no others have to be tried
     while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        rows = next(asked, (low + high + 1) // 2)
+        low, high = (rows, high) if fits(rows) else (low, rows - 1)
     share = planned / low if low else float("inf")
     return {
         "ok": planned <= low and (share >= 0.9 or low - planned <= 1),

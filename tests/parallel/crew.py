@@ -1,12 +1,13 @@
 """Real ranks for tests: processes over gloo on this machine, started once for many cases.
 
-Not a test module. `run_crew(cases, size)` imports torch once per rank, runs every case in order on all ranks, and
-returns {case name: [result of rank 0, result of rank 1, ...]}. A case is a module-level function of (ranks, folder),
-or a partial of one.
+Not a test module. `run_crew(cases, size)` runs every case in order on all ranks, each a process of its own, and returns
+{case name: [result of rank 0, result of rank 1, ...]}. A case is a module-level function of (ranks, folder), or a
+partial of one.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -19,6 +20,10 @@ import torch.multiprocessing as mp
 
 from engine.parallel.ranks import Ranks, joined
 from engine.train.failure import quick_to_collect
+
+multiprocessing.set_forkserver_preload(["tests.parallel.steps", "transformers.models.qwen2.modeling_qwen2"])
+"""Ranks are forked from a process that has imported this and never does anything else: importing the engine takes
+seconds of a processor, and there are dozens of ranks."""
 
 Case = Callable[[Ranks, Path], Any]
 LIMIT_SECONDS = 300.0
@@ -33,7 +38,8 @@ def run_crew(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_member, args=(size, port, list(cases), str(folder), limit_seconds), nprocs=size)
+    arguments = size, port, list(cases), str(folder), limit_seconds
+    mp.start_processes(_member, args=arguments, nprocs=size, start_method="forkserver")
     results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(size)]
     return {name_of(case): [result[name_of(case)] for result in results] for case in cases}
 

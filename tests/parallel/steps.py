@@ -7,7 +7,7 @@ made to fail there is in `tests.parallel.faults`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from engine.train.parts import Backoff
 from engine.train.pricing import price
 from engine.train.setup import Bench, set_up
 from engine.train.transaction import StepTransaction
-from tests.parallel.faults import Fault, Witness
+from tests.parallel.faults import Fault, Witness, differences
 from tests.train.harness import make_spec, write_samples
 from tests.train.rig import replace_optimizer, write_model
 
@@ -182,6 +182,54 @@ class Workbench:
             if sharded is not None:
                 filled = [_gathered(part, of) for part, of in zip(filled, sharded.wholes().values(), strict=True)]
             return torch.cat([tensor.double().view(-1) for tensor in filled])
+
+
+def planned_memory(ranks: Ranks, folder: Path, cases: Mapping[Any, dict[str, Any]]) -> dict[Any, tuple[int, int]]:
+    """Case = (planned, measured) peak bytes of this rank, for tables of recipes, where every sequence is as long as the
+    longest. All ranks call it."""
+    equal = folder / "equal.jsonl"
+    if ranks.is_first:
+        write_equal_samples(equal, 64)
+    ranks.tell("written")
+    found = {}
+    for name, tables in cases.items():
+        data = {"sources": [{"name": "main", "path": str(equal)}]}
+        work = Workbench(folder, ranks, {**tables, "data": data})
+        found[name] = work.memory()
+        work.close()
+    return found
+
+
+def on_uneven_devices(ranks: Ranks, folder: Path, tables: dict[str, Any]) -> dict[str, Any]:
+    """Steps where rank 1 has room for much smaller micro-batches than the others. Beside what they come to: the ranks
+    that failed, with the remedies, and the budget afterwards. All ranks call it."""
+    peaks = []
+    for rows in (1, 5):
+        tables = {**tables, "train": {"micro_batch": rows}}
+        work = Workbench(folder, ranks, tables)
+        work.steps()
+        peaks.append(work.transaction.work.peak_bytes)
+        work.close()
+    tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
+    work = Workbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
+    result = work.steps()
+    result["told"] = [(each.failed_rank, each.remedy.name) for each in work.told]
+    result["budget"] = work.bench.parts.budget.as_json()
+    work.close()
+    return result
+
+
+def wrong_on_uneven_devices(by_rank: Sequence[dict[str, Any]], expected: dict[str, Any]) -> list[str]:
+    """What is wrong with such steps: it has to be rank 1 alone that failed, and what it learned has to be the budget of
+    all."""
+    first = by_rank[0]
+    found = [f"rank {rank} failed" for rank, _ in first["told"] if rank != 1]
+    found += [] if first["told"] else ["no rank failed"]
+    for rank, result in enumerate(by_rank):
+        if (result["told"], result["budget"]) != (first["told"], first["budget"]):
+            found.append(f"rank {rank} knows {result['told']}, {result['budget']}; rank 0 {first}")
+        found += [f"rank {rank}: {words} differ" for words in differences(result, expected)]
+    return found
 
 
 def _gathered(part: Tensor, whole: DTensor) -> Tensor:

@@ -11,11 +11,13 @@ import pytest
 from engine.parallel.ranks import Ranks
 from tests.parallel.crew import run_crew
 from tests.parallel.faults import differences
-from tests.parallel.steps import FULL, LORA, Workbench, small_model, write_equal_samples
-from tests.parallel.test_rank_faults import DIAGONAL, SHARING, alone
+from tests.parallel.steps import FULL, LORA, Workbench, planned_memory, small_model
+from tests.parallel.test_rank_faults import SHARING, Cell, alone
 
 RANKS = 4
 KINDS = {"full": FULL, "lora": LORA}
+DIAGONAL = [Cell("full", checkpointing=True, several=True), Cell("lora", checkpointing=False, several=False)]
+"""Both of everything."""
 MEASURED = ("replicated", "weights in shards", "gradients in shards")
 """What ranks that share sequences hold is in `tests.parallel.test_sequence`."""
 
@@ -30,21 +32,13 @@ def clean_steps(ranks: Ranks, folder: Path) -> Any:
     return found
 
 
-def planned_memory(ranks: Ranks, folder: Path) -> Any:
-    """(planned, measured) peak bytes of this rank."""
-    equal = folder / "equal.jsonl"
-    if ranks.is_first:
-        write_equal_samples(equal, 64)
-    ranks.tell("written")
-    found = {}
+def memory(ranks: Ranks, folder: Path) -> Any:
+    cases = {}
     for sharing, cell in product(MEASURED, DIAGONAL):
         tables = small_model(folder, {**KINDS[cell.kind], "tied": cell.kind == "lora"}, layers=3, width=64)
-        tables |= {"parallel": SHARING[sharing], "data": {"sources": [{"name": "main", "path": str(equal)}]}}
-        tables |= {"train": {"batch_size": 16, "gradient_checkpointing": cell.checkpointing}}
-        work = Workbench(folder, ranks, tables)
-        found[sharing, cell] = work.memory()
-        work.close()
-    return found
+        train = {"batch_size": 16, "gradient_checkpointing": cell.checkpointing}
+        cases[sharing, cell] = {**tables, "parallel": SHARING[sharing], "train": train}
+    return planned_memory(ranks, folder, cases)
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +48,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([clean_steps, planned_memory], folder, size=RANKS)
+    return run_crew([clean_steps, memory], folder, size=RANKS)
 
 
 def test_four_ranks_learn_what_one_process_learns(seen: dict[str, list[Any]], folder: Path) -> None:
-    expected = alone(folder, DIAGONAL)
+    expected = alone(folder, {cell: cell.tables(folder, "replicated") for cell in DIAGONAL})
     for rank in seen["clean_steps"]:
         assert [(sharing, cell) for (sharing, cell), found in rank.items() if differences(found, expected[cell])] == []
 
 
 @pytest.mark.parametrize("sharing", MEASURED)
 def test_each_of_four_ranks_holds_what_the_plan_predicts_for_it(sharing: str, seen: dict[str, list[Any]]) -> None:
-    for planned, measured in (rank[sharing, cell] for rank in seen["planned_memory"] for cell in DIAGONAL):
+    for planned, measured in (rank[sharing, cell] for rank in seen["memory"] for cell in DIAGONAL):
         assert planned == pytest.approx(measured, rel=0.005)

@@ -11,7 +11,15 @@ import torch
 from engine.parallel.ranks import ALONE, Ranks
 from tests.parallel.crew import run_crew
 from tests.parallel.faults import Fault, asked_by, differences, faulty_steps, sampled, wrong_among
-from tests.parallel.steps import FULL, LADDER, LORA, Workbench
+from tests.parallel.steps import (
+    FULL,
+    LADDER,
+    LORA,
+    Workbench,
+    on_uneven_devices,
+    planned_memory,
+    wrong_on_uneven_devices,
+)
 
 KINDS = {"full": {**FULL, "backoff": LADDER}, "lora": {**LORA, "backoff": LADDER}}
 FAULTS = 8
@@ -28,21 +36,7 @@ def both_kinds(ranks: Ranks, folder: Path) -> Any:
 
 
 def uneven_devices(ranks: Ranks, folder: Path) -> Any:
-    """Rank 1 has room for much smaller micro-batches than rank 0."""
-    peaks = []
-    for rows in (1, 5):
-        tables = {**FULL, "train": {"micro_batch": rows}}
-        work = Workbench(folder, ranks, tables)
-        work.steps()
-        peaks.append(work.transaction.work.peak_bytes)
-        work.close()
-    tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
-    work = Workbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
-    result = work.steps()
-    result["told"] = [(each.failed_rank, each.remedy.name) for each in work.told]
-    result["budget"] = work.bench.parts.budget.as_json()
-    work.close()
-    return result
+    return on_uneven_devices(ranks, folder, FULL)
 
 
 def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
@@ -64,22 +58,11 @@ def shortage_at_start(ranks: Ranks, folder: Path) -> Any:
     return told
 
 
-def planned_memory(ranks: Ranks, folder: Path) -> Any:
-    """(planned, measured) peak bytes of this rank, where every sequence is as long as the longest."""
-    equal = folder / "equal.jsonl"
-    if ranks.is_first:
-        equal.write_text('{"prompt": "abcdefgh abcdefgh", "completion": "xyzwxyzw"}\n' * 40)
-    ranks.tell("written")
-    found = {}
-    for name, tables in KINDS.items():
-        tables = {**tables, "data": {"sources": [{"name": "main", "path": str(equal)}]}, "train": {"batch_size": 16}}
-        work = Workbench(folder, ranks, tables)
-        found[name] = work.memory()
-        work.close()
-    return found
+def memory(ranks: Ranks, folder: Path) -> Any:
+    return planned_memory(ranks, folder, {name: {**each, "train": {"batch_size": 16}} for name, each in KINDS.items()})
 
 
-CASES = [both_kinds, uneven_devices, no_room_for_the_optimizer, shortage_at_start, planned_memory]
+CASES = [both_kinds, uneven_devices, no_room_for_the_optimizer, shortage_at_start, memory]
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +111,7 @@ def test_a_failed_allocation_on_any_rank_is_told_once_and_changes_and_leaves_not
 def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
     seen: dict[str, list[Any]], alone: dict[str, Any]
 ) -> None:
-    first, second = seen["uneven_devices"]
-    assert first["told"] == second["told"] and {rank for rank, _ in first["told"]} == {1}
-    assert first["budget"] == second["budget"]
-    for result in (first, second):
-        assert differences(result, alone["full"]) == []
+    assert wrong_on_uneven_devices(seen["uneven_devices"], alone["full"]) == []
 
 
 def test_no_rank_takes_a_step_that_another_has_no_room_for(
@@ -148,5 +127,5 @@ def test_what_another_rank_outlived_by_itself_is_told_by_the_one_that_writes(see
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_holds_what_the_plan_predicts_for_it(kind: str, seen: dict[str, list[Any]]) -> None:
-    for planned, measured in (rank[kind] for rank in seen["planned_memory"]):
+    for planned, measured in (rank[kind] for rank in seen["memory"]):
         assert planned == pytest.approx(measured, rel=0.005)

@@ -23,7 +23,15 @@ from tests.model.samples import batch_of, cpu, load, run_spec
 from tests.model.samples import write_model as write_family
 from tests.parallel.crew import run_crew
 from tests.parallel.faults import differences, sampled, wrong_among
-from tests.parallel.steps import FULL, LADDER, LORA, Workbench
+from tests.parallel.steps import (
+    FULL,
+    LADDER,
+    LORA,
+    Workbench,
+    on_uneven_devices,
+    planned_memory,
+    wrong_on_uneven_devices,
+)
 from tests.train.rig import write_model
 
 RANKS = 4
@@ -144,38 +152,15 @@ def faults(ranks: Ranks, folder: Path) -> Any:
 
 
 def uneven_devices(ranks: Ranks, folder: Path) -> Any:
-    """Rank 1 has room for much smaller micro-batches than the rank it shares sequences with."""
-    peaks = []
-    for rows in (1, 5):
-        tables = {**shared(small(folder, "full"), 2), "train": {"micro_batch": rows}}
-        work = Workbench(folder, ranks, tables)
-        work.steps()
-        peaks.append(work.transaction.work.peak_bytes)
-        work.close()
-    tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
-    work = Workbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
-    result = work.steps()
-    result["told"] = [(each.failed_rank, each.remedy.name) for each in work.told]
-    result["budget"] = work.bench.parts.budget.as_json()
-    work.close()
-    return result
+    return on_uneven_devices(ranks, folder, shared(small(folder, "full"), 2))
 
 
-def planned_memory(ranks: Ranks, folder: Path) -> Any:
-    """(planned, measured) peak bytes of this rank, where every token of equally long sequences is learned from."""
-    equal = folder / "equal.jsonl"
-    if ranks.is_first:
-        equal.write_text('{"text": "%s"}\n' % ("abcdefgh " * 12) * 40)
-    ranks.tell("written")
-    data = {"sources": [{"name": "main", "path": str(equal)}], "loss_on": "all", "max_length": 256}
-    found = {}
+def memory(ranks: Ranks, folder: Path) -> Any:
+    cases = {}
     for name, sequence in (("full", 2), ("lora, checkpointing", RANKS)):
         train = {**KINDS[name].get("train", {}), "batch_size": 4 * RANKS // sequence}
-        tables = {**shared(KINDS[name], sequence), "data": data, "train": train}
-        work = Workbench(folder, ranks, tables)
-        found[name] = work.memory()
-        work.close()
-    return found
+        cases[name] = {**shared(KINDS[name], sequence), "train": train}
+    return planned_memory(ranks, folder, cases)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +180,7 @@ def models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path, models: None) -> dict[str, list[Any]]:
-    cases = [exchanges, families, all_kinds, in_shards, uneven_devices, faults, planned_memory]
+    cases = [exchanges, families, all_kinds, in_shards, uneven_devices, faults, memory]
     return run_crew(cases, folder, size=RANKS)
 
 
@@ -237,15 +222,11 @@ def test_beside_shards_the_same_is_learned(seen: dict[str, list[Any]], alone: di
 def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
     seen: dict[str, list[Any]], alone: dict[str, Any]
 ) -> None:
-    first = seen["uneven_devices"][0]
-    assert {rank for rank, _ in first["told"]} == {1}
-    for rank in seen["uneven_devices"]:
-        assert (rank["told"], rank["budget"]) == (first["told"], first["budget"])
-        assert differences(rank, alone["full"]) == []
+    assert wrong_on_uneven_devices(seen["uneven_devices"], alone["full"]) == []
 
 
 def test_each_rank_holds_what_the_plan_predicts_for_it(seen: dict[str, list[Any]]) -> None:
-    for rank in seen["planned_memory"]:
+    for rank in seen["memory"]:
         for planned, measured in rank.values():
             assert planned == pytest.approx(measured, rel=0.01)
 

@@ -10,7 +10,16 @@ import pytest
 from engine.parallel.ranks import ALONE, Ranks
 from tests.parallel.crew import run_crew
 from tests.parallel.faults import differences, sampled, wrong_among
-from tests.parallel.steps import FULL, LORA, Workbench, sharded, small_model, write_equal_samples
+from tests.parallel.steps import (
+    FULL,
+    LORA,
+    Workbench,
+    on_uneven_devices,
+    planned_memory,
+    sharded,
+    small_model,
+    wrong_on_uneven_devices,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "full, weights dropped": sharded(FULL, "parameters"),
@@ -55,38 +64,13 @@ def precisions(ranks: Ranks, folder: Path) -> Any:
 
 
 def uneven_devices(ranks: Ranks, folder: Path) -> Any:
-    """Rank 1 has room for much smaller micro-batches than rank 0."""
-    peaks = []
-    for rows in (1, 5):
-        tables = {**CASES["full, weights dropped"], "train": {"micro_batch": rows}}
-        work = Workbench(folder, ranks, small_model(folder, tables))
-        work.steps()
-        peaks.append(work.transaction.work.peak_bytes)
-        work.close()
-    tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
-    capacity = tight if ranks.rank == 1 else 2**30
-    work = Workbench(folder, ranks, small_model(folder, tables), capacity_bytes=capacity)
-    result = work.steps()
-    result |= {"told": [each.failed_rank for each in work.told], "budget": work.bench.parts.budget.as_json()}
-    work.close()
-    return result
+    return on_uneven_devices(ranks, folder, small_model(folder, CASES["full, weights dropped"]))
 
 
-def planned_memory(ranks: Ranks, folder: Path) -> Any:
-    """(planned, measured) peak bytes of this rank."""
-    equal = folder / "equal.jsonl"
-    if ranks.is_first:
-        write_equal_samples(equal, 40)
-    ranks.tell("written")
-    found = {}
-    for name, tables in CASES.items():
-        tables = small_model(folder, tables, layers=3, width=64)
-        tables |= {"data": {"sources": [{"name": "main", "path": str(equal)}]}}
-        tables["train"] = {**tables["train"], "batch_size": 8}
-        work = Workbench(folder, ranks, tables)
-        found[name] = work.memory()
-        work.close()
-    return found
+def memory(ranks: Ranks, folder: Path) -> Any:
+    larger = {name: small_model(folder, tables, layers=3, width=64) for name, tables in CASES.items()}
+    cases = {name: {**tables, "train": {**tables["train"], "batch_size": 8}} for name, tables in larger.items()}
+    return planned_memory(ranks, folder, cases)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crew(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([every_case, precisions, uneven_devices, planned_memory], folder)
+    return run_crew([every_case, precisions, uneven_devices, memory], folder)
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +125,10 @@ def test_a_failed_allocation_on_any_rank_is_told_once_and_changes_and_leaves_not
 def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
     crew: dict[str, list[Any]], alone: dict[str, Any]
 ) -> None:
-    first, second = crew["uneven_devices"]
-    assert set(first["told"]) == set(second["told"]) == {1}
-    assert first["budget"] == second["budget"]
-    for result in (first, second):
-        assert differences(result, alone["full, weights dropped"]) == []
+    assert wrong_on_uneven_devices(crew["uneven_devices"], alone["full, weights dropped"]) == []
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_holds_what_the_plan_predicts_for_it(case: str, crew: dict[str, list[Any]]) -> None:
-    for planned, measured in (rank[case] for rank in crew["planned_memory"]):
+    for planned, measured in (rank[case] for rank in crew["memory"]):
         assert planned == pytest.approx(measured, rel=0.005)
