@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -20,6 +21,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update({name: str(Path(folder.name, name.lower())) for name in FOLDERS})
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.pop("TUNEDECK_RUNS", None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: recoveries and the engine's start collect garbage, and need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -16,6 +16,7 @@ import typer
 from engine.commands.options import JsonOption, RunArgument, RunsOption, SetOption, runs_folder
 from engine.commands.train import Detach, Devices, MaxHours, OnFinish, Profile, Trust, Wait, check_seat, say
 from engine.errors import UsageError
+from engine.importing import importing
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
@@ -92,7 +93,8 @@ def _resume_launched(
     as_json: bool,
 ) -> int:
     """Be one rank of the run. Rank 0 alone prepares it, and only at the first start of the launcher's job."""
-    from engine.train.launched import Task, take_up, train_launched, worked_on
+    with importing():
+        from engine.train.launched import Task, take_up, train_launched, worked_on
 
     def settle() -> Task:
         again = worked_on(seat, directory)

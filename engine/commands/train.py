@@ -14,6 +14,7 @@ import typer
 
 from engine.commands.options import JsonOption, RunsOption, SetOption, runs_folder
 from engine.errors import EnvironmentProblem, UsageError
+from engine.importing import importing
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
@@ -104,7 +105,9 @@ def _config_brought(spec: RunSpec) -> list[str]:
 def _train_launched(resolved: Resolved, seat: Seat, folder: Path, force: bool, detach: bool, as_json: bool) -> int:
     """Be one rank of a new run, or of the one that an earlier start of the launcher's job began."""
     from engine.creation import new_run
-    from engine.train.launched import begin_or_go_on, train_launched
+
+    with importing():
+        from engine.train.launched import begin_or_go_on, train_launched
 
     def make() -> RunDirectory:
         say([*resolved.notices, *_config_brought(resolved.spec)])
@@ -199,11 +202,12 @@ def engine_process(
     from engine.spec.load import load_run_spec
 
     profile = load_run_spec(directory / "run.toml", own=True).profile
-    if profile.device.count * profile.nodes.count == 1 or "TUNEDECK_RANK_OF" in os.environ:
-        from engine.train.main import run
-    else:
-        # The supervisor of several ranks trains nothing: without the models' libraries it starts in half the time.
-        from engine.parallel.launch import run_supervised as run
+    with importing():
+        if profile.device.count * profile.nodes.count == 1 or "TUNEDECK_RANK_OF" in os.environ:
+            from engine.train.main import run
+        else:
+            # The supervisor of several ranks trains nothing: without the models' libraries it starts in half the time.
+            from engine.parallel.launch import run_supervised as run
     code = run(directory.absolute(), resume=resume, from_step=from_step)
     sys.stdout.flush()
     sys.stderr.flush()
