@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, decode, end_of_events
+from engine.journal.fold import Folded
 from engine.journal.sentences import clean, sentence
 from engine.journal.summary import (
     LINES_BETWEEN_CLOCKS,
     MARK_WITHIN_BYTES,
     QUIET,
     STEP_MARK,
-    RunState,
     RunSummary,
     compose,
 )
@@ -71,7 +71,7 @@ class RunWatch:
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
-        self.state = RunState()
+        self.state = Folded()
         self.curves = Curves()
         self.feed: deque[FeedLine] = deque(maxlen=FEED_LINES)
         self.saved: list[int] = []

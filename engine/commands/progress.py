@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from engine.journal.fold import Folded
 from engine.journal.sentences import clean, duration, number, phase_line, score, sentence, size
-from engine.journal.summary import RunState, RunSummary
+from engine.journal.summary import RunSummary
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +55,7 @@ class Progress:
 
     title: str
     simulated: bool
-    state: RunState = field(default_factory=RunState)
+    state: Folded = field(default_factory=Folded)
     doing: str = "starting"
     capacity_bytes: int | None = None
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))

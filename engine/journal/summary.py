@@ -1,4 +1,4 @@
-"""What a run amounts to, folded from its events: status, progress, scores, memory.
+"""What a run amounts to: status, progress, scores, memory, from its events (`engine.journal.fold`) and its files.
 
 `SummaryReader` keeps its place, so a console refreshes at the cost of the new lines. Opening a long run is cheap
 because nearly all of its lines are steps, and of those only the first and the last of a stretch are parsed.
@@ -13,7 +13,7 @@ import math
 import re
 import time
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import Any
 
 from engine.journal.control import was_asked
 from engine.journal.directory import RunDirectory
-from engine.journal.events import Event, EventTail, decode
+from engine.journal.events import EventTail, decode
+from engine.journal.fold import Folded, plan_digest
 from engine.journal.kinds import FINAL_STATUSES
 from engine.journal.liveness import (
     FOREIGN_SILENT_SECONDS,
@@ -87,122 +88,6 @@ class RunSummary:
 
 
 @dataclass
-class RunState:
-    """Events folded so far. Plain values only; `fold` is the one place that gives events their meaning."""
-
-    step: int = 0
-    max_steps: int | None = None
-    first_step: Event | None = None
-    last_step: Event | None = None
-    evals: list[Event] = field(default_factory=list)
-    backoffs: list[Event] = field(default_factory=list)
-    warnings: list[Event] = field(default_factory=list)
-    oom_reports: list[str] = field(default_factory=list)
-    predicted: dict[str, Any] = field(default_factory=dict)
-    started: str | None = None
-    updated: str | None = None
-    running: Event | None = None
-    finished: Event | None = None
-    paused: bool = False
-    phase: str = ""
-    peak_bytes: int = 0
-
-    def fold(self, event: Event) -> None:
-        """Take one event into account."""
-        self.updated = event.get("time", self.updated)
-        handler = _FOLDS.get(event["kind"])
-        if handler is not None:
-            handler(self, event)
-
-    def fold_steps(self, first: Event | None, last: Event) -> None:
-        """Take a stretch of steps into account by its ends."""
-        if self.first_step is None:
-            self.first_step = first or last
-        self.fold(last)
-
-
-def _run_started(state: RunState, event: Event) -> None:
-    state.started = state.started or event.get("time")
-    state.running, state.finished = event, None
-    state.paused = False
-
-
-def _stage_started(state: RunState, event: Event) -> None:
-    state.max_steps = event.get("max_steps", state.max_steps)
-
-
-def _plan(state: RunState, event: Event) -> None:
-    state.predicted = plan_digest(event)
-
-
-def _phase(state: RunState, event: Event) -> None:
-    state.phase = str(event.get("name", ""))
-
-
-def _step(state: RunState, event: Event) -> None:
-    state.first_step = state.first_step or event
-    state.last_step = event
-    state.step = int(event["step"])
-    state.phase = "training"
-    state.peak_bytes = max(state.peak_bytes, int(event.get("peak_bytes") or 0))
-
-
-def _eval(state: RunState, event: Event) -> None:
-    state.evals.append(event)
-
-
-def _backoff(state: RunState, event: Event) -> None:
-    state.backoffs.append(event)
-
-
-def _oom_report(state: RunState, event: Event) -> None:
-    state.oom_reports.append(str(event["path"]))
-
-
-def _warning(state: RunState, event: Event) -> None:
-    state.warnings.append(event)
-
-
-def _paused(state: RunState, _event: Event) -> None:
-    state.paused = True
-
-
-def _resumed(state: RunState, event: Event) -> None:
-    """Everything after the step it goes on from did not happen."""
-    step = int(event["step"])
-    for kept in (state.evals, state.backoffs):
-        kept[:] = [earlier for earlier in kept if int(earlier["step"]) <= step]
-    state.step = step
-    for name in ("first_step", "last_step"):
-        earlier = getattr(state, name)
-        if earlier is not None and int(earlier["step"]) > step:
-            setattr(state, name, None)
-    state.finished = None
-    state.paused = False
-
-
-def _run_finished(state: RunState, event: Event) -> None:
-    state.finished = event
-    state.phase = ""
-
-
-_FOLDS = {
-    "run_started": _run_started,
-    "stage_started": _stage_started,
-    "plan": _plan,
-    "phase": _phase,
-    "step": _step,
-    "eval": _eval,
-    "backoff": _backoff,
-    "oom_report": _oom_report,
-    "warning": _warning,
-    "paused": _paused,
-    "resumed": _resumed,
-    "run_finished": _run_finished,
-}
-
-
-@dataclass
 class _Stretch:
     """Lines that are not parsed yet: the ends of a row of steps, and the newest that only says when it was written."""
 
@@ -216,7 +101,7 @@ class SummaryReader:
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
-        self.state = RunState()
+        self.state = Folded()
         self._tail = EventTail(directory.events)
         self._damaged = 0
 
@@ -288,7 +173,7 @@ def summarise(directory: RunDirectory) -> RunSummary:
     return SummaryReader(directory).refresh()
 
 
-def status_of(directory: RunDirectory, state: RunState) -> str:
+def status_of(directory: RunDirectory, state: Folded) -> str:
     """The run's status, from its events and from whether its engine lives."""
     engine = engine_process(directory)
     sight = "gone" if engine is None else look(engine)
@@ -310,7 +195,7 @@ def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
     return "running" if newest <= limit_seconds else "stale"
 
 
-def compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSummary:
+def compose(directory: RunDirectory, state: Folded, damaged: int) -> RunSummary:
     """The summary of a run whose events have been folded into `state`."""
     finished = state.finished or {}
     spec = read_spec(directory)
@@ -346,7 +231,7 @@ def compose(directory: RunDirectory, state: RunState, damaged: int) -> RunSummar
     )
 
 
-def _metrics(state: RunState) -> dict[str, Any]:
+def _metrics(state: Folded) -> dict[str, Any]:
     """The latest evaluation's scores by name and the training loss; under `first` what they were before."""
     metrics: dict[str, Any] = dict(state.evals[-1]["metrics"]) if state.evals else {}
     first: dict[str, Any] = dict(state.evals[0]["metrics"]) if len(state.evals) > 1 else {}
@@ -358,7 +243,7 @@ def _metrics(state: RunState) -> dict[str, Any]:
     return {**metrics, "first": first} if metrics or first else {}
 
 
-def _seconds(state: RunState) -> float | None:
+def _seconds(state: Folded) -> float | None:
     said = (state.finished or {}).get("seconds")
     if said is not None:
         return float(said)
@@ -367,18 +252,10 @@ def _seconds(state: RunState) -> float | None:
     return (datetime.fromisoformat(state.updated) - datetime.fromisoformat(state.running["time"])).total_seconds()
 
 
-def _samples_lost(state: RunState) -> int:
+def _samples_lost(state: Folded) -> int:
     """The engine's own count at the end; until then what its backoffs report."""
     total = (state.finished or {}).get("samples_lost")
     return int(total) if total is not None else sum(int(event.get("samples_lost") or 0) for event in state.backoffs)
-
-
-def plan_digest(plan: dict[str, Any]) -> dict[str, Any]:
-    """The part of a plan (event or `plan.json`) that is compared with what was measured."""
-    predicted = plan.get("predicted")
-    inner = predicted if isinstance(predicted, dict) else {"peak_bytes": predicted} if predicted is not None else {}
-    keys = ("peak_bytes", "capacity_bytes", "verdict", "deciding_phase", "components")
-    return {**inner, **{key: plan[key] for key in keys if plan.get(key) is not None}}
 
 
 def _predicted_on_disk(directory: RunDirectory) -> dict[str, Any]:
