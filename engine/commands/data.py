@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.commands.options import JsonOption, RecipeOption, SetOption
+from engine.importing import importing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,10 +55,12 @@ def data(
     as_json: JsonOption = False,
 ) -> None:
     """Show a recipe's data as the model will see them: loss mask, lengths, what was dropped and why."""
-    from engine.data.prepare import prepare_data
-    from engine.model.tokenizer import load_tokenizer
     from engine.spec.later import refuse_unbuilt
     from engine.spec.load import resolve
+
+    with importing():
+        from engine.data.prepare import prepare_data
+        from engine.model.tokenizer import load_tokenizer
 
     spec = resolve(profile or STAND_IN_PROFILE, recipe, sets or ()).spec
     refuse_unbuilt(spec)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.commands.options import JsonOption, RunsOption, SetOption, runs_folder
+from engine.importing import importing
 
 if TYPE_CHECKING:
     from engine.evaluate.scores import Scores
@@ -36,9 +37,11 @@ def evaluate(
 ) -> None:
     """Score a run's checkpoints, or a model, on held-out data: loss, perplexity, exact match."""
     from engine.errors import UsageError
-    from engine.evaluate.run import score_model, score_run, spec_for_model
     from engine.journal.index import resolve_run
-    from engine.model.quiet import without_chatter
+
+    with importing():
+        from engine.evaluate.run import score_model, score_run, spec_for_model
+        from engine.model.quiet import without_chatter
 
     without_chatter()
     if recipe is not None:

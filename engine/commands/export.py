@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from engine.commands.options import RunArgument, RunsOption, runs_folder
+from engine.importing import importing
 
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default merged/ in the run's folder.")
@@ -32,11 +33,13 @@ def merge(
     runs: RunsOption = None,
 ) -> None:  # fmt: skip
     """Make a LoRA run's adapter and its base one model, which opens without peft. Uses host memory only."""
-    from engine.export.merge import merge as merge_adapter
     from engine.journal.index import resolve_run
     from engine.journal.sentences import size
-    from engine.model.quiet import without_chatter
-    from engine.model.reference import resolve_weights
+
+    with importing():
+        from engine.export.merge import merge as merge_adapter
+        from engine.model.quiet import without_chatter
+        from engine.model.reference import resolve_weights
 
     without_chatter()
     directory = resolve_run(run, runs_folder(runs))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.commands.options import JsonOption, ProfileOption, RecipeOption, RunsOption, SetOption, runs_folder
+from engine.importing import importing
 
 if TYPE_CHECKING:
     from engine.budget.advice import Advice, Suggestion
@@ -79,8 +80,10 @@ def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
 def _exactly(spec: RunSpec, as_json: bool) -> None:
     """Print the simulated plan; exit code 3 when it does not fit."""
     from engine.commands.exact_words import exact_lines
-    from engine.model.quiet import without_chatter
-    from engine.simulate.plan import exact_plan
+
+    with importing():
+        from engine.model.quiet import without_chatter
+        from engine.simulate.plan import exact_plan
 
     without_chatter()
     found = exact_plan(spec)
