@@ -58,10 +58,12 @@ class StepComputation:
     ) -> None:
         """The gradients of this rank's micro-batches; its share of the step's loss into `mean_loss`."""
         began = time.perf_counter()
-        total = torch.zeros((), dtype=torch.float32, device=self.parts.device.torch_device)
+        # Only work on a micro-batch asks for memory here: a failure then has something to be made smaller.
+        total: torch.Tensor | None = None
         for number, group in enumerate(plan, 1):
             if group.members:
-                total += self._micro_batch(step, samples, group, target_tokens, last=number == len(plan))
+                loss = self._micro_batch(step, samples, group, target_tokens, last=number == len(plan))
+                total = loss if total is None else total.add_(loss)
             else:
                 self._stand_in(step, last=number == len(plan))
         self.in_flight = None
@@ -69,7 +71,7 @@ class StepComputation:
             self._loss_here = total
         else:
             # What a kernel has to complain about must surface here, before the others are told that all went well.
-            self.mean_loss = float(total)
+            self.mean_loss = 0.0 if total is None else float(total)
         self.busy_seconds = time.perf_counter() - began
 
     def meet(self, _plan: list[MicroBatch]) -> None:

@@ -42,7 +42,7 @@ class Situation:
     guard: StepGuard
     data: TokenData
     tried: list[str]
-    """Rungs already used on this step."""
+    """Rungs already used in this step on account of the rank that failed."""
     standing: list[Standing] = field(default_factory=list)
     """Remedies that are on, first to last."""
 
@@ -105,8 +105,8 @@ class Standing:
 
 
 def retry(now: Situation) -> Remedy | None:
-    """Once a step, redo unchanged what has succeeded before: the cause was passing. Not beside a neighbour that is seen
-    to have taken the room it needs."""
+    """Once a step and rank, redo unchanged what has succeeded before: the cause was passing. Not beside a neighbour
+    that is seen to have taken the room it needs."""
     cost = now.micro_batch.cost_bytes if now.micro_batch else 0
     if "retry" in now.tried or cost > now.budget.proven_bytes:
         return None

@@ -63,6 +63,10 @@ Stage = Callable[[list[MicroBatch]], None]
 """A part of a step, over this rank's micro-batches."""
 
 
+Tried = list[tuple[int, str]]
+"""In an optimizer step: the ranks whose failures were acted upon, and the remedies."""
+
+
 class StepTransaction:
     """Runs optimizer steps over `Parts`."""
 
@@ -149,7 +153,7 @@ class StepTransaction:
         """Plan and run `stages` over this rank's `samples` until memory suffices on every rank; each failure costs its
         attempt and nothing else."""
         parts = self.parts
-        tried: list[str] = []
+        tried: Tried = []
         retried(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
         plan = self._plan(samples)
         while True:
@@ -161,7 +165,7 @@ class StepTransaction:
             self._recover(step, struck, len(tried) + 1)
             remedy = self._choose(struck, tried, step)
             plan = self._plan(samples)
-            tried.append(remedy.name)
+            tried.append((deciding(struck).rank, remedy.name))
             self._report(step, struck, remedy, _most_rows(plan), len(tried))
 
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
@@ -276,7 +280,7 @@ class StepTransaction:
     def _stock(self) -> Holdings:
         return holdings(self.parts.loaded, self.parts.guard, self.parts.device)
 
-    def _choose(self, struck: Sequence[Struck], tried: list[str], step: int) -> Remedy:
+    def _choose(self, struck: Sequence[Struck], tried: Tried, step: int) -> Remedy:
         """What is done about the failure, by the rank that decides; the others follow it."""
         parts, decider = self.parts, deciding(struck)
         remedy = self._chosen(decider, tried) if decider.rank == parts.ranks.rank else None
@@ -292,11 +296,13 @@ class StepTransaction:
             raise exhausted(decider, advice)
         return remedy
 
-    def _chosen(self, decider: Struck, tried: list[str]) -> Remedy | None:
+    def _chosen(self, decider: Struck, tried: Tried) -> Remedy | None:
         parts = self.parts
+        # What passes on one device says nothing of another: each rank has its own retries.
+        of_it = [name for rank, name in tried if rank == decider.rank]
         now = Situation(
             parts.device, parts.loaded, parts.loss, parts.budget, decider.failure, decider.micro_batch,
-            parts.static_bytes, parts.guard, parts.data, tried, parts.standing,
+            parts.static_bytes, parts.guard, parts.data, of_it, parts.standing,
         )  # fmt: skip
         remedy = choose(parts.ladder, now)
         parts.static_bytes, parts.data = now.static_bytes, now.data

@@ -10,7 +10,7 @@ import pytest
 
 from engine.parallel.ranks import Ranks
 from tests.parallel.crew import run_crew
-from tests.parallel.faults import differences
+from tests.parallel.faults import Fault, differences, faulty_steps, wrong_among
 from tests.parallel.steps import FULL, LORA, Workbench, planned_memory, small_model
 from tests.parallel.test_rank_faults import SHARING, Cell, alone
 
@@ -18,6 +18,7 @@ RANKS = 4
 KINDS = {"full": FULL, "lora": LORA}
 DIAGONAL = [Cell("full", checkpointing=True, several=True), Cell("lora", checkpointing=False, several=False)]
 """Both of everything."""
+SINGLE = DIAGONAL[0]
 MEASURED = ("replicated", "weights in shards", "gradients in shards")
 """What ranks that share sequences hold is in `tests.parallel.test_sequence`."""
 
@@ -30,6 +31,18 @@ def clean_steps(ranks: Ranks, folder: Path) -> Any:
         found[sharing, cell] = work.steps()
         work.close()
     return found
+
+
+def one_after_another(ranks: Ranks, folder: Path) -> Any:
+    """Memory runs out on each rank in turn, in one step of which hardly anything can be made smaller. In shards, as
+    one that fails there ends the attempt of all."""
+    tables = SINGLE.tables(folder, "weights in shards")
+    train, backoff = {**tables["train"], "micro_batch": 1}, {"ladder": ["retry", "cut"]}
+    work = Workbench(folder, ranks, {**tables, "train": train, "backoff": backoff})
+    faults = {rank: Fault(20 * (rank + 1)) for rank in range(RANKS)}
+    result = faulty_steps(work, faults)
+    work.close()
+    return faults, result
 
 
 def memory(ranks: Ranks, folder: Path) -> Any:
@@ -48,13 +61,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([clean_steps, memory], folder, size=RANKS)
+    return run_crew([clean_steps, one_after_another, memory], folder, size=RANKS)
 
 
 def test_four_ranks_learn_what_one_process_learns(seen: dict[str, list[Any]], folder: Path) -> None:
     expected = alone(folder, {cell: cell.tables(folder, "replicated") for cell in DIAGONAL})
     for rank in seen["clean_steps"]:
         assert [(sharing, cell) for (sharing, cell), found in rank.items() if differences(found, expected[cell])] == []
+
+
+def test_each_of_four_ranks_may_run_out_of_memory_in_one_step(seen: dict[str, list[Any]], folder: Path) -> None:
+    expected = alone(folder, {SINGLE: SINGLE.tables(folder, "replicated")})[SINGLE]
+    tried = [[each] for each in seen["one_after_another"]]
+    assert wrong_among(tried, expected) == []
+    assert sorted(rank for rank, _, _ in tried[0][0][1]["told"]) == list(range(RANKS))
 
 
 @pytest.mark.parametrize("sharing", MEASURED)
