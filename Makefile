@@ -1,7 +1,7 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
 # make test    lint, types, import contracts, tests
-# make torture every single allocation fails once, engines are killed anywhere: an hour or two on two cores
+# make torture every single allocation fails once, engines are killed anywhere: some hours on two cores
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, and what each answer took
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
 

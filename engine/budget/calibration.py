@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from engine.budget.installed import installed
 from engine.journal.files import write_atomically
 from engine.journal.index import state_folder
 from engine.spec.profile import Profile
@@ -94,7 +94,7 @@ def _fits(setting: Setting, profile: Profile) -> bool:
         and abs(setting.memory_gib - device.memory_gib) <= SAME_MEMORY * setting.memory_gib
         and setting.ranks == device.count * profile.nodes.count
         and setting.expandable == is_expandable(device.allocator)
-        and setting.torch == _torch_version()
+        and setting.torch == installed("torch")
         and setting.driver in _driver_text()
     )
 
@@ -129,14 +129,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return list(entries)
-
-
-@cache
-def _torch_version() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
 
 
 @cache

@@ -14,6 +14,7 @@ from functools import lru_cache
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Walk
 from engine.budget.growth import Growth, growth, growths, shape_of
+from engine.budget.installed import DECODES_WITH_REPEATED_HEADS
 from engine.budget.kinds import Kind, stack_of
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT
@@ -117,7 +118,7 @@ def _decoding(arch: Architecture, setting: Setting, rows: int, prompt: int, new_
 
     That is a layer's keys or values twice while they grow (both, of a window), or in eager attention scores, and keys
     and values for all heads, beside the fp32 logits of the token before; or the logits of both tokens, of the last in
-    the model's dtype, too.
+    the model's dtype, too. Prompts of several rows are padded, and therefore masked.
     """
     total, window = prompt + new_tokens, arch.sliding_window
     half = arch.kv_width * setting.base_bytes
@@ -125,9 +126,11 @@ def _decoding(arch: Architecture, setting: Setting, rows: int, prompt: int, new_
     lengths = [min(total, window) if slides and window else total for slides in windowed]
     growing = max(half * length * (1 + slides) for slides, length in zip(windowed, lengths, strict=True))
     repeated = 0
+    wide = 2 * arch.query_width * setting.base_bytes if arch.heads > arch.kv_heads else 0
     if setting.attention == "eager":
-        wide = 2 * arch.query_width * setting.base_bytes if arch.heads > arch.kv_heads else 0
         repeated = max(lengths) * (wide + 2 * arch.heads * FLOAT)
+    elif setting.attention == "sdpa" and DECODES_WITH_REPEATED_HEADS and rows > 1 and arch.kv_heads > 1:
+        repeated = max(lengths) * wide
     logits = arch.vocab * FLOAT
     on_top = max(growing + logits, repeated + logits, 2 * logits + arch.vocab * setting.base_bytes)
     pixels = FLOAT * arch.tower.patch_values * setting.image_patches if arch.tower else 0  # kept to the last token

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 from engine.budget.architecture import Architecture
 from engine.budget.inference import generates
+from engine.budget.installed import installed, older
 from engine.budget.isolation import refuse_mixing
 from engine.budget.lookup import find_config
 from engine.budget.parameters import elements, layer_parameters, parameter_count
 from engine.budget.plan import make_plan
 from engine.budget.setting import setting_of
-from engine.budget.shards import KNOWN_TORCH, recovers_with
+from engine.budget.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.slicing import refuse_slicing
 from engine.budget.static import static_bytes
 from engine.budget.zero import refuse_under_deepspeed, warnings_under_deepspeed
@@ -39,7 +39,7 @@ def warnings_of(
     """Everything worth a warning; the disk only where it is known how much of it is free. `torch_version` is by default
     the installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
-    found += _restarts(spec, torch_version or version("torch"))
+    found += _restarts(spec, torch_version or installed("torch"))
     found += warnings_under_deepspeed(spec)
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
@@ -127,6 +127,9 @@ def refuse_unsafe(spec: RunSpec) -> None:
 
 def _restarts(spec: RunSpec, torch_version: str) -> Iterator[str]:
     if spec.profile.parallel.strategy != "sharded" or recovers_with(torch_version):
+        return
+    if older(torch_version, SHARDS_SINCE):
+        yield f"torch {torch_version}, which is installed here, cannot train this: shards need torch {KNOWN_TORCH[0]}"
         return
     yield (
         f"with torch {torch_version} sharded weights cannot be put back in order after memory ran out: every such "

@@ -18,6 +18,7 @@ from functools import lru_cache
 from math import prod
 
 from engine.budget.architecture import Architecture
+from engine.budget.installed import installed, older
 from engine.budget.kinds import Kind, stack_of
 from engine.budget.operations import FLOAT
 from engine.budget.parameter import Parameter
@@ -25,10 +26,14 @@ from engine.budget.parameters import HEAD, layer_parameters, outer_parameters
 from engine.budget.selection import selected_outer
 from engine.budget.setting import Setting
 from engine.budget.static import BLOCK_BYTES, Tensors, rounded, state_bytes, tower_tensors
+from engine.errors import EnvironmentProblem
 
 KNOWN_TORCH = ("2.13",)
-"""Versions of torch whose `_fully_shard` folder `engine.parallel.sharded` was read for and is tested with. On others
-weights are sharded all the same, but after memory ran out all ranks have to start again."""
+"""Versions of torch whose `_fully_shard` folder `engine.parallel.sharded` was read for and is tested with. On later
+ones weights are sharded all the same, but after memory ran out all ranks have to start again."""
+
+SHARDS_SINCE = (2, 13)
+"""Before, `fully_shard` could not be told to send gradients of zero for what only other ranks have used."""
 
 Value = tuple[tuple[int, ...], int, bool, bool]
 """Shape, bytes per element, whether it learns, whether it is part of an adapter."""
@@ -103,6 +108,15 @@ class Shards:
 
     def _kept_up_to(self, layer: int) -> int:
         return sum(g.gathered for g in self.layers[: layer + 1]) if self.keeps else self.layers[layer].gathered
+
+
+def require_shards() -> None:
+    """Raise EnvironmentProblem where torch is too old to spread weights over ranks."""
+    if older(installed("torch"), SHARDS_SINCE):
+        raise EnvironmentProblem(
+            f'parallel.strategy = "sharded" needs torch {KNOWN_TORCH[0]}, this is {installed("torch")}',
+            fix=f"pip install 'torch=={KNOWN_TORCH[-1]}.*', or set parallel.strategy = \"replicated\" if that fits",
+        )
 
 
 def recovers_with(torch_version: str) -> bool:

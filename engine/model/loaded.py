@@ -117,11 +117,13 @@ class LoadedModel:
         if on and not base.supports_gradient_checkpointing:
             self.notices.append(f"{base.config.model_type} does not support gradient checkpointing; it stays off")
             return
+        # Before transformers 5.23 it was called gradient checkpointing there, too.
+        kind = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
         if on:
-            base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+            getattr(base, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
             base.disable_input_require_grads()
         elif self.checkpointing:
-            base.activation_checkpointing_disable()
+            getattr(base, f"{kind}_checkpointing_disable")()
         self.checkpointing = on
 
     def save(self, folder: Path) -> None:

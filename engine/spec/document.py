@@ -27,6 +27,9 @@ from engine.spec.text import visible
 MAX_FILE_BYTES = 1 << 20
 """A profile or recipe is a page of text; anything larger is not one."""
 
+MAX_DEPTH = 100
+"""Levels of tables and lists; a spec has five."""
+
 WHOLE_NUMBERS = "TOML's whole numbers have 64 bits, at most 9223372036854775807"
 
 BY_SET = "--set"
@@ -97,17 +100,22 @@ def _parsed(raw: bytes, label: str) -> Document:
     return parse_document(_decode(raw, label), label, hashlib.sha256(raw).hexdigest())
 
 
-def _copied(node: Any) -> Any:
-    """Nested tables and lists anew; what TOML has besides cannot be changed."""
+def _copied(node: Any, room: int = MAX_DEPTH) -> Any:
+    """Nested tables and lists anew; what TOML has besides cannot be changed. Raises RecursionError if they are nested
+    deeper than `room`."""
+    if not isinstance(node, (dict, list)):
+        return node
+    if not room:
+        raise RecursionError
     if isinstance(node, dict):
-        return {key: _copied(value) for key, value in node.items()}
-    return [_copied(value) for value in node] if isinstance(node, list) else node
+        return {key: _copied(value, room - 1) for key, value in node.items()}
+    return [_copied(value, room - 1) for value in node]
 
 
 def parse_document(text: str, label: str, sha256: str = "") -> Document:
     """Parse the text of a TOML file that is called `label`. Raises SpecError as `read_document` does."""
     try:
-        data = tomli.loads(text)
+        data = _copied(tomli.loads(text))
     except tomli.TOMLDecodeError as error:
         raise SpecError([_syntax_problem(label, error, text)], fix="see https://toml.io for the format") from None
     except ValueError:

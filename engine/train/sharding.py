@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
+from engine.budget.shards import require_shards
 from engine.device.base import Device
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
@@ -47,8 +48,10 @@ def load_sharded(
     Raises:
         MemoryExhaustedError: memory ran out each time.
         UsageError, EnvironmentProblem: see `load_model`; on rank 0.
+        EnvironmentProblem: torch is too old for shards; on all of them.
         LostRankError: another rank could not go on.
     """
+    require_shards()
     joint = ranks.joint()
     made: list[tuple[LoadedModel, LossFunction, Sharded]] = []
     for number in range(1, ATTEMPTS + 1):

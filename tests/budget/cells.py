@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.budget.installed import installed, older
 from engine.budget.lookup import find_architecture
 from engine.budget.predict import predict
 from engine.spec.run import RunSpec
@@ -31,6 +32,9 @@ EXPERTS = {config["model_type"]: config for config in (MIXTRAL, QWEN3_MOE, GPT_O
 FAMILIES = DENSE | EXPERTS
 CAPPED = ("gemma2",)
 """Families whose logits are capped, which no fused loss can do."""
+
+NO_FUSED = FAMILIES if older(installed("torch"), (2, 13)) else CAPPED
+"""Families for which there is no fused loss here: torch has had one since 2.13."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ WAYS: dict[str, Way] = {
 
 def applies(family: str, way: str) -> bool:
     """Whether the family can be trained so: Gemma 2 caps its logits, GPT-2 names its attention otherwise."""
-    return not (family in CAPPED and "fused" in way) and not (family == "gpt2" and way == "full, attention only")
+    return not (family in NO_FUSED and "fused" in way) and not (family == "gpt2" and way == "full, attention only")
 
 
 def spec_of(family: str, way: str, folder: Path, batch: int) -> RunSpec:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from engine.budget import shards
 from engine.budget.lookup import find_architecture
 from engine.budget.preflight import checkpoints_bytes, warnings_of
 from engine.cli import app
-from engine.errors import SpecError, UsageError
+from engine.creation import new_run
+from engine.errors import EnvironmentProblem, SpecError, UsageError
 from engine.spec.load import resolve
 from engine.spec.run import RunSpec
 
@@ -110,3 +112,15 @@ def test_shards_under_a_version_of_torch_that_is_not_known_are_warned_of() -> No
     (warning,) = (text for text in warnings_of(arch, spec, torch_version="2.99.0") if "2.99.0" in text)
     assert "restart of all ranks" in warning
     assert not any("restart of all ranks" in text for text in warnings_of(arch, spec, torch_version="2.13.0"))
+
+
+def test_a_torch_that_is_too_old_for_shards_is_said_by_the_plan_and_refused_by_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", profile="4xh100")
+    assert "cannot train this" in "\n".join(warnings_of(find_architecture(spec), spec, torch_version="2.12.1"))
+    monkeypatch.setattr(shards, "installed", lambda package: "2.12.1+cu130")
+    with pytest.raises(EnvironmentProblem) as refused:
+        new_run(spec, tmp_path)
+    assert "2.13" in refused.value.found and "replicated" in refused.value.fix
+    assert not list(tmp_path.iterdir())

@@ -21,6 +21,11 @@ HIDDEN, VOCABULARY, TOKENS = 24, 97, 53
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Relative to the largest gradient: a few units in the last place of each dtype (2^-24, 2^-8, 2^-11)."""
 
+NEEDS_KERNEL = pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="linear_cross_entropy came with torch 2.13"
+)
+IMPLEMENTATIONS = ("plain", "chunked", pytest.param("fused", marks=NEEDS_KERNEL))
+
 
 def problem(dtype: torch.dtype, *, bias: bool = False, scale: float = 1.0, softcap: float | None = None):
     generator = torch.Generator().manual_seed(0)
@@ -63,6 +68,7 @@ def test_the_chunk_loop_equals_the_plain_loss(dtype, chunk_tokens, smoothing, op
     assert_equal_within(dtype, chunked, plain)
 
 
+@NEEDS_KERNEL
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_torchs_kernel_summed_in_fp32_equals_the_plain_loss(dtype) -> None:
     head, hidden_NH, targets_N = problem(dtype, bias=True)
@@ -99,7 +105,7 @@ def test_the_chunk_loop_is_correct_by_finite_differences() -> None:
     assert float((hidden_NH.grad * direction_NH).sum()) == pytest.approx(slope, rel=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "chunked", "fused"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_all_implementations_agree_on_a_model(implementation: str, kind: str) -> None:
     loaded = load(run_spec(method={"kind": kind}))
@@ -115,7 +121,7 @@ def test_all_implementations_agree_on_a_model(implementation: str, kind: str) ->
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "chunked", "fused"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nothing_to_learn_from_is_zero_with_zero_gradients(implementation: str) -> None:
     loaded = load(run_spec())
     loss = make_loss(loaded, implementation=implementation, label_smoothing=0.0, chunk_tokens=4, device=cpu())
@@ -150,6 +156,7 @@ def test_evaluation_needs_no_gradients() -> None:
         assert float(loss(batch_of())) == with_gradients
 
 
+@NEEDS_KERNEL
 def test_fused_with_smoothing_is_refused_rather_than_silently_plain() -> None:
     head, *_ = problem(torch.float32)
     with pytest.raises(UsageError, match="label_smoothing"):

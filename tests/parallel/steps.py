@@ -12,11 +12,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from engine.budget.installed import installed, older
+from engine.budget.shards import SHARDS_SINCE
 from engine.parallel.ranks import Ranks
 from engine.spec.run import RunSpec
 from engine.train.journal import Journal
@@ -35,6 +38,9 @@ FULL: dict[str, Any] = {"method": {"kind": "full"}}
 LORA: dict[str, Any] = {"method": {"kind": "lora", "rank": 4}}
 LADDER = {"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]}
 """Rungs that move memory to the host change the level that "nothing left over" is measured from."""
+
+NO_SHARDS = older(installed("torch"), SHARDS_SINCE)
+NEEDS_SHARDS = pytest.mark.skipif(NO_SHARDS, reason="this torch is too old to spread weights over ranks")
 
 
 def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:

@@ -11,8 +11,10 @@ import pytest
 from engine.parallel.ranks import Ranks
 from tests.parallel.crew import run_crew
 from tests.parallel.faults import Fault, differences, faulty_steps, wrong_among
-from tests.parallel.steps import FULL, LORA, Workbench, planned_memory, small_model
+from tests.parallel.steps import FULL, LORA, NEEDS_SHARDS, Workbench, planned_memory, small_model
 from tests.parallel.test_rank_faults import SHARING, Cell, alone
+
+pytestmark = NEEDS_SHARDS
 
 RANKS = 4
 KINDS = {"full": FULL, "lora": LORA}

@@ -27,6 +27,8 @@ from tests.parallel.steps import (
     FULL,
     LADDER,
     LORA,
+    NEEDS_SHARDS,
+    NO_SHARDS,
     Workbench,
     on_uneven_devices,
     planned_memory,
@@ -180,7 +182,7 @@ def models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path, models: None) -> dict[str, list[Any]]:
-    cases = [exchanges, families, all_kinds, in_shards, uneven_devices, faults, memory]
+    cases = [exchanges, families, all_kinds, *([] if NO_SHARDS else [in_shards]), uneven_devices, faults, memory]
     return run_crew(cases, folder, size=RANKS)
 
 
@@ -214,6 +216,7 @@ def test_a_family_that_looks_at_other_positions_outside_attention_is_found_out(s
         assert "computes something else" in rank[CONVOLUTION]
 
 
+@NEEDS_SHARDS
 def test_beside_shards_the_same_is_learned(seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
     for found in seen["in_shards"]:
         assert differences(found, alone[IN_SHARDS]) == []

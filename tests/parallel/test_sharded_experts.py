@@ -14,7 +14,9 @@ from engine.parallel.ranks import ALONE, Ranks
 from tests.model.samples import FAMILIES
 from tests.parallel.crew import run_crew
 from tests.parallel.faults import differences, sampled, wrong_among
-from tests.parallel.steps import FULL, LORA, Workbench, sharded
+from tests.parallel.steps import FULL, LORA, NEEDS_SHARDS, Workbench, sharded
+
+pytestmark = NEEDS_SHARDS
 
 EXPERTS = 16
 FAULTS = 2

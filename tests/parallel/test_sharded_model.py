@@ -15,6 +15,7 @@ from engine.budget import shards
 from engine.parallel import sharded
 from engine.parallel.sharded import Head, Sharded, groups_of
 from engine.parallel.votes import LostRankError
+from tests.parallel.steps import NEEDS_SHARDS
 
 PRIVATE = {
     _fsdp_param.FSDPParam: ("unsharded_accumulated_grad", "_unsharded_param", "free_unsharded_param", "sharded_param"),
@@ -77,6 +78,7 @@ def test_every_parameter_is_in_one_group() -> None:
     assert seen == {id(parameter) for parameter in model.parameters()}
 
 
+@NEEDS_SHARDS
 @pytest.mark.parametrize("kind", PRIVATE, ids=lambda kind: kind.__name__)
 def test_torch_has_the_private_parts_that_recovery_needs(kind: type) -> None:
     """Holds for the versions in KNOWN_TORCH: read `_fully_shard` again before one is added."""

@@ -20,8 +20,10 @@ from engine.spec.run import RunSpec
 from engine.train.main import run_first
 from tests.parallel.crew import run_crew
 from tests.parallel.legs import leg_spec, run_leg
-from tests.parallel.steps import FULL, LORA, SAMPLES, sharded, small_model
+from tests.parallel.steps import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
 from tests.train.harness import losses, new_run, of_kind, write_samples
+
+pytestmark = NEEDS_SHARDS
 
 CASES = {
     "full": sharded(FULL, "parameters"),

@@ -13,6 +13,7 @@ from tests.parallel.faults import differences, sampled, wrong_among
 from tests.parallel.steps import (
     FULL,
     LORA,
+    NEEDS_SHARDS,
     Workbench,
     on_uneven_devices,
     planned_memory,
@@ -20,6 +21,8 @@ from tests.parallel.steps import (
     small_model,
     wrong_on_uneven_devices,
 )
+
+pytestmark = NEEDS_SHARDS
 
 CASES: dict[str, dict[str, Any]] = {
     "full, weights dropped": sharded(FULL, "parameters"),

@@ -1,0 +1,29 @@
+"""Releases of the libraries that the engine runs with here, where what is held depends on them.
+
+Read from package metadata, once: nothing is imported for it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+
+@cache
+def installed(package: str) -> str:
+    """Version of an installed package; empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def older(found: str, release: tuple[int, int]) -> bool:
+    """Whether a version is of an older release than this (major, minor); an empty one is not."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) < release
+
+
+DECODES_WITH_REPEATED_HEADS = older(installed("transformers"), (5, 23))
+"""Until then sdpa with a mask made copies of cached keys and values for all heads, also for a single new token."""
