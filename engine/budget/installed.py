@@ -19,11 +19,14 @@ def installed(package: str) -> str:
         return ""
 
 
-def older(found: str, release: tuple[int, int]) -> bool:
-    """Whether a version is of an older release than this (major, minor); an empty one is not."""
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) < release
+def older(found: str, release: str) -> bool:
+    """Whether a version is of an older release than this "major.minor"; an empty one is not."""
+    return bool(found) and _release(found) < _release(release)
 
 
-DECODES_WITH_REPEATED_HEADS = older(installed("transformers"), (5, 23))
+def _release(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)[:2]]
+
+
+DECODES_WITH_REPEATED_HEADS = older(installed("transformers"), "5.23")
 """Until then sdpa with a mask made copies of cached keys and values for all heads, also for a single new token."""

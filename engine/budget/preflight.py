@@ -39,7 +39,7 @@ def warnings_of(
     """Everything worth a warning; the disk only where it is known how much of it is free. `torch_version` is by default
     the installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
-    found += _restarts(spec, torch_version or installed("torch"))
+    found += _shards(spec, torch_version or installed("torch"))
     found += warnings_under_deepspeed(spec)
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
@@ -125,11 +125,14 @@ def refuse_unsafe(spec: RunSpec) -> None:
     refuse_under_deepspeed(facts, spec)
 
 
-def _restarts(spec: RunSpec, torch_version: str) -> Iterator[str]:
+def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
     if spec.profile.parallel.strategy != "sharded" or recovers_with(torch_version):
         return
     if older(torch_version, SHARDS_SINCE):
-        yield f"torch {torch_version}, which is installed here, cannot train this: shards need torch {KNOWN_TORCH[0]}"
+        yield (
+            f"torch {torch_version}, which is installed here, cannot train this: shards need torch {SHARDS_SINCE}; "
+            f"pip install 'torch=={KNOWN_TORCH[-1]}.*'"
+        )
         return
     yield (
         f"with torch {torch_version} sharded weights cannot be put back in order after memory ran out: every such "

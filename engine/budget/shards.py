@@ -32,7 +32,7 @@ KNOWN_TORCH = ("2.13",)
 """Versions of torch whose `_fully_shard` folder `engine.parallel.sharded` was read for and is tested with. On later
 ones weights are sharded all the same, but after memory ran out all ranks have to start again."""
 
-SHARDS_SINCE = (2, 13)
+SHARDS_SINCE = "2.13"
 """Before, `fully_shard` could not be told to send gradients of zero for what only other ranks have used."""
 
 Value = tuple[tuple[int, ...], int, bool, bool]
@@ -114,7 +114,7 @@ def require_shards() -> None:
     """Raise EnvironmentProblem where torch is too old to spread weights over ranks."""
     if older(installed("torch"), SHARDS_SINCE):
         raise EnvironmentProblem(
-            f'parallel.strategy = "sharded" needs torch {KNOWN_TORCH[0]}, this is {installed("torch")}',
+            f'parallel.strategy = "sharded" needs torch {SHARDS_SINCE}, this is {installed("torch")}',
             fix=f"pip install 'torch=={KNOWN_TORCH[-1]}.*', or set parallel.strategy = \"replicated\" if that fits",
         )
 

@@ -33,7 +33,7 @@ FAMILIES = DENSE | EXPERTS
 CAPPED = ("gemma2",)
 """Families whose logits are capped, which no fused loss can do."""
 
-NO_FUSED = FAMILIES if older(installed("torch"), (2, 13)) else CAPPED
+NO_FUSED = FAMILIES if older(installed("torch"), "2.13") else CAPPED
 """Families for which there is no fused loss here: torch has had one since 2.13."""
 
 

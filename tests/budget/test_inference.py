@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.budget import inference
 from engine.budget.architecture import Architecture, from_config
 from engine.budget.inference import GENERATION_ROWS, generation_bytes
+from engine.budget.installed import older
 from engine.budget.lookup import builtin_config, find_architecture
 from engine.budget.plan import make_plan
 from engine.budget.predict import predict
@@ -48,6 +50,21 @@ def test_generation_holds_what_the_metered_device_counts(
     static = static_bytes(arch, setting_of(arch, spec)).total.static
     predicted = static + generation_bytes(arch, setting_of(arch, spec), rows=4, prompt=prompt, new_tokens=new_tokens)
     assert -0.01 <= predicted / measured_generation(spec, 4, prompt, new_tokens) - 1 <= 0.02
+
+
+def test_prompts_of_several_rows_repeat_heads_while_they_are_answered_before_transformers_5_23(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one release holds is measured above; of the others a release is known only by its number."""
+    arch = from_config(QWEN2)
+
+    def held(rows: int, *, repeats: bool) -> int:
+        monkeypatch.setattr(inference, "DECODES_WITH_REPEATED_HEADS", repeats)
+        return generation_bytes(arch, setting_of(arch, run_spec()), rows=rows, prompt=8, new_tokens=100)
+
+    assert held(4, repeats=True) > held(4, repeats=False)
+    assert held(1, repeats=True) == held(1, repeats=False)
+    assert older("5.22.2", "5.23") and older("5.9", "5.23") and not older("5.23.0", "5.23") and not older("", "5.23")
 
 
 def phases(arch: Architecture = TINY, **tables: Any) -> dict[str, dict[str, int]]:

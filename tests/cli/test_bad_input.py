@@ -118,6 +118,7 @@ BAD_FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "profile as recipe": (b'schema = 1\nkind = "profile"\nname = "bad"\n', ("a file for -p",)),
     "huge": (b"#" * 2_000_000, ("larger than 1024 KiB",)),
     "deep lists": (b"x = " + b"[" * 3000 + b"]" * 3000, ("nested too deeply",)),
+    "keys deeper than any spec": (b"a." * 150 + b"a = 1", ("nested too deeply",)),
     "deep keys": (b"a." * 3000 + b"a = 1", ("nested too deeply",)),
     "number of five thousand digits": (b"schema = " + b"9" * 5000, ("64 bits",)),
     "stages, of a later version": (
