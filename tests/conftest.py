@@ -1,4 +1,7 @@
-"""What all tests share: nothing they do reaches the user's own folders, caches or the network."""
+"""What all tests share: nothing they do reaches the user's own folders, caches or the network.
+
+And the order they run in: groups of ranks one after another, then the longest files, so that two workers end together.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,27 @@ from typing import Any
 import pytest
 
 FOLDERS = ("TUNEDECK_STATE", "TUNEDECK_CACHE", "TUNEDECK_CONFIG", "HF_HOME")
+GROUPS = "tests/parallel/"
+"""Tests that start two to four ranks, which wait for each other all the time. Two such groups at once on two cores took
+four tenths more of the processors than one after the other, so one worker gets all of these files."""
+
+LONGEST = (
+    "tests/train/test_resume.py",
+    "tests/train/test_demo.py",
+    "tests/simulate/test_step.py",
+    "tests/train/test_torture.py",
+    "tests/test_gpu_suites.py",
+    "tests/cli/test_bad_runs.py",
+    "tests/tui/test_tmux.py",
+    "tests/budget/test_judge.py",
+    "tests/budget/test_fit_on_twins.py",
+    "tests/budget/test_accuracy.py",
+    "tests/simulate/test_profiled_steps.py",
+    "tests/train/test_growth.py",
+    "tests/train/test_backoff_benchmark.py",
+)
+"""Files that take longest, after the groups of ranks. None is begun when the other worker has nothing left to do."""
+
 ISOLATED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
@@ -21,6 +45,31 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update({name: str(Path(folder.name, name.lower())) for name in FOLDERS})
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.pop("TUNEDECK_RUNS", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order they are handed out; tests of a file stay as they are, and so do the files not named here."""
+    places = {file: place for place, file in enumerate((GROUPS, *LONGEST))}
+    items.sort(key=lambda item: places.get(unit_of(item.nodeid), len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile, a worker gets a file at a time, and all groups of ranks at once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByUnit(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return ByUnit(config, log)
+
+
+def unit_of(nodeid: str) -> str:
+    """What a worker is given together with this test: its file, or all groups of ranks."""
+    return GROUPS if nodeid.startswith(GROUPS) else nodeid.partition("::")[0]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
