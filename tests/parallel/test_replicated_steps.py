@@ -18,17 +18,18 @@ from tests.parallel.steps import (
     Workbench,
     on_uneven_devices,
     planned_memory,
+    small_model,
     wrong_on_uneven_devices,
 )
 
-KINDS = {"full": {**FULL, "backoff": LADDER}, "lora": {**LORA, "backoff": LADDER}}
+KINDS = {name: {**kind, "backoff": LADDER, "tied": True} for name, kind in (("full", FULL), ("lora", LORA))}
 FAULTS = 8
 
 
 def both_kinds(ranks: Ranks, folder: Path) -> Any:
     found = {}
     for name, tables in KINDS.items():
-        work = Workbench(folder, ranks, tables)
+        work = Workbench(folder, ranks, small_model(folder, tables))
         clean = work.steps()
         found[name] = (clean, sampled(work, FAULTS, seed=7))
         work.close()
@@ -36,12 +37,14 @@ def both_kinds(ranks: Ranks, folder: Path) -> Any:
 
 
 def uneven_devices(ranks: Ranks, folder: Path) -> Any:
-    return on_uneven_devices(ranks, folder, FULL)
+    return on_uneven_devices(ranks, folder, small_model(folder, KINDS["full"]))
 
 
 def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
     """Its state lives on the host; rank 1 cannot make room for it when its turn comes."""
-    work = Workbench(folder, ranks, {**KINDS["full"], "train": {"optimizer_offload": True}})
+    work = Workbench(
+        folder, ranks, {**small_model(folder, KINDS["full"]), "train": {"optimizer_offload": True}}
+    )
     work.steps()
     room = asked_by(work).device["optimizer"][0]
     faults = {1: Fault(room)}
@@ -59,7 +62,8 @@ def shortage_at_start(ranks: Ranks, folder: Path) -> Any:
 
 
 def memory(ranks: Ranks, folder: Path) -> Any:
-    return planned_memory(ranks, folder, {name: {**each, "train": {"batch_size": 16}} for name, each in KINDS.items()})
+    larger = {name: small_model(folder, tables, layers=3, width=64) for name, tables in KINDS.items()}
+    return planned_memory(ranks, folder, {name: {**each, "train": {"batch_size": 16}} for name, each in larger.items()})
 
 
 CASES = [both_kinds, uneven_devices, no_room_for_the_optimizer, shortage_at_start, memory]
@@ -79,7 +83,7 @@ def seen(folder: Path) -> dict[str, list[Any]]:
 def alone(folder: Path, seen: dict[str, list[Any]]) -> dict[str, Any]:
     results = {}
     for name, tables in KINDS.items():
-        work = Workbench(folder, ALONE, tables)
+        work = Workbench(folder, ALONE, small_model(folder, tables))
         results[name] = work.steps()
         work.close()
     return results
