@@ -10,7 +10,6 @@ import pytest
 from engine.spec.load import dump_run_spec
 from tests.parallel.supervised import (
     SHARING,
-    VOTE_SECONDS,
     ask_to_stop,
     engine_ends,
     events,
@@ -21,6 +20,10 @@ from tests.parallel.supervised import (
     with_ranks,
 )
 from tests.train.harness import new_run, of_kind
+
+VOTE_SECONDS = 20.0
+"""How long two ranks wait for each other here, where they start together and nothing but another worker's test runs
+beside them. Votes take milliseconds; all of it is idle time once a rank is stopped."""
 
 
 def test_a_killed_rank_restarts_the_run_a_stopped_one_too_many_ends_it_and_one_process_goes_on_with_it(
