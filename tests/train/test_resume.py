@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def started_until_step(place, step, *, resume=False):
     while process.poll() is None:
         if any(event["kind"] == "step" and event["step"] >= step for event in tail.poll()):
             return process
+        time.sleep(0.005)  # the engine needs the processor more
     raise AssertionError(f"the engine ended with {process.returncode} before step {step}:\n{place.log.read_text()}")
 
 
