@@ -6,6 +6,7 @@ The runs are real: tiny, on the CPU, in engine processes of their own.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,31 @@ QWEN2 = json.dumps(
 )
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the finished run is kept, once there is one."""
+    return tmp_path_factory.mktemp("finished") / "kept"
+
+
 @pytest.fixture
-def finished(tunedeck: Tunedeck, tmp_path: Path) -> Path:
-    """The directory of a run of two steps that is done."""
-    outcome = tunedeck("train", "-p", write_profile(tmp_path), "-r", write_recipe(tmp_path), "--json")
-    assert outcome.code == 0, outcome.err
-    events = [json.loads(line) for line in outcome.out.splitlines()]
-    assert events[-1]["kind"] == "run_finished"
-    return next((tmp_path / "runs").iterdir())
+def finished(tunedeck: Tunedeck, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run of two steps that is done. It is made once, and put back for every test with all that is
+    around it in the place where it was made, because runs note where their files are."""
+    folder = kept.with_name("here")
+    if kept.exists():
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TUNEDECK_RUNS", str(folder / "runs"))
+    monkeypatch.setenv("TUNEDECK_STATE", str(folder / "state"))
+    if not kept.exists():
+        outcome = tunedeck("train", "-p", write_profile(folder), "-r", write_recipe(folder), "--json")
+        assert outcome.code == 0, outcome.err
+        events = [json.loads(line) for line in outcome.out.splitlines()]
+        assert events[-1]["kind"] == "run_finished"
+        shutil.copytree(folder, kept)
+    return next((folder / "runs").iterdir())
 
 
 def test_a_finished_run_answers_what_it_cannot_do(tunedeck: Tunedeck, finished: Path) -> None:
@@ -65,8 +83,8 @@ def test_damaged_checkpoints_everywhere_mean_starting_over_and_saying_so(tunedec
     assert "from the beginning" in outcome.out
 
 
-def test_data_that_is_gone_at_resume_is_exit_5(tunedeck: Tunedeck, finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").unlink()
+def test_data_that_is_gone_at_resume_is_exit_5(tunedeck: Tunedeck, finished: Path) -> None:
+    Path("data.jsonl").unlink()
     outcome = tunedeck("resume", "last", "--set", "train.max_steps=4")
     assert outcome.code == 5
     assert "data.jsonl does not exist" in outcome.err
