@@ -15,6 +15,11 @@ from engine.spec.load import resolve
 from tests.train.harness import losses, new_run, of_kind, train
 
 COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"
+SHORT = (
+    "train.max_steps=40", "data.sources.dates.limit=4000",
+    "eval.every_steps=", "eval.metrics=['loss']", "eval.samples=0",
+)  # fmt: skip
+"""What curves are compared over; no answers are generated, which the whole demo does."""
 
 
 def test_the_demo_learns_and_survives_without_losing_a_sample(tmp_path):
@@ -42,7 +47,7 @@ def curves(tmp_path_factory):
     folder = tmp_path_factory.mktemp("curves")
 
     def run(gib: float):
-        sets = [f"device.memory_gib={gib}", "train.max_steps=40", "eval.every_steps=", "data.sources.dates.limit=4000"]
+        sets = [f"device.memory_gib={gib}", *SHORT]
         place: RunDirectory = new_run(folder, resolve("demo", "demo", sets).spec)
         code, _ = train(place)
         assert code == 0
