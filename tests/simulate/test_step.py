@@ -32,6 +32,8 @@ LORA: dict[str, Any] = {"rank": 8}
 FULL: dict[str, Any] = {"kind": "full"}
 BOTH_WAYS = {**GEMMA3, "sliding_window_pattern": 2}
 """Layers with a window and without, as in all that are published: both masks are made, needed or not."""
+SHALLOW = {**QWEN2, "num_hidden_layers": 2}
+"""For what is asked of several simulations: each takes as long as the model is deep."""
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_it_holds_what_the_metered_device_counts(
 
 
 def test_a_card_adds_gradients_in_place_and_holds_no_more(tmp_path: Path) -> None:
-    folder, tables = folder_of(QWEN2, tmp_path), {"model": {"dtype": "bfloat16"}, "train": {"batch_size": 4}}
+    folder, tables = folder_of(SHALLOW, tmp_path), {"model": {"dtype": "bfloat16"}, "train": {"batch_size": 4}}
     metered = run_spec(folder, **tables)
     card = run_spec(folder, {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}, **tables)
     assert simulate_step(card, rows=2, length=120).peak_bytes <= simulate_step(metered, rows=2, length=120).peak_bytes
@@ -118,7 +120,7 @@ def test_experts_are_simulated_in_dtypes_that_fakes_of_their_product_do_not_know
 
 def test_a_tied_head_that_learns_beside_adapters_and_dropout_are_simulated(tmp_path: Path) -> None:
     method = {**LORA, "dropout": 0.1, "also_train": ["lm_head"]}
-    spec = run_spec(folder_of(QWEN2, tmp_path), method=method, train={"batch_size": 4})
+    spec = run_spec(folder_of(SHALLOW, tmp_path), method=method, train={"batch_size": 4})
     static_bytes, peak_bytes = measured_step(spec, 2, 120, 2)
     found = simulate_step(spec, rows=2, length=120)
     assert found.static_bytes == pytest.approx(static_bytes, abs=4096)
@@ -161,7 +163,7 @@ def test_what_does_not_fit_is_told_from_what_a_remedy_makes_fit(tmp_path: Path) 
     def plan(memory_gib: float) -> ExactPlan:
         device = {"kind": "metered", "memory_gib": memory_gib}
         train = {"batch_size": 4, "micro_batch": 4, "gradient_checkpointing": False}
-        return exact_plan(run_spec(folder_of(QWEN2, tmp_path), device, train=train, data={"max_length": 512}))
+        return exact_plan(run_spec(folder_of(SHALLOW, tmp_path), device, train=train, data={"max_length": 512}))
 
     roomy = plan(4.0)
     half, too_little = 0.5 * roomy.simulation.peak_bytes / 2**30, 0.5 * roomy.simulation.static_bytes / 2**30
