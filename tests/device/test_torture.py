@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.device.metered import MeteredDevice
 from engine.device.oom import classify, flush_autograd
+from engine.train.failure import quick_to_collect
 
 WIDTH, LENGTH = 16, 8
 
@@ -77,10 +78,8 @@ def fails(step: Step) -> bool:
 @pytest.fixture
 def quick_collector() -> Iterator[None]:
     """Hide what exists already from the collector, which is asked hundreds of times to look at the step's garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    with quick_to_collect():
+        yield
 
 
 @pytest.mark.usefixtures("quick_collector")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import gc
 import multiprocessing
 import os
 import random
@@ -32,6 +31,7 @@ import torch
 
 from engine.device.metered import MeteredDevice
 from engine.model.quiet import without_bars
+from engine.train.failure import quick_to_collect
 from tests.conftest import FOLDERS
 from tests.train.rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
 
@@ -99,12 +99,8 @@ def tallied(name: str) -> Iterator[Tally]:
     """A tally that knows how long it took. What exists already is hidden from the collector meanwhile, which would
     otherwise look at it again after every fault."""
     tally, began = Tally(name), time.monotonic()
-    gc.collect()
-    gc.freeze()
-    try:
+    with quick_to_collect():
         yield tally
-    finally:
-        gc.unfreeze()
     tally.seconds = time.monotonic() - began
 
 
