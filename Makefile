@@ -15,8 +15,9 @@ demo: $(READY)
 	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
 	else exec $(BIN)/tunedeck train -p demo -r demo; fi
 
+# Hundreds of engines are started: each would compile what Python may not write down.
 test: $(READY) lint
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 torture: $(READY)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.train.torture
