@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.budget.ghost import Ghost, Node, Storage, Walk
+from engine.budget.ghost import Ghost, Node, Storage, Walk, travels
 from engine.budget.operations import add, cast, copy, scale, scale_by_weight
-from engine.budget.packed import POSITION, TOKEN
+from engine.budget.packed import LEFT, POSITION, TOKEN
 from engine.budget.setting import Setting
 from engine.budget.static import rounded
 
@@ -25,6 +25,96 @@ class Adapted(NamedTuple):
     biased: bool
     merged: int = 1
     """Tokens that it takes at once."""
+
+
+def adapted_linear(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpacked: int) -> Ghost:
+    """`operations.linear` of a frozen weight and `adapted` without dropout, gone through at once: what plans meet most,
+    up to seven times a layer. Nothing from outside comes between the two, so all but what goes in and comes out is
+    arithmetic, with the maxima written down as in `engine.budget.norm`.
+    """
+    before, size, itemsize, width = x.node, x.size, x.itemsize, setting.adapter_bytes
+    elements = -(-layer.outputs // layer.merged) * TOKEN
+    first, second = rounded(setting.rank * layer.inputs * width), rounded(setting.rank * layer.outputs * width)
+    given, high, low = elements * itemsize, elements * width, -(-setting.rank // layer.merged) * TOKEN * width
+    lower = x.elements * width
+    """Of what goes into A: the input, or a cast of it."""
+    kept_low, lent_low = walk.keeps(low)
+    total = given if setting.quantized else max(given, high)
+    most = max(2 * high, (given if setting.quantized else high) + total)
+
+    if itemsize == width:
+        cast, saved = 0, walk.held(x) if walk.learning else []
+        kept, lent = 0, size if size in saved else 0  # a number stands for what waits on the host
+    else:
+        cast, saved, learns = lower, [], lower * walk.learning
+        kept, lent = (0, learns) if walk.offloads and travels(x.elements, width) else (learns, 0)
+    walk.live += given
+    if setting.quantized:
+        walk.reach(unpacked)
+        walk.reach(given)  # what the base gives is copied
+    walk.live += cast + low
+    walk.rising = True
+    walk.mark()
+    if low + high > most:  # of a rank that exceeds the outputs
+        walk.reach(high)
+    walk.live -= low
+    walk.keep(kept_low)
+    walk.reach(most)
+    walk.live += kept - cast - given
+    walk.lingering += kept
+
+    def back(node: Node) -> None:
+        incoming = base = node.take()
+        if total != given:  # the sum was cast: its gradient is cast back, and for the base once more
+            del incoming, base
+            walk.live += total
+            base = Storage(walk, given)
+            if before is None:
+                del base
+            walk.reach(high)
+        else:  # both get the same one; the update's is scaled, and cast first where its dtype is another
+            walk.live += high
+            walk.rising = True
+            if before is None:
+                del base
+            del incoming
+            if high != total:
+                walk.reach(high)
+        walk.bring_back()
+        live, peaks = walk.live + lent_low + low, walk.peaks
+        peaks.append(live + second)
+        live += second * LEFT + lent - lent_low - kept_low - high
+        walk.rising = False
+        if before is None:
+            peaks.append(live + first)
+            walk.live = live + first * LEFT - lent - low - kept
+            saved.clear()
+            return
+        peaks.append(live + lower + first)
+        live += first * LEFT - lent - low - kept
+        if cast < size and cast:  # else what is there beside A's gradient is more
+            peaks.append(live + lower + size)
+        walk.live = live
+        saved.clear()
+        walk.hand_on(before, _made(walk, size))
+        if unpacked:
+            made = Storage(walk, size)
+            walk.reach(unpacked)
+        else:
+            made = walk.exchange(base, size)
+        del base
+        walk.hand_on(before, made)
+
+    output = Storage(walk, given)
+    walk.rising = False
+    return walk.chain(Ghost(output, elements, itemsize), before, back, saved, trains=True)
+
+
+def _made(walk: Walk, size: int) -> Storage:
+    """A gradient that is there after larger bytes have gone."""
+    made = Storage(walk, size)
+    walk.rising = False
+    return made
 
 
 def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost) -> Ghost:

@@ -11,6 +11,7 @@ Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from engine.journal.files import write_atomically
 from engine.journal.index import state_folder
 from engine.spec.profile import Profile
 
+FILE = "calibration.json"
 RUNS_KEPT = 8
 SAME_MEMORY = 0.02
 """A profile is of a recorded GPU when compute capability agrees and memory does to this share."""
@@ -55,12 +57,11 @@ def residuals_for(profile: Profile) -> Residuals | None:
     """What runs of this profile's kind showed on this machine; None where there were none."""
     if profile.device.kind != "cuda":
         return None
-    path = calibration_file()
     try:
-        stamp = path.stat().st_mtime_ns
+        stamp = os.stat(os.path.join(state_folder(), FILE)).st_mtime_ns  # a new `Path` takes longer: every plan asks
     except OSError:
         return None
-    fitting = [worst for setting, worst in _entries(path, stamp) if _fits(setting, profile)]
+    fitting = [worst for setting, worst in _entries(calibration_file(), stamp) if _fits(setting, profile)]
     return _worst(fitting) if fitting else None
 
 
@@ -79,7 +80,7 @@ def record(setting: Setting, residuals: Residuals) -> None:
 
 def calibration_file() -> Path:
     """Beside the other notes about runs, one for each machine's user."""
-    return state_folder() / "calibration.json"
+    return state_folder() / FILE
 
 
 def is_expandable(allocator: str | None) -> bool:

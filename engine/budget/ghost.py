@@ -14,14 +14,14 @@ What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `inp
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
 
 from engine.budget.packed import LEFT, SQUARE, TOKEN
 
-Back = Callable[["Storage"], Sequence["Storage | None"]] | int
-"""From the gradient of a node's output to the gradients of its inputs; or, of a single input, just the bytes that its
-gradient takes, which is what most operations make."""
+Back = Callable[["Storage"], list["Storage | None"]] | int
+"""From the gradient of a node's output to a new list of the gradients of its inputs; or, of a single input, just the
+bytes that its gradient takes, which is what most operations make."""
 PASSED = -1
 """Instead of such bytes: the gradient is handed on as it is."""
 
@@ -81,20 +81,19 @@ STAYING_BYTES = 32
 class Node:
     """One operation on the tape: where its gradients go, how they are made, and what it saved for that."""
 
-    __slots__ = ("back", "chain", "gradient", "inputs", "joins", "saved", "saves", "size")
+    gradient: Storage | None = None
+    """What has come for it so far, until its turn."""
+    joins = False
+    """Has several outputs: their gradients wait side by side instead of being added up."""
+    chain: Callable[[Node], None] | None = None
+    """Of several operations at once: the whole way back."""
 
     def __init__(self, inputs: Sequence[Node | None], back: Back, size: int, saved: Saved | None) -> None:
         self.inputs = inputs
         self.back = back
         self.size = size
-        self.gradient: Storage | None = None
-        """What has come for it so far, until its turn."""
-        self.joins = False
-        """Has several outputs: their gradients wait side by side instead of being added up."""
         self.saves = saved is not None
         self.saved = saved
-        self.chain: Callable[[Node], None] | None = None
-        """Of several operations at once: the whole way back."""
 
     def take(self) -> Storage:
         """The gradient that has come, which is the caller's from now on."""
@@ -207,10 +206,11 @@ class Walk:
         return self._kept(ghosts)
 
     def _kept(self, ghosts: Iterable[Ghost | None]) -> Saved:
-        return [self._kept_of(ghost) for ghost in ghosts if ghost is not None]
+        return [self.kept_of(ghost) for ghost in ghosts if ghost is not None]
 
-    def _kept_of(self, ghost: Ghost) -> Kept | int:
-        if self.offloads and _travels(ghost):
+    def kept_of(self, ghost: Ghost) -> Kept | int:
+        """What an operation keeps of one that it saves: all of it, or where it waits on the host its bytes."""
+        if self.offloads and travels(ghost.elements, ghost.itemsize):
             return ghost.size
         storage = ghost.storage
         if storage.kept is None:
@@ -240,7 +240,13 @@ class Walk:
     ) -> Ghost:
         """The output of an operation; `trains` says that a trained weight takes part."""
         output = Ghost(Storage(self, elements * itemsize), elements, itemsize)
-        return self._on_tape(output, parents, back, saved, trains)
+        if not self.learning:
+            return output
+        inputs = [parents[0].node] if len(parents) == 1 else [parent.node for parent in parents]
+        if trains or any(inputs):
+            output.node = Node(inputs, back, output.size, saved)
+            self.tape.append(output.node)
+        return output
 
     def view(self, x: Ghost, elements: int, back: Back, saved: Saved | None = None) -> Ghost:
         """The output of an operation on `x` that shares its storage."""
@@ -256,23 +262,11 @@ class Walk:
         saved: Saved | None = None,
     ) -> Ghost:
         """The output of an operation in a storage that is there already."""
-        return self._on_tape(Ghost(storage, elements, itemsize), parents, back, saved, False)
-
-    def _on_tape(
-        self, output: Ghost, parents: Sequence[Ghost], back: Back, saved: Saved | None, trains: bool
-    ) -> Ghost:
-        """The same, with a node where anything before it needs a gradient. Written for speed, like all of a walk."""
-        if not self.learning:
-            return output
-        for parent in parents:
-            if parent.node is not None:
-                break
-        else:
-            if not trains:
-                return output
-        inputs = [parents[0].node] if len(parents) == 1 else [parent.node for parent in parents]
-        output.node = Node(inputs, back, output.size, saved)
-        self.tape.append(output.node)
+        output = Ghost(storage, elements, itemsize)
+        inputs = [parent.node for parent in parents]
+        if self.learning and any(inputs):
+            output.node = Node(inputs, back, output.size, saved)
+            self.tape.append(output.node)
         return output
 
     def chain(
@@ -300,12 +294,12 @@ class Walk:
         Its maxima, and what it saves, count from the first operation of backward that needs it. What the first pass
         holds, which keeps nothing, is what `take_passing` says.
         """
-        earlier, self.peaks, before = self.peaks, [], self.live
+        earlier, self.peaks, before, lingering = self.peaks, [], self.live, self.lingering
         output = forward()
         count, live, rising = self._saved_at
         maxima = [peak - before for peak in (*self.peaks[:count], *([live] if rising else ()))]
         self._recompute = maxima, self.live - output.size - before
-        self.live = before + output.size
+        self.live, self.lingering = before + output.size, lingering
         self.peaks, self.rising = earlier, False
         return output
 
@@ -335,27 +329,33 @@ class Walk:
         """Run the tape from its end, as the autograd engine does: latest node first."""
         node.gradient = gradient
         del gradient
-        while self.tape:
-            current = self.tape.pop()
+        tape, offloads = self.tape, self.offloads
+        while tape:
+            current = tape.pop()
             if current.gradient is None:
                 continue
             if current.chain is not None:
                 current.chain(current)
                 continue
-            incoming = current.take()
-            if current.saves:
+            incoming, current.gradient = current.gradient, None
+            if current.saves and self._recompute is not None:
                 self.bring_back()
-            fetched = self._fetch(current.saved) if self.offloads and current.saved else None
+            fetched = self._fetch(current.saved) if offloads and current.saved else None
             back = current.back
             if isinstance(back, int):
                 made = incoming if back == PASSED else self.exchange(incoming, back)
                 del incoming, fetched
                 if current.saved:
                     current.saved.clear()
-                self.hand_on(current.inputs[0], made)
+                target = current.inputs[0]
+                if target is not None:
+                    if target.gradient is None and not target.joins:
+                        target.gradient = made
+                    else:
+                        self.hand_on(target, made)
                 del made
                 continue
-            outgoing = list(back(incoming))
+            outgoing = back(incoming)
             del incoming, fetched
             if current.saved:
                 current.saved.clear()
@@ -364,7 +364,7 @@ class Walk:
 
     def exchange(self, incoming: Storage, size: int) -> Storage:
         """Other bytes made of these, which go then unless somebody else refers to them."""
-        if sys.getrefcount(incoming) > 3:  # its names here and in the caller, and the argument of the question
+        if getrefcount(incoming) > 3:  # its names here and in the caller, and the argument of the question
             return Storage(self, size)
         self.live += size
         self.peaks.append(self.live)
@@ -386,11 +386,11 @@ class Walk:
             target.gradient = gradient
         elif target.gradient is None:
             target.gradient = gradient
-        elif self.metered or sys.getrefcount(target.gradient) != 2:
+        elif self.metered or getrefcount(target.gradient) != 2:
             target.gradient = Storage(self, target.size)
 
 
-def _travels(ghost: Ghost) -> bool:
-    """Whether it goes to the host: not whole numbers and small tensors; nor a mask, which is saved repeated for every
+def travels(elements: int, itemsize: int) -> bool:
+    """Whether a tensor goes to the host: no whole numbers, nothing small, no mask, which is saved repeated for every
     head or row."""
-    return ghost.itemsize < 8 and ghost.size > STAYING_BYTES * TOKEN and ghost.elements != SQUARE
+    return itemsize < 8 and elements * itemsize > STAYING_BYTES * TOKEN and elements != SQUARE

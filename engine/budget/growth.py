@@ -1,6 +1,6 @@
 """Bytes as functions of a micro-batch's shape: how much there is per token, per row, per chunk of the loss.
 
-A `Walk` counts in packed sizes; here they become `Growth`, which is added up and evaluated.
+A `Walk` counts in packed sizes, which are added up as they are; to be evaluated at many shapes they become `Growth`.
 
 Try: `python -m pytest tests/budget/test_predict.py`
 """
@@ -9,10 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from operator import ge
 from typing import NamedTuple
 
-from engine.budget.packed import highest, settled, unpack
+from engine.budget.packed import (
+    CHUNK,
+    LEFT,
+    ONE,
+    PAIR,
+    POSITION,
+    ROW,
+    SEVERAL,
+    SQUARE,
+    TOKEN,
+    exceeds,
+    highest,
+    settled,
+)
 
 
 class Shape(NamedTuple):
@@ -84,30 +96,35 @@ class Growth(NamedTuple):
 
 
 class PhaseCost(NamedTuple):
-    """What is live in one phase above the static bytes: known parts, and the alternatives for the rest."""
+    """What is live in one phase above the static bytes, packed: known parts, and the alternatives for the rest."""
 
     gradients: int
-    saved: Growth
+    saved: int
     """Activations kept for backward by the layers."""
-    working: tuple[Growth, ...]
+    working: tuple[int, ...]
     """What else is live, at each local maximum that some shape may be decided by."""
     label: str
     """The component the working bytes are shown as."""
-    inputs: Growth
+    inputs: int
     """The batch, its positions and masks."""
     buffers: int = 0
     """What several devices communicate through."""
-    closer: Callable[[], tuple[Growth, ...]] | None = None
+    closer: Callable[[], tuple[int, ...]] | None = None
     """Where `working` is a bound, as a rule far from deciding: how to find what it is."""
 
     def exact(self) -> PhaseCost:
         """The same without a bound."""
         return self if self.closer is None else self._replace(working=self.closer(), closer=None)
 
+    def sizes(self) -> list[int]:
+        """All that is live, for each alternative."""
+        around = self.gradients + self.saved + self.inputs + self.buffers
+        return [around + working for working in self.working]
+
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
-        around = self.gradients + self.buffers + self.saved.at(shape) + self.inputs.at(shape)
-        return around + max([working.at(shape) for working in self.working])
+        around = value(self.gradients + self.saved + self.inputs + self.buffers, shape)
+        return around + max([value(working, shape) for working in self.working])
 
 
 def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
@@ -120,21 +137,83 @@ def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
         costs = [top.exact(), *(cost for cost in costs if cost is not top)]
 
 
-def growth(size: int, accumulating: bool = False) -> Growth:
-    """A packed size of a walk; see `ghost.settled`."""
-    return Growth(*unpack(settled(size, accumulating)))
+class LiveSets(NamedTuple):
+    """All of several phases that decide some shape."""
+
+    known: tuple[Growth, ...]
+    bounds: tuple[tuple[tuple[Growth, ...], PhaseCost], ...]
+    """Those of phases with a bound that would decide some, each with its phase."""
+
+    def at(self, shape: Shape) -> int:
+        """Bytes at a shape."""
+        found = max([growth.at(shape) for growth in self.known])
+        for bound, cost in self.bounds:
+            if max([growth.at(shape) for growth in bound]) > found:
+                found = max(found, cost.exact().at(shape))
+        return found
+
+    def exact(self) -> tuple[Growth, ...]:
+        """The same where every bound is replaced by what it stands for."""
+        return prune([*self.known, *(growth(size) for _, cost in self.bounds for size in cost.exact().sizes())])
+
+
+def deciding_sets(phases: Sequence[PhaseCost]) -> LiveSets:
+    """What is needed of phases where only the largest is asked for."""
+    known = highest({size for cost in phases if cost.closer is None for size in cost.sizes()})
+    bounds = []
+    for cost in phases:
+        if cost.closer is not None:
+            above = [growth(size) for size in cost.sizes() if not exceeds(known, size)]
+            bounds += [(tuple(above), cost)] if above else []
+    return LiveSets(tuple([growth(size) for size in known]), tuple(bounds))
+
+
+def value(size: int, shape: Shape) -> int:
+    """Bytes of a settled size at a shape, for once."""
+    if size < LEFT:  # most are a + b · tokens, in eager attention + c · squares
+        return (size & ONE) + (size >> 56) * shape[1]
+    if size < CHUNK:
+        return (size & ONE) + (size >> 56 & ONE) * shape[1] + (size >> 168) * shape[2]
+    _, tokens, squares, first, more, positions, pairs, rows = shape
+    found = (size & ONE) + (size >> 56 & ONE) * tokens
+    size >>= 168
+    if size:
+        found += (size & ONE) * squares + (size >> 56 & ONE) * first + (size >> 112 & ONE) * more
+        size >>= 168
+        if size:
+            found += (size & ONE) * positions + (size >> 56 & ONE) * pairs + (size >> 112) * rows
+    return found
+
+
+def growth(size: int) -> Growth:
+    """A settled size, to be evaluated often."""
+    return Growth(
+        size & ONE, size >> 56 & ONE, size >> 168 & ONE, size >> 224 & ONE, size >> 280 & ONE, size >> 336 & ONE,
+        size >> 392 & ONE, size >> 448,
+    )  # fmt: skip
+
+
+def packed(growth: Growth) -> int:
+    """The other way round, to be added up."""
+    return sum([size * unit for size, unit in zip(growth, UNITS, strict=True)])
+
+
+UNITS = (1, TOKEN, SQUARE, CHUNK, SEVERAL, POSITION, PAIR, ROW)
+"""In the order of `Shape`."""
 
 
 @lru_cache(maxsize=256)
-def growths(sizes: tuple[int, ...], accumulating: bool = False) -> tuple[Growth, ...]:
-    """Of several, those that are the largest for some shape. Layers of several kinds often come to the same."""
-    return tuple(Growth(*unpack(size)) for size in highest({settled(size, accumulating) for size in sizes}))
+def maxima(sizes: tuple[int, ...], accumulating: bool = False) -> tuple[int, ...]:
+    """Of several, those that are the largest for some shape, settled. Layers of several kinds often come to the same
+    ones."""
+    return tuple(highest(settled(sizes, accumulating)))
+
+
+def growths(sizes: Iterable[int]) -> tuple[Growth, ...]:
+    """Of several settled sizes those that are the largest for some shape, to be evaluated often."""
+    return tuple([growth(size) for size in highest(sizes)])
 
 
 def prune(candidates: Iterable[Growth]) -> tuple[Growth, ...]:
-    """Only those that are the largest for some shape: none that another exceeds in every coefficient."""
-    kept: list[Growth] = []
-    for candidate in sorted(set(candidates), key=lambda item: item[1:] + item[:1], reverse=True):
-        if not any(all(map(ge, other, candidate)) for other in kept):
-            kept.append(candidate)
-    return tuple(kept)
+    """Only those that are the largest for some shape."""
+    return growths({packed(candidate) for candidate in candidates})

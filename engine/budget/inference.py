@@ -13,11 +13,12 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Walk
-from engine.budget.growth import Growth, growth, growths, shape_of
+from engine.budget.growth import Growth, growths, maxima, shape_of
 from engine.budget.installed import DECODES_WITH_REPEATED_HEADS
 from engine.budget.kinds import Kind, stack_of
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT
+from engine.budget.packed import TOKEN
 from engine.budget.setting import Setting
 from engine.budget.step import embeddings_held, inputs, masks_of
 from engine.budget.vision import tower_cost
@@ -46,7 +47,7 @@ def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     run, setting = setting, at_rest(setting)
     around = inputs(arch, setting, masks_of(arch, setting, stack.kinds))
     if arch.layers > 1:
-        around = around.plus(embeddings_held(arch, setting, learning=False))
+        around += embeddings_held(arch, setting, learning=False)
 
     def casts(layer: int) -> int:
         """Packed bytes of weights that autocast has cast by then, and keeps until the pass is over."""
@@ -57,24 +58,23 @@ def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
 
     highest = stack.highest()
     through = tuple(size + casts(highest[kind]) for kind in passes for size in passes[kind].forward)
-    layers = [around.plus(size) for size in growths(through)]
-    after = inputs(arch, setting, 0).plus(growth(casts(arch.layers), False))
-    head = [after.plus(size) for size in growths(head_alone(arch, felt_by_head(setting)))]
-    return tuple(_behind_tower(arch, setting, [*layers, *head]))
+    after = inputs(arch, setting, 0) + casts(arch.layers)
+    head = head_alone(arch, felt_by_head(setting))
+    peaks = [around + size for size in through] + [after + size for size in head]
+    return growths(_behind_tower(arch, setting, peaks))
 
 
-def _behind_tower(arch: Architecture, setting: Setting, peaks: list[Growth]) -> list[Growth]:
+def _behind_tower(arch: Architecture, setting: Setting, peaks: list[int]) -> list[int]:
     """Those of the decoder, and where there are images those of the tower before it, whose output is held meanwhile."""
     if not setting.image_patches:
         return peaks
     tower = tower_cost(arch, setting, False, learning=False)
-    embedded = Growth(token=arch.hidden * setting.base_bytes)
-    through = [peak.plus(tower.inputs).plus(tower.held) for peak in peaks]
-    return through + [peak.plus(tower.inputs).plus(embedded) for peak in tower.forward]
+    before = tower.inputs + arch.hidden * setting.base_bytes * TOKEN
+    return [peak + tower.inputs + tower.held for peak in peaks] + [before + peak for peak in tower.forward]
 
 
 @lru_cache(maxsize=256)
-def _caching(arch: Architecture, setting: Setting, kind: Kind) -> tuple[Growth, ...]:
+def _caching(arch: Architecture, setting: Setting, kind: Kind) -> tuple[int, ...]:
     """Local maxima of one layer's forward pass that writes keys and values into the cache, these included."""
     walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=False)
     layer = Layer(walk, arch, setting, kind)
@@ -82,7 +82,7 @@ def _caching(arch: Architecture, setting: Setting, kind: Kind) -> tuple[Growth, 
     arguments = [entry(walk, arch, setting, False)]
     output = layer.forward(arguments.pop())
     del output
-    return growths(tuple(walk.take_peaks()))
+    return maxima(tuple(walk.take_peaks()))
 
 
 def generation_bytes(arch: Architecture, setting: Setting, *, rows: int, prompt: int, new_tokens: int) -> int:
@@ -103,14 +103,14 @@ def _prefilling(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     masked = setting._replace(checkpointing=False, dropout=False, packed=True, sequence=1, autocast=False)
     stack = stack_of(arch, masked)
     batch = inputs(arch, masked, masks_of(arch, masked, stack.kinds))
-    batch = batch.plus(embeddings_held(arch, masked, learning=False))
-    per_layer = Growth(token=2 * arch.kv_width * setting.base_bytes)
+    batch += embeddings_held(arch, masked, learning=False)
+    per_layer = 2 * arch.kv_width * setting.base_bytes * TOKEN
     peaks = [
-        batch.plus(per_layer, layer).plus(peak)
+        batch + layer * per_layer + peak
         for kind, layer in stack.highest().items()
         for peak in _caching(arch, felt_by_layers(masked), kind._replace(follows=False))
     ]
-    return tuple(_behind_tower(arch, masked, peaks))
+    return growths(_behind_tower(arch, masked, peaks))
 
 
 def _decoding(arch: Architecture, setting: Setting, rows: int, prompt: int, new_tokens: int) -> int:

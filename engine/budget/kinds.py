@@ -6,7 +6,6 @@ Try: `python -m pytest tests/budget/test_kinds.py`
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
@@ -37,6 +36,8 @@ class Stack(NamedTuple):
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
     """For each layer from the first, its place among `kinds`."""
+    spans: tuple[tuple[int, int], ...]
+    """The first and the last layer of each kind."""
 
     def kind(self, layer: int) -> Kind:
         """That of one layer."""
@@ -56,6 +57,13 @@ class Stack(NamedTuple):
         part = self.order[start:stop]
         return [(kind, part.count(place)) for place, kind in enumerate(self.kinds) if place in part]
 
+    def counts(self, layer: int) -> list[int]:
+        """How many layers of each kind there are below one."""
+        if len(self.kinds) == 1:
+            return [layer]
+        below = self.order[:layer]
+        return [below.count(place) for place in range(len(self.kinds))]
+
     def ends(self, *, checkpointed: bool) -> dict[int, str]:
         """The first and the last layer of each kind that backward comes to, and the phase of the table that each is in:
         between the two sizes change evenly, so one of them decides.
@@ -65,22 +73,17 @@ class Stack(NamedTuple):
         """
         last = len(self.order) - 1
         layers: set[int] = set()
-        spans = {kind: self._span(place) for place, kind in enumerate(self.kinds) if kind.learns}
-        even = checkpointed and len({kind.chosen for kind in self.kinds}) == 1
-        for kind, (low, high) in spans.items():
+        even = checkpointed and len(self.kinds) > 1 and len({kind.chosen for kind in self.kinds}) == 1
+        for kind, (low, high) in zip(self.kinds, self.spans, strict=True):
             larger = self.larger(kind) if even else None
-            beyond = spans[larger] if larger else None
-            if beyond is None or low < beyond[0] or beyond[1] < high:
+            beyond = self.spans[self.kinds.index(larger)] if larger else None
+            if kind.learns and (beyond is None or low < beyond[0] or beyond[1] < high):
                 layers |= {low, high}
         return {layer: "layer_first" if 2 * layer >= last else "layer_last" for layer in sorted(layers, reverse=True)}
 
-    def _span(self, place: int) -> tuple[int, int]:
-        """The first and the last layer of a kind."""
-        return self.order.index(place), len(self.order) - 1 - self.order[::-1].index(place)
-
     def highest(self) -> dict[Kind, int]:
         """The last layer of each kind."""
-        return {kind: self._span(place)[1] for place, kind in enumerate(self.kinds)}
+        return {kind: high for kind, (_, high) in zip(self.kinds, self.spans, strict=True)}
 
 
 @lru_cache(maxsize=256)
@@ -93,20 +96,18 @@ def stack_of(arch: Architecture, setting: Setting) -> Stack:
 @lru_cache(maxsize=256)
 def _stack(arch: Architecture, patterns: Patterns, always: bool, window_reached: bool, tower: bool) -> Stack:
     """`always`: every layer has a mask; `window_reached`: those that slide have. `tower`: one before them learns."""
-    places: dict[tuple[Selection, bool, bool], int] = {}
-    kinds: list[Kind] = []
-    order: list[int] = []
-    follows, sliding = tower or embedding_learns(arch, patterns), arch.sliding_layers or (False,) * arch.layers
-    for (chosen, slides), run in groupby(zip(selections(arch, patterns), sliding, strict=True)):
-        left = len(list(run))
-        while left:  # the first layers of a run may differ from its others, in having nothing below that learns
-            place = places.setdefault((chosen, slides, follows), len(kinds))
-            if place == len(kinds):
-                kinds.append(Kind(chosen, always or (slides and window_reached), slides, follows))
-            count = left if kinds[place].learns == follows else 1
-            order += [place] * count
-            left, follows = left - count, kinds[place].learns
-    return Stack(tuple(kinds), tuple(order))
+    chosen, sliding = selections(arch, patterns), arch.sliding_layers or (False,) * arch.layers
+    first = 0  # that has something below it that learns
+    if not (tower or embedding_learns(arch, patterns)):
+        learning = (layer for layer, one in enumerate(chosen, 1) if one.trained or one.adapted)
+        first = next(learning, arch.layers)
+    alike = list(zip(chosen, sliding, (False,) * first + (True,) * (arch.layers - first), strict=True))
+    places = {key: place for place, key in enumerate(dict.fromkeys(alike))}
+    kinds = [Kind(one, always or (slides and window_reached), slides, follows) for one, slides, follows in places]
+    order = tuple(map(places.__getitem__, alike))
+    last, backwards = len(order) - 1, order[::-1]
+    spans = [(order.index(place), last - backwards.index(place)) for place in range(len(kinds))]
+    return Stack(tuple(kinds), order, tuple(spans))
 
 
 def sees_images_both_ways(arch: Architecture, setting: Setting) -> bool:

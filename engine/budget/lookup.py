@@ -50,7 +50,7 @@ def _config_file(model: str, revision: str | None) -> Path | None:
     """Where a config is read from; None for a model that is built in or that nothing but a shipped entry describes."""
     if model.startswith(BUILTIN_PREFIX):
         return None
-    local = os.path.expanduser(model)
+    local = os.path.expanduser(model) if model.startswith("~") else model
     if os.path.isdir(local):
         return Path(local, "config.json")
     if os.path.isabs(local) or model.startswith("."):
@@ -114,7 +114,7 @@ def shipped_entries() -> Iterator[dict[str, Any]]:
 
 def _cached_config(model: str, revision: str | None) -> Path | None:
     """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
-    repository = os.path.join(_hub_cache(), "models--" + model.replace("/", "--"))
+    repository = f"{_hub_cache()}/models--{model.replace('/', '--')}"
     if not os.path.isdir(repository):
         return None
     reference = Path(repository, "refs", revision or "main")
@@ -125,9 +125,16 @@ def _cached_config(model: str, revision: str | None) -> Path | None:
 
 def _hub_cache() -> str:
     """Where huggingface_hub keeps repositories: $HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
-    if "HF_HUB_CACHE" in os.environ:
-        return os.path.expanduser(os.environ["HF_HUB_CACHE"])
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    given = os.environ.get("HF_HUB_CACHE")
+    if given is not None:
+        return os.path.expanduser(given)
+    return _default_hub_cache(os.environ.get("HF_HOME"), os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+
+
+@lru_cache(maxsize=8)
+def _default_hub_cache(given: str | None, caches: str | None, _home: str | None) -> str:
+    """By what it depends on, the home folder among it: every plan asks."""
+    home = given or os.path.join(caches or "~/.cache", "huggingface")
     return os.path.join(os.path.expanduser(home), "hub")
 
 

@@ -108,29 +108,17 @@ def _largest_that_fits(budget: Budget, length: int, capacity: int) -> int:
     if budget.end_bytes > capacity:
         return 0
 
-    def could(rows: int) -> bool:
-        return budget.at_least_bytes(rows, length) <= capacity
-
     def does(rows: int) -> bool:
         return budget.device_bytes(rows, length) <= capacity
 
     # The whole batch at once finds no gradients of earlier micro-batches: it may fit where a little less does not.
-    if could(budget.batch) and does(budget.batch):
+    if budget.at_least_bytes(budget.batch, length) <= capacity and does(budget.batch):
         return budget.batch
-    return _largest_near(_largest(0, budget.batch - 1, could), does)
-
-
-def _largest_near(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to `most` of which something holds that holds of all smaller ones, 0 if of none; soon found
-    where it is not far from `most`."""
-    fails, step = most + 1, 1
-    while fails > step and not holds(fails - step):
-        fails, step = fails - step, 2 * step
-    return _largest(max(0, fails - step), fails - 1, holds)
+    return _largest(0, budget.batch - 1, does)
 
 
 def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The same from `low`, of which it holds, up to `high`."""
+    """The largest number up to `high` of which something holds that holds of all smaller ones, as it does of `low`."""
     middle = high
     while low < high:
         if holds(middle):

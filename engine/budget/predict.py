@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
-from engine.budget.growth import Growth, PhaseCost, Shape, dearest, prune, shape_of
+from engine.budget.growth import Growth, PhaseCost, Shape, dearest, prune, shape_of, value
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import Beside, beside_of
 from engine.budget.setting import Setting, for_rows, setting_of
 from engine.budget.sharing import Sharing, bucket_bytes, on_one_device, shards, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
-from engine.budget.step import least_of, step_cost
+from engine.budget.step import least_of, live_sets, step_cost
 from engine.budget.walks import felt_by_step
 from engine.spec.run import RunSpec
 
@@ -82,13 +82,9 @@ def _cost_model(arch: Architecture, setting: Setting, accumulating: bool, sharin
 def _growths(arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing) -> tuple[Growth, ...]:
     """Every live set that decides some shape, above the static bytes."""
     gradients = static_of_a_rank(arch, setting, sharing).gradients
-    candidates = [Growth(gradients + optimizer_scratch(arch, setting))]
     setting = for_rows(arch, setting, 1)  # the dearer one, for any number of rows
-    for phases in step_cost(arch, setting, accumulating, sharing).values():
-        for phase in (cost.exact() for cost in phases):
-            around = phase.saved.plus(phase.inputs).plus(Growth(phase.gradients + phase.buffers))
-            candidates.extend(around.plus(working) for working in phase.working)
-    return prune(candidates)
+    at_its_end = Growth(gradients + optimizer_scratch(arch, setting))
+    return prune([at_its_end, *live_sets(arch, setting, accumulating, sharing).exact()])
 
 
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
@@ -109,8 +105,9 @@ class Budget:
         self._beside = beside or beside_of(spec.profile)
         self._room_bytes = spec.profile.device.capacity_bytes - self.total.static
         self._felt = felt_by_step(self.setting)
+        self._evaluates = evaluates(self.recipe)
         self._answers: dict[int, int] = {}
-        self._last: tuple[tuple[int, int], list[tuple[str, tuple[int, PhaseCost]]]] = ((0, 0), [])
+        self._last: tuple[tuple[int, int], dict[str, tuple[int, PhaseCost]]] = (0, 0), {}
 
     @property
     def least_bytes(self) -> int:
@@ -129,46 +126,61 @@ class Budget:
     def at_least_bytes(self, rows: int, length: int) -> int:
         """A bound from below to `device_bytes`, for a fraction of the work."""
         shape = self._shape(rows, length)
-        held = self.total.static + (self.total.gradients if rows < self.batch else 0)
-        return held + max([growth.at(shape) for growth in least_of(self.arch, self._felt_of(rows))])
+        held = self.total.gradients if rows < self.batch else 0
+        least = max([value(size, shape) for size in least_of(self.arch, self._felt_of(rows))])
+        return self._with_the_rest(held + least)
 
     def device_bytes(self, rows: int, length: int) -> int:
         """What the driver would show at the peak: the table's largest row, without the table."""
-        above = [size for _, (size, _) in self._deciding(rows, length)]
-        above.append(self.total.gradients + self._scratch_bytes)
-        above += [sum(parts.values()) for parts in self._inference(rows, length).values()]
-        peak_bytes = self.total.static + self._bucket_bytes + max(above)
+        above = [self._step_bytes(rows, length), self.total.gradients + self._scratch_bytes]
+        if self._evaluates:
+            above += [sum(parts.values()) for parts in self._inference(rows, length).values()]
+        return self._with_the_rest(max(above))
+
+    def _with_the_rest(self, above: int) -> int:
+        """What the driver would show where so much is held above what a run holds anyway."""
+        peak_bytes = self.total.static + self._bucket_bytes + above
         return peak_bytes + sum(self._beside.of(peak_bytes).values())
 
     def table(self, rows: int, length: int) -> Prediction:
         """The whole of it."""
         shape, total = self._shape(rows, length), self.total
         phases = {"load": {"weights": total.weights, "adapters": total.adapters}}
-        for name, (_, cost) in self._deciding(rows, length):
-            phases[name] = self._row(_parts(cost, shape))
+        for name, (size, cost) in self._deciding(rows, length).items():
+            phases[name] = self._row(_parts(size, cost, shape))
         phases["optimizer_step"] = self._row({"gradients": total.gradients, "optimizer": self._scratch_bytes})
-        phases |= {name: self._row(parts) for name, parts in self._inference(rows, length).items()}
+        if self._evaluates:
+            phases |= {name: self._row(parts) for name, parts in self._inference(rows, length).items()}
         sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
         deciding = max(sums, key=sums.__getitem__)
         components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | self._beside.of(sums[deciding])
         return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
 
-    def _deciding(self, rows: int, length: int) -> list[tuple[str, tuple[int, PhaseCost]]]:
-        """Of each phase the alternative that decides; kept for the shape last asked for, of which a table follows."""
+    def _step_bytes(self, rows: int, length: int) -> int:
+        """The most that a micro-batch holds above the static bytes. Of the whole batch at once a table follows, if that
+        fits; other numbers of rows are tried."""
+        if rows == self.batch:
+            return max([size for size, _ in self._deciding(rows, length).values()])
+        return live_sets(self.arch, self._felt_of(rows), True, self.sharing).at(self._shape(rows, length))
+
+    def _deciding(self, rows: int, length: int) -> dict[str, tuple[int, PhaseCost]]:
+        """Of each phase the alternative that decides, and its bytes; kept for the shape last asked for."""
         if self._last[0] != (rows, length):
             shape = self._shape(rows, length)
             costs = step_cost(self.arch, self._felt_of(rows), rows < self.batch, self.sharing)
-            self._last = (rows, length), [(name, dearest(phase, shape)) for name, phase in costs.items()]
+            self._last = (rows, length), {name: dearest(phase, shape) for name, phase in costs.items()}
         return self._last[1]
 
     def _row(self, parts: dict[str, int]) -> dict[str, int]:
-        """A row of the table: what is held anyway, and what comes on top, in the order of the components."""
+        """A row of the table: what is held anyway, and as far as there is any what comes on top, in their order."""
         total = self.total
         row = {"weights": total.weights, "adapters": total.adapters}
         if "gradients" in parts:
             row["gradients"] = parts["gradients"]
         row["optimizer"] = total.optimizer + parts.get("optimizer", 0)
-        row |= {name: parts[name] for name in ("activations", "recompute", "loss") if name in parts}
+        for name in ("activations", "recompute", "loss"):
+            if name in parts:
+                row[name] = parts[name]
         if self._bucket_bytes or "buffers" in parts:
             row["buffers"] = parts.get("buffers", 0) + self._bucket_bytes
         return row
@@ -181,14 +193,12 @@ class Budget:
         return shape_of(rows, self.sharing.positions(length), self.setting.chunk_tokens)
 
     def _inference(self, rows: int, length: int) -> dict[str, dict[str, int]]:
-        """The rows `evaluate` and `generate` above the static bytes, where training stops for them."""
+        """The rows `evaluate` and `generate` above the static bytes, of a run that stops to evaluate."""
         arch, setting = self.arch, self.setting
         spread = shards(arch, setting, self.sharing)
-        phases: dict[str, dict[str, int]] = {}
-        if evaluates(self.recipe):
-            shape = shape_of(self._rows_alone(rows, length), length, setting.chunk_tokens)
-            size = max(peak.at(shape) for peak in evaluation(arch, self._felt_of(rows)))
-            phases["evaluate"] = {"activations": size, "buffers": spread.evaluate() if spread else 0}
+        shape = shape_of(self._rows_alone(rows, length), length, setting.chunk_tokens)
+        size = max([peak.at(shape) for peak in evaluation(arch, self._felt_of(rows))])
+        phases = {"evaluate": {"activations": size, "buffers": spread.evaluate() if spread else 0}}
         if generates(self.recipe):
             size = self._generation_bytes(length)
             phases["generate"] = {"activations": size, "buffers": spread.generate() if spread else 0}
@@ -217,12 +227,15 @@ class Budget:
         return generation_rows(self.arch, self.setting, self.recipe, length=length, room_bytes=self._room_bytes)
 
 
-def _parts(phase: PhaseCost, shape: Shape) -> dict[str, int]:
-    """What a phase holds above the static bytes, as far as it holds any."""
-    parts = {
-        "gradients": phase.gradients,
-        "activations": phase.saved.at(shape),
-        "buffers": phase.inputs.at(shape) + phase.buffers,
-    }
-    parts[phase.label] = parts.get(phase.label, 0) + max([working.at(shape) for working in phase.working])
-    return {component: size for component, size in parts.items() if size}
+def _parts(size: int, phase: PhaseCost, shape: Shape) -> dict[str, int]:
+    """What a phase holds above the static bytes, `size` in all, as far as it holds any."""
+    kept, beside = value(phase.saved, shape), value(phase.inputs, shape) + phase.buffers
+    parts = {"gradients": phase.gradients} if phase.gradients else {}
+    if kept:
+        parts["activations"] = kept
+    if beside:
+        parts["buffers"] = beside
+    working = size - phase.gradients - kept - beside
+    if working:
+        parts[phase.label] = parts.get(phase.label, 0) + working
+    return parts

@@ -7,6 +7,7 @@ Try: `python -m pytest tests/budget/test_kinds.py`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +25,9 @@ ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"}
 
 NOTHING: frozenset[str] = frozenset()
 
+_TELLS_NUMBERS = re.compile(r"[?\[0-9]")
+"""In a pattern: what may fit one number and not another."""
+
 
 class Selection(NamedTuple):
     """Which relative parameter names of one layer are trained, and which linear layers get an adapter."""
@@ -37,8 +41,9 @@ class Selection(NamedTuple):
 @lru_cache(maxsize=256)
 def selections(arch: Architecture, patterns: Patterns) -> tuple[Selection, ...]:
     """Apply the recipe's patterns to every layer's names."""
-
-    dense = [arch.is_dense(layer) for layer in range(arch.layers)]
+    dense = [arch.experts is None] * arch.layers
+    if arch.dense_layers:
+        dense = [arch.is_dense(layer) for layer in range(arch.layers)]
 
     def select(layer: int) -> Selection:
         parameters = layer_parameters(arch, dense[layer])
@@ -69,10 +74,12 @@ def _per_layer(alike: Sequence[bool], patterns: Patterns, select: Callable[[int]
     for every layer was most of a first plan's time."""
     targets = () if isinstance(patterns.targets, str) else patterns.targets
     globs = (*targets, *patterns.exclude, *patterns.also_train, *patterns.train_only, *patterns.freeze)
-    if any(character in glob for glob in globs for character in "?[0123456789"):
-        return tuple(select(layer) for layer in range(len(alike)))
+    if _TELLS_NUMBERS.search(" ".join(globs)):
+        return tuple([select(layer) for layer in range(len(alike))])
     answers = {kind: select(alike.index(kind)) for kind in set(alike)}
-    return tuple(answers[kind] for kind in alike)
+    if len(answers) == 1:
+        return (*answers.values(),) * len(alike)
+    return tuple([answers[kind] for kind in alike])
 
 
 def _select(
@@ -122,7 +129,7 @@ def _match(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
 
 def _is_adapted(module: str, patterns: Patterns) -> bool:
     """Whether a linear layer, the head aside, gets an adapter. In a vision tower only what a pattern names."""
-    if not patterns.lora or _named(patterns.exclude, module):
+    if not patterns.lora or (patterns.exclude and _named(patterns.exclude, module)):
         return False
     if isinstance(patterns.targets, str) and in_tower(module):
         return False

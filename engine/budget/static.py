@@ -7,6 +7,7 @@ Try: `python -m pytest tests/budget/test_predict.py`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
@@ -28,7 +29,7 @@ STAGE_BYTES = 32 * 2**20
 
 def rounded(size_bytes: int) -> int:
     """Up to whole blocks of 512 bytes."""
-    return (size_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+    return size_bytes + BLOCK_BYTES - 1 & -BLOCK_BYTES
 
 
 class Tensors(NamedTuple):
@@ -85,21 +86,16 @@ def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
 
 @lru_cache(maxsize=256)
 def _static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
-    layers: dict[Selection, int] = {}
-    for chosen in selections(arch, setting.patterns):
-        layers[chosen] = layers.get(chosen, 0) + 1
-    per_kind = {chosen: layer_tensors(arch, setting, chosen) for chosen in layers}
-    total = Tensors()
-    for chosen, count in layers.items():
-        total = total.plus(per_kind[chosen], count)
-    trained = selected_outer(arch, setting.patterns)
-    outer = _tensors(((p, p.name in trained, False) for p in outer_parameters(arch)), setting)
-    outer = outer.plus(Tensors(weights=BLOCK_BYTES * arch.buffers))
-    gradients = {p.name: rounded(p.elements * setting.base_bytes) for p in outer_parameters(arch) if p.name in trained}
+    total, patterns = Tensors(), setting.patterns
+    for chosen, count in Counter(selections(arch, patterns)).items():
+        total = total.plus(layer_tensors(arch, setting, chosen), count)
+    trained, around = selected_outer(arch, patterns), outer_parameters(arch)
+    outer = _tensors([(p, p.name in trained, False) for p in around], setting)
+    gradients = {p.name: rounded(p.elements * setting.base_bytes) for p in around if p.name in trained}
     return StaticBytes(
         layers=total,
-        outer=outer,
-        embedding_gradient=gradients.get(outer_parameters(arch)[0].name, 0),
+        outer=outer._replace(weights=outer.weights + BLOCK_BYTES * arch.buffers),
+        embedding_gradient=gradients.get(around[0].name, 0),
         head_gradient=gradients.get("lm_head.weight", 0),
         tower=tower_tensors(arch.tower, setting) if arch.tower else Tensors(),
     )
@@ -122,8 +118,9 @@ def tower_layer_tensors(tower: Tower, setting: Setting, chosen: Selection) -> Te
     return _tensors(_chosen(tower_layer(tower), chosen), setting)
 
 
-def _chosen(parameters: Iterable[Parameter], chosen: Selection) -> Iterator[tuple[Parameter, bool, bool]]:
-    return ((p, p.name in chosen.trained, p.name in chosen.adapted) for p in parameters)
+def _chosen(parameters: Iterable[Parameter], chosen: Selection) -> list[tuple[Parameter, bool, bool]]:
+    trained, adapted = chosen.trained, chosen.adapted
+    return [(p, p.name in trained, p.name in adapted) for p in parameters]
 
 
 def layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
@@ -139,19 +136,19 @@ def _layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> T
 def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Setting) -> Tensors:
     """Add up parameters given as (parameter, trained in full, adapted)."""
     weights = adapters = gradients = state = 0
+    base, beside = setting.base_bytes, setting.adapter_bytes
     for parameter, trained, adapted in parameters:
-        weights += weight_bytes(parameter, setting)
+        whole = rounded(prod(parameter.shape) * base)
+        weights += weight_bytes(parameter, setting) if setting.quantized else whole
         if trained:
-            whole = rounded(parameter.elements * setting.base_bytes)
             weights += whole if setting.lora else 0  # peft trains a copy and keeps the original
             gradients += whole
-            state += state_bytes(parameter.shape, setting.base_bytes, setting)
+            state += state_bytes(parameter.shape, base, setting)
         if adapted:
             for shape in _adapter_shapes(parameter, setting):
-                held = rounded(prod(shape) * setting.adapter_bytes)
-                adapters += held
-                gradients += held
-                state += state_bytes(shape, setting.adapter_bytes, setting)
+                adapters += rounded(prod(shape) * beside)
+                state += state_bytes(shape, beside, setting)
+    gradients += adapters
     return Tensors(weights, adapters, gradients, state)
 
 
@@ -210,8 +207,8 @@ def weight_bytes(parameter: Parameter, setting: Setting) -> int:
 
 def _adapter_shapes(parameter: Parameter, setting: Setting) -> list[tuple[int, ...]]:
     """A [rank, inputs] and B [outputs, rank] of one linear layer, and DoRA's magnitude vector [outputs]."""
-    outputs, inputs = parameter.shape
-    return [(setting.rank, inputs), (outputs, setting.rank), *([(outputs,)] if setting.dora else [])]
+    (outputs, inputs), rank = parameter.shape, setting.rank
+    return [(rank, inputs), (outputs, rank), (outputs,)] if setting.dora else [(rank, inputs), (outputs, rank)]
 
 
 def state_bytes(shape: tuple[int, ...], dtype_bytes: int, setting: Setting) -> int:
@@ -225,15 +222,15 @@ def state_bytes(shape: tuple[int, ...], dtype_bytes: int, setting: Setting) -> i
     if setting.optimizer_offload:
         return 0
     elements = prod(shape)
+    if setting.optimizer == "adamw":
+        return 2 * rounded(elements * dtype_bytes) + BLOCK_BYTES
     if setting.optimizer == "sgd":
         return rounded(elements * dtype_bytes) if setting.momentum else 0
     if setting.optimizer == "adamw_8bit":
         if elements < 4096:
             return 2 * rounded(4 * elements)
         return 2 * (rounded(elements) + rounded(4 * -(-elements // 256)))
-    if setting.optimizer == "adafactor":
-        if len(shape) < 2:
-            return rounded(elements * dtype_bytes) + BLOCK_BYTES
-        leading = elements // (shape[-1] * shape[-2])
-        return rounded(leading * shape[-2] * dtype_bytes) + rounded(leading * shape[-1] * dtype_bytes) + BLOCK_BYTES
-    return 2 * rounded(elements * dtype_bytes) + BLOCK_BYTES
+    if len(shape) < 2:  # adafactor
+        return rounded(elements * dtype_bytes) + BLOCK_BYTES
+    leading = elements // (shape[-1] * shape[-2])
+    return rounded(leading * shape[-2] * dtype_bytes) + rounded(leading * shape[-1] * dtype_bytes) + BLOCK_BYTES

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from functools import lru_cache, partial
 
 from engine.budget.architecture import Architecture
-from engine.budget.growth import Growth, PhaseCost, growth, growths
+from engine.budget.growth import LiveSets, PhaseCost, deciding_sets, maxima
 from engine.budget.kinds import Kind, Stack, sees_images_both_ways, stack_of
 from engine.budget.operations import FLOAT, INDEX
+from engine.budget.packed import PAIR, POSITION, SQUARE, TOKEN
 from engine.budget.selection import Selection
 from engine.budget.setting import Setting
 from engine.budget.sharing import ALONE, Sharing, shards, static_of_a_rank
@@ -28,8 +29,6 @@ INPUT_BYTES = 24
 
 Phases = dict[str, tuple[PhaseCost, ...]]
 """By name, each as alternatives of which the largest counts."""
-
-NOTHING = Growth()
 
 
 @lru_cache(maxsize=256)
@@ -50,9 +49,9 @@ class _Step:
         # Where weights are spread, what is added up are parts: a layer's gradients are made anew in every micro-batch.
         self.adding = accumulating and self.spread is None
         self.stack = stack_of(arch, setting)
-        self.bounds, self.ahead = _bounds(setting, self.stack), _ahead(arch, setting)
-        walked = [kind for kind in self.stack.kinds if kind.learns and kind not in self.bounds]
-        self.behind = {kind: self._behind(kind) for kind in walked}
+        self.bounds, self.ahead = _bounds(arch, setting), _ahead(arch, setting)
+        self.behind = {kind: self._behind(kind) for kind in self.stack.kinds if kind.learns and kind not in self.bounds}
+        self.masks = [_mask_of(arch, setting, kind) for kind in self.stack.kinds]
         self.everything = static_of_a_rank(arch, setting, sharing).gradients
         self.held = self.everything if accumulating else 0
         table = self.static.embedding_gradient
@@ -69,28 +68,29 @@ class _Step:
 
     def _forward(self) -> tuple[PhaseCost, ...]:
         """The last layer of each kind, behind all that those before it keep."""
-        masks = masks_of(self.arch, self.setting, self.stack.kinds)
-        batch, embeddings = self._inputs(masks), embeddings_held(self.arch, self.setting)
+        batch, embeddings = self._inputs(len({*self.masks} - {None})), embeddings_held(self.arch, self.setting)
         return tuple(
-            PhaseCost(
-                self.held,
-                self._kept(layer).plus(embeddings if layer else NOTHING).plus(self._casts(layer)),
-                growths(self.ahead[kind].forward, self.adding),
-                self.label,
-                batch,
-                buffers=self.spread.forward(layer) if self.spread else 0,
-                closer=partial(self._ahead_of, kind) if kind in self.bounds else None,
-            )
-            for kind, layer in self.stack.highest().items()
+            [
+                PhaseCost(
+                    self.held,
+                    self._around(layer) + (embeddings if layer else 0),
+                    maxima(ahead.forward, self.adding),
+                    self.label,
+                    batch,
+                    self.spread.forward(layer) if self.spread else 0,
+                    partial(self._ahead_of, kind) if kind in self.bounds else None,
+                )
+                for kind, ahead, (_, layer) in zip(self.stack.kinds, self.ahead, self.stack.spans, strict=True)
+            ]
         )
 
-    def _ahead_of(self, kind: Kind) -> tuple[Growth, ...]:
+    def _ahead_of(self, kind: Kind) -> tuple[int, ...]:
         """Maxima of its forward pass."""
-        return growths(walk_forward(self.arch, self.setting, kind).forward, self.adding)
+        return maxima(walk_forward(self.arch, self.setting, kind).forward, self.adding)
 
     def _head(self) -> PhaseCost:
         """From the last layer to the loss and back."""
-        through = self._kept(self.arch.layers).plus(self._casts(self.arch.layers))
+        through = self._around(self.arch.layers)
         working = walk_head(self.arch, self.setting, self.adding)
         buffers = self.spread.loss() if self.spread else 0
         return PhaseCost(self.held, through, working, "loss", self._batch(self.arch.layers), buffers)
@@ -130,7 +130,7 @@ class _Step:
         """Bytes of a layer's gradients."""
         return layer_tensors(self.arch, self.setting, chosen).gradients
 
-    def _behind(self, kind: Kind) -> tuple[Growth, ...]:
+    def _behind(self, kind: Kind) -> tuple[int, ...]:
         """Maxima of its backward pass."""
         return walk_backward(self.arch, self.setting, kind, self.adding)
 
@@ -140,71 +140,80 @@ class _Step:
         before = self.everything - (self.spread.table.held.gradients if self.spread else table)
         if self.accumulating:
             before = self.held
-        working = Growth((2 if arch.tied else 1) * table, arch.hidden * self.setting.base_bytes)
+        working = (2 if arch.tied else 1) * table + arch.hidden * self.setting.base_bytes * TOKEN
         buffers = self.spread.embedding() if self.spread else 0
-        return PhaseCost(before + self.waiting, NOTHING, (working,), "gradients", self._inputs(0), buffers)
+        return PhaseCost(before + self.waiting, 0, (working,), "gradients", self._inputs(0), buffers)
 
-    def _kept(self, layer: int) -> Growth:
+    def _kept(self, layer: int) -> int:
         """What the layers below one keep for backward.
 
         Of checkpoints nothing where activations wait on the host.
         """
         if self.setting.activation_offload and self.setting.checkpointing:
-            return NOTHING
-        return self._sized(_saved(self.ahead, self.stack, layer))
+            return 0
+        return _saved(self.ahead, self.stack, layer)
 
-    def _casts(self, layer: int) -> Growth:
-        """What autocast keeps of the layers below one."""
+    def _around(self, layer: int) -> int:
+        """The same, and what autocast keeps of them until the loss."""
+        kept = self._kept(layer)
         if not self.setting.autocast:
-            return NOTHING
-        return self._sized(sum(self.ahead[kind].casts * count for kind, count in self.stack.between(0, layer)))
+            return kept
+        return kept + sum([ahead.casts * n for ahead, n in zip(self.ahead, self.stack.counts(layer), strict=True)])
 
-    def _sized(self, packed: int) -> Growth:
-        return growth(packed, self.adding)
-
-    def _batch(self, layers: int) -> Growth:
+    def _batch(self, layers: int) -> int:
         """The batch, and masks for as many layers as will run again."""
         if not self.setting.checkpointing:
             return self._inputs(0)
-        again = [kind for kind, _ in self.stack.between(0, layers) if kind.learns]
-        return self._inputs(masks_of(self.arch, self.setting, again))
+        below = zip(self.stack.kinds, self.masks, self.stack.spans, strict=True)
+        again = {mask for kind, mask, (first, _) in below if first < layers and kind.learns}
+        return self._inputs(len(again - {None}))
 
-    def _inputs(self, masks: int) -> Growth:
+    def _inputs(self, masks: int) -> int:
         return inputs(self.arch, self.setting, masks)
 
 
-def _bounds(setting: Setting, stack: Stack) -> dict[Kind, Kind]:
+@lru_cache(maxsize=256)
+def _bounds(arch: Architecture, setting: Setting) -> dict[Kind, Kind]:
     """Some kinds of layers never decide, as a rule: the first beside adapters, those without a mask. What they keep
     under checkpoints is known, and for the rest a kind that holds more is a bound, which spares a walk."""
-    bounded = [kind for kind in stack.kinds if setting.checkpointing and kind.learns]
-    return {kind: larger for kind in bounded if (larger := stack.larger(kind))}
-
-
-@lru_cache(maxsize=256)
-def _ahead(arch: Architecture, setting: Setting) -> dict[Kind, Ahead]:
-    """The forward pass of each kind of layer."""
     stack = stack_of(arch, setting)
-    bounds = _bounds(setting, stack)
-    return {kind: walk_forward(arch, setting, bounds.get(kind, kind)) for kind in stack.kinds}
-
-
-def _saved(ahead: dict[Kind, Ahead], stack: Stack, layer: int) -> int:
-    """What the layers below one save, packed."""
-    return sum(ahead[kind].saved * count for kind, count in stack.between(0, layer))
+    if len(stack.kinds) == 1 or not setting.checkpointing:
+        return {}
+    return {kind: larger for kind in stack.kinds if kind.learns and (larger := stack.larger(kind))}
 
 
 @lru_cache(maxsize=256)
-def least_of(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
-    """Live sets that no micro-batch gets by without, above the static bytes: what layers keep, and on top of it the
-    loss, or the backward pass of the last layer. For a fraction of the work of a whole step, and seldom far from it."""
+def _ahead(arch: Architecture, setting: Setting) -> tuple[Ahead, ...]:
+    """The forward pass of each kind of layer, in their order."""
+    stack, bounds = stack_of(arch, setting), _bounds(arch, setting)
+    return tuple([walk_forward(arch, setting, bounds.get(kind, kind)) for kind in stack.kinds])
+
+
+def _saved(ahead: tuple[Ahead, ...], stack: Stack, layer: int) -> int:
+    """What the layers below one save, packed."""
+    if len(ahead) == 1:
+        return ahead[0].saved * layer
+    return sum([one.saved * count for one, count in zip(ahead, stack.counts(layer), strict=True)])
+
+
+@lru_cache(maxsize=256)
+def live_sets(arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing) -> LiveSets:
+    """Of the phases of `step_cost`, what is needed where only the peak is asked for."""
+    return deciding_sets([cost for phase in step_cost(arch, setting, accumulating, sharing).values() for cost in phase])
+
+
+@lru_cache(maxsize=256)
+def least_of(arch: Architecture, setting: Setting) -> tuple[int, ...]:
+    """Live sets that no micro-batch gets by without, above the static bytes and packed: what layers keep, and on top of
+    it the loss, or the last layer's backward pass. Hardly any work where these are walked, and seldom far off."""
     stack, ahead = stack_of(arch, setting), _ahead(arch, setting)
     stays = not setting.activation_offload
-    kept = growth(_saved(ahead, stack, arch.layers) * stays, accumulating=True)
-    found = [kept.plus(working) for working in walk_head(arch, setting, True)]
+    kept = stays * _saved(ahead, stack, arch.layers)
+    found = [kept + working for working in walk_head(arch, setting, True)]
     last = stack.kind(-1)
-    if last.learns and last not in _bounds(setting, stack):
-        below = growth(_saved(ahead, stack, arch.layers - 1) * stays, accumulating=True)
-        found += [below.plus(working) for working in walk_backward(arch, setting, last, True)]
+    if last.learns and last not in _bounds(arch, setting):
+        below = stays * _saved(ahead, stack, arch.layers - 1)
+        found += [below + working for working in walk_backward(arch, setting, last, True)]
     return tuple(found)
 
 
@@ -214,24 +223,24 @@ def _with_tower(
     """The same with images: the tower goes first, its output and what it keeps are held meanwhile, and its backward
     pass comes when gradients have reached the decoder's input, where they wait if the embeddings learn, too."""
     static, tower = static_bytes(arch, setting), tower_cost(arch, setting, accumulating)
-    images = tower.inputs.plus(Growth(token=INDEX if sees_images_both_ways(arch, setting) else 3 * INDEX))
+    images = tower.inputs + (INDEX if sees_images_both_ways(arch, setting) else 3 * INDEX) * TOKEN
     around: Phases = {}
     for name, costs in phases.items():
-        kept = Growth() if name == "embedding_backward" else tower.kept
-        kept = kept.plus(tower.held) if name == "forward" else kept
-        around[name] = tuple(c._replace(saved=c.saved.plus(kept), inputs=c.inputs.plus(images)) for c in costs)
+        kept = 0 if name == "embedding_backward" else tower.kept
+        kept += tower.held if name == "forward" else 0
+        around[name] = tuple(c._replace(saved=c.saved + kept, inputs=c.inputs + images) for c in costs)
     label = "recompute" if setting.checkpointing else "activations"
-    batch, width = inputs(arch, setting, 0).plus(images), arch.hidden * setting.base_bytes
+    batch, width = inputs(arch, setting, 0) + images, arch.hidden * setting.base_bytes * TOKEN
     total, table = static.total.gradients, static.embedding_gradient
     waiting = table if arch.tied else 0
     held = sharing.part(total) if accumulating else 0
-    around["forward"] += (PhaseCost(held, Growth(token=width), tower.forward, label, batch),)
+    around["forward"] += (PhaseCost(held, width, tower.forward, label, batch),)
     made = held + waiting if accumulating else sharing.part(total - static.tower.gradients - table + waiting)
-    arrived = Growth(token=width * int(table > 0))
+    arrived = width * int(table > 0)
     backward = tuple(
         PhaseCost(
             made + (0 if accumulating else sharing.part(moment.gradients)),
-            moment.kept.plus(arrived),
+            moment.kept + arrived,
             moment.working,
             label,
             batch,
@@ -243,15 +252,15 @@ def _with_tower(
     return around
 
 
-def embeddings_held(arch: Architecture, setting: Setting, *, learning: bool = True) -> Growth:
+def embeddings_held(arch: Architecture, setting: Setting, *, learning: bool = True) -> int:
     """The model's frame holds what the embedding gave until all layers are done, saved by the first one or not."""
     follows = stack_of(arch, setting).kind(0).follows
     saved = learning and (setting.checkpointing or (follows and setting.base_bytes == FLOAT))
     summed = arch.layout == "gpt2"  # positions are added: the sum goes in, and the frame holds both parts
     size = arch.hidden * setting.base_bytes
     if summed and setting.packed:
-        return Growth(token=2 * size)
-    return Growth(token=size * int(summed or not saved), position=size * int(summed))
+        return 2 * size * TOKEN
+    return size * (int(summed or not saved) * TOKEN + int(summed) * POSITION)
 
 
 def masks_of(arch: Architecture, setting: Setting, kinds: Iterable[Kind]) -> int:
@@ -260,22 +269,20 @@ def masks_of(arch: Architecture, setting: Setting, kinds: Iterable[Kind]) -> int
 
 
 @lru_cache(maxsize=256)
-def inputs(arch: Architecture, setting: Setting, masks: int) -> Growth:
+def inputs(arch: Architecture, setting: Setting, masks: int) -> int:
     """What a batch holds beside activations: ids and targets, positions and their rotary tables, and so many masks.
 
     Rows share positions and masks unless each is packed differently, or eager.
     """
+    shared = INPUT_BYTES * TOKEN
     if setting.attention == "eager":
-        shared = Growth(token=INPUT_BYTES, square=masks * setting.base_bytes)
-    elif setting.packed or sees_images_both_ways(arch, setting):
-        shared = Growth(token=INPUT_BYTES, square=masks)
+        shared += masks * setting.base_bytes * SQUARE
     else:
-        shared = Growth(token=INPUT_BYTES, pair=masks)
-    ids, tables = INDEX, _rotary_bytes(arch, setting)
+        shared += masks * (SQUARE if setting.packed or sees_images_both_ways(arch, setting) else PAIR)
+    tables = _rotary_bytes(arch, setting)
     if setting.packed:
-        return shared.plus(Growth(token=ids + tables))
-    by_row = Growth(token=tables, position=ids) if arch.rotary_by_row else Growth(position=ids + tables)
-    return shared.plus(by_row)
+        return shared + (INDEX + tables) * TOKEN
+    return shared + INDEX * POSITION + tables * (TOKEN if arch.rotary_by_row else POSITION)
 
 
 def _mask_of(arch: Architecture, setting: Setting, kind: Kind) -> bool | None:

@@ -12,11 +12,12 @@ from engine.budget.tower import Tower
 
 TOWER_MODULES = ("model.visual", "model.vision_tower", "model.multi_modal_projector")
 """What a tower and its projector are called, whatever the family."""
+_INSIDE = tuple(f"{module}." for module in TOWER_MODULES)
 
 
 def in_tower(name: str) -> bool:
     """Whether a parameter or module, by its dotted name in the whole model, belongs to a tower or its projector."""
-    return any(name == module or name.startswith(f"{module}.") for module in TOWER_MODULES)
+    return name.startswith(_INSIDE) or name in TOWER_MODULES
 
 
 def tower_prefix(tower: Tower, layer: int) -> str:

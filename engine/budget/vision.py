@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Ghost, Node, Storage, Walk
-from engine.budget.growth import Growth, growth, prune
+from engine.budget.growth import Growth, growth, maxima, packed, prune
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, activation, copy, linear
-from engine.budget.packed import TOKEN, highest
+from engine.budget.packed import ROW, TOKEN, highest
 from engine.budget.selection import Selection, select_tower_ends, tower_selections
 from engine.budget.setting import Setting
 from engine.budget.static import tower_layer_tensors
@@ -33,20 +33,20 @@ class Backward:
     """A moment of the tower's backward pass: gradients made so far, what is still kept, what it works with."""
 
     gradients: int
-    kept: Growth
-    working: tuple[Growth, ...]
+    kept: int
+    working: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TowerCost:
-    """Bytes of one pass through the tower; everything but `inputs` is beside them."""
+    """Bytes of one pass through the tower, packed; everything but `inputs` is beside them."""
 
-    inputs: Growth
+    inputs: int
     """Pixels in fp32, as a processor gives them."""
-    forward: tuple[Growth, ...]
-    held: Growth
+    forward: tuple[int, ...]
+    held: int
     """Its output, and what else the model's frame refers to until the decoder is done."""
-    kept: Growth
+    kept: int
     """Saved for the tower's own backward pass."""
     backward: tuple[Backward, ...]
 
@@ -76,10 +76,10 @@ def tower_cost(arch: Architecture, setting: Setting, accumulating: bool, *, lear
     forward += [peak.plus(kept).plus(around) for peak in merged.forward]
     backward = _backward(tower, setting, ends, merged, kept, walked) if merged.backward else ()
     return TowerCost(
-        inputs=Growth(row=FLOAT * tower.patch_values * patches),
-        forward=prune(forward),
-        held=merged.held,
-        kept=kept if setting.activation_offload else kept.plus(merged.saved),
+        inputs=FLOAT * tower.patch_values * patches * ROW,
+        forward=tuple(highest({packed(peak) for peak in forward})),
+        held=packed(merged.held),
+        kept=packed(kept if setting.activation_offload else kept.plus(merged.saved)),
         backward=backward,
     )
 
@@ -98,12 +98,16 @@ def _backward(
     walked: list[tuple[WalkedLayer, Growth, int]],
 ) -> tuple[Backward, ...]:
     """The merger, then the layers from the last to the first that learns."""
-    moments = [Backward(0, kept, merged.backward)]
+
+    def moment(gradients: int, kept: Growth, working: tuple[Growth, ...]) -> Backward:
+        return Backward(gradients, packed(kept), tuple([packed(size) for size in working]))
+
+    moments = [moment(0, kept, merged.backward)]
     gradients = sum(p.elements * setting.base_bytes for p in tower_ends(tower) if p.name in ends.trained)
     for found, below, made in reversed(walked):
         if not found.backward:
             break
-        moments.append(Backward(gradients, below, found.backward))
+        moments.append(moment(gradients, below, found.backward))
         gradients += made
     return tuple(moments)
 
@@ -158,7 +162,7 @@ def walk_tower_layer(
     in_turn = tower.kind != "siglip" and not learns
 
     def sizes(peaks: Iterable[int]) -> tuple[Growth, ...]:
-        found = (growth(size, accumulating) for size in highest(peaks))
+        found = [growth(size) for size in maxima(tuple(peaks), accumulating)]
         return prune(_by_row(size, setting.image_patches, window, one_by_one=in_turn) for size in found)
 
     again = setting.checkpointing and learns
@@ -225,7 +229,8 @@ def _walk_merger(
     )
 
     def sizes(peaks: Iterable[int]) -> tuple[Growth, ...]:
-        return prune(_by_row(growth(size, accumulating), setting.image_patches, None) for size in peaks)
+        found = [growth(size) for size in maxima(tuple(peaks), accumulating)]
+        return prune(_by_row(size, setting.image_patches, None) for size in found)
 
     forward, all_of_it = sizes(walk.take_peaks()), walk.live
     walk.casts.clear()

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Ghost, Node, Walk
-from engine.budget.growth import Growth, growths
+from engine.budget.growth import maxima
 from engine.budget.head import Head
 from engine.budget.kinds import Kind, body_learns
 from engine.budget.layer import Layer
-from engine.budget.packed import TOKEN, highest
+from engine.budget.packed import TOKEN
 from engine.budget.setting import Setting
 
 
@@ -34,17 +34,16 @@ def walk_forward(arch: Architecture, setting: Setting, kind: Kind) -> Ahead:
     if not kind.learns:
         through = pass_through(arch, setting, kind)
         return Ahead(through.forward, 0, through.casts)
-    walked = _walk_layer(arch, felt, _felt_kind(felt, kind))
+    found = _walk_layer(arch, felt, _felt_kind(felt, kind))
     if setting.checkpointing:
-        return Ahead(walked.through.forward, arch.hidden * TOKEN * setting.base_bytes, walked.through.casts)
-    return walked.ahead
+        return Ahead(found.through.forward, arch.hidden * TOKEN * setting.base_bytes, found.through.casts)
+    return found.ahead
 
 
-def walk_backward(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> tuple[Growth, ...]:
+def walk_backward(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> tuple[int, ...]:
     """Maxima of its backward pass, which a checkpointed layer begins by running forward again."""
     felt = felt_by_layers(setting)
-    found = _walk_layer(arch, felt, _felt_kind(felt, kind)).backward
-    return growths(found, accumulating)
+    return maxima(_walk_layer(arch, felt, _felt_kind(felt, kind)).backward, accumulating)
 
 
 class Through(NamedTuple):
@@ -76,16 +75,16 @@ def _walk_layer(arch: Architecture, setting: Setting, kind: Kind) -> Walked:
         output = walk.checkpoint(lambda: layer.forward(arguments.pop()))
     else:
         held, output = [], layer.forward(arguments.pop())
-    through = Through(tuple(highest(walk.take_passing())), sum(weight.freed for weight in walk.casts))
+    through = Through(tuple(walk.take_passing()), sum(weight.freed for weight in walk.casts))
     with_casts = walk.live
     if not setting.checkpointing:
         walk.casts.clear()
-    casts, forward = with_casts - walk.live, tuple(highest(walk.take_peaks()))
+    casts, forward = with_casts - walk.live, tuple(walk.take_peaks())
     assert output.node is not None
     saved, size, node = walk.live - output.size, output.size, output.node
     del output
     walk.backward(node, walk.allocate(size))
-    backward = tuple(highest(walk.take_peaks()))
+    backward = tuple(walk.take_peaks())
     held.clear()
     return Walked(Ahead(forward, saved, casts), backward, through)
 
@@ -110,13 +109,12 @@ def _pass_through(arch: Architecture, setting: Setting, kind: Kind) -> Through:
     arguments = [entry(walk, arch, setting, False)]
     output = Layer(walk, arch, setting, kind).forward(arguments.pop())
     del output
-    return Through(tuple(highest(walk.take_peaks())), sum(weight.freed for weight in walk.casts))
+    return Through(tuple(walk.take_peaks()), sum(weight.freed for weight in walk.casts))
 
 
-def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[Growth, ...]:
+def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[int, ...]:
     """Local maxima from the last layer's output to the loss and back to that output's gradient."""
-    found = _head_peaks(arch, felt_by_head(setting))
-    return growths(found, accumulating)
+    return maxima(_head_peaks(arch, felt_by_head(setting)), accumulating)
 
 
 @lru_cache(maxsize=256)
@@ -156,7 +154,7 @@ def _head_peaks(arch: Architecture, setting: Setting) -> tuple[int, ...]:
     walk.casts.clear()
     if loss.node is not None:  # else nothing learns at all, which the engine refuses by name once it has the model
         walk.backward(loss.node, walk.allocate(0))
-    return tuple(highest(walk.take_peaks()))
+    return tuple(walk.take_peaks())
 
 
 @lru_cache(maxsize=256)
@@ -165,7 +163,7 @@ def head_alone(arch: Architecture, setting: Setting) -> tuple[int, ...]:
     walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=False)
     arguments = [entry(walk, arch, setting, False)]
     Head(walk, arch, setting).forward(arguments.pop())
-    return tuple(highest(walk.take_peaks()))
+    return tuple(walk.take_peaks())
 
 
 def entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> Ghost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.budget.adapter import Adapted, adapted
+from engine.budget.adapter import Adapted, adapted, adapted_linear
 from engine.budget.ghost import Ghost, Walk
 from engine.budget.operations import half_linear, linear
 from engine.budget.parameter import Parameter
@@ -32,13 +32,17 @@ class Weights:
 
     def linear(self, module: str, x: Ghost, merged: int = 1) -> Ghost:
         """A linear layer, with peft's adapter beside it where it has one; it takes `merged` tokens at once."""
-        name = f"{module}.weight"
+        name, setting = f"{module}.weight", self.setting
+        parameter = self.parameters[name]
         if name not in self.chosen.adapted:
-            return self._base(module, self.parameters[name], x, merged)
-        outputs, inputs = self._shape(self.parameters[name])
-        layer = Adapted(outputs, inputs, f"{module}.bias" in self.parameters, merged)
+            return self._base(module, parameter, x, merged)
+        outputs, inputs = self._shape(parameter)
+        bias = f"{module}.bias"
+        layer = Adapted(outputs, inputs, bias in self.parameters, merged)
+        if not (setting.dora or setting.dropout or bias in self.chosen.trained or self.walk.autocast):
+            return adapted_linear(self.walk, setting, layer, x, self._unpacked(parameter))
         # Nested, so that what the base gives is let go of as soon as the sum with it is made.
-        return adapted(self.walk, self.setting, layer, x, self._base(module, self.parameters[name], x, merged))
+        return adapted(self.walk, setting, layer, x, self._base(module, parameter, x, merged))
 
     def _base(self, module: str, parameter: Parameter, x: Ghost, merged: int) -> Ghost:
         """The layer's own weight and bias."""
@@ -47,8 +51,11 @@ class Weights:
         outputs = -(-self._shape(parameter)[0] // merged)
         if self.walk.autocast:
             return half_linear(self.walk, x, outputs, parameter.elements, trained, bias if bias_trained else 0)
-        unpacked = parameter.elements * self.setting.base_bytes if self.setting.quantized else 0
-        return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0, unpacked)
+        return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0, self._unpacked(parameter))
+
+    def _unpacked(self, parameter: Parameter) -> int:
+        """Bytes of a quantised weight while it is multiplied with; 0 of one that is as it is used."""
+        return parameter.elements * self.setting.base_bytes if self.setting.quantized else 0
 
     def weight(self, module: str) -> tuple[int, bool]:
         """Bytes of a module's weight gradient, and whether it is trained."""

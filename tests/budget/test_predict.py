@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.budget.architecture import Architecture, from_config
+from engine.budget.growth import growth
 from engine.budget.kinds import stack_of
 from engine.budget.lookup import builtin_config, find_architecture, find_config
 from engine.budget.parameters import layer_parameters
@@ -53,7 +54,7 @@ def test_layer_window_is_the_one_of_the_specification(model: str, method: str, t
     arch = from_config(find_config(model))
     setting = setting_of(arch, run_spec(model, H100, method=table, train={"gradient_checkpointing": True}))
     maxima = walk_backward(arch, setting, stack_of(arch, setting).kind(-1), False)
-    assert max(growth.token for growth in maxima) == published_window(arch, method, 128)
+    assert max(growth(size).token for size in maxima) == published_window(arch, method, 128)
 
 
 LORA, LORA16, FULL = {"rank": 8}, {"rank": 8, "adapter_dtype": "bfloat16"}, {"kind": "full"}
