@@ -18,7 +18,7 @@ from engine.budget.overhead import Beside, beside_of
 from engine.budget.setting import Setting, for_rows, setting_of
 from engine.budget.sharing import Sharing, bucket_bytes, on_one_device, shards, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
-from engine.budget.step import least_of, live_sets, step_cost
+from engine.budget.step import least_at_the_end, least_of, live_sets, step_cost
 from engine.budget.walks import felt_by_step
 from engine.spec.run import RunSpec
 
@@ -125,10 +125,12 @@ class Budget:
 
     def at_least_bytes(self, rows: int, length: int) -> int:
         """A bound from below to `device_bytes`, for a fraction of the work."""
-        shape = self._shape(rows, length)
-        held = self.total.gradients if rows < self.batch else 0
-        least = max([value(size, shape) for size in least_of(self.arch, self._felt_of(rows))])
-        return self._with_the_rest(held + least)
+        shape, felt, accumulates = self._shape(rows, length), self._felt_of(rows), rows < self.batch
+        sizes = least_of(self.arch, felt)
+        if not accumulates and not self.sharing.sharded:
+            sizes += least_at_the_end(self.arch, felt)
+        held = self.total.gradients if accumulates else 0
+        return self._with_the_rest(held + max([value(size, shape) for size in sizes]))
 
     def device_bytes(self, rows: int, length: int) -> int:
         """What the driver would show at the peak: the table's largest row, without the table."""

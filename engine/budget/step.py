@@ -217,6 +217,17 @@ def least_of(arch: Architecture, setting: Setting) -> tuple[int, ...]:
     return tuple(found)
 
 
+def least_at_the_end(arch: Architecture, setting: Setting) -> tuple[int, ...]:
+    """The same where no earlier micro-batch has left gradients and weights are not spread: in the first layer's
+    backward pass those of all others are there. Nothing where there are layers of several kinds: another may be first."""
+    stack, static = stack_of(arch, setting), static_bytes(arch, setting)
+    if len(stack.kinds) > 1 or not stack.kinds[0].learns:
+        return ()
+    kind = stack.kinds[0]
+    made = static.head_gradient + static.layers.gradients - layer_tensors(arch, setting, kind.chosen).gradients
+    return tuple([made + working for working in walk_backward(arch, setting, kind, True)])
+
+
 def _with_tower(
     phases: Phases, arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing
 ) -> Phases:
