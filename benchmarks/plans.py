@@ -1,6 +1,6 @@
 """Every shipped profile and recipe with a dozen models: verdict, peak, micro-batch, and how long each answer took.
 
-Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, a quarter of a minute)
+Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, half a minute)
 
 Files are read before the clock starts: an answer is one call of `make_plan`, and its time is the processor's. What the
 machine does beside is not the plan's: everything is asked in rounds, the fastest answer of all rounds counts, and the
@@ -43,7 +43,7 @@ MODELS = (
     "openai/gpt-oss-20b",
 )
 OTHER = "80gb", "attention-lora", ["model.id=Qwen/Qwen2.5-1.5B"]
-ROUNDS = 40
+ROUNDS = 120
 """Over all questions, so that the tries of one are seconds apart: a shared machine is slow for seconds at a time."""
 
 READS = "engine.budget.lookup"

@@ -219,7 +219,7 @@ def least_of(arch: Architecture, setting: Setting) -> tuple[int, ...]:
 
 def least_at_the_end(arch: Architecture, setting: Setting) -> tuple[int, ...]:
     """The same where no earlier micro-batch has left gradients and weights are not spread: in the first layer's
-    backward pass those of all others are there. Nothing where there are layers of several kinds: another may be first."""
+    backward pass those of all others are there. Nothing where there are several kinds: another may be the first."""
     stack, static = stack_of(arch, setting), static_bytes(arch, setting)
     if len(stack.kinds) > 1 or not stack.kinds[0].learns:
         return ()
