@@ -161,7 +161,7 @@ class Budget:
     def _step_bytes(self, rows: int, length: int) -> int:
         """The most that a micro-batch holds above the static bytes. Of the whole batch at once a table follows, if that
         fits; other numbers of rows are tried."""
-        if rows == self.batch:
+        if rows >= self.batch:
             return max([size for size, _ in self._deciding(rows, length).values()])
         return live_sets(self.arch, self._felt_of(rows), True, self.sharing).at(self._shape(rows, length))
 
