@@ -32,86 +32,104 @@ def adapted_linear(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpac
     up to seven times a layer. Nothing from outside comes between the two, so all but what goes in and comes out is
     arithmetic, with the maxima written down as in `engine.budget.norm`.
     """
-    before, size, itemsize, width = x.node, x.size, x.itemsize, setting.adapter_bytes
-    elements = -(-layer.outputs // layer.merged) * TOKEN
-    first, second = rounded(setting.rank * layer.inputs * width), rounded(setting.rank * layer.outputs * width)
-    given, high, low = elements * itemsize, elements * width, -(-setting.rank // layer.merged) * TOKEN * width
-    lower = x.elements * width
-    """Of what goes into A: the input, or a cast of it."""
-    kept_low, lent_low = walk.keeps(low)
-    total = given if setting.quantized else max(given, high)
-    most = max(2 * high, (given if setting.quantized else high) + total)
+    return _AdaptedLinear(walk, setting, layer, x, unpacked).forward(x)
 
-    if itemsize == width:
-        cast, saved = 0, walk.held(x) if walk.learning else []
-        kept, lent = 0, size if size in saved else 0  # a number stands for what waits on the host
-    else:
-        cast, saved, learns = lower, [], lower * walk.learning
-        kept, lent = (0, learns) if walk.offloads and travels(x.elements, width) else (learns, 0)
-    walk.live += given
-    if setting.quantized:
-        walk.reach(unpacked)
-        walk.reach(given)  # what the base gives is copied
-    walk.live += cast + low
-    walk.rising = True
-    walk.mark()
-    if low + high > most:  # of a rank that exceeds the outputs
-        walk.reach(high)
-    walk.live -= low
-    walk.keep(kept_low)
-    walk.reach(most)
-    walk.live += kept - cast - given
-    walk.lingering += kept
 
-    def back(node: Node) -> None:
-        incoming = base = node.take()
-        if total != given:  # the sum was cast: its gradient is cast back, and for the base once more
-            del incoming, base
-            walk.live += total
-            base = Storage(walk, given)
-            if before is None:
-                del base
+class _AdaptedLinear:
+    """One of them: how many bytes each tensor has."""
+
+    def __init__(self, walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpacked: int) -> None:
+        width, rank, merged = setting.adapter_bytes, setting.rank, layer.merged
+        self.width = width
+        self.walk, self.before, self.size, self.itemsize = walk, x.node, x.size, x.itemsize
+        self.unpacked, self.copied = unpacked, setting.quantized
+        self.first, self.second = rounded(rank * layer.inputs * width), rounded(rank * layer.outputs * width)
+        """Bytes of the gradients of A and B."""
+        self.elements = -(-layer.outputs // merged) * TOKEN
+        self.given, self.high = self.elements * x.itemsize, self.elements * width
+        """What the base gives, and what B gives; `low`: what A gives; `lower`: what goes into it."""
+        self.low, self.lower = -(-rank // merged) * TOKEN * width, x.elements * width
+        self.cast = self.lower if width != x.itemsize else 0
+        self.total = self.given if self.copied else max(self.given, self.high)
+        """The sum of both."""
+        self.kept_low, self.lent_low = walk.keeps(self.low)
+
+    def forward(self, x: Ghost) -> Ghost:
+        """The output, and one node for all of it."""
+        walk, given, cast, low, high = self.walk, self.given, self.cast, self.low, self.high
+        most = max(2 * high, (given if self.copied else high) + self.total)
+        self.saved = walk.held(x) if walk.learning and not cast else []
+        self.kept, self.lent = 0, self.size if self.size in self.saved else 0  # a number waits on the host
+        if cast and walk.learning:
+            goes = walk.offloads and travels(x.elements, self.width)
+            self.kept, self.lent = (0, cast) if goes else (cast, 0)
+        walk.live += given
+        if self.copied:
+            walk.reach(self.unpacked)
+            walk.reach(given)
+        walk.live += cast + low
+        walk.rising = True
+        walk.mark()
+        if low + high > most:  # of a rank that exceeds the outputs
             walk.reach(high)
-        else:  # both get the same one; the update's is scaled, and cast first where its dtype is another
-            walk.live += high
-            walk.rising = True
-            if before is None:
-                del base
-            del incoming
-            if high != total:
-                walk.reach(high)
+        walk.live -= low
+        walk.keep(self.kept_low)
+        walk.reach(most)
+        walk.live += self.kept - cast - given
+        walk.lingering += self.kept
+        output = _made(walk, given)
+        return walk.chain(
+            Ghost(output, self.elements, self.itemsize), self.before, self.backward, self.saved, trains=True
+        )
+
+    def backward(self, node: Node) -> None:
+        """From the gradient of the output to those of A, B and the input, which has one from each side."""
+        walk, size, before = self.walk, self.size, self.before
+        base = self._to_both(node.take())
         walk.bring_back()
-        live, peaks = walk.live + lent_low + low, walk.peaks
-        peaks.append(live + second)
-        live += second * LEFT + lent - lent_low - kept_low - high
-        walk.rising = False
-        if before is None:
-            peaks.append(live + first)
-            walk.live = live + first * LEFT - lent - low - kept
-            saved.clear()
+        live, peaks = walk.live + self.lent_low + self.low, walk.peaks
+        peaks.append(live + self.second)
+        live += self.second * LEFT + self.lent - self.lent_low - self.kept_low - self.high
+        peaks.append(live + self.first + (self.lower if before is not None else 0))
+        live += self.first * LEFT - self.lent - self.low - self.kept
+        if before is not None and 0 < self.cast < size:  # else what is there beside A's gradient is more
+            peaks.append(live + self.lower + size)
+        walk.live, walk.rising = live, False
+        self.saved.clear()
+        if base is None:
             return
-        peaks.append(live + lower + first)
-        live += first * LEFT - lent - low - kept
-        if cast < size and cast:  # else what is there beside A's gradient is more
-            peaks.append(live + lower + size)
-        walk.live = live
-        saved.clear()
         walk.hand_on(before, _made(walk, size))
-        if unpacked:
+        if self.unpacked:
             made = Storage(walk, size)
-            walk.reach(unpacked)
+            walk.reach(self.unpacked)
         else:
             made = walk.exchange(base, size)
         del base
         walk.hand_on(before, made)
 
-    output = Storage(walk, given)
-    walk.rising = False
-    return walk.chain(Ghost(output, elements, itemsize), before, back, saved, trains=True)
+    def _to_both(self, incoming: Storage) -> Storage | None:
+        """The base's gradient, where its input wants one, beside the live bytes of the update's."""
+        walk, wanted, base = self.walk, self.before is not None, None
+        if self.total != self.given:  # the sum was cast: its gradient is cast back, and for the base once more
+            del incoming
+            walk.live += self.total
+            base = Storage(walk, self.given)
+            if not wanted:
+                base = None
+            walk.reach(self.high)
+        else:  # both get the same one; the update's is scaled, and cast first where its dtype is another
+            walk.live += self.high
+            walk.rising = True
+            if wanted:
+                base = incoming
+            del incoming
+            if self.high != self.total:
+                walk.reach(self.high)
+        return base
 
 
 def _made(walk: Walk, size: int) -> Storage:
-    """A gradient that is there after larger bytes have gone."""
+    """What is there after larger bytes have gone."""
     made = Storage(walk, size)
     walk.rising = False
     return made

@@ -51,7 +51,6 @@ class _Step:
         self.stack = stack_of(arch, setting)
         self.bounds, self.ahead = _bounds(arch, setting), _ahead(arch, setting)
         self.behind = {kind: self._behind(kind) for kind in self.stack.kinds if kind.learns and kind not in self.bounds}
-        self.masks = [_mask_of(arch, setting, kind) for kind in self.stack.kinds]
         self.everything = static_of_a_rank(arch, setting, sharing).gradients
         self.held = self.everything if accumulating else 0
         table = self.static.embedding_gradient
@@ -68,7 +67,8 @@ class _Step:
 
     def _forward(self) -> tuple[PhaseCost, ...]:
         """The last layer of each kind, behind all that those before it keep."""
-        batch, embeddings = self._inputs(len({*self.masks} - {None})), embeddings_held(self.arch, self.setting)
+        masks = masks_of(self.arch, self.setting, self.stack.kinds)
+        batch, embeddings = self._inputs(masks), embeddings_held(self.arch, self.setting)
         return tuple(
             [
                 PhaseCost(
@@ -164,9 +164,9 @@ class _Step:
         """The batch, and masks for as many layers as will run again."""
         if not self.setting.checkpointing:
             return self._inputs(0)
-        below = zip(self.stack.kinds, self.masks, self.stack.spans, strict=True)
-        again = {mask for kind, mask, (first, _) in below if first < layers and kind.learns}
-        return self._inputs(len(again - {None}))
+        below = zip(self.stack.kinds, self.stack.spans, strict=True)
+        again = [kind for kind, (first, _) in below if first < layers and kind.learns]
+        return self._inputs(masks_of(self.arch, self.setting, again))
 
     def _inputs(self, masks: int) -> int:
         return inputs(self.arch, self.setting, masks)
