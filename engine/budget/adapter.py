@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.budget.ghost import Ghost, Node, Storage, Walk, travels
+from engine.budget.ghost import Ghost, Node, Saved, Storage, Walk, travels
 from engine.budget.operations import add, cast, copy, scale, scale_by_weight
 from engine.budget.packed import LEFT, POSITION, TOKEN
 from engine.budget.setting import Setting
@@ -32,88 +32,90 @@ def adapted_linear(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpac
     up to seven times a layer. Nothing from outside comes between the two, so all but what goes in and comes out is
     arithmetic, with the maxima written down as in `engine.budget.norm`.
     """
-    return _AdaptedLinear(walk, setting, layer, x, unpacked).forward(x)
+    width, merged, copied = setting.adapter_bytes, layer.merged, setting.quantized
+    elements = -(-layer.outputs // merged) * TOKEN
+    given, high = elements * x.itemsize, elements * width  # what the base gives, and what B gives
+    total = given if copied or given > high else high  # the sum of both
+    most = max(2 * high, given + total if copied else high + total)
+    low, lower = -(-setting.rank // merged) * TOKEN * width, x.elements * width  # what A gives, and what goes into it
+    cast = lower if width != x.itemsize else 0
+    kept_low, kept, saved = walk.stays(low), 0, []
+    if walk.learning:
+        if not cast:
+            saved = walk.held(x)
+        elif not (walk.offloads and travels(x.elements, width)):
+            kept = cast
+    walk.live += given
+    if copied:
+        walk.reach(unpacked)
+        walk.reach(given)
+    walk.live += cast + low
+    walk.rising = True
+    walk.mark()
+    if low + high > most:  # of a rank that exceeds the outputs
+        walk.reach(high)
+    walk.live -= low
+    walk.keep(kept_low)
+    walk.reach(most)
+    walk.live += kept - cast - given
+    walk.lingering += kept
+    output = Ghost(walk.leave(given), elements, x.itemsize)
+    if not walk.learning:
+        return output
+    first, second = rounded(setting.rank * layer.inputs * width), rounded(setting.rank * layer.outputs * width)
+    lent = cast - kept + (x.size if x.size in saved else 0)  # a number waits on the host
+    # The way back, over what is live when the gradient of what B gave is there: first B's gradient is made, then A's.
+    # What waits on the host comes back for as long as one takes.
+    between = low + second * LEFT + lent - kept_low - high
+    tops = [low - kept_low + low + second, between + first]
+    change = between + first * LEFT - lent - low - kept
+    if x.node is not None:
+        tops[1] += lower
+        if 0 < cast < x.size:  # else what is there beside A's gradient is more
+            tops.append(change + lower + x.size)
+    return walk.taped(output, _AdaptedLinear(x, given, saved, total, high, unpacked, tops, change))
 
 
-class _AdaptedLinear:
+class _AdaptedLinear(Node):
     """One of them: how many bytes each tensor has."""
 
-    def __init__(self, walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpacked: int) -> None:
-        width, rank, merged = setting.adapter_bytes, setting.rank, layer.merged
-        self.width = width
-        self.walk, self.before, self.size, self.itemsize = walk, x.node, x.size, x.itemsize
-        self.unpacked, self.copied = unpacked, setting.quantized
-        self.first, self.second = rounded(rank * layer.inputs * width), rounded(rank * layer.outputs * width)
-        """Bytes of the gradients of A and B."""
-        self.elements = -(-layer.outputs // merged) * TOKEN
-        self.given, self.high = self.elements * x.itemsize, self.elements * width
-        """What the base gives, and what B gives; `low`: what A gives; `lower`: what goes into it."""
-        self.low, self.lower = -(-rank // merged) * TOKEN * width, x.elements * width
-        self.cast = self.lower if width != x.itemsize else 0
-        self.total = self.given if self.copied else max(self.given, self.high)
-        """The sum of both."""
-        self.kept_low, self.lent_low = walk.keeps(self.low)
+    __slots__ = ("before", "change", "gives", "high", "tops", "total", "unpacked")
 
-    def forward(self, x: Ghost) -> Ghost:
-        """The output, and one node for all of it."""
-        walk, given, cast, low, high = self.walk, self.given, self.cast, self.low, self.high
-        most = max(2 * high, (given if self.copied else high) + self.total)
-        self.saved = walk.held(x) if walk.learning and not cast else []
-        self.kept, self.lent = 0, self.size if self.size in self.saved else 0  # a number waits on the host
-        if cast and walk.learning:
-            goes = walk.offloads and travels(x.elements, self.width)
-            self.kept, self.lent = (0, cast) if goes else (cast, 0)
-        walk.live += given
-        if self.copied:
-            walk.reach(self.unpacked)
-            walk.reach(given)
-        walk.live += cast + low
-        walk.rising = True
-        walk.mark()
-        if low + high > most:  # of a rank that exceeds the outputs
-            walk.reach(high)
-        walk.live -= low
-        walk.keep(self.kept_low)
-        walk.reach(most)
-        walk.live += self.kept - cast - given
-        walk.lingering += self.kept
-        output = _made(walk, given)
-        return walk.chain(
-            Ghost(output, self.elements, self.itemsize), self.before, self.backward, self.saved, trains=True
-        )
+    def __init__(
+        self, x: Ghost, size: int, saved: Saved, total: int, high: int, unpacked: int, tops: list[int], change: int
+    ) -> None:
+        self.size, self.saved, self.gradient, self.joins = size, saved, None, False
+        self.before, self.gives, self.total, self.high, self.unpacked = x.node, x.size, total, high, unpacked
+        self.tops, self.change = tops, change
+        """Over what is live when the gradient of what B gave is there: the maxima, and what comes of it."""
 
-    def backward(self, node: Node) -> None:
+    def go_back(self, walk: Walk) -> None:
         """From the gradient of the output to those of A, B and the input, which has one from each side."""
-        walk, size, before = self.walk, self.size, self.before
-        base = self._to_both(node.take())
+        base = self._to_both(walk)
         walk.bring_back()
-        live, peaks = walk.live + self.lent_low + self.low, walk.peaks
-        peaks.append(live + self.second)
-        live += self.second * LEFT + self.lent - self.lent_low - self.kept_low - self.high
-        peaks.append(live + self.first + (self.lower if before is not None else 0))
-        live += self.first * LEFT - self.lent - self.low - self.kept
-        if before is not None and 0 < self.cast < size:  # else what is there beside A's gradient is more
-            peaks.append(live + self.lower + size)
-        walk.live, walk.rising = live, False
+        live = walk.live
+        walk.peaks += [live + top for top in self.tops]
+        walk.live, walk.rising = live + self.change, False
+        assert self.saved is not None
         self.saved.clear()
         if base is None:
             return
-        walk.hand_on(before, _made(walk, size))
+        walk.hand_on(self.before, walk.leave(self.gives))
         if self.unpacked:
-            made = Storage(walk, size)
+            made = Storage(walk, self.gives)
             walk.reach(self.unpacked)
         else:
-            made = walk.exchange(base, size)
+            made = walk.exchange(base, self.gives)
         del base
-        walk.hand_on(before, made)
+        walk.hand_on(self.before, made)
 
-    def _to_both(self, incoming: Storage) -> Storage | None:
+    def _to_both(self, walk: Walk) -> Storage | None:
         """The base's gradient, where its input wants one, beside the live bytes of the update's."""
-        walk, wanted, base = self.walk, self.before is not None, None
-        if self.total != self.given:  # the sum was cast: its gradient is cast back, and for the base once more
+        incoming, wanted, base = self.take(), self.before is not None, None
+        if self.total != self.size:  # the sum was cast: its gradient is cast back, and for the base once more
             del incoming
             walk.live += self.total
-            base = Storage(walk, self.given)
+            base = Storage(walk, self.size)
             if not wanted:
                 base = None
             walk.reach(self.high)
@@ -128,13 +130,6 @@ class _AdaptedLinear:
         return base
 
 
-def _made(walk: Walk, size: int) -> Storage:
-    """What is there after larger bytes have gone."""
-    made = Storage(walk, size)
-    walk.rising = False
-    return made
-
-
 def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghost) -> Ghost:
     """base(x) + B(A(dropout(x))) * scaling, in the wider of the two dtypes, and back in the base's.
 
@@ -146,71 +141,89 @@ def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghos
     x = cast(walk, x, width)
     if setting.dora:
         return cast(walk, _dora(walk, setting, layer, x, result), itemsize)
-    low_rank = _LowRank(walk, setting, layer, x.itemsize)
-    elements, high, base, given = low_rank.elements, low_rank.high, result.node, result.size
-    update = elements * itemsize if setting.quantized else high
-    total = elements * (itemsize if setting.quantized else max(itemsize, width))
+    update = _LowRank(walk, setting, layer, x.itemsize)
+    base, given, scaled = result.node, result.size, update.elements * itemsize if setting.quantized else update.size
+    total = update.elements * (itemsize if setting.quantized else max(itemsize, width))
     # At most there are the update and what it was scaled from, or the update and its sum with the base's output.
-    low_rank.forward(dropped(walk, x) if setting.dropout else x, max(2 * high, update + total))
+    update.forward(walk, dropped(walk, x) if setting.dropout else x, max(2 * update.size, scaled + total))
+    output = walk.new(update.elements, itemsize)
+    return walk.taped(output, _Adapted(base, given, total, update)) if walk.learning else output
 
-    def back(node: Node) -> None:
-        incoming = node.take()
-        if total != given:  # the sum was cast: its gradient is cast back, and for the base once more
+
+class _Adapted(Node):
+    """The sum of what the base gave and of an update."""
+
+    __slots__ = ("base", "total", "update")
+
+    def __init__(self, base: Node | None, size: int, total: int, update: _LowRank) -> None:
+        super().__init__(size)
+        self.base, self.total, self.update = base, total, update
+
+    def go_back(self, walk: Walk) -> None:
+        """The base's gradient first."""
+        incoming, high = self.take(), self.update.size
+        if self.total != self.size:  # the sum was cast: its gradient is cast back, and for the base once more
             del incoming
-            walk.live += total
-            walk.hand_on(base, walk.allocate(given))
+            walk.live += self.total
+            walk.hand_on(self.base, walk.allocate(self.size))
             walk.reach(high)
         else:  # both get the same one; the update's is scaled, and cast first where its dtype is another
-            walk.hand_on(base, incoming)
+            walk.hand_on(self.base, incoming)
             walk.live += high
             walk.rising = True
             del incoming
-            if high != total:
+            if high != self.total:
                 walk.reach(high)
-        low_rank.backward(node)
-
-    output = walk.new(elements, itemsize)
-    return walk.chain(output, base, back, low_rank.saved, trains=True)
+        self.update.behind(walk)
 
 
-class _LowRank:
+class _LowRank(Node):
     """B(A(x)), two linear layers that learn."""
 
+    __slots__ = ("before", "elements", "first", "gives", "kept_low", "low", "second")
+
     def __init__(self, walk: Walk, setting: Setting, layer: Adapted, itemsize: int) -> None:
-        self.walk, width, rank = walk, setting.adapter_bytes, setting.rank
+        width, rank = setting.adapter_bytes, setting.rank
+        self.elements = -(-layer.outputs // layer.merged) * TOKEN
+        super().__init__(self.elements * itemsize)
         self.first, self.second = rounded(rank * layer.inputs * width), rounded(rank * layer.outputs * width)
         """Bytes of the gradients of A and B."""
-        self.elements = -(-layer.outputs // layer.merged) * TOKEN
-        self.high = self.elements * itemsize
-        """Bytes of what it gives; `low`: of what is between."""
         self.low = -(-rank // layer.merged) * TOKEN * itemsize
-        self.kept_low, self.lent_low = walk.keeps(self.low)
+        """Bytes of what is between the two."""
+        self.kept_low = walk.stays(self.low)
 
-    def forward(self, x: Ghost, most: int) -> None:
+    def forward(self, walk: Walk, x: Ghost, most: int) -> None:
         """What it gives is for the caller to count; `most`: of the bytes that are there at once from then on."""
-        walk = self.walk
-        self.before, self.size, self.saved = x.node, x.size, walk.save(x)
+        self.before, self.gives, self.saved = x.node, x.size, walk.save(x)
         walk.live += self.low
         walk.rising = True
         del x
         walk.mark()
-        if self.low + self.high > most:  # of a rank that exceeds the outputs
-            walk.reach(self.high)
+        if self.low + self.size > most:  # of a rank that exceeds the outputs
+            walk.reach(self.size)
         walk.live -= self.low
         walk.keep(self.kept_low)
         walk.reach(most)
 
-    def backward(self, node: Node) -> None:
+    def go_back(self, walk: Walk) -> None:
+        """Where nothing else was made of it at once."""
+        incoming = self.take()
+        del incoming
+        walk.live += self.size
+        self.behind(walk)
+
+    def behind(self, walk: Walk) -> None:
         """From the gradient of what it gave, whose bytes are live and go."""
-        walk, lent = self.walk, sum([each for each in self.saved if isinstance(each, int)])
+        saved, lent_low = self.saved or [], self.low - self.kept_low
+        lent = sum([each for each in saved if isinstance(each, int)])
         walk.bring_back()
-        walk.live += self.lent_low + self.low
+        walk.live += lent_low + self.low
         walk.leaf_gradient(self.second)
-        walk.live += lent - self.lent_low - self.kept_low - self.high
-        made = walk.allocate(self.size) if self.before is not None else None
+        walk.live += lent - lent_low - self.kept_low - self.size
+        made = walk.allocate(self.gives) if self.before is not None else None
         walk.leaf_gradient(self.first)
         walk.live -= lent + self.low
-        self.saved.clear()
+        saved.clear()
         walk.hand_on(self.before, made)
 
 
@@ -263,12 +276,6 @@ def _low_rank(walk: Walk, setting: Setting, layer: Adapted, x: Ghost) -> Ghost:
     product, itemsize = _LowRank(walk, setting, layer, x.itemsize), x.itemsize
     arguments = [x]
     del x
-    product.forward(arguments.pop(), product.high)
-
-    def back(node: Node) -> None:
-        incoming = node.take()
-        del incoming
-        walk.live += product.high
-        product.backward(node)
-
-    return walk.chain(walk.new(product.elements, itemsize), product.before, back, product.saved, trains=True)
+    product.forward(walk, arguments.pop(), product.size)
+    output = walk.new(product.elements, itemsize)
+    return walk.taped(output, product) if walk.learning else output

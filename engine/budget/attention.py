@@ -13,12 +13,10 @@ from engine.budget.operations import (
     FLOAT,
     HALF,
     INDEX,
-    add,
     add_number,
     cast,
     concatenate,
     copy,
-    halves,
     narrow,
     saves_output,
     scale,
@@ -44,13 +42,30 @@ def rotary(walk: Walk, arch: Architecture, x: Ghost, width: int) -> Ghost:
 def _rotary(walk: Walk, x: Ghost, width: int) -> Ghost:
     """`x * cos + rotate_half(x) * sin`, gone through at once: seven operations that come for every query and key.
 
-    cos and sin need no gradient, so x is not saved. The gradient of the sum is that of both products.
+    cos and sin need no gradient, so x is not saved.
     """
     before, size, itemsize = x.node, x.size, max(x.itemsize, width)
     full = x.elements * itemsize
+    walk.reach(full + size + size // 2)  # the first product, a half turned round, and the two joined
+    if before is not None:
+        walk.mark(full + size)
+    walk.reach(3 * full)
+    output = walk.new(x.elements, itemsize)
+    return output if before is None else walk.taped(output, _Rotary(before, size, full))
 
-    def back(node: Node) -> None:
-        incoming = node.take()
+
+class _Rotary(Node):
+    """The gradient of the sum is that of both products."""
+
+    __slots__ = ("before", "gives")
+
+    def __init__(self, before: Node, gives: int, size: int) -> None:
+        super().__init__(size)
+        self.before, self.gives = before, gives
+
+    def go_back(self, walk: Walk) -> None:
+        """The turned side first, half by half, then the other one."""
+        incoming, before, size, full = self.take(), self.before, self.gives, self.size
         walk.bring_back()
         walk.reach(size + full)  # of the second product, made in the wider dtype
         walk.live += size
@@ -61,15 +76,8 @@ def _rotary(walk: Walk, x: Ghost, width: int) -> Ghost:
         walk.hand_on(before, walk.allocate(size))
         if size != full:
             walk.reach(size + full)
-        made = walk.exchange(incoming, size)
-        del incoming
-        walk.hand_on(before, made)
-
-    walk.reach(full + size + size // 2)  # the first product, a half turned round, and the two joined
-    if before is not None:
-        walk.mark(full + size)
-    walk.reach(3 * full)
-    return walk.chain(walk.new(x.elements, itemsize), before, back)
+        incoming = walk.exchange(incoming, size)
+        walk.hand_on(before, incoming)
 
 
 def _rotary_in_part(walk: Walk, x: Ghost, share: float, width: int) -> Ghost:
@@ -80,42 +88,44 @@ def _rotary_in_part(walk: Walk, x: Ghost, share: float, width: int) -> Ghost:
 
 
 def _rotary_in_halves(walk: Walk, x: Ghost, width: int) -> Ghost:
-    """gpt-oss: first * cos - second * sin and second * cos + first * sin, joined."""
-    first, second = halves(walk, x)
-    left = subtract(walk, _times_table(walk, first, width), _times_table(walk, second, width))
-    right = add(walk, _times_table(walk, second, width), _times_table(walk, first, width))
-    return concatenate(walk, [left, right])
+    """gpt-oss: first * cos - second * sin and second * cos + first * sin, joined; ten operations, gone through at once.
+
+    Of each half there are both products and what comes of them, at the end beside the other half's.
+    """
+    before, itemsize = x.node, max(x.itemsize, width)
+    half = x.elements // 2 * itemsize
+    walk.reach(3 * half)
+    if before is not None:
+        walk.mark(2 * half)
+    walk.reach(4 * half)
+    output = Ghost(walk.leave(2 * half), x.elements, itemsize)
+    return output if before is None else walk.taped(output, _RotaryInHalves(before, x.size, 2 * half))
 
 
-def _times_table(walk: Walk, x: Ghost, width: int) -> Ghost:
-    """Product with cos or sin, which outlive the layer; in the tables' itemsize `width` where that is the wider."""
-    size, itemsize = x.size, max(x.itemsize, width)
-    full = x.elements * itemsize
+class _RotaryInHalves(_Rotary):
+    """The same of halves: each gets a gradient through both products."""
 
-    def narrowed(gradient: Storage) -> list[Storage | None]:
-        product = walk.allocate(full)
-        result = walk.allocate(size)
-        del product
-        return [result]
+    __slots__ = ()
 
-    saved = walk.save(None) if x.node is not None else None
-    return walk.result(x.elements, itemsize, [x], size if size == full else narrowed, saved)
-
-
-def _rotate_half(walk: Walk, x: Ghost) -> Ghost:
-    """cat(-x2, x1). Backward: each half's gradient is placed into zeros of the full size, then both are added."""
-    x1, x2 = narrow(walk, x, x.elements // 2), narrow(walk, x, x.elements // 2)
-    return concatenate(walk, [scale(walk, x2), x1])
+    def go_back(self, walk: Walk) -> None:
+        """Most is there when the second half's other product is differentiated: its gradient, negated before, beside
+        the three there are then; all narrowed from the tables' dtype where that is the wider."""
+        incoming = self.take()
+        walk.bring_back()
+        half, wide = self.gives // 2, self.size // 2
+        walk.reach(3 * half + (wide if half == wide else 2 * wide))
+        del incoming
+        walk.hand_on(self.before, walk.leave(self.gives))
 
 
 def repeat_heads(walk: Walk, arch: Architecture, x: Ghost) -> Ghost:
     """`repeat_kv`: a copy with every head several times, summed in backward. A single head is repeated by view."""
-    times, size = arch.heads // arch.kv_heads, x.size
+    times = arch.heads // arch.kv_heads
     if times == 1:
         return x
     if arch.kv_heads == 1:
-        return walk.view(x, x.elements * times, size)
-    return walk.result(x.elements * times, x.itemsize, [x], size)
+        return walk.view(x, x.elements * times, x.size)
+    return walk.single(x, x.elements * times, x.itemsize, x.size)
 
 
 def flash(
@@ -222,10 +232,9 @@ def _softmax_with_sinks(walk: Walk, arch: Architecture, weights: Ghost) -> tuple
 
 def _maximum(walk: Walk, x: Ghost, rows: int) -> Ghost:
     """`x.max(-1, keepdim=True)`: saves where it was; backward scatters into zeros of the full size."""
-    size = x.size
     index = walk.new(rows, INDEX)
     saved = walk.save(index) if x.node is not None else None
-    return walk.result(rows, x.itemsize, [x], size, saved)
+    return walk.single(x, rows, x.itemsize, x.size, saved)
 
 
 def _matmul(walk: Walk, left: Ghost, right: Ghost, elements: int) -> Ghost:

@@ -62,20 +62,19 @@ def _router(
 
 def _top(walk: Walk, scores: Ghost, experts: Experts) -> tuple[Ghost, Ghost]:
     """The largest scores and which they are; backward scatters into all of them."""
-    size, chosen = scores.size, experts.per_token * TOKEN
+    chosen = experts.per_token * TOKEN
     indices = walk.new(chosen, INDEX)
     saved = walk.save(indices) if scores.node is not None else None
-    values = walk.result(chosen, scores.itemsize, [scores], size, saved)
+    values = walk.single(scores, chosen, scores.itemsize, scores.size, saved)
     return values, indices
 
 
 def _normalised(walk: Walk, scores: Ghost) -> Ghost:
     """`scores /= scores.sum()`: in place, so that a copy of what was there is saved beside the sums."""
-    size = scores.size
     if scores.node is None:
         return scores
     saved = walk.save(walk.new(scores.elements, scores.itemsize), walk.new(TOKEN, scores.itemsize))
-    return walk.view(scores, scores.elements, size, saved)
+    return walk.view(scores, scores.elements, scores.size, saved)
 
 
 def _grouped_experts(
@@ -161,5 +160,4 @@ def _clamp(walk: Walk, x: Ghost, bounds: int) -> Ghost:
 
 def _sum_copies(walk: Walk, x: Ghost, elements: int) -> Ghost:
     """Sum over a token's experts; backward expands, and lays out what it expanded."""
-    size = x.size
-    return walk.result(elements, x.itemsize, [x], size)
+    return walk.single(x, elements, x.itemsize, x.size)

@@ -19,11 +19,10 @@ from sys import getrefcount
 
 from engine.budget.packed import LEFT, SQUARE, TOKEN
 
-Back = Callable[["Storage"], list["Storage | None"]] | int
-"""From the gradient of a node's output to a new list of the gradients of its inputs; or, of a single input, just the
-bytes that its gradient takes, which is what most operations make."""
+Back = Callable[["Storage"], list["Storage | None"]]
+"""From the gradient of a node's output to a new list of the gradients of its inputs."""
 PASSED = -1
-"""Instead of such bytes: the gradient is handed on as it is."""
+"""Instead of the bytes of a gradient: it is handed on as it is."""
 
 
 class Storage:
@@ -79,20 +78,17 @@ STAYING_BYTES = 32
 
 
 class Node:
-    """One operation on the tape: where its gradients go, how they are made, and what it saved for that."""
+    """An operation on the tape, or several that are gone through at once; what kind of one says how it goes back."""
 
-    gradient: Storage | None = None
-    """What has come for it so far, until its turn."""
-    joins = False
-    """Has several outputs: their gradients wait side by side instead of being added up."""
-    chain: Callable[[Node], None] | None = None
-    """Of several operations at once: the whole way back."""
+    __slots__ = ("gradient", "joins", "saved", "size")
 
-    def __init__(self, inputs: Sequence[Node | None], back: Back, size: int, saved: Saved | None) -> None:
-        self.inputs = inputs
-        self.back = back
+    def __init__(self, size: int, saved: Saved | None = None) -> None:
         self.size = size
-        self.saves = saved is not None
+        """Packed bytes of the gradient of its output."""
+        self.gradient: Storage | None = None
+        """What has come of it so far, until its turn."""
+        self.joins = False
+        """Has several outputs: their gradients wait side by side instead of being added up."""
         self.saved = saved
 
     def take(self) -> Storage:
@@ -100,6 +96,69 @@ class Node:
         assert self.gradient is not None
         gradient, self.gradient = self.gradient, None
         return gradient
+
+    def go_back(self, walk: Walk) -> None:
+        """Its backward pass: hand on what the nodes of its inputs are due, and drop what was saved."""
+        raise NotImplementedError
+
+
+class Single(Node):
+    """An operation with one input, of whose gradient only the bytes matter: most are."""
+
+    __slots__ = ("before", "gives")
+
+    def __init__(self, before: Node, gives: int, size: int, saved: Saved | None) -> None:
+        self.before = before
+        self.gives = gives
+        """Bytes of the gradient of its input, or PASSED."""
+        self.size = size
+        self.gradient = None
+        self.joins = False
+        self.saved = saved
+
+    def go_back(self, walk: Walk) -> None:
+        """Make that gradient from the one that has come."""
+        made, self.gradient = self.gradient, None
+        assert made is not None
+        saved, target, gives = self.saved, self.before, self.gives
+        fetched = walk.come_to(saved) if saved is not None else None
+        if gives != PASSED:
+            if getrefcount(made) > 2:  # its name here and the argument of the question: somebody else has it, too
+                made = Storage(walk, gives)
+            else:  # as if another one were made before it goes
+                live = walk.live + gives
+                walk.peaks.append(live)
+                walk.rising = False
+                walk.live = live - made.freed
+                made.freed = gives
+        if saved:
+            del fetched
+            saved.clear()
+        if target.gradient is None and not target.joins:
+            target.gradient = made
+        else:
+            walk.hand_on(target, made)
+
+
+class Several(Node):
+    """An operation whose gradients are made in an order of their own."""
+
+    __slots__ = ("back", "inputs")
+
+    def __init__(self, inputs: Sequence[Node | None], back: Back, size: int, saved: Saved | None) -> None:
+        super().__init__(size, saved)
+        self.inputs = inputs
+        self.back = back
+
+    def go_back(self, walk: Walk) -> None:
+        """Make the gradients of its inputs, and hand them on from the last to the first."""
+        fetched = walk.come_to(self.saved) if self.saved is not None else None
+        outgoing = self.back(self.take())
+        del fetched
+        if self.saved:
+            self.saved.clear()
+        while outgoing:
+            walk.hand_on(self.inputs[len(outgoing) - 1], outgoing.pop())
 
 
 class Ghost:
@@ -169,6 +228,12 @@ class Walk:
         """Bare bytes."""
         return Storage(self, size)
 
+    def leave(self, size: int) -> Storage:
+        """Bytes that stay when more have gone, which `reach` was told of."""
+        left = Storage(self, size)
+        self.rising = False
+        return left
+
     def reach(self, size: int) -> None:
         """A local maximum so much above what is live."""
         top = self.live + size
@@ -188,11 +253,11 @@ class Walk:
         passing, self.passing = {self.live - self.lingering, *self.passing}, None
         return passing
 
-    def keeps(self, size: int) -> tuple[int, int]:
-        """Of so many bytes that an operation saves: those that stay, and those that wait on the host."""
-        if not self.learning:
-            return 0, 0
-        return (0, size) if self.offloads and size > STAYING_BYTES * TOKEN else (size, 0)
+    def stays(self, size: int) -> int:
+        """Of so many bytes that an operation saves those that stay on the device; the others wait on the host."""
+        if not self.learning or (self.offloads and size > STAYING_BYTES * TOKEN):
+            return 0
+        return size
 
     def mark(self, above: int = 0) -> None:
         """Something is saved here, with so much above what is live: so far a checkpointed forward runs again."""
@@ -239,18 +304,9 @@ class Walk:
         trains: bool = False,
     ) -> Ghost:
         """The output of an operation; `trains` says that a trained weight takes part."""
-        output = Ghost(Storage(self, elements * itemsize), elements, itemsize)
-        if not self.learning:
-            return output
-        inputs = [parents[0].node] if len(parents) == 1 else [parent.node for parent in parents]
-        if trains or any(inputs):
-            output.node = Node(inputs, back, output.size, saved)
-            self.tape.append(output.node)
-        return output
-
-    def view(self, x: Ghost, elements: int, back: Back, saved: Saved | None = None) -> Ghost:
-        """The output of an operation on `x` that shares its storage."""
-        return self.within(x.storage, elements, x.itemsize, (x,), back, saved)
+        return self.within(
+            Storage(self, elements * itemsize), elements, itemsize, parents, back, saved, trains=trains
+        )
 
     def within(
         self,
@@ -260,32 +316,37 @@ class Walk:
         parents: Sequence[Ghost],
         back: Back,
         saved: Saved | None = None,
-    ) -> Ghost:
-        """The output of an operation in a storage that is there already."""
-        output = Ghost(storage, elements, itemsize)
-        inputs = [parent.node for parent in parents]
-        if self.learning and any(inputs):
-            output.node = Node(inputs, back, output.size, saved)
-            self.tape.append(output.node)
-        return output
-
-    def chain(
-        self,
-        output: Ghost,
-        before: Node | None,
-        back: Callable[[Node], None],
-        saved: Saved | None = None,
         *,
         trains: bool = False,
     ) -> Ghost:
-        """The output of several operations that come one after the other, with one node for all of them.
-
-        `back` takes the gradient from it and hands on what `before`, the node of what went in, is due.
-        """
-        if self.learning and (before is not None or trains):
-            output.node = Node([before], PASSED, output.size, saved)
-            output.node.chain = back
+        """The same in a storage that is there already."""
+        output = Ghost(storage, elements, itemsize)
+        inputs = [parent.node for parent in parents]
+        if self.learning and (trains or any(inputs)):
+            output.node = Several(inputs, back, output.size, saved)
             self.tape.append(output.node)
+        return output
+
+    def single(self, x: Ghost, elements: int, itemsize: int, gives: int, saved: Saved | None = None) -> Ghost:
+        """The output of an operation on `x` whose gradient takes `gives` bytes."""
+        output = Ghost(Storage(self, elements * itemsize), elements, itemsize)
+        if x.node is not None:
+            output.node = Single(x.node, gives, output.size, saved)
+            self.tape.append(output.node)
+        return output
+
+    def view(self, x: Ghost, elements: int, gives: int, saved: Saved | None = None) -> Ghost:
+        """The same where it shares the storage of `x`."""
+        output = Ghost(x.storage, elements, x.itemsize)
+        if x.node is not None:
+            output.node = Single(x.node, gives, output.size, saved)
+            self.tape.append(output.node)
+        return output
+
+    def taped(self, output: Ghost, node: Node) -> Ghost:
+        """The output of an operation with a node of its own kind."""
+        output.node = node
+        self.tape.append(node)
         return output
 
     def checkpoint(self, forward: Callable[[], Ghost]) -> Ghost:
@@ -329,38 +390,19 @@ class Walk:
         """Run the tape from its end, as the autograd engine does: latest node first."""
         node.gradient = gradient
         del gradient
-        tape, offloads = self.tape, self.offloads
+        tape = self.tape
         while tape:
             current = tape.pop()
-            if current.gradient is None:
-                continue
-            if current.chain is not None:
-                current.chain(current)
-                continue
-            incoming, current.gradient = current.gradient, None
-            if current.saves and self._recompute is not None:
-                self.bring_back()
-            fetched = self._fetch(current.saved) if offloads and current.saved else None
-            back = current.back
-            if isinstance(back, int):
-                made = incoming if back == PASSED else self.exchange(incoming, back)
-                del incoming, fetched
-                if current.saved:
-                    current.saved.clear()
-                target = current.inputs[0]
-                if target is not None:
-                    if target.gradient is None and not target.joins:
-                        target.gradient = made
-                    else:
-                        self.hand_on(target, made)
-                del made
-                continue
-            outgoing = back(incoming)
-            del incoming, fetched
-            if current.saved:
-                current.saved.clear()
-            while outgoing:
-                self.hand_on(current.inputs[len(outgoing) - 1], outgoing.pop())
+            if current.gradient is not None:
+                current.go_back(self)
+
+    def come_to(self, saved: Saved) -> list[Storage] | None:
+        """Backward has come to something that was saved: what of it is on the host is brought back."""
+        if self._recompute is not None:
+            self.bring_back()
+        if self.offloads:
+            return [Storage(self, size) for size in saved if isinstance(size, int)]
+        return None
 
     def exchange(self, incoming: Storage, size: int) -> Storage:
         """Other bytes made of these, which go then unless somebody else refers to them."""
@@ -372,10 +414,6 @@ class Walk:
         self.live -= incoming.freed
         incoming.freed = size
         return incoming
-
-    def _fetch(self, saved: Saved) -> list[Storage]:
-        """What of it is on the host, brought back."""
-        return [Storage(self, size) for size in saved if isinstance(size, int)]
 
     def hand_on(self, target: Node | None, gradient: Storage | None) -> None:
         """Give a gradient to its node, adding it to what is there."""

@@ -148,21 +148,11 @@ def gather(walk: Walk, hidden: Ghost) -> Ghost:
 
     Backward adds into zeros of the full size. Where every position has a target nothing is copied.
     """
-    size = hidden.size
-
-    def back(gradient: Storage) -> list[Storage | None]:
-        return [walk.allocate(size)]
-
     saved = walk.save(walk.new(TOKEN, 8)) if hidden.node is not None else None
-    return walk.result(hidden.elements, hidden.itemsize, [hidden], back, saved)
+    return walk.single(hidden, hidden.elements, hidden.itemsize, hidden.size, saved)
 
 
 def negative_log_likelihood(walk: Walk, scores: Ghost) -> Ghost:
     """One number; backward makes a tensor as large as the scores."""
-    size = scores.size
-
-    def back(gradient: Storage) -> list[Storage | None]:
-        return [walk.allocate(size)]
-
     saved = walk.save(scores) if scores.node is not None else None
-    return walk.result(0, FLOAT, [scores], back, saved)
+    return walk.single(scores, 0, FLOAT, scores.size, saved)

@@ -9,7 +9,7 @@ Try: `python -m pytest tests/budget/test_accuracy.py`
 
 from __future__ import annotations
 
-from engine.budget.ghost import Ghost, Node, Storage, Walk
+from engine.budget.ghost import Ghost, Node, Saved, Walk
 from engine.budget.operations import FLOAT
 
 
@@ -19,77 +19,93 @@ def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width:
     Each of `rows` has a root of its own. `weight`: bytes of the weight's gradient; `width`: its itemsize. With `wide`
     (Gemma, gpt-oss) the weight is multiplied before the cast back, else after it.
     """
-    return _Norm(walk, x, rows, weight, trained, width, wide).forward(x)
+    before, narrow, full, root = x.node, x.size, x.elements * FLOAT, rows * FLOAT
+    copied = x.itemsize < FLOAT  # of an input in fp32 no copy is made, and the input itself is saved
+    itemsize = x.itemsize if wide or x.itemsize > width else width
+    product = full if wide else x.elements * itemsize
+    factor = narrow if copied and not wide else full  # what the weight is multiplied with, saved for its gradient
+    kept_full = kept_root = 0
+    saved: Saved = []
+    if before is not None:
+        kept_full, kept_root = walk.stays(full), walk.stays(root)
+        if not copied:
+            saved = walk.save(x)
+    kept_factor = walk.stays(factor) if trained else 0
+    walk.reach(full + full + root if copied else full + root)  # (a copy,) its square and their mean; or the product
+    if before is not None:
+        walk.mark()
+    walk.keep(kept_root + kept_full if copied else kept_root)
+    made = full + narrow if copied and not wide else full  # and cast
+    if trained:
+        walk.mark(made)
+    walk.reach(made + product + narrow if copied and wide else made + product)
+    walk.keep(kept_factor)
+    output = walk.new(x.elements, itemsize)
+    if before is None and not (trained and walk.learning):
+        return output
+    return walk.taped(
+        output,
+        _Norm(
+            before, output.size, saved, copied=copied, wide=wide, narrow=narrow, full=full, root=root, factor=factor,
+            product=product, weight=weight if trained else None, kept_full=kept_full, kept_root=kept_root,
+            kept_factor=kept_factor,
+        ),
+    )  # fmt: skip
 
 
-class _Norm:
-    """One of them: how many bytes each tensor has."""
+class _Norm(Node):
+    """One of them: how many bytes each tensor has, and how many of those that are saved stay on the device."""
+
+    __slots__ = (
+        "before", "copied", "factor", "full", "kept_factor", "kept_full", "kept_root", "narrow", "product", "root",
+        "weight", "wide",
+    )  # fmt: skip
 
     def __init__(
-        self, walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width: int, wide: bool
-    ) -> None:
-        self.walk, self.before, self.weight, self.trained, self.wide = walk, x.node, weight, trained, wide
-        self.narrow, self.full, self.root = x.size, x.elements * FLOAT, rows * FLOAT
-        self.copy = self.full if x.itemsize < FLOAT else 0
-        """Of an input in fp32 none is made, and the input itself is saved."""
-        self.itemsize = x.itemsize if wide else max(x.itemsize, width)
-        self.factor = self.full if wide or not self.copy else self.narrow
-        """What the weight is multiplied with, and saved for its gradient."""
-        self.product = self.full if wide else x.elements * self.itemsize
-        learns = self.before is not None
-        self.kept_full, self.lent_full = walk.keeps(self.full) if learns else (0, 0)
-        self.kept_root, self.lent_root = walk.keeps(self.root) if learns else (0, 0)
-        self.kept_factor, self.lent_factor = walk.keeps(self.factor) if trained else (0, 0)
+        self, before: Node | None, size: int, saved: Saved, *, copied: bool, wide: bool, narrow: int, full: int,
+        root: int, factor: int, product: int, weight: int | None, kept_full: int, kept_root: int, kept_factor: int,
+    ) -> None:  # fmt: skip
+        self.before, self.size, self.saved, self.gradient, self.joins = before, size, saved, None, False
+        self.copied, self.wide, self.narrow, self.full, self.root = copied, wide, narrow, full, root
+        self.factor, self.product, self.weight = factor, product, weight
+        self.kept_full, self.kept_root, self.kept_factor = kept_full, kept_root, kept_factor
 
-    def forward(self, x: Ghost) -> Ghost:
-        """The output, and one node for all of it."""
-        walk, copy, full = self.walk, self.copy, self.full
-        saved = walk.save(x) if self.before is not None and not copy else []
-        walk.reach(copy + full + self.root)  # the copy and its square, with the mean; or its product with the root
-        if self.before is not None:
-            walk.mark()
-        walk.keep(self.kept_root + (self.kept_full if copy else 0))
-        cast = self.narrow if copy and not self.wide else 0
-        if self.trained:
-            walk.mark(full + cast)
-        walk.reach(full + cast + self.product + (self.narrow if copy and self.wide else 0))
-        walk.keep(self.kept_factor)
-        return walk.chain(walk.new(x.elements, self.itemsize), self.before, self.backward, saved, trains=self.trained)
-
-    def backward(self, node: Node) -> None:
+    def go_back(self, walk: Walk) -> None:
         """From the gradient of the output to those of the weight and of the input."""
-        walk, full = self.walk, self.full
-        self._through_weight(node.take())
-        if self.before is None:
+        self._through_weight(walk)
+        full, before = self.full, self.before
+        if before is None:
             return
-        if self.copy:
+        lent_full, kept_root = full - self.kept_full, self.kept_root
+        if self.copied:
             # Backward of the square: gradients of the copy and of the square, and what twice the copy is made with.
-            walk.reach(5 * full + self.lent_full - self.kept_root)
-            walk.live -= self.kept_root + self.kept_full
-            made = walk.allocate(self.narrow)
-        else:
-            walk.reach(3 * full + self.root + self.lent_full + self.lent_root)
-            walk.live += self.root
-            walk.hand_on(self.before, walk.allocate(full))
-            walk.live -= self.root + self.kept_root
-            walk.reach(4 * full + self.lent_full)
-            node.saved = None
-            made = walk.allocate(full)
-        walk.hand_on(self.before, made)
+            walk.reach(5 * full + lent_full - kept_root)
+            walk.live -= kept_root + self.kept_full
+            walk.hand_on(before, walk.allocate(self.narrow))
+            return
+        walk.reach(3 * full + self.root + lent_full + self.root - kept_root)
+        walk.live += self.root
+        walk.hand_on(before, walk.allocate(full))
+        walk.live -= self.root + kept_root
+        walk.reach(4 * full + lent_full)
+        self.saved = None
+        walk.hand_on(before, walk.allocate(full))
 
-    def _through_weight(self, incoming: Storage) -> None:
+    def _through_weight(self, walk: Walk) -> None:
         """Both gradients are made in the wider dtype; then the weight's is summed."""
-        walk, product, learns = self.walk, self.product, self.before is not None
-        if self.copy and self.wide:
+        incoming, product, factor, learns = self.take(), self.product, self.factor, self.before is not None
+        if self.copied and self.wide:
             incoming = walk.exchange(incoming, product)
         walk.bring_back()
-        around = self.lent_factor + (product if self.trained else 0)
+        if self.weight is None:
+            walk.reach(product + factor if factor != product else product)
+            return
+        around = factor - self.kept_factor + product
         if learns:
-            walk.reach(around + product + (self.factor if self.factor != product else 0))
-        if self.trained:
-            beside = around + (self.factor if learns else 0)
-            walk.live += beside
-            walk.leaf_gradient(self.weight)
-            walk.live -= beside
+            walk.reach(around + product + (factor if factor != product else 0))
+        beside = around + (factor if learns else 0)
+        walk.live += beside
+        walk.leaf_gradient(self.weight)
+        walk.live -= beside
         del incoming
         walk.live -= self.kept_factor

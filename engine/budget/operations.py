@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.budget.ghost import PASSED, Back, Ghost, Storage, Walk
+from engine.budget.ghost import PASSED, Ghost, Node, Saved, Storage, Walk
 from engine.budget.packed import TOKEN
 
 FLOAT = 4
@@ -24,31 +24,42 @@ def linear(
 
     A quantised weight is unpacked to `unpacked` bytes for as long as it is multiplied with, forward and backward.
     """
-    size, wanted = x.size, x.node is not None
-    back: Back = size
-    if trained or unpacked:
-        back = _linear_backward(walk, size if wanted else None, weight if trained else None, bias, unpacked)
-    saved = walk.save(x if trained else None, None) if wanted or trained else None
+    before, elements = x.node, outputs * TOKEN
+    saved = walk.save(x if trained else None, None) if before is not None or trained else None
+    if not (trained or unpacked):
+        return walk.single(x, elements, x.itemsize, x.size, saved)
     whole = walk.allocate(unpacked) if unpacked else None
-    output = walk.result(outputs * TOKEN, x.itemsize, [x], back, saved, trains=trained)
+    output = walk.new(elements, x.itemsize)
     del whole
+    if walk.learning and (before is not None or trained):
+        learns = (weight, bias) if trained and bias else (weight,) if trained else ()
+        walk.taped(output, _Linear(before, x.size, output.size, saved, learns, unpacked))
     return output
 
 
-def _linear_backward(walk: Walk, size: int | None, weight: int | None, bias: int, unpacked: int) -> Back:
-    """The gradients of the input, of the weight and of the bias; None or 0 for those that nobody wants."""
+class _Linear(Node):
+    """A linear layer that learns, or that is unpacked for the occasion."""
 
-    def back(gradient: Storage) -> list[Storage | None]:
-        whole = walk.allocate(unpacked) if unpacked else None
-        grad_x = walk.allocate(size) if size is not None else None
-        if weight is not None:
-            walk.leaf_gradient(weight)
-            if bias:
-                walk.leaf_gradient(bias)
-        del whole
-        return [grad_x]
+    __slots__ = ("before", "gives", "learns", "unpacked")
 
-    return back
+    def __init__(
+        self, before: Node | None, gives: int, size: int, saved: Saved | None, learns: tuple[int, ...], unpacked: int
+    ) -> None:
+        super().__init__(size, saved)
+        self.before, self.gives, self.learns, self.unpacked = before, gives, learns, unpacked
+
+    def go_back(self, walk: Walk) -> None:
+        """The gradients of the input, of the weight and of the bias, as far as anybody wants them."""
+        incoming = self.take()
+        fetched = walk.come_to(self.saved) if self.saved is not None else None
+        whole = walk.allocate(self.unpacked) if self.unpacked else None
+        made = walk.allocate(self.gives) if self.before is not None else None
+        for size in self.learns:
+            walk.leaf_gradient(size)
+        del whole, incoming, fetched
+        if self.saved:
+            self.saved.clear()
+        walk.hand_on(self.before, made)
 
 
 HALF = 2
@@ -88,38 +99,77 @@ def cast(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
     """`Tensor.to(dtype)`; nothing happens where the dtype is right already."""
     if x.itemsize == itemsize:
         return x
-    size = x.size
-    return walk.result(x.elements, itemsize, [x], size)
+    return walk.single(x, x.elements, itemsize, x.size)
 
 
 def add(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
     """`left + right`, promoted to the wider dtype. Both get the incoming gradient itself, or a cast of it."""
     itemsize = max(left.itemsize, right.itemsize)
-    sizes = [None if ghost.itemsize == itemsize else ghost.size for ghost in (left, right)]
+    output = walk.new(left.elements, itemsize)
+    if left.node is None and right.node is None:
+        return output
+    return walk.taped(output, _Sum(left, right, output))
 
-    def back(gradient: Storage) -> list[Storage | None]:
-        return [gradient if size is None else walk.allocate(size) for size in sizes]
 
-    return walk.result(left.elements, itemsize, [left, right], back)
+class _Sum(Node):
+    """Of two tensors of one shape."""
+
+    __slots__ = ("left", "left_gives", "right", "right_gives")
+
+    def __init__(self, left: Ghost, right: Ghost, output: Ghost) -> None:
+        self.size = size = output.size
+        self.gradient = self.saved = None
+        self.joins = False
+        self.left, self.right = left.node, right.node
+        self.left_gives = PASSED if left.size == size else left.size
+        self.right_gives = PASSED if right.size == size else right.size
+
+    def go_back(self, walk: Walk) -> None:
+        """Hand the gradient on, to the right side first."""
+        incoming = self.take()
+        left = incoming if self.left_gives == PASSED else walk.allocate(self.left_gives)
+        right = incoming if self.right_gives == PASSED else walk.allocate(self.right_gives)
+        del incoming
+        walk.hand_on(self.right, right)
+        del right
+        walk.hand_on(self.left, left)
 
 
 def multiply(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
     """`left * right`, where right may be broadcast: its gradient is made in full, then summed."""
-    left_size, right_size, full = left.size, right.size, left.elements * max(left.itemsize, right.itemsize)
-    left_wanted, right_wanted = left.node is not None, right.node is not None
+    itemsize, wanted_left, wanted_right = max(left.itemsize, right.itemsize), left.node, right.node
+    if wanted_left is None and wanted_right is None:
+        return walk.new(left.elements, itemsize)
+    saved = walk.save(left if wanted_right is not None else None, right if wanted_left is not None else None)
+    output = walk.new(left.elements, itemsize)
+    return walk.taped(output, _Product(left, right, output, saved))
 
-    def back(gradient: Storage) -> list[Storage | None]:
-        grad_left = walk.allocate(full) if left_wanted else None
-        grad_right = walk.allocate(full) if right_wanted else None
-        if right_wanted and right_size != full:
-            grad_right = walk.allocate(right_size)
-        if left_wanted and left_size != full:
-            grad_left = walk.allocate(left_size)
-        return [grad_left, grad_right]
 
-    needed = left_wanted or right_wanted
-    saved = walk.save(left if right_wanted else None, right if left_wanted else None) if needed else None
-    return walk.result(left.elements, max(left.itemsize, right.itemsize), [left, right], back, saved)
+class _Product(Node):
+    """Of two tensors, each of which is saved for the other's gradient."""
+
+    __slots__ = ("left", "left_size", "right", "right_size")
+
+    def __init__(self, left: Ghost, right: Ghost, output: Ghost, saved: Saved) -> None:
+        super().__init__(output.size, saved)
+        self.left, self.left_size, self.right, self.right_size = left.node, left.size, right.node, right.size
+
+    def go_back(self, walk: Walk) -> None:
+        """Both gradients are made in full, before either is summed or cast."""
+        assert self.saved is not None
+        full, incoming = self.size, self.take()
+        fetched = walk.come_to(self.saved)
+        left = walk.allocate(full) if self.left is not None else None
+        right = walk.allocate(full) if self.right is not None else None
+        if right is not None and self.right_size != full:
+            right = walk.allocate(self.right_size)
+        if left is not None and self.left_size != full:
+            left = walk.allocate(self.left_size)
+        del incoming, fetched
+        self.saved.clear()
+        walk.hand_on(self.right, right)
+        del right
+        walk.hand_on(self.left, left)
 
 
 def subtract(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
@@ -141,20 +191,18 @@ def concatenate(walk: Walk, parts: Sequence[Ghost]) -> Ghost:
 
 def copy(walk: Walk, x: Ghost) -> Ghost:
     """`contiguous()` where it has to copy."""
-    return walk.result(x.elements, x.itemsize, [x], PASSED)
+    return walk.single(x, x.elements, x.itemsize, PASSED)
 
 
 def gather(walk: Walk, x: Ghost, index: Ghost, elements: int) -> Ghost:
     """`x[index]`: the index is saved, backward adds into zeros."""
-    size = x.size
     saved = walk.save(index) if x.node is not None else None
-    return walk.result(elements, x.itemsize, [x], size, saved)
+    return walk.single(x, elements, x.itemsize, x.size, saved)
 
 
 def scale(walk: Walk, x: Ghost) -> Ghost:
     """`x * number` or `x / number`: nothing is saved."""
-    size = x.size
-    return walk.result(x.elements, x.itemsize, [x], size)
+    return walk.single(x, x.elements, x.itemsize, x.size)
 
 
 def scale_by_weight(walk: Walk, x: Ghost, weight: int, trained: bool, width: int = 0) -> Ghost:
@@ -181,22 +229,20 @@ def scale_by_weight(walk: Walk, x: Ghost, weight: int, trained: bool, width: int
 
 def activation(walk: Walk, x: Ghost) -> Ghost:
     """`silu` or `gelu`: saves its input."""
-    size = x.size
     saved = walk.save(x) if x.node is not None else None
-    return walk.result(x.elements, x.itemsize, [x], size, saved)
+    return walk.single(x, x.elements, x.itemsize, x.size, saved)
 
 
 def add_number(walk: Walk, x: Ghost, width: int = 0) -> Ghost:
     """`x + number`, or a mask of `width` bytes each: the gradient passes through, cast where the sum is wider."""
     itemsize = max(x.itemsize, width)
-    return walk.result(x.elements, itemsize, [x], PASSED if itemsize == x.itemsize else x.size)
+    return walk.single(x, x.elements, itemsize, PASSED if itemsize == x.itemsize else x.size)
 
 
 def saves_output(walk: Walk, x: Ghost, itemsize: int | None = None) -> Ghost:
     """softmax and tanh. A kernel that casts its input to `itemsize` casts the gradient back in the same pass."""
-    size = x.size
-    saved = walk.save() if x.node is not None else None
-    output = walk.result(x.elements, itemsize or x.itemsize, [x], size, saved)
+    saved: Saved | None = [] if x.node is not None else None
+    output = walk.single(x, x.elements, itemsize or x.itemsize, x.size, saved)
     if saved is not None:
         walk.save_into(saved, output)
     return output
@@ -209,14 +255,12 @@ def softmax(walk: Walk, x: Ghost, itemsize: int) -> Ghost:
 
 def narrow(walk: Walk, x: Ghost, elements: int) -> Ghost:
     """A slice: shares the tensor's storage; backward puts the gradient into zeros of full size."""
-    size = x.size
-    return walk.view(x, elements, size)
+    return walk.view(x, elements, x.size)
 
 
 def split(walk: Walk, x: Ghost, parts: Sequence[int]) -> list[Ghost]:
     """`Tensor.split` and `chunk`: views of one tensor, whose gradients are joined once all are there."""
-    size = x.size
-    return pieces(walk, walk.view(x, x.elements, size), parts)
+    return pieces(walk, walk.view(x, x.elements, x.size), parts)
 
 
 def pieces(walk: Walk, whole: Ghost, parts: Sequence[int]) -> list[Ghost]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import Ghost, Node, Storage, Walk
+from engine.budget.ghost import Ghost, Node, Walk
 from engine.budget.growth import Growth, growth, maxima, packed, prune
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, activation, copy, linear
@@ -191,7 +191,7 @@ def walk_tower_layer(
 def _entry(walk: Walk, tower: Tower, setting: Setting, gradient: bool) -> Ghost:
     hidden = walk.new(tower.hidden * TOKEN, setting.base_bytes)
     if gradient:
-        hidden.node = Node([], lambda gradient: [], hidden.size, None)
+        hidden.node = Node(hidden.size)
     return hidden
 
 
@@ -263,9 +263,8 @@ def _qwen_merger(weights: Weights, tower: Tower, x: Ghost) -> list[Ghost]:
 
 def _reordered(walk: Walk, x: Ghost) -> Ghost:
     """`x[index]`: backward adds into zeros."""
-    size = x.size
     saved = walk.save(None) if x.node is not None else None
-    return walk.result(x.elements, x.itemsize, [x], size, saved)
+    return walk.single(x, x.elements, x.itemsize, x.size, saved)
 
 
 def _siglip_merger(weights: Weights, tower: Tower, x: Ghost) -> list[Ghost]:
@@ -284,10 +283,5 @@ def _siglip_merger(weights: Weights, tower: Tower, x: Ghost) -> list[Ghost]:
 
 def _pooled(walk: Walk, x: Ghost, elements: int) -> Ghost:
     """`avg_pool2d`: saves its input."""
-    size = x.size
-
-    def back(gradient: Storage) -> list[Storage | None]:
-        return [walk.allocate(size)]
-
     saved = walk.save(x) if x.node is not None else None
-    return walk.result(elements, x.itemsize, [x], back, saved)
+    return walk.single(x, elements, x.itemsize, x.size, saved)

@@ -170,5 +170,5 @@ def entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> G
     """Hidden states, as a rule with a gradient to come."""
     hidden = walk.new(arch.hidden * TOKEN, setting.base_bytes)
     if gradient:
-        hidden.node = Node([], lambda gradient: [], hidden.size, None)
+        hidden.node = Node(hidden.size)
     return hidden
