@@ -9,8 +9,8 @@ Try: `python -c "from engine.budget.lookup import *; print(find_config('builtin:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from engine.budget.families import FAMILIES, Family, Layout
@@ -28,9 +28,12 @@ class Experts:
     """Width of one expert."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Architecture:
-    """A causal decoder. Sizes are numbers of elements; head_dim is per head."""
+    """A causal decoder. Sizes are numbers of elements; head_dim is per head.
+
+    `from_config` gives one object for equal facts: what is known of a model is looked up by it, dozens of times a plan.
+    """
 
     model_type: str
     layout: Layout
@@ -73,14 +76,6 @@ class Architecture:
     max_length: int | None = None
     """Longest sequence the model was made for."""
 
-    def __hash__(self) -> int:
-        """Worked out once: what is known of a model is looked up by its facts, dozens of times for each plan."""
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has no experts."""
         return self.experts is None or (bool(self.dense_layers) and self.dense_layers[layer])
@@ -99,6 +94,10 @@ class Architecture:
     def kv_width(self) -> int:
         """Output width of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
+
+
+_known = lru_cache(maxsize=256)(Architecture)
+"""The one of these facts."""
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
@@ -126,12 +125,9 @@ def _with_tower(model_type: str, config: Mapping[str, Any]) -> Architecture:
     decoder = from_config({**config, **text, "model_type": TOWERS[model_type][0]})
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
     stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
-    return replace(
-        decoder,
-        model_type=model_type,
-        tied=tied if stated else decoder.tied,
-        tower=read_tower(config, decoder.hidden),
-    )
+    facts = {each.name: getattr(decoder, each.name) for each in fields(decoder)}
+    facts |= {"model_type": model_type, "tied": tied if stated else decoder.tied}
+    return _known(**{**facts, "tower": read_tower(config, decoder.hidden)})
 
 
 def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) -> Architecture:
@@ -140,7 +136,7 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
         heads, hidden = int(facts["num_attention_heads"]), int(facts["hidden_size"])
         tables = max(1, len(set(_sliding_layers(family, facts)))) if family.rotary_by_kind else 1
         biased = bool(facts.get(family.bias_key, False)) if family.bias_key else False
-        return Architecture(
+        return _known(
             model_type=model_type,
             layout=family.layout,
             vocab=int(facts["vocab_size"]),
@@ -228,7 +224,7 @@ def _experts(facts: Mapping[str, Any]) -> Experts:
 def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
     """GPT-2's own key names: n_embd, n_layer, n_head, n_positions; every linear layer and norm has a bias."""
     hidden, heads = int(config["n_embd"]), int(config["n_head"])
-    return Architecture(
+    return _known(
         model_type="gpt2",
         layout="gpt2",
         vocab=int(config["vocab_size"]),

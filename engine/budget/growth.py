@@ -8,6 +8,7 @@ Try: `python -m pytest tests/budget/test_predict.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -95,7 +96,8 @@ class Growth(NamedTuple):
         )
 
 
-class PhaseCost(NamedTuple):
+@dataclass(slots=True, eq=False)
+class PhaseCost:
     """What is live in one phase above the static bytes, packed: known parts, and the alternatives for the rest."""
 
     gradients: int
@@ -114,7 +116,7 @@ class PhaseCost(NamedTuple):
 
     def exact(self) -> PhaseCost:
         """The same without a bound."""
-        return self if self.closer is None else self._replace(working=self.closer(), closer=None)
+        return self if self.closer is None else replace(self, working=self.closer(), closer=None)
 
     def sizes(self) -> list[int]:
         """All that is live, for each alternative."""

@@ -15,7 +15,7 @@ from engine.budget.architecture import Architecture
 from engine.budget.ghost import Walk
 from engine.budget.growth import Growth, growths, maxima, shape_of
 from engine.budget.installed import DECODES_WITH_REPEATED_HEADS
-from engine.budget.kinds import Kind, stack_of
+from engine.budget.kinds import Kind, kind_of, stack_of
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT
 from engine.budget.packed import TOKEN
@@ -100,7 +100,7 @@ def _prefill(arch: Architecture, setting: Setting, rows: int, prompt: int) -> in
 def _prefilling(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     """Prompts are padded on the left and therefore masked. Of each kind the deepest layer, and the cache so far."""
     # Autocast is for losses: text is generated in the weights' own dtype.
-    masked = setting._replace(checkpointing=False, dropout=False, packed=True, sequence=1, autocast=False)
+    masked = setting.but(checkpointing=False, dropout=False, packed=True, sequence=1, autocast=False)
     stack = stack_of(arch, masked)
     batch = inputs(arch, masked, masks_of(arch, masked, stack.kinds))
     batch += embeddings_held(arch, masked, learning=False)
@@ -108,7 +108,7 @@ def _prefilling(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     peaks = [
         batch + layer * per_layer + peak
         for kind, layer in stack.highest().items()
-        for peak in _caching(arch, felt_by_layers(masked), kind._replace(follows=False))
+        for peak in _caching(arch, felt_by_layers(masked), kind_of(kind.chosen, kind.masked, kind.slides, False))
     ]
     return growths(_behind_tower(arch, masked, peaks))
 

@@ -5,16 +5,17 @@ Try: `python -m pytest tests/budget/test_kinds.py`
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.selection import Selection, embedding_learns, select_tower_ends, selections, tower_selections
 from engine.budget.setting import Patterns, Setting
 
 
-class Kind(NamedTuple):
-    """Layers of one kind cost the same."""
+@dataclass(slots=True, eq=False)
+class Kind:
+    """Layers of one kind cost the same. Never changed; `kind_of` gives one object for equal ones."""
 
     chosen: Selection
     masked: bool
@@ -23,14 +24,18 @@ class Kind(NamedTuple):
     """It attends within a window only."""
     follows: bool
     """Something below learns, so that the layer's input needs a gradient."""
+    learns: bool = field(init=False)
+    """Whether backward reaches the layer at all."""
 
-    @property
-    def learns(self) -> bool:
-        """Whether backward reaches the layer at all."""
-        return self.follows or bool(self.chosen.trained or self.chosen.adapted)
+    def __post_init__(self) -> None:
+        self.learns = self.follows or bool(self.chosen.trained or self.chosen.adapted)
 
 
-class Stack(NamedTuple):
+kind_of = lru_cache(maxsize=1024)(Kind)
+
+
+@dataclass(slots=True, eq=False)
+class Stack:
     """The layers of a model by their kinds: there are dozens of layers, and one, two or three kinds."""
 
     kinds: tuple[Kind, ...]
@@ -103,7 +108,7 @@ def _stack(arch: Architecture, patterns: Patterns, always: bool, window_reached:
         first = next(learning, arch.layers)
     alike = list(zip(chosen, sliding, (False,) * first + (True,) * (arch.layers - first), strict=True))
     places = {key: place for place, key in enumerate(dict.fromkeys(alike))}
-    kinds = [Kind(one, always or (slides and window_reached), slides, follows) for one, slides, follows in places]
+    kinds = [kind_of(one, always or (slides and window_reached), slides, follows) for one, slides, follows in places]
     order = tuple(map(places.__getitem__, alike))
     last, backwards = len(order) - 1, order[::-1]
     spans = [(order.index(place), last - backwards.index(place)) for place in range(len(kinds))]

@@ -5,21 +5,22 @@ Try: `python -m pytest tests/budget/test_parameters.py`
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
 
 
-class Parameter(NamedTuple):
-    """One tensor. `linear` marks the weight of a linear layer, which an adapter can be put beside."""
+@dataclass(slots=True, eq=False)
+class Parameter:
+    """One tensor, never changed. `linear` marks the weight of a linear layer, which an adapter can be put beside."""
 
     name: str
     shape: tuple[int, ...]
     linear: bool = False
+    elements: int = field(init=False)
+    """Number of values."""
 
-    @property
-    def elements(self) -> int:
-        """Number of values."""
-        return prod(self.shape)
+    def __post_init__(self) -> None:
+        self.elements = prod(self.shape)
 
     @property
     def module(self) -> str:

@@ -49,7 +49,7 @@ def warnings_of(
 def checkpoints_bytes(arch: Architecture, spec: RunSpec) -> int:
     """Disk that a run's checkpoints take at most: those kept, the best, and one that is being written."""
     setting = setting_of(arch, spec)
-    total = static_bytes(arch, setting._replace(optimizer_offload=False, image_patches=1)).total
+    total = static_bytes(arch, setting.but(optimizer_offload=False, image_patches=1)).total
     # A gradient is as large as what it belongs to: together they are the size of all that is trained, a tower included.
     return (total.gradients + total.optimizer) * (spec.recipe.checkpoint.keep + 2)
 

@@ -1,6 +1,6 @@
 """What a run spec decides about memory, resolved: every "auto" answered, dtypes and patterns ready for use.
 
-A `Setting` is a tuple, hashed and compared at once: predictions are worked out once per (architecture, setting) and
+Equal settings are one object, found again by identity: predictions are worked out once per (architecture, setting) and
 then only evaluated.
 
 Try: `python -m pytest tests/budget/test_predict.py`
@@ -8,7 +8,10 @@ Try: `python -m pytest tests/budget/test_predict.py`
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.tower_parameters import TOWER_MODULES
@@ -40,21 +43,20 @@ class Patterns(NamedTuple):
     freeze: tuple[str, ...]
 
 
-class Setting(NamedTuple):
-    """The choices that decide memory, beside the architecture and the shape of a micro-batch."""
+@dataclass(slots=True, eq=False)
+class Setting:
+    """The choices that decide memory, beside the architecture and the shape of a micro-batch. Never changed; made by
+    `setting_of` and `but`, which give one object for equal choices."""
 
     dtype: str
     """Of the base weights, and of what goes from layer to layer."""
     adapter_dtype: str | None
     """None without LoRA."""
     rank: int
-    targets: tuple[str, ...] | str
-    exclude: tuple[str, ...]
+    patterns: Patterns
+    """What learns."""
     dora: bool
     dropout: bool
-    also_train: tuple[str, ...]
-    train_only: tuple[str, ...]
-    freeze: tuple[str, ...]
     checkpointing: bool
     activation_offload: bool
     """What a layer keeps for backward waits on the host."""
@@ -80,60 +82,83 @@ class Setting(NamedTuple):
     """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
     one_row: bool = False
     """The micro-batch is a single sequence, where that makes a difference; see `for_rows`."""
+    lora: bool = field(init=False)
+    """Whether adapters are trained beside a frozen base."""
+    base_bytes: int = field(init=False)
+    """Bytes per base weight and per hidden value."""
+    adapter_bytes: int = field(init=False)
+    """Bytes per adapter weight; 0 without LoRA."""
+    choices: tuple[Any, ...] = field(init=False, repr=False)
+    """All that it was made of."""
 
-    @property
-    def base_bytes(self) -> int:
-        """Bytes per base weight and per hidden value."""
-        return DTYPE_BYTES[self.dtype]
+    def __post_init__(self) -> None:
+        self.lora = self.patterns.lora
+        self.base_bytes = DTYPE_BYTES[self.dtype]
+        self.adapter_bytes = DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
 
-    @property
-    def lora(self) -> bool:
-        """Whether adapters are trained beside a frozen base."""
-        return self.adapter_dtype is not None
+    def but(self, **changes: Any) -> Setting:
+        """The same with other choices."""
+        choices = list(self.choices)
+        for name, choice in changes.items():
+            choices[PLACES[name]] = choice
+        return _setting(*choices)
 
-    @property
-    def patterns(self) -> Patterns:
-        """What learns."""
-        return Patterns(self.lora, self.targets, self.exclude, self.also_train, self.train_only, self.freeze)
 
-    @property
-    def adapter_bytes(self) -> int:
-        """Bytes per adapter weight; 0 without LoRA."""
-        return DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
+PLACES = {each.name: place for place, each in enumerate(each for each in fields(Setting) if each.init)}
+"""Of each choice among all."""
+_choices = attrgetter(*PLACES)
+
+
+@lru_cache(maxsize=4096)
+def _setting(*choices: Any) -> Setting:
+    """The one of these choices."""
+    made = Setting(*choices)
+    made.choices = choices
+    return made
 
 
 def setting_of(arch: Architecture, spec: RunSpec) -> Setting:
     """Resolve a run spec for this architecture."""
-    recipe = spec.recipe
-    method, lora = recipe.method, recipe.method.kind == "lora"
+    recipe, device = spec.recipe, spec.profile.device
+    method, train, data, lora = recipe.method, recipe.train, recipe.data, recipe.method.kind == "lora"
     computed = resolved_dtype(spec)
     autocast = computed == "float16" and not lora
-    return Setting(
+    resolved = Setting(
         dtype="float32" if autocast else computed,
         adapter_dtype=method.adapter_dtype if lora else None,
         rank=method.rank if lora else 0,
-        targets=method.targets if isinstance(method.targets, str) else tuple(method.targets),
-        exclude=tuple(method.exclude),
+        patterns=patterns_of(arch, recipe),
         dora=lora and method.dora,
         dropout=lora and method.dropout > 0,
-        also_train=tuple(method.also_train),
-        train_only=tuple(method.train_only),
-        freeze=(*method.freeze, *(() if method.train_only else _frozen_by_default(arch, recipe))),
-        checkpointing=recipe.train.gradient_checkpointing,
-        activation_offload=recipe.train.activation_offload and spec.profile.device.kind != "cpu",
+        checkpointing=train.gradient_checkpointing,
+        activation_offload=train.activation_offload and device.kind != "cpu",
         loss=resolved_loss(spec),
         chunk_tokens=chunk_tokens(arch.vocab),
-        optimizer=recipe.train.optimizer,
-        optimizer_offload=recipe.train.optimizer_offload and spec.profile.device.kind != "cpu",
-        momentum=recipe.train.momentum > 0,
+        optimizer=train.optimizer,
+        optimizer_offload=train.optimizer_offload and device.kind != "cpu",
+        momentum=train.momentum > 0,
         attention=resolved_attention(arch, spec),
-        packed=recipe.data.packing,
-        window_reached=arch.sliding_window is not None and recipe.data.max_length > arch.sliding_window,
+        packed=data.packing,
+        window_reached=arch.sliding_window is not None and data.max_length > arch.sliding_window,
         autocast=autocast,
         quantized=recipe.model.quantize == "nf4",
         image_patches=image_patches(arch, recipe),
         sequence=spec.profile.parallel.sequence,
-        metered=spec.profile.device.kind == "metered",
+        metered=device.kind == "metered",
+    )
+    return _setting(*_choices(resolved))
+
+
+def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
+    """What learns, by name."""
+    method = recipe.method
+    return Patterns(
+        lora=method.kind == "lora",
+        targets=method.targets if isinstance(method.targets, str) else tuple(method.targets),
+        exclude=tuple(method.exclude),
+        also_train=tuple(method.also_train),
+        train_only=tuple(method.train_only),
+        freeze=(*method.freeze, *(() if method.train_only else _frozen_by_default(arch, recipe))),
     )
 
 
@@ -142,7 +167,7 @@ def for_rows(arch: Architecture, setting: Setting, rows: int) -> Setting:
     they are, a part of its joint projection, and so keeps all of that; of several it makes a copy, unless heads are
     repeated anyway."""
     apart = arch.layout == "phi3" and setting.attention == "eager" and arch.kv_heads == arch.heads
-    return setting._replace(one_row=True) if apart and rows == 1 else setting
+    return setting.but(one_row=True) if apart and rows == 1 else setting
 
 
 def image_patches(arch: Architecture, recipe: Recipe) -> int:

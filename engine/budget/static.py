@@ -76,7 +76,7 @@ class StaticBytes(NamedTuple):
 @lru_cache(maxsize=256)
 def lasting(setting: Setting) -> Setting:
     """The same to what stays for a whole run: remedies change how a step is computed, most of them nothing else."""
-    return setting._replace(checkpointing=False, activation_offload=False, loss="plain")
+    return setting.but(checkpointing=False, activation_offload=False, loss="plain")
 
 
 def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
@@ -189,7 +189,7 @@ def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parame
 
 def _stage(arch: Architecture, setting: Setting, shapes: list[tuple[tuple[int, ...], int]]) -> int:
     """`engine.train.host_state`: batches of at most STAGE_BYTES, or one tensor's state where that is more."""
-    kept = setting._replace(optimizer_offload=False)
+    kept = setting.but(optimizer_offload=False)
     largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
     return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
 

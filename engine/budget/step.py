@@ -10,6 +10,7 @@ Try: `python -m pytest tests/budget/test_predict.py`
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from engine.budget.architecture import Architecture
@@ -239,7 +240,7 @@ def _with_tower(
     for name, costs in phases.items():
         kept = 0 if name == "embedding_backward" else tower.kept
         kept += tower.held if name == "forward" else 0
-        around[name] = tuple(c._replace(saved=c.saved + kept, inputs=c.inputs + images) for c in costs)
+        around[name] = tuple(replace(c, saved=c.saved + kept, inputs=c.inputs + images) for c in costs)
     label = "recompute" if setting.checkpointing else "activations"
     batch, width = inputs(arch, setting, 0) + images, arch.hidden * setting.base_bytes * TOKEN
     total, table = static.total.gradients, static.embedding_gradient

@@ -14,7 +14,7 @@ from engine.budget.architecture import Architecture
 from engine.budget.ghost import Ghost, Node, Walk
 from engine.budget.growth import maxima
 from engine.budget.head import Head
-from engine.budget.kinds import Kind, body_learns
+from engine.budget.kinds import Kind, body_learns, kind_of
 from engine.budget.layer import Layer
 from engine.budget.packed import TOKEN
 from engine.budget.setting import Setting
@@ -91,7 +91,7 @@ def _walk_layer(arch: Architecture, setting: Setting, kind: Kind) -> Walked:
 
 def _felt_kind(setting: Setting, kind: Kind) -> Kind:
     """The same to a walk: of masks, only that one is there matters, and only where sdpa takes another kernel then."""
-    return Kind(kind.chosen, kind.masked and setting.attention == "sdpa", False, kind.follows)
+    return kind_of(kind.chosen, kind.masked and setting.attention == "sdpa", False, kind.follows)
 
 
 def pass_through(arch: Architecture, setting: Setting, kind: Kind) -> Through:
@@ -100,7 +100,7 @@ def pass_through(arch: Architecture, setting: Setting, kind: Kind) -> Through:
     # Experts norm their scores in place where no gradients are to come.
     if kind.learns and not felt.dropout and felt.sequence == 1 and arch.experts is None:
         return _walk_layer(arch, felt, _felt_kind(felt, kind)).through
-    return _pass_through(arch, at_rest(felt), _felt_kind(felt, kind)._replace(follows=False))
+    return _pass_through(arch, at_rest(felt), _felt_kind(felt, kind_of(kind.chosen, kind.masked, False, False)))
 
 
 @lru_cache(maxsize=256)
@@ -120,13 +120,13 @@ def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple
 @lru_cache(maxsize=256)
 def felt_by_step(setting: Setting) -> Setting:
     """The same to all but the optimizer: a plan asks under several remedies."""
-    return setting._replace(optimizer="adamw", momentum=False, optimizer_offload=False)
+    return setting.but(optimizer="adamw", momentum=False, optimizer_offload=False)
 
 
 @lru_cache(maxsize=256)
 def felt_by_layers(setting: Setting) -> Setting:
     """The same to a layer."""
-    return felt_by_step(setting)._replace(
+    return felt_by_step(setting).but(
         loss="plain", chunk_tokens=0,
         # Of a checkpointed layer only the input would go to the host, which is no part of its walk.
         activation_offload=setting.activation_offload and not setting.checkpointing,
@@ -136,14 +136,14 @@ def felt_by_layers(setting: Setting) -> Setting:
 @lru_cache(maxsize=256)
 def at_rest(setting: Setting) -> Setting:
     """The same where nothing learns, and nobody shares sequences."""
-    return setting._replace(checkpointing=False, dropout=False, sequence=1)
+    return setting.but(checkpointing=False, dropout=False, sequence=1)
 
 
 @lru_cache(maxsize=256)
 def felt_by_head(setting: Setting) -> Setting:
     """The same to the end of the model."""
     felt = felt_by_layers(setting)
-    return felt._replace(loss=setting.loss, checkpointing=False, activation_offload=setting.activation_offload)
+    return felt.but(loss=setting.loss, checkpointing=False, activation_offload=setting.activation_offload)
 
 
 @lru_cache(maxsize=256)

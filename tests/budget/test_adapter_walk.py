@@ -34,7 +34,7 @@ def test_at_once_and_one_after_the_other_come_to_the_same(
     method: dict[str, Any], dtype: str, offloads: bool, metered: bool, quantized: bool, outputs: int
 ) -> None:
     arch = from_config({**QWEN2, "hidden_size": WIDTHS[0]})
-    setting = setting_of(arch, run_spec(method=method, model={"dtype": dtype}))._replace(quantized=quantized)
+    setting = setting_of(arch, run_spec(method=method, model={"dtype": dtype})).but(quantized=quantized)
     layer, unpacked = Adapted(outputs, arch.hidden, False), outputs * arch.hidden * setting.base_bytes * quantized
 
     def one_after_the_other(walk: Walk, x: Ghost) -> Ghost:
