@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 
-from engine.budget.packed import LEFT, SQUARE, TOKEN
+from engine.budget.packed import LEFT, SQUARE, TOKEN, beyond
 
 Back = Callable[["Storage"], list["Storage | None"]]
 """From the gradient of a node's output to a new list of the gradients of its inputs."""
@@ -358,8 +358,11 @@ class Walk:
         earlier, self.peaks, before, lingering = self.peaks, [], self.live, self.lingering
         output = forward()
         count, live, rising = self._saved_at
-        maxima = [peak - before for peak in (*self.peaks[:count], *([live] if rising else ()))]
-        self._recompute = maxima, self.live - output.size - before
+        maxima, held = self.peaks[:count], self.live - output.size
+        if rising:
+            maxima.append(live)
+        # Of these only what is more than all that is saved at the end, where backward goes on.
+        self._recompute = [peak - before for peak in beyond(held, maxima)], held - before
         self.live, self.lingering = before + output.size, lingering
         self.peaks, self.rising = earlier, False
         return output

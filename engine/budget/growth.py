@@ -126,7 +126,7 @@ class PhaseCost:
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
         around = value(self.gradients + self.saved + self.inputs + self.buffers, shape)
-        return around + max([value(working, shape) for working in self.working])
+        return around + highest_value(self.working, shape)
 
 
 def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
@@ -148,7 +148,11 @@ class LiveSets(NamedTuple):
 
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
-        found = max([growth.at(shape) for growth in self.known])
+        _, tokens, squares, first, more, positions, pairs, rows = shape
+        found = max([
+            a + b * tokens + c * squares + d * first + e * more + f * positions + g * pairs + h * rows
+            for a, b, c, d, e, f, g, h in self.known
+        ])  # fmt: skip
         for bound, cost in self.bounds:
             if max([growth.at(shape) for growth in bound]) > found:
                 found = max(found, cost.exact().at(shape))
@@ -172,7 +176,7 @@ def deciding_sets(phases: Sequence[PhaseCost]) -> LiveSets:
 
 def value(size: int, shape: Shape) -> int:
     """Bytes of a settled size at a shape, for once."""
-    if size < LEFT:  # most are a + b · tokens, in eager attention + c · squares
+    if size < LEFT:
         return (size & ONE) + (size >> 56) * shape[1]
     if size < CHUNK:
         return (size & ONE) + (size >> 56 & ONE) * shape[1] + (size >> 168) * shape[2]
@@ -185,6 +189,12 @@ def value(size: int, shape: Shape) -> int:
         if size:
             found += (size & ONE) * positions + (size >> 56 & ONE) * pairs + (size >> 112) * rows
     return found
+
+
+def highest_value(sizes: Iterable[int], shape: Shape) -> int:
+    """The most bytes of several settled sizes at a shape; most are a + b · tokens."""
+    tokens = shape.tokens
+    return max([(size & ONE) + (size >> 56) * tokens if size < LEFT else value(size, shape) for size in sizes])
 
 
 def growth(size: int) -> Growth:
@@ -209,6 +219,12 @@ def maxima(sizes: tuple[int, ...], accumulating: bool = False) -> tuple[int, ...
     """Of several, those that are the largest for some shape, settled. Layers of several kinds often come to the same
     ones."""
     return tuple(highest(settled(sizes, accumulating)))
+
+
+@lru_cache(maxsize=256)
+def forward_maxima(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The same of a forward pass, in which no gradient of a weight is finished."""
+    return tuple(highest(sizes))
 
 
 def growths(sizes: Iterable[int]) -> tuple[Growth, ...]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Walk
-from engine.budget.growth import Growth, growths, maxima, shape_of
+from engine.budget.growth import Growth, forward_maxima, growths, shape_of
 from engine.budget.installed import DECODES_WITH_REPEATED_HEADS
 from engine.budget.kinds import Kind, kind_of, stack_of
 from engine.budget.layer import Layer
@@ -82,7 +82,7 @@ def _caching(arch: Architecture, setting: Setting, kind: Kind) -> tuple[int, ...
     arguments = [entry(walk, arch, setting, False)]
     output = layer.forward(arguments.pop())
     del output
-    return maxima(tuple(walk.take_peaks()))
+    return forward_maxima(tuple(walk.take_peaks()))
 
 
 def generation_bytes(arch: Architecture, setting: Setting, *, rows: int, prompt: int, new_tokens: int) -> int:

@@ -28,8 +28,12 @@ class Beside(NamedTuple):
     context_bytes: int
     fragmented_share: float
 
+    def total(self, peak_bytes: int) -> int:
+        """All of it where tensors take so much at the peak."""
+        return self.workspace_bytes + self.context_bytes + int(self.fragmented_share * peak_bytes)
+
     def of(self, peak_bytes: int) -> dict[str, int]:
-        """The components `workspace`, `context` and `fragmentation` where tensors take so much at the peak."""
+        """The same as the components `workspace`, `context` and `fragmentation`."""
         return {
             "workspace": self.workspace_bytes,
             "context": self.context_bytes,

@@ -70,6 +70,13 @@ def highest(sizes: Iterable[int]) -> list[int]:
     return [guarded ^ guards for guarded in kept]
 
 
+def beyond(top: int, sizes: Iterable[int]) -> list[int]:
+    """Those of several that another does not exceed in each of its numbers."""
+    guards = GUARDS[-(-top.bit_length() // WIDTH)]
+    guarded = top | guards
+    return [size for size in sizes if size > top or (guarded - size) & guards != guards]
+
+
 def exceeds(kept: Iterable[int], size: int) -> bool:
     """Whether one of several exceeds another in each of its numbers, or equals it."""
     guards = GUARDS[PLACES]

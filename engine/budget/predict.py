@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
-from engine.budget.growth import Growth, PhaseCost, Shape, dearest, prune, shape_of, value
+from engine.budget.growth import Growth, LiveSets, PhaseCost, Shape, dearest, prune, shape_of, value
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import Beside, beside_of
 from engine.budget.setting import Setting, for_rows, setting_of
@@ -108,6 +108,8 @@ class Budget:
         self._evaluates = evaluates(self.recipe)
         self._answers: dict[int, int] = {}
         self._last: tuple[tuple[int, int], dict[str, tuple[int, PhaseCost]]] = (0, 0), {}
+        self._sets: tuple[Setting | None, LiveSets] = None, LiveSets((), ())
+        """Of a micro-batch of fewer rows than the batch has, and what of the setting they are of."""
 
     @property
     def least_bytes(self) -> int:
@@ -142,7 +144,7 @@ class Budget:
     def _with_the_rest(self, above: int) -> int:
         """What the driver would show where so much is held above what a run holds anyway."""
         peak_bytes = self.total.static + self._bucket_bytes + above
-        return peak_bytes + sum(self._beside.of(peak_bytes).values())
+        return peak_bytes + self._beside.total(peak_bytes)
 
     def table(self, rows: int, length: int) -> Prediction:
         """The whole of it."""
@@ -163,7 +165,10 @@ class Budget:
         fits; other numbers of rows are tried."""
         if rows >= self.batch:
             return max([size for size, _ in self._deciding(rows, length).values()])
-        return live_sets(self.arch, self._felt_of(rows), True, self.sharing).at(self._shape(rows, length))
+        felt = self._felt_of(rows)
+        if felt is not self._sets[0]:
+            self._sets = felt, live_sets(self.arch, felt, True, self.sharing)
+        return self._sets[1].at(self._shape(rows, length))
 
     def _deciding(self, rows: int, length: int) -> dict[str, tuple[int, PhaseCost]]:
         """Of each phase the alternative that decides, and its bytes; kept for the shape last asked for."""

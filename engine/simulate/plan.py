@@ -86,6 +86,6 @@ def _remedied_fits(spec: RunSpec, length: int) -> bool:
     """Whether one sequence fits with some of the remedies that leave learning as it is."""
     for remedied in remedies(spec):
         peak_bytes = simulate_step(remedied, rows=1, length=length).peak_bytes
-        if peak_bytes + sum(beside_of(spec.profile).of(peak_bytes).values()) <= spec.profile.device.capacity_bytes:
+        if peak_bytes + beside_of(spec.profile).total(peak_bytes) <= spec.profile.device.capacity_bytes:
             return True
     return False
