@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from engine.budget.architecture import Architecture
-from engine.budget.selection import Selection, embedding_learns, select_tower_ends, selections, tower_selections
+from engine.budget.selection import (
+    Selection,
+    counted,
+    embedding_learns,
+    select_tower_ends,
+    selections,
+    tower_selections,
+)
 from engine.budget.setting import Patterns, Setting
 
 
@@ -106,9 +113,13 @@ def _stack(arch: Architecture, patterns: Patterns, always: bool, window_reached:
     if not (tower or embedding_learns(arch, patterns)):
         learning = (layer for layer, one in enumerate(chosen, 1) if one.trained or one.adapted)
         first = next(learning, arch.layers)
-    alike = list(zip(chosen, sliding, (False,) * first + (True,) * (arch.layers - first), strict=True))
+    unlike = [one for one, _ in counted(chosen)]
+    which = (0,) * arch.layers if len(unlike) == 1 else tuple(map(unlike.index, chosen))
+    alike = list(zip(which, sliding, (False,) * first + (True,) * (arch.layers - first), strict=True))
     places = {key: place for place, key in enumerate(dict.fromkeys(alike))}
-    kinds = [kind_of(one, always or (slides and window_reached), slides, follows) for one, slides, follows in places]
+    kinds = [
+        kind_of(unlike[one], always or (slides and window_reached), slides, follows) for one, slides, follows in places
+    ]
     order = tuple(map(places.__getitem__, alike))
     last, backwards = len(order) - 1, order[::-1]
     spans = [(order.index(place), last - backwards.index(place)) for place in range(len(kinds))]

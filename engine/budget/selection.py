@@ -8,7 +8,8 @@ Try: `python -m pytest tests/budget/test_kinds.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -69,12 +70,19 @@ def select_tower_ends(tower: Tower, patterns: Patterns) -> Selection:
     return _select("", tower_ends(tower), patterns)
 
 
+def counted(selections: tuple[Selection, ...]) -> Iterable[tuple[Selection, int]]:
+    """Each that there is, and of how many layers. Most often they are one object, which is soon seen."""
+    first = selections[0]
+    count = selections.count(first)
+    return [(first, count)] if count == len(selections) else Counter(selections).items()
+
+
 def _per_layer(alike: Sequence[bool], patterns: Patterns, select: Callable[[int], Selection]) -> tuple[Selection, ...]:
     """One answer for all layers that are `alike` where no pattern can tell one layer's number from another's: asking
     for every layer was most of a first plan's time."""
     targets = () if isinstance(patterns.targets, str) else patterns.targets
     globs = (*targets, *patterns.exclude, *patterns.also_train, *patterns.train_only, *patterns.freeze)
-    if _TELLS_NUMBERS.search(" ".join(globs)):
+    if globs and _TELLS_NUMBERS.search(" ".join(globs)):
         return tuple([select(layer) for layer in range(len(alike))])
     answers = {kind: select(alike.index(kind)) for kind in set(alike)}
     if len(answers) == 1:
@@ -90,8 +98,15 @@ def _select(
         trained = frozenset([p.name for p in parameters if _is_trained((prefix + p.name,), patterns)])
     if patterns.lora:
         linear = [p for p in parameters if p.linear]
-        adapted = frozenset([p.name for p in linear if _is_adapted(prefix + p.module, patterns)]) - trained
+        if not _takes_all(prefix, patterns):
+            linear = [p for p in linear if _is_adapted(prefix + p.module, patterns)]
+        adapted = frozenset([p.name for p in linear]) - trained
     return Selection(trained, adapted, dense)
+
+
+def _takes_all(prefix: str, patterns: Patterns) -> bool:
+    """Whether every linear layer of a decoder's layer gets an adapter, as in most recipes."""
+    return patterns.targets == "all-linear" and not patterns.exclude and prefix != "" and not in_tower(prefix)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,6 @@ Try: `python -m pytest tests/budget/test_predict.py`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
@@ -16,7 +15,15 @@ from typing import NamedTuple
 from engine.budget.architecture import Architecture
 from engine.budget.parameter import Parameter
 from engine.budget.parameters import layer_parameters, outer_parameters
-from engine.budget.selection import Selection, select_tower_ends, selected_outer, selections, tower_selections
+from engine.budget.selection import (
+    NOTHING,
+    Selection,
+    counted,
+    select_tower_ends,
+    selected_outer,
+    selections,
+    tower_selections,
+)
 from engine.budget.setting import Setting
 from engine.budget.tower import Tower
 from engine.budget.tower_parameters import tower_ends, tower_layer
@@ -87,10 +94,10 @@ def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
 @lru_cache(maxsize=256)
 def _static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
     total, patterns = Tensors(), setting.patterns
-    for chosen, count in Counter(selections(arch, patterns)).items():
+    for chosen, count in counted(selections(arch, patterns)):
         total = total.plus(layer_tensors(arch, setting, chosen), count)
     trained, around = selected_outer(arch, patterns), outer_parameters(arch)
-    outer = _tensors([(p, p.name in trained, False) for p in around], setting)
+    outer = _tensors(around, trained, NOTHING, setting)
     gradients = {p.name: rounded(p.elements * setting.base_bytes) for p in around if p.name in trained}
     return StaticBytes(
         layers=total,
@@ -104,7 +111,8 @@ def _static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
 @lru_cache(maxsize=256)
 def tower_tensors(tower: Tower, setting: Setting) -> Tensors:
     """Bytes of a vision tower: its layers, its ends, and its buffers."""
-    total = _tensors(_chosen(tower_ends(tower), select_tower_ends(tower, setting.patterns)), setting)
+    ends = select_tower_ends(tower, setting.patterns)
+    total = _tensors(tower_ends(tower), ends.trained, ends.adapted, setting)
     for chosen in tower_selections(tower, setting.patterns):
         total = total.plus(tower_layer_tensors(tower, setting, chosen))
     positions = 8 * tower.patches if tower.patches else 0  # int64
@@ -115,12 +123,7 @@ def tower_tensors(tower: Tower, setting: Setting) -> Tensors:
 @lru_cache(maxsize=256)
 def tower_layer_tensors(tower: Tower, setting: Setting, chosen: Selection) -> Tensors:
     """Bytes of one layer of a tower."""
-    return _tensors(_chosen(tower_layer(tower), chosen), setting)
-
-
-def _chosen(parameters: Iterable[Parameter], chosen: Selection) -> list[tuple[Parameter, bool, bool]]:
-    trained, adapted = chosen.trained, chosen.adapted
-    return [(p, p.name in trained, p.name in adapted) for p in parameters]
+    return _tensors(tower_layer(tower), chosen.trained, chosen.adapted, setting)
 
 
 def layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
@@ -130,21 +133,23 @@ def layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Te
 
 @lru_cache(maxsize=256)
 def _layer_tensors(arch: Architecture, setting: Setting, chosen: Selection) -> Tensors:
-    return _tensors(_chosen(layer_parameters(arch, chosen.dense), chosen), setting)
+    return _tensors(layer_parameters(arch, chosen.dense), chosen.trained, chosen.adapted, setting)
 
 
-def _tensors(parameters: Iterable[tuple[Parameter, bool, bool]], setting: Setting) -> Tensors:
-    """Add up parameters given as (parameter, trained in full, adapted)."""
+def _tensors(
+    parameters: Iterable[Parameter], trained: frozenset[str], adapted: frozenset[str], setting: Setting
+) -> Tensors:
+    """Add up parameters, of which some by name are trained in full, or have an adapter beside them."""
     weights = adapters = gradients = state = 0
-    base, beside = setting.base_bytes, setting.adapter_bytes
-    for parameter, trained, adapted in parameters:
-        whole = rounded(prod(parameter.shape) * base)
-        weights += weight_bytes(parameter, setting) if setting.quantized else whole
-        if trained:
+    base, beside, quantized = setting.base_bytes, setting.adapter_bytes, setting.quantized
+    for parameter in parameters:
+        name, whole = parameter.name, rounded(parameter.elements * base)
+        weights += weight_bytes(parameter, setting) if quantized else whole
+        if name in trained:
             weights += whole if setting.lora else 0  # peft trains a copy and keeps the original
             gradients += whole
             state += state_bytes(parameter.shape, base, setting)
-        if adapted:
+        if name in adapted:
             for shape in _adapter_shapes(parameter, setting):
                 adapters += rounded(prod(shape) * beside)
                 state += state_bytes(shape, beside, setting)
