@@ -141,11 +141,15 @@ def _judge(
     for changes in _remedies(spec):
         if rows == 1 and not changes:  # that is what was planned
             continue
-        remedied = budget.remedied(_with_train(spec, changes))
+        remedied = budget.remedied({_CHOICES.get(key, key): value for key, value in changes.items()})
         most = _largest_that_fits(remedied, length, capacity)
         if most:
             return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": most}
     return "does_not_fit", {}
+
+
+_CHOICES = {"gradient_checkpointing": "checkpointing"}
+"""What a setting calls a key of the train table, where that is not the same."""
 
 
 def remedies(spec: RunSpec) -> Iterator[RunSpec]:

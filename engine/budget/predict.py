@@ -8,15 +8,18 @@ Try: `python -m pytest tests/budget/test_predict.py`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from engine.budget.architecture import Architecture
 from engine.budget.growth import Growth, LiveSets, PhaseCost, Shape, dearest, prune, shape_of, value
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
-from engine.budget.overhead import Beside, beside_of
+from engine.budget.overhead import beside_of
 from engine.budget.setting import Setting, for_rows, setting_of
-from engine.budget.sharing import Sharing, bucket_bytes, on_one_device, shards, sharing_of, static_of_a_rank
+from engine.budget.sharing import ALONE, Sharing, bucket_bytes, shards, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
 from engine.budget.step import least_at_the_end, least_of, live_sets, step_cost
 from engine.budget.walks import felt_by_step
@@ -95,17 +98,20 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
 class Budget:
     """Of one run: what depends on no shape is looked up once, so that many shapes can be asked for."""
 
-    def __init__(self, arch: Architecture, spec: RunSpec, beside: Beside | None = None) -> None:
-        self.arch, self.spec, self.recipe = arch, spec, spec.recipe
-        self.setting, self.sharing = setting_of(arch, spec), sharing_of(spec.profile)
+    def __init__(self, arch: Architecture, spec: RunSpec) -> None:
+        self.arch, self.recipe, self.sharing = arch, spec.recipe, sharing_of(spec.profile)
         self.batch = batch_of_a_rank(spec, self.sharing)
-        self.total = static_of_a_rank(arch, self.setting, self.sharing)
-        self._bucket_bytes = bucket_bytes(arch, self.setting, self.sharing)
-        self._scratch_bytes = optimizer_scratch(arch, self.setting)
-        self._beside = beside or beside_of(spec.profile)
-        self._room_bytes = spec.profile.device.capacity_bytes - self.total.static
-        self._felt = felt_by_step(self.setting)
+        self._beside = beside_of(spec.profile)
+        self._capacity_bytes = spec.profile.device.capacity_bytes
         self._evaluates = evaluates(self.recipe)
+        self._train_as(setting_of(arch, spec))
+
+    def _train_as(self, setting: Setting) -> None:
+        self.setting = setting
+        self.total = static_of_a_rank(self.arch, setting, self.sharing)
+        self._bucket_bytes = bucket_bytes(self.arch, setting, self.sharing)
+        self._scratch_bytes = optimizer_scratch(self.arch, setting)
+        self._felt = felt_by_step(setting)
         self._answers: dict[int, int] = {}
         self._last: tuple[tuple[int, int], dict[str, tuple[int, PhaseCost]]] = (0, 0), {}
         self._sets: tuple[Setting | None, LiveSets] = None, LiveSets((), ())
@@ -121,9 +127,11 @@ class Budget:
         """What a step does hold at its end."""
         return self.total.static + self.total.gradients
 
-    def remedied(self, spec: RunSpec) -> Budget:
-        """Of the same model on the same device, trained otherwise."""
-        return Budget(self.arch, spec, self._beside)
+    def remedied(self, changes: Mapping[str, Any]) -> Budget:
+        """Of the same run with other values for some of the choices that a setting has."""
+        other = copy(self)
+        other._train_as(self.setting.but(**changes))
+        return other
 
     def at_least_bytes(self, rows: int, length: int) -> int:
         """A bound from below to `device_bytes`, for a fraction of the work."""
@@ -216,8 +224,8 @@ class Budget:
         sequence = self.sharing.sequence
         if sequence == 1:
             return rows
-        budget_bytes = cost_model(self.arch, self.spec).bytes(rows, length)
-        alone = cost_model(self.arch, on_one_device(self.spec))
+        budget_bytes = _cost_model(self.arch, self.setting, self.batch > 1, self.sharing).bytes(rows, length)
+        alone = _cost_model(self.arch, self.setting.but(sequence=1), self.recipe.train.batch_size > 1, ALONE)
         fitting = (fewer for fewer in range(rows // sequence + 1, 1, -1) if alone.bytes(fewer, length) <= budget_bytes)
         return next(fitting, 1)
 
@@ -231,7 +239,8 @@ class Budget:
 
     def generation_rows(self, length: int) -> int:
         """How many answers to prompts of `length` tokens are written at once."""
-        return generation_rows(self.arch, self.setting, self.recipe, length=length, room_bytes=self._room_bytes)
+        room_bytes = self._capacity_bytes - self.total.static
+        return generation_rows(self.arch, self.setting, self.recipe, length=length, room_bytes=room_bytes)
 
 
 def _parts(size: int, phase: PhaseCost, shape: Shape) -> dict[str, int]:

@@ -94,7 +94,9 @@ def _select(
     prefix: str, parameters: Sequence[Parameter], patterns: Patterns, *, dense: bool = True
 ) -> Selection:
     trained = adapted = NOTHING
-    if not patterns.lora or patterns.also_train:
+    if not patterns.lora and not patterns.train_only and not patterns.freeze:
+        trained = frozenset([p.name for p in parameters])
+    elif not patterns.lora or patterns.also_train:
         trained = frozenset([p.name for p in parameters if _is_trained((prefix + p.name,), patterns)])
     if patterns.lora:
         linear = [p for p in parameters if p.linear]

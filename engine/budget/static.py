@@ -163,7 +163,7 @@ def optimizer_scratch(arch: Architecture, setting: Setting) -> int:
     and room for the state that comes over from the host, where that is where it lives."""
     if not setting.optimizer_offload and setting.optimizer != "adafactor":
         return 0
-    shapes = _learning_shapes(arch, setting)
+    shapes = set(_learning_shapes(arch, setting))
     scratch = _stage(arch, setting, shapes) if setting.optimizer_offload else 0
     if setting.optimizer == "adafactor":
         scratch += rounded(max((prod(shape) * width for shape, width in shapes), default=0))
@@ -192,7 +192,7 @@ def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parame
         yield tower_ends(arch.tower), {select_tower_ends(arch.tower, setting.patterns)}
 
 
-def _stage(arch: Architecture, setting: Setting, shapes: list[tuple[tuple[int, ...], int]]) -> int:
+def _stage(arch: Architecture, setting: Setting, shapes: set[tuple[tuple[int, ...], int]]) -> int:
     """`engine.train.host_state`: batches of at most STAGE_BYTES, or one tensor's state where that is more."""
     kept = setting.but(optimizer_offload=False)
     largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
