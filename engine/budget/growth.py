@@ -131,12 +131,16 @@ class PhaseCost:
 
 def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
     """The one of several that decides at a shape, and its bytes there."""
+    costs = list(costs)
+    sizes = [cost.at(shape) for cost in costs]
     while True:
-        sizes = [cost.at(shape) for cost in costs]
-        top = costs[sizes.index(max(sizes))]
+        size = max(sizes)
+        place = sizes.index(size)
+        top = costs[place]
         if top.closer is None:
-            return max(sizes), top
-        costs = [top.exact(), *(cost for cost in costs if cost is not top)]
+            return size, top
+        costs[place] = top.exact()
+        sizes[place] = costs[place].at(shape)
 
 
 class LiveSets(NamedTuple):
@@ -192,9 +196,14 @@ def value(size: int, shape: Shape) -> int:
 
 
 def highest_value(sizes: Iterable[int], shape: Shape) -> int:
-    """The most bytes of several settled sizes at a shape; most are a + b · tokens."""
-    tokens = shape.tokens
-    return max([(size & ONE) + (size >> 56) * tokens if size < LEFT else value(size, shape) for size in sizes])
+    """The most bytes of several settled sizes at a shape; most are a + b · tokens, in eager attention + c · squares."""
+    _, tokens, squares, *_rest = shape
+    return max([
+        (size & ONE) + (size >> 56) * tokens if size < LEFT
+        else (size & ONE) + (size >> 56 & ONE) * tokens + (size >> 168) * squares if size < CHUNK
+        else value(size, shape)
+        for size in sizes
+    ])  # fmt: skip
 
 
 def growth(size: int) -> Growth:

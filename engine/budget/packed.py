@@ -50,24 +50,16 @@ def settled(sizes: Iterable[int], accumulating: bool) -> set[int]:
 def highest(sizes: Iterable[int]) -> list[int]:
     """Only those that are the largest for some shape: none that another exceeds in each of its numbers.
 
-    All of them are compared by one subtraction: with the guard bits set, one that has to borrow loses its own.
+    All numbers are compared by one subtraction: with the guard bits set, one that has to borrow loses its own.
     """
-    rest = list(sizes)
-    if not rest:
-        return rest
-    top = max(rest)  # by its leading number, which no other exceeds: as a rule it exceeds most of them in the others
-    guards = GUARDS[-(-top.bit_length() // WIDTH)]
-    guarded = top | guards
-    rest = [size for size in rest if (guarded - size) & guards != guards]
-    rest.sort(reverse=True)
-    kept = [guarded]
-    for size in rest:
-        for guarded in reversed(kept):  # what was kept last is the likeliest
-            if (guarded - size) & guards == guards:
-                break
-        else:
-            kept.append(size | guards)
-    return [guarded ^ guards for guarded in kept]
+    kept, rest = [], list(sizes)
+    while rest:
+        top = max(rest)  # by its leading number: none of the others exceeds it
+        kept.append(top)
+        guards = GUARDS[-(-top.bit_length() // WIDTH)]
+        guarded = top | guards
+        rest = [size for size in rest if (guarded - size) & guards != guards]
+    return kept
 
 
 def beyond(top: int, sizes: Iterable[int]) -> list[int]:
