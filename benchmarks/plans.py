@@ -2,9 +2,9 @@
 
 Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, half a minute)
 
-Files are read before the clock starts: an answer is one call of `make_plan`, and its time is the processor's. What the
-machine does beside is not the plan's: everything is asked in rounds, the fastest answer of all rounds counts, and the
-garbage collector waits, as in `timeit`. The first answer for a model and a recipe works out their closed form, each
+Files are read and patterns compiled before the clock starts: an answer is one call of `make_plan`, and its time is the
+processor's. What the machine does beside is not the plan's: everything is asked in rounds, the fastest answer of all
+rounds counts, and the garbage collector waits, as in `timeit`. The first answer for a model and a recipe works out their closed form, each
 time from nothing; the first on another device asks for remedies and dtypes of its own, but shares what it can; later
 ones only evaluate. The last lines give all three.
 """
@@ -46,8 +46,8 @@ OTHER = "80gb", "attention-lora", ["model.id=Qwen/Qwen2.5-1.5B"]
 ROUNDS = 120
 """Over all questions, so that the tries of one are seconds apart: a shared machine is slow for seconds at a time."""
 
-READS = "engine.budget.lookup"
-"""What this module remembers are files that it has read."""
+STAYS = "engine.budget.lookup", "engine.budget.globs"
+"""What these modules remember is what they have read, and expressions they have compiled."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _from_nothing(specs: Sequence[RunSpec]) -> list[float]:
     for name, module in list(sys.modules.items()):
         if name.startswith("engine.budget."):
             for value in vars(module).values():
-                if isinstance(value, _lru_cache_wrapper) and value.__module__ != READS:
+                if isinstance(value, _lru_cache_wrapper) and value.__module__ not in STAYS:
                     value.cache_clear()
     return [_timed(spec) for spec in specs]
 

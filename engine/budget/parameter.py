@@ -5,22 +5,19 @@ Try: `python -m pytest tests/budget/test_parameters.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 
 
-@dataclass(slots=True, eq=False)
 class Parameter:
     """One tensor, never changed. `linear` marks the weight of a linear layer, which an adapter can be put beside."""
 
-    name: str
-    shape: tuple[int, ...]
-    linear: bool = False
-    elements: int = field(init=False)
-    """Number of values."""
+    __slots__ = ("elements", "linear", "name", "shape")
 
-    def __post_init__(self) -> None:
-        self.elements = prod(self.shape)
+    def __init__(self, name: str, shape: tuple[int, ...], linear: bool = False) -> None:
+        self.name = name
+        self.shape = shape
+        self.linear = linear
+        self.elements = prod(shape)
 
     @property
     def module(self) -> str:

@@ -9,7 +9,6 @@ Try: `python -m pytest tests/budget/test_parameters.py`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -137,22 +136,3 @@ def _gpt2_layer(arch: Architecture) -> list[Parameter]:
     norms = [Parameter(f"{norm}.{kind}", (hidden,)) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")]
     weights = [Parameter(f"{name}.weight", shape, linear=True) for name, shape in shapes.items()]
     return [*norms, *weights, *(Parameter(f"{name}.bias", (shape[1],)) for name, shape in shapes.items())]
-
-
-@lru_cache(maxsize=1024)
-def compile_globs(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Globs on dotted names as one expression: "*", "?" stop at a dot, "**" does not; a module stands for its parts."""
-    return re.compile("|".join(rf"(?:{_glob(pattern)})(?:\..*)?" for pattern in patterns) or "(?!)")
-
-
-def _glob(pattern: str) -> str:
-    """One glob as the source of a regular expression for `fullmatch`."""
-    return "".join(_glob_piece(piece) for piece in re.split(r"(\*\*|\*|\?|\[[^\]]+\])", pattern))
-
-
-def _glob_piece(piece: str) -> str:
-    if piece in ("**", "*", "?"):
-        return {"**": ".*", "*": "[^.]*", "?": "[^.]"}[piece]
-    if piece.startswith("["):
-        return "[" + piece[1:].replace("!", "^", 1).replace("\\", "\\\\") if piece[1] == "!" else piece
-    return re.escape(piece)

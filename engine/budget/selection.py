@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
+from engine.budget.globs import compile_globs
 from engine.budget.parameter import Parameter
-from engine.budget.parameters import HEAD, compile_globs, layer_parameters, layer_prefix, outer_parameters
+from engine.budget.parameters import HEAD, layer_parameters, layer_prefix, outer_parameters
 from engine.budget.setting import Patterns
 from engine.budget.tower import Tower
 from engine.budget.tower_parameters import in_tower, tower_ends, tower_layer, tower_prefix
@@ -28,6 +29,18 @@ NOTHING: frozenset[str] = frozenset()
 
 _TELLS_NUMBERS = re.compile(r"[?\[0-9]")
 """In a pattern: what may fit one number and not another."""
+
+
+Test = Callable[[str], object]
+"""Of a dotted name; what it gives counts by its truth."""
+
+
+def _yes(_name: str) -> bool:
+    return True
+
+
+def _no(_name: str) -> bool:
+    return False
 
 
 class Selection(NamedTuple):
@@ -94,16 +107,27 @@ def _select(
     prefix: str, parameters: Sequence[Parameter], patterns: Patterns, *, dense: bool = True
 ) -> Selection:
     trained = adapted = NOTHING
-    if not patterns.lora and not patterns.train_only and not patterns.freeze:
-        trained = frozenset([p.name for p in parameters])
-    elif not patterns.lora or patterns.also_train:
-        trained = frozenset([p.name for p in parameters if _is_trained((prefix + p.name,), patterns)])
+    if not patterns.lora or patterns.also_train:
+        meant, frozen = _rules(patterns)
+        names = [p.name for p in parameters]
+        trained = frozenset([name for name in names if meant(prefix + name) and not frozen(prefix + name)])
     if patterns.lora:
         linear = [p for p in parameters if p.linear]
         if not _takes_all(prefix, patterns):
             linear = [p for p in linear if _is_adapted(prefix + p.module, patterns)]
         adapted = frozenset([p.name for p in linear]) - trained
     return Selection(trained, adapted, dense)
+
+
+def _rules(patterns: Patterns) -> tuple[Test, Test]:
+    """What tells by its name that a base parameter is meant to learn, and that it is frozen, which wins: with LoRA what
+    also_train names, else all, or train_only."""
+    if patterns.lora:
+        return compile_globs(patterns.also_train).fullmatch, _no
+    return (
+        compile_globs(patterns.train_only).fullmatch if patterns.train_only else _yes,
+        compile_globs(patterns.freeze).fullmatch if patterns.freeze else _no,
+    )
 
 
 def _takes_all(prefix: str, patterns: Patterns) -> bool:
@@ -114,34 +138,20 @@ def _takes_all(prefix: str, patterns: Patterns) -> bool:
 @lru_cache(maxsize=256)
 def selected_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
     """Names outside the layers that are trained. A tied table answers to the head's name, too."""
-    table = outer_parameters(arch)[0].name
-    return frozenset(
-        p.name
-        for p in outer_parameters(arch)
-        if _is_trained((p.name, HEAD) if arch.tied and p.name == table else (p.name,), patterns)
-    )
+    if patterns.lora and not patterns.also_train:
+        return NOTHING
+    meant, frozen = _rules(patterns)
+    names = {p.name: (p.name,) for p in outer_parameters(arch)}
+    if arch.tied:
+        table = outer_parameters(arch)[0].name
+        names[table] += (HEAD,)
+    return frozenset([name for name, own in names.items() if any(map(meant, own)) and not any(map(frozen, own))])
 
 
 def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
     """Whether what goes into the first layer needs a gradient: a trained token or position table."""
     tables = [p.name for p in outer_parameters(arch) if p.shape[-1] == arch.hidden and len(p.shape) == 2]
     return any(name in selected_outer(arch, patterns) for name in tables if name != HEAD)
-
-
-def _is_trained(names: tuple[str, ...], patterns: Patterns) -> bool:
-    """Whether a base parameter of these names learns: with LoRA what also_train names, else all, or train_only.
-
-    Freezing any of its names wins.
-    """
-    if patterns.lora:
-        return _match(patterns.also_train, names)
-    meant = not patterns.train_only or _match(patterns.train_only, names)
-    return meant and not _match(patterns.freeze, names)
-
-
-def _match(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    """Whether one of the names is meant; of no patterns none is, which is what most recipes have."""
-    return bool(globs) and any(compile_globs(globs).fullmatch(name) for name in names)
 
 
 def _is_adapted(module: str, patterns: Patterns) -> bool:
@@ -159,4 +169,4 @@ def _is_adapted(module: str, patterns: Patterns) -> bool:
 
 def _named(globs: tuple[str, ...], module: str) -> bool:
     """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
-    return _match(globs + tuple(f"**.{glob}" for glob in globs), (module,))
+    return compile_globs(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch(module) is not None

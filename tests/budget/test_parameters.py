@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from engine.budget.architecture import from_config
+from engine.budget.globs import compile_globs
 from engine.budget.lookup import shipped_entries
-from engine.budget.parameters import compile_globs, layer_parameters, layer_prefix, outer_parameters, parameter_count
+from engine.budget.parameters import layer_parameters, layer_prefix, outer_parameters, parameter_count
 from engine.budget.tower_parameters import tower_ends, tower_layer, tower_prefix
 
 ENTRIES = list(shipped_entries())
