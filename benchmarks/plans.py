@@ -4,9 +4,9 @@ Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torc
 
 Files are read and patterns compiled before the clock starts: an answer is one call of `make_plan`, and its time is the
 processor's. What the machine does beside is not the plan's: everything is asked in rounds, the fastest answer of all
-rounds counts, and the garbage collector waits, as in `timeit`. The first answer for a model and a recipe works out their closed form, each
-time from nothing; the first on another device asks for remedies and dtypes of its own, but shares what it can; later
-ones only evaluate. The last lines give all three.
+rounds counts, and the garbage collector waits, as in `timeit`. The first answer for a model and a recipe works out
+their closed form, each time from nothing; the first on another device asks for remedies and dtypes of its own, but
+shares what it can; later ones only evaluate. The last lines give all three.
 """
 
 from __future__ import annotations

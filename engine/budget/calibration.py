@@ -57,10 +57,10 @@ def residuals_for(profile: Profile) -> Residuals | None:
     """What runs of this profile's kind showed on this machine; None where there were none."""
     if profile.device.kind != "cuda":
         return None
-    try:
-        stamp = os.stat(os.path.join(state_folder(), FILE)).st_mtime_ns  # a new `Path` takes longer: every plan asks
-    except OSError:
+    file = os.path.join(state_folder(), FILE)  # a new `Path` takes longer, as an exception does: every plan asks
+    if not os.access(file, os.R_OK):
         return None
+    stamp = os.stat(file).st_mtime_ns
     fitting = [worst for setting, worst in _entries(calibration_file(), stamp) if _fits(setting, profile)]
     return _worst(fitting) if fitting else None
 

@@ -46,7 +46,7 @@ class Stack:
     """The layers of a model by their kinds: there are dozens of layers, and one, two or three kinds."""
 
     kinds: tuple[Kind, ...]
-    order: tuple[int, ...]
+    order: bytes
     """For each layer from the first, its place among `kinds`."""
     spans: tuple[tuple[int, int], ...]
     """The first and the last layer of each kind."""
@@ -108,22 +108,24 @@ def stack_of(arch: Architecture, setting: Setting) -> Stack:
 @lru_cache(maxsize=256)
 def _stack(arch: Architecture, patterns: Patterns, always: bool, window_reached: bool, tower: bool) -> Stack:
     """`always`: every layer has a mask; `window_reached`: those that slide have. `tower`: one before them learns."""
-    chosen, sliding = selections(arch, patterns), arch.sliding_layers or (False,) * arch.layers
+    chosen = selections(arch, patterns)
     first = 0  # that has something below it that learns
     if not (tower or embedding_learns(arch, patterns)):
         learning = (layer for layer, one in enumerate(chosen, 1) if one.trained or one.adapted)
         first = next(learning, arch.layers)
     unlike = [one for one, _ in counted(chosen)]
-    which = (0,) * arch.layers if len(unlike) == 1 else tuple(map(unlike.index, chosen))
-    alike = list(zip(which, sliding, (False,) * first + (True,) * (arch.layers - first), strict=True))
-    places = {key: place for place, key in enumerate(dict.fromkeys(alike))}
-    kinds = [
-        kind_of(unlike[one], always or (slides and window_reached), slides, follows) for one, slides, follows in places
-    ]
-    order = tuple(map(places.__getitem__, alike))
-    last, backwards = len(order) - 1, order[::-1]
-    spans = [(order.index(place), last - backwards.index(place)) for place in range(len(kinds))]
-    return Stack(tuple(kinds), order, tuple(spans))
+    marks = bytes(arch.sliding_layers or arch.layers)  # a byte for each layer: 1 where it slides
+    if len(unlike) > 1:
+        marks = bytes([2 * unlike.index(one) + slides for one, slides in zip(chosen, marks, strict=True)])
+    kinds: list[Kind] = []
+    order = b""
+    for part, follows in (marks[:first], False), (marks[first:], True):
+        own = bytes(dict.fromkeys(part))
+        order += part.translate(bytes.maketrans(own, bytes(range(len(kinds), len(kinds) + len(own)))))
+        for mark in own:
+            slides = mark % 2 == 1
+            kinds.append(kind_of(unlike[mark // 2], always or (slides and window_reached), slides, follows))
+    return Stack(tuple(kinds), order, tuple([(order.index(place), order.rindex(place)) for place in range(len(kinds))]))
 
 
 def sees_images_both_ways(arch: Architecture, setting: Setting) -> bool:

@@ -51,7 +51,7 @@ def _config_file(model: str, revision: str | None) -> Path | None:
     if model.startswith(BUILTIN_PREFIX):
         return None
     local = os.path.expanduser(model) if model.startswith("~") else model
-    if os.path.isdir(local):
+    if _is_folder(local):
         return Path(local, "config.json")
     if os.path.isabs(local) or model.startswith("."):
         raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
@@ -115,12 +115,17 @@ def shipped_entries() -> Iterator[dict[str, Any]]:
 def _cached_config(model: str, revision: str | None) -> Path | None:
     """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
     repository = f"{_hub_cache()}/models--{model.replace('/', '--')}"
-    if not os.path.isdir(repository):
+    if not _is_folder(repository):
         return None
     reference = Path(repository, "refs", revision or "main")
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
     config = Path(repository, "snapshots", commit, "config.json")
     return config if commit and config.is_file() else None
+
+
+def _is_folder(path: str) -> bool:
+    """As `os.path.isdir`, which takes twice as long to say no: every plan asks, and nothing is there as a rule."""
+    return os.access(path, os.F_OK) and os.path.isdir(path)
 
 
 def _hub_cache() -> str:

@@ -112,9 +112,7 @@ def _select(
         names = [p.name for p in parameters]
         trained = frozenset([name for name in names if meant(prefix + name) and not frozen(prefix + name)])
     if patterns.lora:
-        linear = [p for p in parameters if p.linear]
-        if not _takes_all(prefix, patterns):
-            linear = [p for p in linear if _is_adapted(prefix + p.module, patterns)]
+        linear = _adapted(prefix, [p for p in parameters if p.linear], patterns)
         adapted = frozenset([p.name for p in linear]) - trained
     return Selection(trained, adapted, dense)
 
@@ -130,18 +128,13 @@ def _rules(patterns: Patterns) -> tuple[Test, Test]:
     )
 
 
-def _takes_all(prefix: str, patterns: Patterns) -> bool:
-    """Whether every linear layer of a decoder's layer gets an adapter, as in most recipes."""
-    return patterns.targets == "all-linear" and not patterns.exclude and prefix != "" and not in_tower(prefix)
-
-
 @lru_cache(maxsize=256)
 def selected_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
     """Names outside the layers that are trained. A tied table answers to the head's name, too."""
     if patterns.lora and not patterns.also_train:
         return NOTHING
     meant, frozen = _rules(patterns)
-    names = {p.name: (p.name,) for p in outer_parameters(arch)}
+    names: dict[str, tuple[str, ...]] = {p.name: (p.name,) for p in outer_parameters(arch)}
     if arch.tied:
         table = outer_parameters(arch)[0].name
         names[table] += (HEAD,)
@@ -154,19 +147,23 @@ def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
     return any(name in selected_outer(arch, patterns) for name in tables if name != HEAD)
 
 
-def _is_adapted(module: str, patterns: Patterns) -> bool:
-    """Whether a linear layer, the head aside, gets an adapter. In a vision tower only what a pattern names."""
-    if not patterns.lora or (patterns.exclude and _named(patterns.exclude, module)):
-        return False
-    if isinstance(patterns.targets, str) and in_tower(module):
-        return False
-    if patterns.targets == "all-linear":
-        return True
-    if patterns.targets == "attention":
-        return not ATTENTION_PARTS.isdisjoint(module.split(".")[:-1])
-    return _named(tuple(patterns.targets), module)
+def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[Parameter]:
+    """Of the linear layers of one group, the head aside, those that get an adapter. In a vision tower only what a
+    pattern names."""
+    targets = patterns.targets
+    if not isinstance(targets, str):
+        named = _named(targets)
+        linear = [p for p in linear if named(prefix + p.module)]
+    elif not linear or in_tower(prefix + linear[0].module):
+        return []
+    elif targets == "attention":
+        linear = [p for p in linear if not ATTENTION_PARTS.isdisjoint(p.module.split(".")[:-1])]
+    if patterns.exclude:
+        spared = _named(patterns.exclude)
+        linear = [p for p in linear if not spared(prefix + p.module)]
+    return linear
 
 
-def _named(globs: tuple[str, ...], module: str) -> bool:
+def _named(globs: tuple[str, ...]) -> Test:
     """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
-    return compile_globs(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch(module) is not None
+    return compile_globs(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch

@@ -49,11 +49,13 @@ class Tensors(NamedTuple):
 
     def plus(self, other: Tensors, times: int = 1) -> Tensors:
         """This group and `times` of another."""
+        weights, adapters, gradients, optimizer = self
+        more_weights, more_adapters, more_gradients, more_optimizer = other
         return Tensors(
-            self.weights + times * other.weights,
-            self.adapters + times * other.adapters,
-            self.gradients + times * other.gradients,
-            self.optimizer + times * other.optimizer,
+            weights + times * more_weights,
+            adapters + times * more_adapters,
+            gradients + times * more_gradients,
+            optimizer + times * more_optimizer,
         )
 
     @property
@@ -74,10 +76,8 @@ class StaticBytes(NamedTuple):
     tower: Tensors
     """Of a vision tower. Its gradients come only where there are images."""
 
-    @property
-    def total(self) -> Tensors:
-        """Layers and the rest."""
-        return self.layers.plus(self.outer).plus(self.tower)
+    total: Tensors
+    """Layers and the rest."""
 
 
 @lru_cache(maxsize=256)
@@ -99,12 +99,15 @@ def _static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
     trained, around = selected_outer(arch, patterns), outer_parameters(arch)
     outer = _tensors(around, trained, NOTHING, setting)
     gradients = {p.name: rounded(p.elements * setting.base_bytes) for p in around if p.name in trained}
+    outer = outer._replace(weights=outer.weights + BLOCK_BYTES * arch.buffers)
+    tower = tower_tensors(arch.tower, setting) if arch.tower else Tensors()
     return StaticBytes(
         layers=total,
-        outer=outer._replace(weights=outer.weights + BLOCK_BYTES * arch.buffers),
+        outer=outer,
         embedding_gradient=gradients.get(around[0].name, 0),
         head_gradient=gradients.get("lm_head.weight", 0),
-        tower=tower_tensors(arch.tower, setting) if arch.tower else Tensors(),
+        tower=tower,
+        total=total.plus(outer).plus(tower),
     )
 
 
@@ -140,7 +143,8 @@ def _tensors(
     parameters: Iterable[Parameter], trained: frozenset[str], adapted: frozenset[str], setting: Setting
 ) -> Tensors:
     """Add up parameters, of which some by name are trained in full, or have an adapter beside them."""
-    weights = adapters = gradients = state = 0
+    weights = adapters = gradients = 0
+    learning: list[tuple[tuple[int, ...], int]] = []
     base, beside, quantized = setting.base_bytes, setting.adapter_bytes, setting.quantized
     for parameter in parameters:
         name, whole = parameter.name, rounded(parameter.elements * base)
@@ -148,12 +152,16 @@ def _tensors(
         if name in trained:
             weights += whole if setting.lora else 0  # peft trains a copy and keeps the original
             gradients += whole
-            state += state_bytes(parameter.shape, base, setting)
+            learning.append((parameter.shape, base))
         if name in adapted:
             for shape in _adapter_shapes(parameter, setting):
                 adapters += rounded(prod(shape) * beside)
-                state += state_bytes(shape, beside, setting)
+                learning.append((shape, beside))
     gradients += adapters
+    if setting.optimizer == "adamw" and not setting.optimizer_offload:  # as `state_bytes` has it
+        state = 2 * gradients + BLOCK_BYTES * len(learning)
+    else:
+        state = sum([state_bytes(shape, width, setting) for shape, width in learning])
     return Tensors(weights, adapters, gradients, state)
 
 
