@@ -73,19 +73,24 @@ def adapted_linear(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpac
         tops[1] += lower
         if 0 < cast < x.size:  # else what is there beside A's gradient is more
             tops.append(change + lower + x.size)
-    return walk.taped(output, _AdaptedLinear(x, given, saved, total, high, unpacked, tops, change))
+    casts = cast >= 2 * x.size
+    return walk.taped(output, _AdaptedLinear(x, given, saved, total, high, unpacked, tops, change, casts=casts))
 
 
 class _AdaptedLinear(Node):
     """One of them: how many bytes each tensor has."""
 
-    __slots__ = ("before", "change", "gives", "high", "tops", "total", "unpacked")
+    __slots__ = ("before", "casts", "change", "gives", "high", "tops", "total", "unpacked")
 
     def __init__(
-        self, x: Ghost, size: int, saved: Saved, total: int, high: int, unpacked: int, tops: list[int], change: int
-    ) -> None:
+        self, x: Ghost, size: int, saved: Saved, total: int, high: int, unpacked: int, tops: list[int], change: int,
+        *, casts: bool,
+    ) -> None:  # fmt: skip
         self.size, self.saved, self.gradient, self.joins = size, saved, None, False
         self.before, self.gives, self.total, self.high, self.unpacked = x.node, x.size, total, high, unpacked
+        self.casts = casts
+        """What A took was a copy of x at least twice as wide, beside which A's gradient was made: more than there is
+        when the base makes its own."""
         self.tops, self.change = tops, change
         """Over what is live when the gradient of what B gave is there: the maxima, and what comes of it."""
 
@@ -105,7 +110,7 @@ class _AdaptedLinear(Node):
             made = Storage(walk, self.gives)
             walk.reach(self.unpacked)
         else:
-            made = walk.exchange(base, self.gives)
+            made = walk.exchange(base, self.gives, noted=not self.casts)
         del base
         walk.hand_on(self.before, made)
 

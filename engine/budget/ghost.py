@@ -213,10 +213,9 @@ class Walk:
         """Where the walk was when it saved last: maxima so far, live bytes, whether they were rising."""
         self._recompute: tuple[list[int], int] | None = None
 
-    def take_peaks(self) -> set[int]:
+    def take_peaks(self) -> list[int]:
         """The local maxima since the last call, the present one included."""
-        peaks = {self.live, *self.peaks}
-        self.peaks = []
+        peaks, self.peaks = [self.live, *self.peaks], []
         self.rising = False
         return peaks
 
@@ -247,10 +246,10 @@ class Walk:
         self.live += size
         self.lingering += size
 
-    def take_passing(self) -> set[int]:
+    def take_passing(self) -> list[int]:
         """The local maxima so far of a forward pass that saves nothing, which ends here."""
         assert self.passing is not None
-        passing, self.passing = {self.live - self.lingering, *self.passing}, None
+        passing, self.passing = [self.live - self.lingering, *self.passing], None
         return passing
 
     def stays(self, size: int) -> int:
@@ -407,14 +406,15 @@ class Walk:
             return [Storage(self, size) for size in saved if isinstance(size, int)]
         return None
 
-    def exchange(self, incoming: Storage, size: int) -> Storage:
-        """Other bytes made of these, which go then unless somebody else refers to them."""
+    def exchange(self, incoming: Storage, size: int, *, noted: bool = True) -> Storage:
+        """Other bytes made of these, which go then unless somebody else refers to them. Not `noted`: more was there."""
         if getrefcount(incoming) > 3:  # its names here and in the caller, and the argument of the question
             return Storage(self, size)
-        self.live += size
-        self.peaks.append(self.live)
+        live = self.live + size
+        if noted:
+            self.peaks.append(live)
         self.rising = False
-        self.live -= incoming.freed
+        self.live = live - incoming.freed
         incoming.freed = size
         return incoming
 

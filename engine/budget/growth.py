@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.packed import (
@@ -223,17 +222,9 @@ UNITS = (1, TOKEN, SQUARE, CHUNK, SEVERAL, POSITION, PAIR, ROW)
 """In the order of `Shape`."""
 
 
-@lru_cache(maxsize=256)
-def maxima(sizes: tuple[int, ...], accumulating: bool = False) -> tuple[int, ...]:
-    """Of several, those that are the largest for some shape, settled. Layers of several kinds often come to the same
-    ones."""
+def maxima(sizes: Iterable[int], accumulating: bool = False) -> tuple[int, ...]:
+    """Of several, those that are the largest for some shape, settled."""
     return tuple(highest(settled(sizes, accumulating)))
-
-
-@lru_cache(maxsize=256)
-def forward_maxima(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The same of a forward pass, in which no gradient of a weight is finished."""
-    return tuple(highest(sizes))
 
 
 def growths(sizes: Iterable[int]) -> tuple[Growth, ...]:

@@ -13,12 +13,12 @@ from functools import lru_cache
 
 from engine.budget.architecture import Architecture
 from engine.budget.ghost import Walk
-from engine.budget.growth import Growth, forward_maxima, growths, shape_of
+from engine.budget.growth import Growth, growths, shape_of
 from engine.budget.installed import DECODES_WITH_REPEATED_HEADS
 from engine.budget.kinds import Kind, kind_of, stack_of
 from engine.budget.layer import Layer
 from engine.budget.operations import FLOAT
-from engine.budget.packed import TOKEN
+from engine.budget.packed import TOKEN, highest
 from engine.budget.setting import Setting
 from engine.budget.step import embeddings_held, inputs, masks_of
 from engine.budget.vision import tower_cost
@@ -82,7 +82,7 @@ def _caching(arch: Architecture, setting: Setting, kind: Kind) -> tuple[int, ...
     arguments = [entry(walk, arch, setting, False)]
     output = layer.forward(arguments.pop())
     del output
-    return forward_maxima(tuple(walk.take_peaks()))
+    return tuple(highest(walk.take_peaks()))
 
 
 def generation_bytes(arch: Architecture, setting: Setting, *, rows: int, prompt: int, new_tokens: int) -> int:

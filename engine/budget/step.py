@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from engine.budget.architecture import Architecture
-from engine.budget.growth import LiveSets, PhaseCost, deciding_sets, forward_maxima
+from engine.budget.growth import LiveSets, PhaseCost, deciding_sets
 from engine.budget.kinds import Kind, Stack, sees_images_both_ways, stack_of
 from engine.budget.operations import FLOAT, INDEX
 from engine.budget.packed import PAIR, POSITION, SQUARE, TOKEN
@@ -75,7 +75,7 @@ class _Step:
                 PhaseCost(
                     self.held,
                     self._around(layer) + (embeddings if layer else 0),
-                    forward_maxima(ahead.forward),
+                    ahead.forward,
                     self.label,
                     batch,
                     self.spread.forward(layer) if self.spread else 0,
@@ -87,7 +87,7 @@ class _Step:
 
     def _ahead_of(self, kind: Kind) -> tuple[int, ...]:
         """Maxima of its forward pass."""
-        return forward_maxima(walk_forward(self.arch, self.setting, kind).forward)
+        return walk_forward(self.arch, self.setting, kind).forward
 
     def _head(self) -> PhaseCost:
         """From the last layer to the loss and back."""

@@ -16,7 +16,7 @@ from engine.budget.growth import maxima
 from engine.budget.head import Head
 from engine.budget.kinds import Kind, body_learns, kind_of
 from engine.budget.layer import Layer
-from engine.budget.packed import TOKEN
+from engine.budget.packed import TOKEN, highest
 from engine.budget.setting import Setting
 
 
@@ -28,6 +28,7 @@ class Ahead(NamedTuple):
     casts: int
 
 
+@lru_cache(maxsize=256)
 def walk_forward(arch: Architecture, setting: Setting, kind: Kind) -> Ahead:
     """Forward of one layer by itself. Where nothing learns, nothing is saved; a checkpoint saves the layer's input."""
     felt = felt_by_layers(setting)
@@ -40,6 +41,7 @@ def walk_forward(arch: Architecture, setting: Setting, kind: Kind) -> Ahead:
     return found.ahead
 
 
+@lru_cache(maxsize=256)
 def walk_backward(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> tuple[int, ...]:
     """Maxima of its backward pass, which a checkpointed layer begins by running forward again."""
     felt = felt_by_layers(setting)
@@ -57,7 +59,8 @@ class Walked(NamedTuple):
     """A layer, forward and backward."""
 
     ahead: Ahead
-    backward: tuple[int, ...]
+    backward: list[int]
+    """All local maxima of its backward pass: which of them decide differs with what earlier micro-batches have left."""
     through: Through
     """Its forward pass were nothing saved."""
 
@@ -75,16 +78,16 @@ def _walk_layer(arch: Architecture, setting: Setting, kind: Kind) -> Walked:
         output = walk.checkpoint(lambda: layer.forward(arguments.pop()))
     else:
         held, output = [], layer.forward(arguments.pop())
-    through = Through(tuple(walk.take_passing()), sum(weight.freed for weight in walk.casts))
+    through = Through(tuple(highest(walk.take_passing())), sum([weight.freed for weight in walk.casts]))
     with_casts = walk.live
     if not setting.checkpointing:
         walk.casts.clear()
-    casts, forward = with_casts - walk.live, tuple(walk.take_peaks())
+    casts, forward = with_casts - walk.live, tuple(highest(walk.take_peaks()))
     assert output.node is not None
     saved, size, node = walk.live - output.size, output.size, output.node
     del output
     walk.backward(node, walk.allocate(size))
-    backward = tuple(walk.take_peaks())
+    backward = walk.take_peaks()
     held.clear()
     return Walked(Ahead(forward, saved, casts), backward, through)
 
@@ -109,9 +112,10 @@ def _pass_through(arch: Architecture, setting: Setting, kind: Kind) -> Through:
     arguments = [entry(walk, arch, setting, False)]
     output = Layer(walk, arch, setting, kind).forward(arguments.pop())
     del output
-    return Through(tuple(walk.take_peaks()), sum(weight.freed for weight in walk.casts))
+    return Through(tuple(highest(walk.take_peaks())), sum([weight.freed for weight in walk.casts]))
 
 
+@lru_cache(maxsize=256)
 def walk_head(arch: Architecture, setting: Setting, accumulating: bool) -> tuple[int, ...]:
     """Local maxima from the last layer's output to the loss and back to that output's gradient."""
     return maxima(_head_peaks(arch, felt_by_head(setting)), accumulating)
@@ -147,14 +151,14 @@ def felt_by_head(setting: Setting) -> Setting:
 
 
 @lru_cache(maxsize=256)
-def _head_peaks(arch: Architecture, setting: Setting) -> tuple[int, ...]:
+def _head_peaks(arch: Architecture, setting: Setting) -> list[int]:
     walk = Walk(metered=setting.metered, autocast=setting.autocast, offloads=setting.activation_offload)
     arguments = [entry(walk, arch, setting, body_learns(arch, setting))]
     loss = Head(walk, arch, setting).forward(arguments.pop())
     walk.casts.clear()
     if loss.node is not None:  # else nothing learns at all, which the engine refuses by name once it has the model
         walk.backward(loss.node, walk.allocate(0))
-    return tuple(walk.take_peaks())
+    return walk.take_peaks()
 
 
 @lru_cache(maxsize=256)
@@ -163,7 +167,7 @@ def head_alone(arch: Architecture, setting: Setting) -> tuple[int, ...]:
     walk = Walk(metered=setting.metered, autocast=setting.autocast, learning=False)
     arguments = [entry(walk, arch, setting, False)]
     Head(walk, arch, setting).forward(arguments.pop())
-    return tuple(walk.take_peaks())
+    return tuple(highest(walk.take_peaks()))
 
 
 def entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> Ghost:
