@@ -8,7 +8,7 @@ Try: `python -m pytest tests/budget/test_predict.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.budget.packed import (
@@ -115,7 +115,9 @@ class PhaseCost:
 
     def exact(self) -> PhaseCost:
         """The same without a bound."""
-        return self if self.closer is None else replace(self, working=self.closer(), closer=None)
+        if self.closer is None:
+            return self
+        return PhaseCost(self.gradients, self.saved, self.closer(), self.label, self.inputs, self.buffers)
 
     def sizes(self) -> list[int]:
         """All that is live, for each alternative."""

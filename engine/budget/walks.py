@@ -45,7 +45,12 @@ def walk_forward(arch: Architecture, setting: Setting, kind: Kind) -> Ahead:
 def walk_backward(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> tuple[int, ...]:
     """Maxima of its backward pass, which a checkpointed layer begins by running forward again."""
     felt = felt_by_layers(setting)
-    return maxima(_walk_layer(arch, felt, _felt_kind(felt, kind)).backward, accumulating)
+    return _maxima_behind(arch, felt, _felt_kind(felt, kind), accumulating)
+
+
+@lru_cache(maxsize=256)
+def _maxima_behind(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> tuple[int, ...]:
+    return maxima(_walk_layer(arch, setting, kind).backward, accumulating)
 
 
 class Through(NamedTuple):
