@@ -23,7 +23,7 @@ from engine.budget.setting import Setting
 from engine.budget.sharing import ALONE, Sharing, shards, static_of_a_rank
 from engine.budget.static import layer_tensors, static_bytes
 from engine.budget.vision import tower_cost
-from engine.budget.walks import Ahead, walk_backward, walk_forward, walk_head
+from engine.budget.walks import Ahead, walk_backward, walk_forward, walk_head, walked_alike
 
 INPUT_BYTES = 24
 """Per token: input ids, labels and the targets among them, int64."""
@@ -180,7 +180,8 @@ def _bounds(arch: Architecture, setting: Setting) -> dict[Kind, Kind]:
     stack = stack_of(arch, setting)
     if len(stack.kinds) == 1 or not setting.checkpointing:
         return {}
-    return {kind: larger for kind in stack.kinds if kind.learns and (larger := stack.larger(kind))}
+    larger = {kind: stack.larger(kind) for kind in stack.kinds if kind.learns}
+    return {kind: other for kind, other in larger.items() if other and not walked_alike(setting, kind, other)}
 
 
 @lru_cache(maxsize=256)

@@ -102,6 +102,11 @@ def _felt_kind(setting: Setting, kind: Kind) -> Kind:
     return kind_of(kind.chosen, kind.masked and setting.attention == "sdpa", False, kind.follows)
 
 
+def walked_alike(setting: Setting, kind: Kind, other: Kind) -> bool:
+    """Whether two kinds of layers hold the same."""
+    return _felt_kind(setting, kind) is _felt_kind(setting, other)
+
+
 def pass_through(arch: Architecture, setting: Setting, kind: Kind) -> Through:
     """A layer's forward pass without gradients, dropout, or sequences that ranks share."""
     felt = felt_by_layers(setting)
