@@ -21,7 +21,7 @@ from engine.budget.packed import (
     SEVERAL,
     SQUARE,
     TOKEN,
-    exceeds,
+    beyond,
     highest,
     settled,
 )
@@ -44,13 +44,15 @@ class Shape(NamedTuple):
     pairs: int
     """Their square."""
     rows: int
+    known: dict[int, int]
+    """What sizes came to here that many phases have in common."""
 
 
 def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
     """The shape of `rows` sequences padded to `length` tokens."""
     tokens = rows * length
     chunk = min(tokens, chunk_tokens)
-    return Shape(1, tokens, tokens * length, chunk, int(tokens > chunk), length, length * length, rows)
+    return Shape(1, tokens, tokens * length, chunk, int(tokens > chunk), length, length * length, rows, {})
 
 
 class Growth(NamedTuple):
@@ -68,7 +70,7 @@ class Growth(NamedTuple):
     def at(self, shape: Shape) -> int:
         """Bytes at a shape. Written out: this is where a plan spends its time, and a loop takes thrice as long."""
         fixed, token, square, chunk, several, position, pair, row = self
-        _, tokens, squares, first, more, positions, pairs, rows = shape
+        _, tokens, squares, first, more, positions, pairs, rows, _known = shape
         return (
             fixed
             + token * tokens
@@ -126,7 +128,7 @@ class PhaseCost:
 
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
-        around = value(self.gradients + self.saved + self.inputs + self.buffers, shape)
+        around = self.gradients + value(self.saved, shape) + value(self.inputs, shape) + self.buffers
         return around + highest_value(self.working, shape)
 
 
@@ -153,7 +155,7 @@ class LiveSets(NamedTuple):
 
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
-        _, tokens, squares, first, more, positions, pairs, rows = shape
+        _, tokens, squares, first, more, positions, pairs, rows, _known = shape
         found = max([
             a + b * tokens + c * squares + d * first + e * more + f * positions + g * pairs + h * rows
             for a, b, c, d, e, f, g, h in self.known
@@ -170,12 +172,14 @@ class LiveSets(NamedTuple):
 
 def deciding_sets(phases: Sequence[PhaseCost]) -> LiveSets:
     """What is needed of phases where only the largest is asked for."""
-    known = highest({size for cost in phases if cost.closer is None for size in cost.sizes()})
+    known = highest([size for cost in phases if cost.closer is None for size in cost.sizes()])
     bounds = []
     for cost in phases:
         if cost.closer is not None:
-            above = [growth(size) for size in cost.sizes() if not exceeds(known, size)]
-            bounds += [(tuple(above), cost)] if above else []
+            above = cost.sizes()
+            for size in known:
+                above = beyond(size, above)
+            bounds += [(tuple([growth(size) for size in above]), cost)] if above else []
     return LiveSets(tuple([growth(size) for size in known]), tuple(bounds))
 
 
@@ -185,14 +189,16 @@ def value(size: int, shape: Shape) -> int:
         return (size & ONE) + (size >> 56) * shape[1]
     if size < CHUNK:
         return (size & ONE) + (size >> 56 & ONE) * shape[1] + (size >> 168) * shape[2]
-    _, tokens, squares, first, more, positions, pairs, rows = shape
-    found = (size & ONE) + (size >> 56 & ONE) * tokens
-    size >>= 168
-    if size:
-        found += (size & ONE) * squares + (size >> 56 & ONE) * first + (size >> 112 & ONE) * more
-        size >>= 168
-        if size:
-            found += (size & ONE) * positions + (size >> 56 & ONE) * pairs + (size >> 112) * rows
+    found = shape.known.get(size)
+    if found is None:
+        _, tokens, squares, first, more, positions, pairs, rows, known = shape
+        found = (size & ONE) + (size >> 56 & ONE) * tokens
+        rest = size >> 168
+        found += (rest & ONE) * squares + (rest >> 56 & ONE) * first + (rest >> 112 & ONE) * more
+        rest >>= 168
+        if rest:
+            found += (rest & ONE) * positions + (rest >> 56 & ONE) * pairs + (rest >> 112) * rows
+        known[size] = found
     return found
 
 

@@ -67,9 +67,3 @@ def beyond(top: int, sizes: Iterable[int]) -> list[int]:
     guards = GUARDS[-(-top.bit_length() // WIDTH)]
     guarded = top | guards
     return [size for size in sizes if size > top or (guarded - size) & guards != guards]
-
-
-def exceeds(kept: Iterable[int], size: int) -> bool:
-    """Whether one of several exceeds another in each of its numbers, or equals it."""
-    guards = GUARDS[PLACES]
-    return any(((other | guards) - size) & guards == guards for other in kept)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from engine.budget.architecture import Architecture
-from engine.budget.growth import Growth, LiveSets, PhaseCost, Shape, dearest, prune, shape_of, value
+from engine.budget.growth import Growth, LiveSets, PhaseCost, Shape, dearest, highest_value, prune, shape_of, value
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import beside_of
 from engine.budget.setting import Setting, for_rows, setting_of
@@ -140,7 +140,7 @@ class Budget:
         if not accumulates and not self.sharing.sharded:
             sizes += least_at_the_end(self.arch, felt)
         held = self.total.gradients if accumulates else 0
-        return self._with_the_rest(held + max([value(size, shape) for size in sizes]))
+        return self._with_the_rest(held + highest_value(sizes, shape))
 
     def device_bytes(self, rows: int, length: int) -> int:
         """What the driver would show at the peak: the table's largest row, without the table."""
