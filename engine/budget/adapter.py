@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.budget.ghost import Ghost, Node, Saved, Storage, Walk, travels
+from engine.budget.ghost import Ghost, Node, Operation, Saved, Storage, Walk, travels
 from engine.budget.operations import add, cast, copy, scale, scale_by_weight
 from engine.budget.packed import LEFT, POSITION, TOKEN
 from engine.budget.setting import Setting
@@ -59,7 +59,7 @@ def adapted_linear(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpac
     walk.reach(most)
     walk.live += kept - cast - given
     walk.lingering += kept
-    output = Ghost(walk.leave(given), elements, x.itemsize)
+    output = walk.tensor(walk.leave(given), elements, x.itemsize)
     if not walk.learning:
         return output
     first, second = rounded(setting.rank * layer.inputs * width), rounded(setting.rank * layer.outputs * width)
@@ -77,7 +77,7 @@ def adapted_linear(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpac
     return walk.taped(output, _AdaptedLinear(x, given, saved, total, high, unpacked, tops, change, casts=casts))
 
 
-class _AdaptedLinear(Node):
+class _AdaptedLinear(Operation):
     """One of them: how many bytes each tensor has."""
 
     __slots__ = ("before", "casts", "change", "gives", "high", "tops", "total", "unpacked")
@@ -107,7 +107,7 @@ class _AdaptedLinear(Node):
             return
         walk.hand_on(self.before, walk.leave(self.gives))
         if self.unpacked:
-            made = Storage(walk, self.gives)
+            made = walk.allocate(self.gives)
             walk.reach(self.unpacked)
         else:
             made = walk.exchange(base, self.gives, noted=not self.casts)
@@ -120,7 +120,7 @@ class _AdaptedLinear(Node):
         if self.total != self.size:  # the sum was cast: its gradient is cast back, and for the base once more
             del incoming
             walk.live += self.total
-            base = Storage(walk, self.size)
+            base = walk.allocate(self.size)
             if not wanted:
                 base = None
             walk.reach(self.high)
@@ -155,7 +155,7 @@ def adapted(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, result: Ghos
     return walk.taped(output, _Adapted(base, given, total, update)) if walk.learning else output
 
 
-class _Adapted(Node):
+class _Adapted(Operation):
     """The sum of what the base gave and of an update."""
 
     __slots__ = ("base", "total", "update")
@@ -182,7 +182,7 @@ class _Adapted(Node):
         self.update.behind(walk)
 
 
-class _LowRank(Node):
+class _LowRank(Operation):
     """B(A(x)), two linear layers that learn."""
 
     __slots__ = ("before", "elements", "first", "gives", "kept_low", "low", "second")

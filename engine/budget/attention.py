@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.exchange import to_heads, to_positions
-from engine.budget.ghost import Ghost, Node, Storage, Walk
+from engine.budget.ghost import Ghost, Node, Operation, Storage, Walk
 from engine.budget.operations import (
     FLOAT,
     HALF,
@@ -54,7 +54,7 @@ def _rotary(walk: Walk, x: Ghost, width: int) -> Ghost:
     return output if before is None else walk.taped(output, _Rotary(before, size, full))
 
 
-class _Rotary(Node):
+class _Rotary(Operation):
     """The gradient of the sum is that of both products."""
 
     __slots__ = ("before", "gives")
@@ -98,7 +98,7 @@ def _rotary_in_halves(walk: Walk, x: Ghost, width: int) -> Ghost:
     if before is not None:
         walk.mark(2 * half)
     walk.reach(4 * half)
-    output = Ghost(walk.leave(2 * half), x.elements, itemsize)
+    output = walk.tensor(walk.leave(2 * half), x.elements, itemsize)
     return output if before is None else walk.taped(output, _RotaryInHalves(before, x.size, 2 * half))
 
 
@@ -223,7 +223,7 @@ def _softmax_with_sinks(walk: Walk, arch: Architecture, weights: Ghost) -> tuple
 
     What goes into the softmax stays until the attention function returns.
     """
-    sinks = Ghost(weights.storage, arch.heads * TOKEN, weights.itemsize)
+    sinks = walk.tensor(weights.storage, arch.heads * TOKEN, weights.itemsize)
     joined = concatenate(walk, [weights, sinks])
     joined = subtract(walk, joined, _maximum(walk, joined, arch.heads * TOKEN))
     probabilities = saves_output(walk, joined)

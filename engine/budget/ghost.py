@@ -26,17 +26,18 @@ PASSED = -1
 
 
 class Storage:
-    """Bytes that are counted from creation until nobody refers to them any more."""
+    """Bytes that are counted from creation (`Walk.allocate`) until nobody refers to them any more.
+
+    A walk makes hundreds of these and of what follows. So they have no constructor, which would take longer than all
+    that is done with most of them.
+    """
 
     __slots__ = ("freed", "kept", "walk")
 
-    def __init__(self, walk: Walk, size: int) -> None:
-        self.walk = walk
-        self.freed = size
-        """What its end takes from the live bytes."""
-        self.kept: Kept | None = None
-        walk.live += size
-        walk.rising = True
+    walk: Walk
+    freed: int
+    """What its end takes from the live bytes."""
+    kept: Kept | None
 
     def __del__(self) -> None:
         walk = self.walk
@@ -56,9 +57,8 @@ class Kept:
 
     __slots__ = ("size", "walk")
 
-    def __init__(self, storage: Storage) -> None:
-        self.walk = storage.walk
-        self.size = storage.freed
+    walk: Walk
+    size: int
 
     def __del__(self) -> None:
         walk = self.walk
@@ -82,14 +82,13 @@ class Node:
 
     __slots__ = ("gradient", "joins", "saved", "size")
 
-    def __init__(self, size: int, saved: Saved | None = None) -> None:
-        self.size = size
-        """Packed bytes of the gradient of its output."""
-        self.gradient: Storage | None = None
-        """What has come of it so far, until its turn."""
-        self.joins = False
-        """Has several outputs: their gradients wait side by side instead of being added up."""
-        self.saved = saved
+    size: int
+    """Packed bytes of the gradient of its output."""
+    gradient: Storage | None
+    """What has come of it so far, until its turn."""
+    joins: bool
+    """Has several outputs: their gradients wait side by side instead of being added up."""
+    saved: Saved | None
 
     def take(self) -> Storage:
         """The gradient that has come, which is the caller's from now on."""
@@ -103,18 +102,13 @@ class Node:
 
 
 class Single(Node):
-    """An operation with one input, of whose gradient only the bytes matter: most are."""
+    """An operation with one input, of whose gradient only the bytes matter: most are. Made by `Walk.single`."""
 
     __slots__ = ("before", "gives")
 
-    def __init__(self, before: Node, gives: int, size: int, saved: Saved | None) -> None:
-        self.before = before
-        self.gives = gives
-        """Bytes of the gradient of its input, or PASSED."""
-        self.size = size
-        self.gradient = None
-        self.joins = False
-        self.saved = saved
+    before: Node
+    gives: int
+    """Bytes of the gradient of its input, or PASSED."""
 
     def go_back(self, walk: Walk) -> None:
         """Make that gradient from the one that has come."""
@@ -124,7 +118,7 @@ class Single(Node):
         fetched = walk.come_to(saved) if saved is not None else None
         if gives != PASSED:
             if getrefcount(made) > 2:  # its name here and the argument of the question: somebody else has it, too
-                made = Storage(walk, gives)
+                made = walk.allocate(gives)
             else:  # as if another one were made before it goes
                 live = walk.live + gives
                 walk.peaks.append(live)
@@ -140,7 +134,19 @@ class Single(Node):
             walk.hand_on(target, made)
 
 
-class Several(Node):
+class Operation(Node):
+    """One of a kind of its own, or by itself one that backward only comes to: what goes in."""
+
+    __slots__ = ()
+
+    def __init__(self, size: int, saved: Saved | None = None) -> None:
+        self.size = size
+        self.gradient = None
+        self.joins = False
+        self.saved = saved
+
+
+class Several(Operation):
     """An operation whose gradients are made in an order of their own."""
 
     __slots__ = ("back", "inputs")
@@ -166,13 +172,12 @@ class Ghost:
 
     __slots__ = ("elements", "itemsize", "node", "size", "storage")
 
-    def __init__(self, storage: Storage, elements: int, itemsize: int) -> None:
-        self.storage = storage
-        self.elements = elements
-        self.itemsize = itemsize
-        self.size = elements * itemsize
-        """Packed bytes."""
-        self.node: Node | None = None
+    storage: Storage
+    elements: int
+    itemsize: int
+    size: int
+    """Packed bytes."""
+    node: Node | None
 
 
 class Walk:
@@ -221,15 +226,31 @@ class Walk:
 
     def new(self, elements: int, itemsize: int) -> Ghost:
         """A tensor that needs no gradient."""
-        return Ghost(Storage(self, elements * itemsize), elements, itemsize)
+        return self.tensor(self.allocate(elements * itemsize), elements, itemsize)
+
+    def tensor(self, storage: Storage, elements: int, itemsize: int) -> Ghost:
+        """The same in a storage that is there already."""
+        ghost = Ghost()
+        ghost.storage = storage
+        ghost.elements = elements
+        ghost.itemsize = itemsize
+        ghost.size = elements * itemsize
+        ghost.node = None
+        return ghost
 
     def allocate(self, size: int) -> Storage:
         """Bare bytes."""
-        return Storage(self, size)
+        storage = Storage()
+        storage.walk = self
+        storage.freed = size
+        storage.kept = None
+        self.live += size
+        self.rising = True
+        return storage
 
     def leave(self, size: int) -> Storage:
         """Bytes that stay when more have gone, which `reach` was told of."""
-        left = Storage(self, size)
+        left = self.allocate(size)
         self.rising = False
         return left
 
@@ -277,9 +298,11 @@ class Walk:
         if self.offloads and travels(ghost.elements, ghost.itemsize):
             return ghost.size
         storage = ghost.storage
-        if storage.kept is None:
-            storage.kept = Kept(storage)
-        return storage.kept
+        kept = storage.kept
+        if kept is None:
+            storage.kept = kept = Kept()
+            kept.walk, kept.size = self, storage.freed
+        return kept
 
     def held(self, ghost: Ghost) -> Saved:
         """What keeps a tensor whatever becomes of its names, but by no operation."""
@@ -303,9 +326,8 @@ class Walk:
         trains: bool = False,
     ) -> Ghost:
         """The output of an operation; `trains` says that a trained weight takes part."""
-        return self.within(
-            Storage(self, elements * itemsize), elements, itemsize, parents, back, saved, trains=trains
-        )
+        storage = self.allocate(elements * itemsize)
+        return self.within(storage, elements, itemsize, parents, back, saved, trains=trains)
 
     def within(
         self,
@@ -319,7 +341,7 @@ class Walk:
         trains: bool = False,
     ) -> Ghost:
         """The same in a storage that is there already."""
-        output = Ghost(storage, elements, itemsize)
+        output = self.tensor(storage, elements, itemsize)
         inputs = [parent.node for parent in parents]
         if self.learning and (trains or any(inputs)):
             output.node = Several(inputs, back, output.size, saved)
@@ -328,19 +350,28 @@ class Walk:
 
     def single(self, x: Ghost, elements: int, itemsize: int, gives: int, saved: Saved | None = None) -> Ghost:
         """The output of an operation on `x` whose gradient takes `gives` bytes."""
-        output = Ghost(Storage(self, elements * itemsize), elements, itemsize)
+        output = self.tensor(self.allocate(elements * itemsize), elements, itemsize)
         if x.node is not None:
-            output.node = Single(x.node, gives, output.size, saved)
-            self.tape.append(output.node)
+            self._tape_single(x.node, output, gives, saved)
         return output
 
     def view(self, x: Ghost, elements: int, gives: int, saved: Saved | None = None) -> Ghost:
         """The same where it shares the storage of `x`."""
-        output = Ghost(x.storage, elements, x.itemsize)
+        output = self.tensor(x.storage, elements, x.itemsize)
         if x.node is not None:
-            output.node = Single(x.node, gives, output.size, saved)
-            self.tape.append(output.node)
+            self._tape_single(x.node, output, gives, saved)
         return output
+
+    def _tape_single(self, before: Node, output: Ghost, gives: int, saved: Saved | None) -> None:
+        node = Single()
+        node.before = before
+        node.gives = gives
+        node.size = output.size
+        node.gradient = None
+        node.joins = False
+        node.saved = saved
+        output.node = node
+        self.tape.append(node)
 
     def taped(self, output: Ghost, node: Node) -> Ghost:
         """The output of an operation with a node of its own kind."""
@@ -403,13 +434,13 @@ class Walk:
         if self._recompute is not None:
             self.bring_back()
         if self.offloads:
-            return [Storage(self, size) for size in saved if isinstance(size, int)]
+            return [self.allocate(size) for size in saved if isinstance(size, int)]
         return None
 
     def exchange(self, incoming: Storage, size: int, *, noted: bool = True) -> Storage:
         """Other bytes made of these, which go then unless somebody else refers to them. Not `noted`: more was there."""
         if getrefcount(incoming) > 3:  # its names here and in the caller, and the argument of the question
-            return Storage(self, size)
+            return self.allocate(size)
         live = self.live + size
         if noted:
             self.peaks.append(live)
@@ -428,7 +459,7 @@ class Walk:
         elif target.gradient is None:
             target.gradient = gradient
         elif self.metered or getrefcount(target.gradient) != 2:
-            target.gradient = Storage(self, target.size)
+            target.gradient = self.allocate(target.size)
 
 
 def travels(elements: int, itemsize: int) -> bool:

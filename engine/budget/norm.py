@@ -9,7 +9,7 @@ Try: `python -m pytest tests/budget/test_accuracy.py`
 
 from __future__ import annotations
 
-from engine.budget.ghost import Ghost, Node, Saved, Walk
+from engine.budget.ghost import Ghost, Node, Operation, Saved, Walk
 from engine.budget.operations import FLOAT
 
 
@@ -53,7 +53,7 @@ def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width:
     )  # fmt: skip
 
 
-class _Norm(Node):
+class _Norm(Operation):
     """One of them: how many bytes each tensor has, and how many of those that are saved stay on the device."""
 
     __slots__ = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.budget.ghost import PASSED, Ghost, Node, Saved, Storage, Walk
+from engine.budget.ghost import PASSED, Ghost, Node, Operation, Saved, Storage, Walk
 from engine.budget.packed import TOKEN
 
 FLOAT = 4
@@ -37,7 +37,7 @@ def linear(
     return output
 
 
-class _Linear(Node):
+class _Linear(Operation):
     """A linear layer that learns, or that is unpacked for the occasion."""
 
     __slots__ = ("before", "gives", "learns", "unpacked")
@@ -111,7 +111,7 @@ def add(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
     return walk.taped(output, _Sum(left, right, output))
 
 
-class _Sum(Node):
+class _Sum(Operation):
     """Of two tensors of one shape."""
 
     __slots__ = ("left", "left_gives", "right", "right_gives")
@@ -145,7 +145,7 @@ def multiply(walk: Walk, left: Ghost, right: Ghost) -> Ghost:
     return walk.taped(output, _Product(left, right, output, saved))
 
 
-class _Product(Node):
+class _Product(Operation):
     """Of two tensors, each of which is saved for the other's gradient."""
 
     __slots__ = ("left", "left_size", "right", "right_size")

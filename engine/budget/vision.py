@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import Ghost, Node, Walk
+from engine.budget.ghost import Ghost, Operation, Walk
 from engine.budget.growth import Growth, growth, maxima, packed, prune
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, activation, copy, linear
@@ -191,7 +191,7 @@ def walk_tower_layer(
 def _entry(walk: Walk, tower: Tower, setting: Setting, gradient: bool) -> Ghost:
     hidden = walk.new(tower.hidden * TOKEN, setting.base_bytes)
     if gradient:
-        hidden.node = Node(hidden.size)
+        hidden.node = Operation(hidden.size)
     return hidden
 
 

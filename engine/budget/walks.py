@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import Ghost, Node, Walk
+from engine.budget.ghost import Ghost, Operation, Walk
 from engine.budget.growth import maxima
 from engine.budget.head import Head
 from engine.budget.kinds import Kind, body_learns, kind_of
@@ -184,5 +184,5 @@ def entry(walk: Walk, arch: Architecture, setting: Setting, gradient: bool) -> G
     """Hidden states, as a rule with a gradient to come."""
     hidden = walk.new(arch.hidden * TOKEN, setting.base_bytes)
     if gradient:
-        hidden.node = Node(hidden.size)
+        hidden.node = Operation(hidden.size)
     return hidden
