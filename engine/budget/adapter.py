@@ -99,7 +99,8 @@ class _AdaptedLinear(Operation):
         base = self._to_both(walk)
         walk.bring_back()
         live = walk.live
-        walk.peaks += [live + top for top in self.tops]
+        for top in self.tops:
+            walk.peaks.append(live + top)
         walk.live, walk.rising = live + self.change, False
         assert self.saved is not None
         self.saved.clear()

@@ -14,7 +14,7 @@ What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 
 from engine.budget.packed import LEFT, SQUARE, TOKEN, beyond
@@ -285,13 +285,7 @@ class Walk:
 
     def save(self, *ghosts: Ghost | None) -> Saved:
         """Keep inputs for backward; None stands for a weight, which costs nothing but is saved too."""
-        if not ghosts or not self.learning:
-            return []
-        self.mark()
-        return self._kept(ghosts)
-
-    def _kept(self, ghosts: Iterable[Ghost | None]) -> Saved:
-        return [self.kept_of(ghost) for ghost in ghosts if ghost is not None]
+        return self.save_into([], *ghosts)
 
     def kept_of(self, ghost: Ghost) -> Kept | int:
         """What an operation keeps of one that it saves: all of it, or where it waits on the host its bytes."""
@@ -306,13 +300,15 @@ class Walk:
 
     def held(self, ghost: Ghost) -> Saved:
         """What keeps a tensor whatever becomes of its names, but by no operation."""
-        return self._kept((ghost,))
+        return [self.kept_of(ghost)]
 
     def save_into(self, holder: Saved, *ghosts: Ghost | None) -> Saved:
         """Keep more for the same operation: outputs are saved after they are made."""
         if ghosts and self.learning:
-            holder += self._kept(ghosts)
-            self.mark()
+            for ghost in ghosts:
+                if ghost is not None:
+                    holder.append(self.kept_of(ghost))
+            self._saved_at = len(self.peaks), self.live, self.rising
         return holder
 
     def result(

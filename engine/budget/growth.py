@@ -134,6 +134,9 @@ class PhaseCost:
 
 def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
     """The one of several that decides at a shape, and its bytes there."""
+    if len(costs) == 1:
+        only = costs[0].exact()
+        return only.at(shape), only
     costs = list(costs)
     sizes = [cost.at(shape) for cost in costs]
     while True:
@@ -204,13 +207,17 @@ def value(size: int, shape: Shape) -> int:
 
 def highest_value(sizes: Iterable[int], shape: Shape) -> int:
     """The most bytes of several settled sizes at a shape; most are a + b · tokens, in eager attention + c · squares."""
-    _, tokens, squares, *_rest = shape
-    return max([
-        (size & ONE) + (size >> 56) * tokens if size < LEFT
-        else (size & ONE) + (size >> 56 & ONE) * tokens + (size >> 168) * squares if size < CHUNK
-        else value(size, shape)
-        for size in sizes
-    ])  # fmt: skip
+    tokens, squares, most = shape.tokens, shape.squares, 0
+    for size in sizes:
+        if size < LEFT:
+            found = (size & ONE) + (size >> 56) * tokens
+        elif size < CHUNK:
+            found = (size & ONE) + (size >> 56 & ONE) * tokens + (size >> 168) * squares
+        else:
+            found = value(size, shape)
+        if found > most:
+            most = found
+    return most
 
 
 def growth(size: int) -> Growth:

@@ -57,12 +57,12 @@ class Stack:
 
     def larger(self, kind: Kind) -> Kind | None:
         """Another kind whose layers hold all that this one's do, and more: a mask, or a gradient of their input."""
-        own, found = (kind.masked, kind.follows), None
+        found = kind
         for other in self.kinds:
-            its = (other.masked, other.follows)
-            if other.chosen == kind.chosen and its != own and its[0] >= own[0] and its[1] >= own[1]:
-                found, own = other, its
-        return found
+            more = other.masked > found.masked or other.follows > found.follows
+            if more and other.masked >= found.masked and other.follows >= found.follows and other.chosen == kind.chosen:
+                found = other
+        return None if found is kind else found
 
     def between(self, start: int, stop: int) -> list[tuple[Kind, int]]:
         """How many layers of each kind there are from `start` up to `stop`, which is left out."""

@@ -143,8 +143,11 @@ def selected_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
 
 def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
     """Whether what goes into the first layer needs a gradient: a trained token or position table."""
+    trained = selected_outer(arch, patterns)
+    if not trained:
+        return False
     tables = [p.name for p in outer_parameters(arch) if p.shape[-1] == arch.hidden and len(p.shape) == 2]
-    return any(name in selected_outer(arch, patterns) for name in tables if name != HEAD)
+    return any(name in trained for name in tables if name != HEAD)
 
 
 def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[Parameter]:

@@ -57,6 +57,7 @@ class _Step:
         table = self.static.embedding_gradient
         # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
         self.waiting = table if arch.tied else 0
+        self.masked = setting.attention == "eager" or any(kind.masked for kind in self.stack.kinds)
         self.label = "recompute" if setting.checkpointing else "activations"
 
     def phases(self) -> Phases:
@@ -68,7 +69,7 @@ class _Step:
 
     def _forward(self) -> tuple[PhaseCost, ...]:
         """The last layer of each kind, behind all that those before it keep."""
-        masks = masks_of(self.arch, self.setting, self.stack.kinds)
+        masks = masks_of(self.arch, self.setting, self.stack.kinds) if self.masked else 0
         batch, embeddings = self._inputs(masks), embeddings_held(self.arch, self.setting)
         return tuple(
             [
@@ -163,7 +164,7 @@ class _Step:
 
     def _batch(self, layers: int) -> int:
         """The batch, and masks for as many layers as will run again."""
-        if not self.setting.checkpointing:
+        if not (self.setting.checkpointing and self.masked):
             return self._inputs(0)
         below = zip(self.stack.kinds, self.stack.spans, strict=True)
         again = [kind for kind, (first, _) in below if first < layers and kind.learns]
@@ -195,7 +196,10 @@ def _saved(ahead: tuple[Ahead, ...], stack: Stack, layer: int) -> int:
     """What the layers below one save, packed."""
     if len(ahead) == 1:
         return ahead[0].saved * layer
-    return sum([one.saved * count for one, count in zip(ahead, stack.counts(layer), strict=True)])
+    saved = 0
+    for one, count in zip(ahead, stack.counts(layer), strict=True):
+        saved += one.saved * count
+    return saved
 
 
 @lru_cache(maxsize=256)
