@@ -39,27 +39,36 @@ GUARDS = [sum(1 << (WIDTH * place + WIDTH - 1) for place in range(places)) for p
 """The unused bits of so many of them."""
 
 
-def settled(sizes: Iterable[int], accumulating: bool) -> set[int]:
+def settled(sizes: Iterable[int], accumulating: bool) -> list[int]:
     """The same without LEFT: nothing where an earlier micro-batch's gradients are held already, to which new ones are
     added and dropped, else a fixed number of bytes."""
     if accumulating:
-        return {size & SETTLED for size in sizes}
-    return {(size & SETTLED) + (size >> 112 & ONE) for size in sizes}
+        return [size & SETTLED for size in sizes]
+    return [(size & SETTLED) + (size >> 112 & ONE) for size in sizes]
 
 
 def highest(sizes: Iterable[int]) -> list[int]:
     """Only those that are the largest for some shape: none that another exceeds in each of its numbers.
 
-    All numbers are compared by one subtraction: with the guard bits set, one that has to borrow loses its own.
+    All numbers are compared by one subtraction: with the guard bits set, one that has to borrow loses its own. Sizes
+    come by their leading number, so that only one before can exceed another; as a rule it is the last that was kept.
     """
-    kept, rest = [], list(sizes)
-    while rest:
-        top = max(rest)  # by its leading number: none of the others exceeds it
-        kept.append(top)
-        guards = GUARDS[-(-top.bit_length() // WIDTH)]
-        guarded = top | guards
-        rest = [size for size in rest if (guarded - size) & guards != guards]
-    return kept
+    rest = sorted(sizes, reverse=True)
+    if not rest:
+        return rest
+    guards = GUARDS[-(-rest[0].bit_length() // WIDTH)]
+    last = rest[0] | guards
+    kept = [last]
+    for size in rest:
+        if (last - size) & guards == guards:
+            continue
+        for guarded in kept:
+            if (guarded - size) & guards == guards:
+                break
+        else:
+            last = size | guards
+            kept.append(last)
+    return [guarded ^ guards for guarded in kept]
 
 
 def beyond(top: int, sizes: Iterable[int]) -> list[int]:
