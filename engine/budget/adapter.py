@@ -27,17 +27,19 @@ class Adapted(NamedTuple):
     """Tokens that it takes at once."""
 
 
-def adapted_linear(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpacked: int) -> Ghost:
+def adapted_linear(
+    walk: Walk, setting: Setting, x: Ghost, outputs: int, inputs: int, merged: int, unpacked: int
+) -> Ghost:
     """`operations.linear` of a frozen weight and `adapted` without dropout, gone through at once: what plans meet most,
     up to seven times a layer. Nothing from outside comes between the two, so all but what goes in and comes out is
     arithmetic, with the maxima written down as in `engine.budget.norm`.
     """
-    width, merged, copied = setting.adapter_bytes, layer.merged, setting.quantized
-    elements = -(-layer.outputs // merged) * TOKEN
+    width, rank, copied = setting.adapter_bytes, setting.rank, setting.quantized
+    elements = -(-outputs // merged) * TOKEN
     given, high = elements * x.itemsize, elements * width  # what the base gives, and what B gives
     total = given if copied or given > high else high  # the sum of both
     most = max(2 * high, given + total if copied else high + total)
-    low, lower = -(-setting.rank // merged) * TOKEN * width, x.elements * width  # what A gives, and what goes into it
+    low, lower = -(-rank // merged) * width * TOKEN, x.elements * width  # what A gives, and what goes into it
     cast = lower if width != x.itemsize else 0
     kept_low, kept, saved = walk.stays(low), 0, []
     if walk.learning:
@@ -59,10 +61,10 @@ def adapted_linear(walk: Walk, setting: Setting, layer: Adapted, x: Ghost, unpac
     walk.reach(most)
     walk.live += kept - cast - given
     walk.lingering += kept
-    output = walk.tensor(walk.leave(given), elements, x.itemsize)
+    output = walk.tensor(walk.leave(given), elements, x.itemsize, given)
     if not walk.learning:
         return output
-    first, second = rounded(setting.rank * layer.inputs * width), rounded(setting.rank * layer.outputs * width)
+    first, second = rounded(rank * inputs * width), rounded(rank * outputs * width)
     lent = cast - kept + (x.size if x.size in saved else 0)  # a number waits on the host
     # The way back, over what is live when the gradient of what B gave is there: first B's gradient is made, then A's.
     # What waits on the host comes back for as long as one takes.

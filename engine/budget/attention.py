@@ -98,7 +98,7 @@ def _rotary_in_halves(walk: Walk, x: Ghost, width: int) -> Ghost:
     if before is not None:
         walk.mark(2 * half)
     walk.reach(4 * half)
-    output = walk.tensor(walk.leave(2 * half), x.elements, itemsize)
+    output = walk.tensor(walk.leave(2 * half), x.elements, itemsize, 2 * half)
     return output if before is None else walk.taped(output, _RotaryInHalves(before, x.size, 2 * half))
 
 
@@ -223,7 +223,8 @@ def _softmax_with_sinks(walk: Walk, arch: Architecture, weights: Ghost) -> tuple
 
     What goes into the softmax stays until the attention function returns.
     """
-    sinks = walk.tensor(weights.storage, arch.heads * TOKEN, weights.itemsize)
+    columns = arch.heads * TOKEN
+    sinks = walk.tensor(weights.storage, columns, weights.itemsize, columns * weights.itemsize)
     joined = concatenate(walk, [weights, sinks])
     joined = subtract(walk, joined, _maximum(walk, joined, arch.heads * TOKEN))
     probabilities = saves_output(walk, joined)

@@ -226,15 +226,16 @@ class Walk:
 
     def new(self, elements: int, itemsize: int) -> Ghost:
         """A tensor that needs no gradient."""
-        return self.tensor(self.allocate(elements * itemsize), elements, itemsize)
+        size = elements * itemsize
+        return self.tensor(self.allocate(size), elements, itemsize, size)
 
-    def tensor(self, storage: Storage, elements: int, itemsize: int) -> Ghost:
-        """The same in a storage that is there already."""
+    def tensor(self, storage: Storage, elements: int, itemsize: int, size: int) -> Ghost:
+        """The same in a storage that is there already, of so many bytes."""
         ghost = Ghost()
         ghost.storage = storage
         ghost.elements = elements
         ghost.itemsize = itemsize
-        ghost.size = elements * itemsize
+        ghost.size = size
         ghost.node = None
         return ghost
 
@@ -337,7 +338,7 @@ class Walk:
         trains: bool = False,
     ) -> Ghost:
         """The same in a storage that is there already."""
-        output = self.tensor(storage, elements, itemsize)
+        output = self.tensor(storage, elements, itemsize, elements * itemsize)
         inputs = [parent.node for parent in parents]
         if self.learning and (trains or any(inputs)):
             output.node = Several(inputs, back, output.size, saved)
@@ -346,14 +347,15 @@ class Walk:
 
     def single(self, x: Ghost, elements: int, itemsize: int, gives: int, saved: Saved | None = None) -> Ghost:
         """The output of an operation on `x` whose gradient takes `gives` bytes."""
-        output = self.tensor(self.allocate(elements * itemsize), elements, itemsize)
+        size = elements * itemsize
+        output = self.tensor(self.allocate(size), elements, itemsize, size)
         if x.node is not None:
             self._tape_single(x.node, output, gives, saved)
         return output
 
     def view(self, x: Ghost, elements: int, gives: int, saved: Saved | None = None) -> Ghost:
         """The same where it shares the storage of `x`."""
-        output = self.tensor(x.storage, elements, x.itemsize)
+        output = self.tensor(x.storage, elements, x.itemsize, elements * x.itemsize)
         if x.node is not None:
             self._tape_single(x.node, output, gives, saved)
         return output

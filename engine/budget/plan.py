@@ -141,7 +141,8 @@ def _judge(
     for changes in _remedies(spec):
         if rows == 1 and not changes:  # that is what was planned
             continue
-        remedied = budget.remedied({_CHOICES.get(key, key): value for key, value in changes.items()})
+        choices = {_CHOICES.get(key, key): value for key, value in changes.items()}
+        remedied = budget.remedied(choices) if choices else budget
         most = _largest_that_fits(remedied, length, capacity)
         if most:
             return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": most}

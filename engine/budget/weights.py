@@ -38,9 +38,9 @@ class Weights:
             return self._base(module, parameter, x, merged)
         outputs, inputs = self._shape(parameter)
         bias = f"{module}.bias"
-        layer = Adapted(outputs, inputs, bias in self.parameters, merged)
         if not (setting.dora or setting.dropout or bias in self.chosen.trained or self.walk.autocast):
-            return adapted_linear(self.walk, setting, layer, x, self._unpacked(parameter))
+            return adapted_linear(self.walk, setting, x, outputs, inputs, merged, self._unpacked(parameter))
+        layer = Adapted(outputs, inputs, bias in self.parameters, merged)
         # Nested, so that what the base gives is let go of as soon as the sum with it is made.
         return adapted(self.walk, setting, layer, x, self._base(module, parameter, x, merged))
 

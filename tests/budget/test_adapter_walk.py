@@ -41,7 +41,7 @@ def test_at_once_and_one_after_the_other_come_to_the_same(
         return adapted(walk, setting, layer, x, linear(walk, x, outputs, 0, False, 0, unpacked))
 
     def at_once(walk: Walk, x: Ghost) -> Ghost:
-        return adapted_linear(walk, setting, layer, x, unpacked)
+        return adapted_linear(walk, setting, x, layer.outputs, layer.inputs, layer.merged, unpacked)
 
     for gradient in (True, False):
         found = []
