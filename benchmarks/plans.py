@@ -1,12 +1,14 @@
 """Every shipped profile and recipe with a dozen models: verdict, peak, micro-batch, and how long each answer took.
 
-Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, half a minute)
+Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, half a minute to two)
 
 Files are read and patterns compiled before the clock starts: an answer is one call of `make_plan`, and its time is the
 processor's. What the machine does beside is not the plan's: everything is asked in rounds, the fastest answer of all
-rounds counts, and the garbage collector waits, as in `timeit`. The first answer for a model and a recipe works out
-their closed form, each time from nothing; the first on another device asks for remedies and dtypes of its own, but
-shares what it can; later ones only evaluate. The last lines give all three.
+rounds counts, and the garbage collector waits, as in `timeit`. A shared machine may be slow for all of them: what has
+still taken a millisecond then is asked in further rounds, a pause before each; the lines at the end say how many were.
+The first answer for a model and a recipe works out their closed form, each time from nothing; the first on another
+device asks for remedies and dtypes of its own, but shares what it can; later ones only evaluate. The last lines give
+all three.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -45,6 +48,9 @@ MODELS = (
 OTHER = "80gb", "attention-lora", ["model.id=Qwen/Qwen2.5-1.5B"]
 ROUNDS = 120
 """Over all questions, so that the tries of one are seconds apart: a shared machine is slow for seconds at a time."""
+MORE_ROUNDS, PAUSE_SECONDS = 480, 0.2
+"""At most, of what has been slow in all of them: at other times it is slow for a minute."""
+SLOW_SECONDS = 0.001
 
 STAYS = "engine.budget.lookup", "engine.budget.globs"
 """What these modules remember is what they have read, and expressions they have compiled."""
@@ -67,6 +73,7 @@ class Row:
     """The first for its model and recipe."""
     first_seconds: float
     again_seconds: float
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,16 @@ class Refused:
     reason: str
 
 
-def rows(models: Sequence[str] = MODELS, *, rounds: int = ROUNDS) -> Iterator[Row | Refused]:
+def rows(
+    models: Sequence[str] = MODELS, *, rounds: int = ROUNDS, more_rounds: int = MORE_ROUNDS
+) -> Iterator[Row | Refused]:
     """Every shipped recipe on every shipped profile for each model; the demo recipe has a model of its own.
 
     An answer about none of them comes first: what a process imports and compiles at the first one is its start.
     """
     make_plan(resolve(*OTHER).spec)
     profiles = [found.name for found in available("profile")]
-    questions: list[list[RunSpec]] = []
+    questions: list[Question] = []
     for recipe in (found.name for found in available("recipe")):
         for model in (None,) if recipe == "demo" else models:
             asked: list[RunSpec] = []
@@ -95,15 +104,44 @@ def rows(models: Sequence[str] = MODELS, *, rounds: int = ROUNDS) -> Iterator[Ro
                     asked.append(resolve(profile, recipe, [f"model.id={model}"] if model else ()).spec)
                 except SpecError as error:
                     yield Refused(model or "", recipe, profile, str(error).rpartition(": ")[2])
-            questions.append(asked)
-    yield from _answered(questions, rounds)
+            questions.append(Question(asked))
+    for _ in range(rounds):
+        for question in questions:
+            question.ask()
+    for _ in range(more_rounds):
+        slow = [question for question in questions if question.slow]
+        if not slow:
+            break
+        time.sleep(PAUSE_SECONDS)
+        for question in slow:
+            question.ask()
+    for question in questions:
+        yield from question.answers()
 
 
-def _answered(questions: Sequence[Sequence[RunSpec]], rounds: int) -> Iterator[Row]:
-    """Each question is one model with one recipe, on several profiles."""
-    tried = [[(_from_nothing(specs), [_timed(spec) for spec in specs]) for specs in questions] for _ in range(rounds)]
-    for specs, found in zip(questions, zip(*tried, strict=True), strict=True):
-        for number, spec in enumerate(specs):
+class Question:
+    """One model with one recipe, on several profiles, and the fastest answers so far."""
+
+    def __init__(self, specs: Sequence[RunSpec]) -> None:
+        self.specs = specs
+        self.rounds = 0
+        self.first, self.again = [math.inf] * len(specs), [math.inf] * len(specs)
+        """Seconds, for each profile."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether one of the answers has taken too long each time."""
+        return max(*self.first, *self.again) >= SLOW_SECONDS
+
+    def ask(self) -> None:
+        """Once more, from nothing, and again."""
+        self.rounds += 1
+        self.first = list(map(min, self.first, _from_nothing(self.specs)))
+        self.again = list(map(min, self.again, [_timed(spec) for spec in self.specs]))
+
+    def answers(self) -> Iterator[Row]:
+        """What they were."""
+        for number, spec in enumerate(self.specs):
             plan = make_plan(spec)
             yield Row(
                 model=spec.recipe.model.id,
@@ -116,8 +154,9 @@ def _answered(questions: Sequence[Sequence[RunSpec]], rounds: int) -> Iterator[R
                 capacity_bytes=plan.capacity_bytes,
                 micro_batch=plan.micro_batch,
                 new=number == 0,
-                first_seconds=min(first[number] for first, _ in found),
-                again_seconds=min(again[number] for _, again in found),
+                first_seconds=self.first[number],
+                again_seconds=self.again[number],
+                rounds=self.rounds,
             )
 
 
@@ -157,11 +196,15 @@ def table(found: Sequence[Row | Refused]) -> list[str]:
         ("first on another device", [one.first_seconds for one in answers if not one.new]),
         ("asked again", [one.again_seconds for one in answers]),
     ):
-        slow = sum(seconds >= 0.001 for seconds in times)
+        slow = sum(seconds >= SLOW_SECONDS for seconds in times)
         lines.append(
             f"{name}: median {1000 * statistics.median(times):.2f} ms, slowest {1000 * max(times):.2f} ms; "
             f"{slow} of {len(times)} take a millisecond or more"
         )
+    rounds = [one.rounds for one in answers if one.new]
+    further = [count for count in rounds if count > min(rounds)]
+    more = f", {len(further)} of {len(rounds)} models and recipes in up to {max(further)}" if further else ""
+    lines.append(f"each asked in {min(rounds)} rounds{more}")
     return lines
 
 
