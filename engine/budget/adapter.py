@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.budget.ghost import Ghost, Node, Operation, Saved, Storage, Walk, travels
+from engine.budget.ghost import Ghost, Walk, travels
 from engine.budget.operations import add, cast, copy, scale, scale_by_weight
 from engine.budget.packed import LEFT, POSITION, TOKEN
 from engine.budget.setting import Setting
 from engine.budget.static import rounded
+from engine.budget.tape import Node, Operation, Saved, Storage
 
 INTEGER = 4
 """Bytes of an int32."""

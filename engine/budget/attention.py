@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.budget.architecture import Architecture
 from engine.budget.exchange import to_heads, to_positions
-from engine.budget.ghost import Ghost, Node, Operation, Storage, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.operations import (
     FLOAT,
     HALF,
@@ -25,6 +25,7 @@ from engine.budget.operations import (
 )
 from engine.budget.packed import SQUARE, TOKEN
 from engine.budget.setting import Setting
+from engine.budget.tape import Node, Operation, Storage
 
 HEADS_OUTSIDE = ("phi3", "gpt_oss")
 """Layouts whose rotary embedding ends in a concatenation, which lays queries and keys out head by head."""

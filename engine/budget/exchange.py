@@ -9,8 +9,9 @@ Try: `pytest tests/parallel/test_sequence.py`
 from __future__ import annotations
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import Ghost, Storage, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.operations import pieces
+from engine.budget.tape import Storage
 
 
 def to_heads(

@@ -8,7 +8,7 @@ Each token is there once per expert it goes to (K copies). The local variables a
 from __future__ import annotations
 
 from engine.budget.architecture import Architecture, Experts
-from engine.budget.ghost import Ghost, Storage, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.operations import (
     FLOAT,
     INDEX,
@@ -26,6 +26,7 @@ from engine.budget.operations import (
     softmax,
 )
 from engine.budget.packed import TOKEN
+from engine.budget.tape import Storage
 
 
 def mixture(walk: Walk, arch: Architecture, experts: Experts, x: Ghost, gradients: dict[str, int]) -> Ghost:

@@ -206,7 +206,10 @@ def value(size: int, shape: Shape) -> int:
 
 
 def highest_value(sizes: Iterable[int], shape: Shape) -> int:
-    """The most bytes of several settled sizes at a shape; most are a + b · tokens, in eager attention + c · squares."""
+    """The most bytes of several settled sizes at a shape; most are a + b · tokens, in eager attention + c · squares.
+
+    These are written out as in `value`, for a call takes longer.
+    """
     tokens, squares, most = shape.tokens, shape.squares, 0
     for size in sizes:
         if size < LEFT:

@@ -6,7 +6,7 @@ A `Walk` goes through the same steps as `engine.model.loss`, with every token a 
 from __future__ import annotations
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import Ghost, Storage, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, cast, half_linear, layer_norm, linear, saves_output, scale
 from engine.budget.packed import CHUNK, SEVERAL, TOKEN
@@ -14,6 +14,7 @@ from engine.budget.parameters import outer_parameters
 from engine.budget.selection import selected_outer
 from engine.budget.setting import Setting
 from engine.budget.static import rounded
+from engine.budget.tape import Storage
 
 
 class Head:

@@ -9,8 +9,9 @@ Try: `python -m pytest tests/budget/test_accuracy.py`
 
 from __future__ import annotations
 
-from engine.budget.ghost import Ghost, Node, Operation, Saved, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.operations import FLOAT
+from engine.budget.tape import Node, Operation, Saved
 
 
 def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width: int, *, wide: bool) -> Ghost:

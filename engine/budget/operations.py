@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.budget.ghost import PASSED, Ghost, Node, Operation, Saved, Storage, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.packed import TOKEN
+from engine.budget.tape import PASSED, Node, Operation, Saved, Storage
 
 FLOAT = 4
 INDEX = 8

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import Ghost, Operation, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.growth import Growth, growth, maxima, packed, prune
 from engine.budget.norm import rms_norm
 from engine.budget.operations import FLOAT, activation, copy, linear
@@ -22,6 +22,7 @@ from engine.budget.packed import ROW, TOKEN, highest
 from engine.budget.selection import Selection, select_tower_ends, tower_selections
 from engine.budget.setting import Setting
 from engine.budget.static import tower_layer_tensors
+from engine.budget.tape import Operation
 from engine.budget.tower import Tower
 from engine.budget.tower_layer import TowerLayer, norm_of
 from engine.budget.tower_parameters import tower_ends

@@ -11,13 +11,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
-from engine.budget.ghost import Ghost, Operation, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.growth import maxima
 from engine.budget.head import Head
 from engine.budget.kinds import Kind, body_learns, kind_of
 from engine.budget.layer import Layer
 from engine.budget.packed import TOKEN, highest
 from engine.budget.setting import Setting
+from engine.budget.tape import Operation
 
 
 class Ahead(NamedTuple):

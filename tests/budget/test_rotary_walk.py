@@ -6,11 +6,12 @@ import pytest
 
 from engine.budget.architecture import from_config
 from engine.budget.attention import rotary
-from engine.budget.ghost import Ghost, Operation, Walk
+from engine.budget.ghost import Ghost, Walk
 from engine.budget.growth import maxima
 from engine.budget.lookup import find_config
 from engine.budget.operations import add, cast, concatenate, halves, multiply, subtract
 from engine.budget.packed import TOKEN
+from engine.budget.tape import Operation
 
 GPT_OSS = from_config(find_config("openai/gpt-oss-20b"))
 ELEMENTS = 4096 * TOKEN
