@@ -128,8 +128,11 @@ class PhaseCost:
 
     def at(self, shape: Shape) -> int:
         """Bytes at a shape."""
-        around = self.gradients + value(self.saved, shape) + value(self.inputs, shape) + self.buffers
-        return around + highest_value(self.working, shape)
+        return self.around(shape) + highest_value(self.working, shape)
+
+    def around(self, shape: Shape) -> int:
+        """All but the working bytes."""
+        return self.gradients + value(self.saved, shape) + value(self.inputs, shape) + self.buffers
 
 
 def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
@@ -137,8 +140,13 @@ def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
     if len(costs) == 1:
         only = costs[0].exact()
         return only.at(shape), only
-    costs = list(costs)
-    sizes = [cost.at(shape) for cost in costs]
+    costs, sizes = list(costs), []
+    working, most = None, 0
+    for cost in costs:
+        if cost.working is not working:  # kinds that are walked alike have theirs in common
+            working = cost.working
+            most = highest_value(working, shape)
+        sizes.append(cost.around(shape) + most)
     while True:
         size = max(sizes)
         place = sizes.index(size)
@@ -149,41 +157,28 @@ def dearest(costs: Sequence[PhaseCost], shape: Shape) -> tuple[int, PhaseCost]:
         sizes[place] = costs[place].at(shape)
 
 
-class LiveSets(NamedTuple):
-    """All of several phases that decide some shape."""
-
-    known: tuple[Growth, ...]
-    bounds: tuple[tuple[tuple[Growth, ...], PhaseCost], ...]
-    """Those of phases with a bound that would decide some, each with its phase."""
-
-    def at(self, shape: Shape) -> int:
-        """Bytes at a shape."""
-        _, tokens, squares, first, more, positions, pairs, rows, _known = shape
-        found = max([
-            a + b * tokens + c * squares + d * first + e * more + f * positions + g * pairs + h * rows
-            for a, b, c, d, e, f, g, h in self.known
-        ])  # fmt: skip
-        for bound, cost in self.bounds:
-            if max([growth.at(shape) for growth in bound]) > found:
-                found = max(found, cost.exact().at(shape))
-        return found
-
-    def exact(self) -> tuple[Growth, ...]:
-        """The same where every bound is replaced by what it stands for."""
-        return prune([*self.known, *(growth(size) for _, cost in self.bounds for size in cost.exact().sizes())])
-
-
-def deciding_sets(phases: Sequence[PhaseCost]) -> LiveSets:
-    """What is needed of phases where only the largest is asked for."""
-    known = highest([size for cost in phases if cost.closer is None for size in cost.sizes()])
-    bounds = []
-    for cost in phases:
+def deciding(costs: Sequence[PhaseCost]) -> tuple[Growth, ...]:
+    """Of several phases every live set that decides some shape. A bound is looked behind where it would."""
+    known = highest([size for cost in costs if cost.closer is None for size in cost.sizes()])
+    found = list(known)
+    for cost in costs:
         if cost.closer is not None:
             above = cost.sizes()
             for size in known:
                 above = beyond(size, above)
-            bounds += [(tuple([growth(size) for size in above]), cost)] if above else []
-    return LiveSets(tuple([growth(size) for size in known]), tuple(bounds))
+            found += cost.exact().sizes() if above else []
+    return growths(found)
+
+
+def most_rows(size: int, room_bytes: int, length: int, chunk_tokens: int) -> int:
+    """The most rows of `length` tokens at which a live set is within so many bytes; none where that is not positive.
+    It is settled, and grows with tokens as every batch does."""
+    parts = growth(size)
+    room_bytes -= parts.fixed + parts.position * length + parts.pair * length**2
+    each = (parts.token + parts.square * length) * length + parts.row
+    most = (room_bytes - parts.several - parts.chunk * chunk_tokens) // each
+    whole = chunk_tokens // length  # with no more than these the loss takes one chunk
+    return most if most > whole else min(whole, room_bytes // (each + parts.chunk * length))
 
 
 def value(size: int, shape: Shape) -> int:

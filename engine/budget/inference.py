@@ -43,9 +43,9 @@ def generates(recipe: Recipe) -> bool:
 def evaluation(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     """Live sets of a forward pass and its loss, above what the run holds anyway."""
     stack = stack_of(arch, setting)
-    passes = {kind: pass_through(arch, setting, kind) for kind in stack.kinds if not stack.larger(kind)}
+    passes = {kind: pass_through(arch, setting, kind) for kind in stack.kinds if not stack.larger[kind]}
     run, setting = setting, at_rest(setting)
-    around = inputs(arch, setting, masks_of(arch, setting, stack.kinds))
+    around = inputs(arch, setting, masks_of(setting, stack.kinds))
     if arch.layers > 1:
         around += embeddings_held(arch, setting, learning=False)
 
@@ -102,7 +102,7 @@ def _prefilling(arch: Architecture, setting: Setting) -> tuple[Growth, ...]:
     # Autocast is for losses: text is generated in the weights' own dtype.
     masked = setting.but(checkpointing=False, dropout=False, packed=True, sequence=1, autocast=False)
     stack = stack_of(arch, masked)
-    batch = inputs(arch, masked, masks_of(arch, masked, stack.kinds))
+    batch = inputs(arch, masked, masks_of(masked, stack.kinds))
     batch += embeddings_held(arch, masked, learning=False)
     per_layer = 2 * arch.kv_width * setting.base_bytes * TOKEN
     peaks = [

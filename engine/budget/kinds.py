@@ -50,13 +50,18 @@ class Stack:
     """For each layer from the first, its place among `kinds`."""
     spans: tuple[tuple[int, int], ...]
     """The first and the last layer of each kind."""
+    larger: dict[Kind, Kind | None] = field(init=False)
+    """For each kind another one whose layers hold all that its own do, and more."""
+
+    def __post_init__(self) -> None:
+        self.larger = {kind: self._larger(kind) for kind in self.kinds}
 
     def kind(self, layer: int) -> Kind:
         """That of one layer."""
         return self.kinds[self.order[layer]]
 
-    def larger(self, kind: Kind) -> Kind | None:
-        """Another kind whose layers hold all that this one's do, and more: a mask, or a gradient of their input."""
+    def _larger(self, kind: Kind) -> Kind | None:
+        """One with a mask where this has none, or with a gradient of the input."""
         found = kind
         for other in self.kinds:
             more = other.masked > found.masked or other.follows > found.follows
@@ -87,7 +92,7 @@ class Stack:
         layers: set[int] = set()
         even = checkpointed and len(self.kinds) > 1 and len({kind.chosen for kind in self.kinds}) == 1
         for kind, (low, high) in zip(self.kinds, self.spans, strict=True):
-            larger = self.larger(kind) if even else None
+            larger = self.larger[kind] if even else None
             beyond = self.spans[self.kinds.index(larger)] if larger else None
             if kind.learns and (beyond is None or low < beyond[0] or beyond[1] < high):
                 layers |= {low, high}

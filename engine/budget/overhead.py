@@ -32,6 +32,14 @@ class Beside(NamedTuple):
         """All of it where tensors take so much at the peak."""
         return self.workspace_bytes + self.context_bytes + int(self.fragmented_share * peak_bytes)
 
+    def room(self, capacity_bytes: int) -> int:
+        """What tensors may take at the most on a device of so many bytes."""
+        left = capacity_bytes - self.workspace_bytes - self.context_bytes
+        most = int(left / (1 + self.fragmented_share)) + 2  # a float's error is far below a byte
+        while most + int(self.fragmented_share * most) > left:
+            most -= 1
+        return most
+
     def of(self, peak_bytes: int) -> dict[str, int]:
         """The same as the components `workspace`, `context` and `fragmentation`."""
         return {

@@ -47,6 +47,11 @@ def settled(sizes: Iterable[int], accumulating: bool) -> list[int]:
     return [(size & SETTLED) + (size >> 112 & ONE) for size in sizes]
 
 
+def leading(sizes: Iterable[int]) -> int:
+    """Of several the one that is the largest for some long sequences; nothing of it is LEFT."""
+    return max([size & SETTLED for size in sizes])
+
+
 def highest(sizes: Iterable[int]) -> list[int]:
     """Only those that are the largest for some shape: none that another exceeds in each of its numbers.
 

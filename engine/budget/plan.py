@@ -85,7 +85,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     length = longest or spec.recipe.data.max_length
     budget, asked = Budget(arch, spec), spec.recipe.train.micro_batch
     capacity = spec.profile.device.capacity_bytes
-    rows = max(1, _largest_that_fits(budget, length, capacity) if asked == "auto" else min(asked, budget.batch))
+    rows = max(1, _largest_that_fits(budget, length) if asked == "auto" else min(asked, budget.batch))
     prediction = budget.table(rows, length)
     verdict, remedies = _judge(budget, spec, prediction, rows, length)
     return Plan(
@@ -103,29 +103,34 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     )
 
 
-def _largest_that_fits(budget: Budget, length: int, capacity: int) -> int:
+def _largest_that_fits(budget: Budget, length: int) -> int:
     """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
-    if budget.end_bytes > capacity:
+    room = budget.room_bytes
+    if budget.end_bytes > room:
         return 0
 
-    def does(rows: int) -> bool:
-        return budget.device_bytes(rows, length) <= capacity
+    def fits(rows: int) -> bool:
+        return budget.above_bytes(rows, length) <= room
 
     # The whole batch at once finds no gradients of earlier micro-batches: it may fit where a little less does not.
-    if budget.at_least_bytes(budget.batch, length) <= capacity and does(budget.batch):
+    if budget.at_least_bytes(length) <= room and fits(budget.batch):
         return budget.batch
-    return _largest(0, budget.batch - 1, does)
+    return _largest(budget.at_most_rows(length), fits)
 
 
-def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to `high` of which something holds that holds of all smaller ones, as it does of `low`."""
-    middle = high
+def _largest(high: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `high`, as a rule near it, of which something holds that holds of all smaller ones, 0
+    among them: downwards in growing steps, then by halves."""
+    low, step = high, 1
+    while low > 0 and not holds(low):
+        high = low - 1
+        low, step = max(0, low - step), 2 * step
     while low < high:
+        middle = (low + high + 1) // 2
         if holds(middle):
             low = middle
         else:
             high = middle - 1
-        middle = (low + high + 1) // 2
     return low
 
 
@@ -138,12 +143,13 @@ def _judge(
         return "fits", {}
     if budget.least_bytes > capacity:  # no remedy makes it smaller
         return "does_not_fit", {}
+    stateless = budget.end_bytes > budget.room_bytes  # only without the optimizer's state a step can end
     for changes in _remedies(spec):
-        if rows == 1 and not changes:  # that is what was planned
-            continue
+        if (rows == 1 and not changes) or (stateless and "optimizer_offload" not in changes):
+            continue  # the first: that is what was planned
         choices = {_CHOICES.get(key, key): value for key, value in changes.items()}
         remedied = budget.remedied(choices) if choices else budget
-        most = _largest_that_fits(remedied, length, capacity)
+        most = _largest_that_fits(remedied, length)
         if most:
             return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": most}
     return "does_not_fit", {}

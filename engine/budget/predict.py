@@ -15,13 +15,13 @@ from functools import lru_cache
 from typing import Any
 
 from engine.budget.architecture import Architecture
-from engine.budget.growth import Growth, LiveSets, PhaseCost, Shape, dearest, highest_value, prune, shape_of, value
+from engine.budget.growth import Growth, PhaseCost, Shape, dearest, deciding, highest_value, most_rows, shape_of, value
 from engine.budget.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.overhead import beside_of
 from engine.budget.setting import Setting, for_rows, setting_of
 from engine.budget.sharing import ALONE, Sharing, bucket_bytes, shards, sharing_of, static_of_a_rank
 from engine.budget.static import optimizer_scratch
-from engine.budget.step import least_at_the_end, least_of, live_sets, step_cost
+from engine.budget.step import least_at_once, step_cost
 from engine.budget.walks import felt_by_step
 from engine.spec.run import RunSpec
 
@@ -86,8 +86,9 @@ def _growths(arch: Architecture, setting: Setting, accumulating: bool, sharing: 
     """Every live set that decides some shape, above the static bytes."""
     gradients = static_of_a_rank(arch, setting, sharing).gradients
     setting = for_rows(arch, setting, 1)  # the dearer one, for any number of rows
-    at_its_end = Growth(gradients + optimizer_scratch(arch, setting))
-    return prune([at_its_end, *live_sets(arch, setting, accumulating, sharing).exact()])
+    at_its_end = PhaseCost(gradients, 0, (optimizer_scratch(arch, setting),), "optimizer", 0)
+    phases = step_cost(arch, setting, accumulating, sharing).values()
+    return deciding([at_its_end, *(cost for phase in phases for cost in phase)])
 
 
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
@@ -103,6 +104,7 @@ class Budget:
         self.batch = batch_of_a_rank(spec, self.sharing)
         self._beside = beside_of(spec.profile)
         self._capacity_bytes = spec.profile.device.capacity_bytes
+        self._most_bytes = self._beside.room(self._capacity_bytes)
         self._evaluates = evaluates(self.recipe)
         self._train_as(setting_of(arch, spec))
 
@@ -114,18 +116,15 @@ class Budget:
         self._felt = felt_by_step(setting)
         self._answers: dict[int, int] = {}
         self._last: tuple[tuple[int, int], dict[str, tuple[int, PhaseCost]]] = (0, 0), {}
-        self._sets: tuple[Setting | None, LiveSets] = None, LiveSets((), ())
-        """Of a micro-batch of fewer rows than the batch has, and what of the setting they are of."""
+        self.room_bytes = self._most_bytes - self.total.static - self._bucket_bytes
+        """What is left of capacity above what the run holds anyway; negative where that alone is too much."""
+        self.end_bytes = self.total.gradients + self._scratch_bytes
+        """Above the same: what a step holds at its end."""
 
     @property
     def least_bytes(self) -> int:
         """What a step holds at its end, were there no optimizer: the model and its gradients."""
         return self.total.weights + self.total.adapters + self.total.gradients
-
-    @property
-    def end_bytes(self) -> int:
-        """What a step does hold at its end."""
-        return self.total.static + self.total.gradients
 
     def remedied(self, changes: Mapping[str, Any]) -> Budget:
         """Of the same run with other values for some of the choices that a setting has."""
@@ -133,26 +132,26 @@ class Budget:
         other._train_as(self.setting.but(**changes))
         return other
 
-    def at_least_bytes(self, rows: int, length: int) -> int:
-        """A bound from below to `device_bytes`, for a fraction of the work."""
-        shape, felt, accumulates = self._shape(rows, length), self._felt_of(rows), rows < self.batch
-        sizes = least_of(self.arch, felt)
-        if not accumulates and not self.sharing.sharded:
-            sizes += least_at_the_end(self.arch, felt)
-        held = self.total.gradients if accumulates else 0
-        return self._with_the_rest(held + highest_value(sizes, shape))
+    def at_least_bytes(self, length: int) -> int:
+        """A bound from below to `above_bytes` of the whole batch at once, for a fraction of the work."""
+        sizes = least_at_once(self.arch, self._felt_of(self.batch), spread=self.sharing.sharded)
+        return highest_value(sizes, self._shape(self.batch, length))
 
-    def device_bytes(self, rows: int, length: int) -> int:
-        """What the driver would show at the peak: the table's largest row, without the table."""
-        above = [self._step_bytes(rows, length), self.total.gradients + self._scratch_bytes]
+    def at_most_rows(self, length: int) -> int:
+        """A bound from above to the sequences of a smaller micro-batch that `room_bytes` are enough for: as a rule the
+        number itself, by the loss and the first layer that backward comes to."""
+        phases = step_cost(self.arch, self._felt, True, self.sharing)
+        room, positions, chunk = self.room_bytes, self.sharing.positions(length), self.setting.chunk_tokens
+        costs = phases["loss_backward"] + phases.get("layer_first", ())[:1]
+        most = [most_rows(size, room, positions, chunk) for cost in costs if not cost.closer for size in cost.sizes()]
+        return max(0, min(self.batch - 1, *most))
+
+    def above_bytes(self, rows: int, length: int) -> int:
+        """The table's largest row above what the run holds anyway, without the table."""
+        above = [self.end_bytes, *[size for size, _ in self._deciding(rows, length).values()]]
         if self._evaluates:
             above += [sum(parts.values()) for parts in self._inference(rows, length).values()]
-        return self._with_the_rest(max(above))
-
-    def _with_the_rest(self, above: int) -> int:
-        """What the driver would show where so much is held above what a run holds anyway."""
-        peak_bytes = self.total.static + self._bucket_bytes + above
-        return peak_bytes + self._beside.total(peak_bytes)
+        return max(above)
 
     def table(self, rows: int, length: int) -> Prediction:
         """The whole of it."""
@@ -167,16 +166,6 @@ class Budget:
         deciding = max(sums, key=sums.__getitem__)
         components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | self._beside.of(sums[deciding])
         return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
-
-    def _step_bytes(self, rows: int, length: int) -> int:
-        """The most that a micro-batch holds above the static bytes. Of the whole batch at once a table follows, if that
-        fits; other numbers of rows are tried."""
-        if rows >= self.batch:
-            return max([size for size, _ in self._deciding(rows, length).values()])
-        felt = self._felt_of(rows)
-        if felt is not self._sets[0]:
-            self._sets = felt, live_sets(self.arch, felt, True, self.sharing)
-        return self._sets[1].at(self._shape(rows, length))
 
     def _deciding(self, rows: int, length: int) -> dict[str, tuple[int, PhaseCost]]:
         """Of each phase the alternative that decides, and its bytes; kept for the shape last asked for."""

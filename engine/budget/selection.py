@@ -110,7 +110,9 @@ def _select(
     if not patterns.lora or patterns.also_train:
         meant, frozen = _rules(patterns)
         names = [p.name for p in parameters]
-        trained = frozenset([name for name in names if meant(prefix + name) and not frozen(prefix + name)])
+        if (meant, frozen) != (_yes, _no):
+            names = [name for name in names if meant(prefix + name) and not frozen(prefix + name)]
+        trained = frozenset(names)
     if patterns.lora:
         linear = _adapted(prefix, [p for p in parameters if p.linear], patterns)
         adapted = frozenset([p.name for p in linear]) - trained

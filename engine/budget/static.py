@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.parameter import Parameter
-from engine.budget.parameters import layer_parameters, outer_parameters
+from engine.budget.parameters import HEAD, layer_parameters, outer_parameters
 from engine.budget.selection import (
     NOTHING,
     Selection,
@@ -58,6 +58,11 @@ class Tensors(NamedTuple):
             optimizer + times * more_optimizer,
         )
 
+    def stateless(self) -> Tensors:
+        """The same where the optimizer's state is elsewhere."""
+        weights, adapters, gradients, _state = self
+        return Tensors(weights, adapters, gradients)
+
     @property
     def static(self) -> int:
         """What is there at every moment of the run."""
@@ -93,6 +98,9 @@ def static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
 
 @lru_cache(maxsize=256)
 def _static_bytes(arch: Architecture, setting: Setting) -> StaticBytes:
+    if setting.optimizer_offload:
+        layers, outer, table, head, tower, total = _static_bytes(arch, setting.but(optimizer_offload=False))
+        return StaticBytes(layers.stateless(), outer.stateless(), table, head, tower.stateless(), total.stateless())
     total, patterns = Tensors(), setting.patterns
     for chosen, count in counted(selections(arch, patterns)):
         total = total.plus(layer_tensors(arch, setting, chosen), count)
@@ -147,8 +155,9 @@ def _tensors(
     learning: list[tuple[tuple[int, ...], int]] = []
     base, beside, quantized = setting.base_bytes, setting.adapter_bytes, setting.quantized
     for parameter in parameters:
-        name, whole = parameter.name, rounded(parameter.elements * base)
-        weights += weight_bytes(parameter, setting) if quantized else whole
+        name, elements = parameter.name, parameter.elements
+        whole = rounded(elements * base)
+        weights += _nf4_bytes(elements) if quantized and parameter.linear and name != HEAD else whole
         if name in trained:
             weights += whole if setting.lora else 0  # peft trains a copy and keeps the original
             gradients += whole
@@ -184,8 +193,10 @@ def _learning_shapes(arch: Architecture, setting: Setting) -> list[tuple[tuple[i
     full = [p.shape for p in outer_parameters(arch) if p.name in outer]
     adapted: list[Parameter] = []
     for parts, found in _groups(arch, setting):
-        full += [p.shape for p in parts if any(p.name in chosen.trained for chosen in found)]
-        adapted += [p for p in parts if any(p.name in chosen.adapted for chosen in found)]
+        trained = NOTHING.union(*[chosen.trained for chosen in found])
+        beside = NOTHING.union(*[chosen.adapted for chosen in found])
+        full += [p.shape for p in parts if p.name in trained]
+        adapted += [p for p in parts if p.name in beside]
     sides = [(side, setting.rank) for p in adapted for side in p.shape]
     return [(shape, setting.base_bytes) for shape in full] + [(shape, setting.adapter_bytes) for shape in sides]
 
@@ -207,15 +218,13 @@ def _stage(arch: Architecture, setting: Setting, shapes: set[tuple[tuple[int, ..
     return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
 
 
-def weight_bytes(parameter: Parameter, setting: Setting) -> int:
-    """A base weight; nf4 packs linear layers into 4 bits, with one fp32 scale per 64 values quantised again to 8 bits.
+def _nf4_bytes(elements: int) -> int:
+    """A linear layer's weight in 4 bits a value, with one fp32 scale per 64 values quantised again to 8 bits.
 
     Source: bitsandbytes Params4bit, blocksize 64, nested blocks of 256 (QLoRA, arXiv 2305.14314, section 3).
     """
-    if not (setting.quantized and parameter.linear and parameter.name != "lm_head.weight"):
-        return rounded(parameter.elements * setting.base_bytes)
-    blocks = -(-parameter.elements // 64)
-    return rounded((parameter.elements + 1) // 2) + rounded(blocks) + rounded(4 * -(-blocks // 256)) + 4 * BLOCK_BYTES
+    blocks = -(-elements // 64)
+    return rounded((elements + 1) // 2) + rounded(blocks) + rounded(4 * -(-blocks // 256)) + 4 * BLOCK_BYTES
 
 
 def _adapter_shapes(parameter: Parameter, setting: Setting) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from engine.budget.architecture import Architecture
-from engine.budget.growth import LiveSets, PhaseCost, deciding_sets
+from engine.budget.growth import PhaseCost
 from engine.budget.kinds import Kind, Stack, sees_images_both_ways, stack_of
 from engine.budget.operations import FLOAT, INDEX
 from engine.budget.packed import PAIR, POSITION, SQUARE, TOKEN
@@ -23,7 +23,14 @@ from engine.budget.setting import Setting
 from engine.budget.sharing import ALONE, Sharing, shards, static_of_a_rank
 from engine.budget.static import layer_tensors, static_bytes
 from engine.budget.vision import tower_cost
-from engine.budget.walks import Ahead, walk_backward, walk_forward, walk_head, walked_alike
+from engine.budget.walks import (
+    Ahead,
+    leading_behind,
+    walk_backward,
+    walk_forward,
+    walk_head,
+    walked_alike,
+)
 
 INPUT_BYTES = 24
 """Per token: input ids, labels and the targets among them, int64."""
@@ -51,13 +58,17 @@ class _Step:
         self.adding = accumulating and self.spread is None
         self.stack = stack_of(arch, setting)
         self.bounds, self.ahead = _bounds(arch, setting), _ahead(arch, setting)
+        self.sizes = _each_saves(self.ahead)
         self.behind = {kind: self._behind(kind) for kind in self.stack.kinds if kind.learns and kind not in self.bounds}
         self.everything = static_of_a_rank(arch, setting, sharing).gradients
         self.held = self.everything if accumulating else 0
         table = self.static.embedding_gradient
         # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
         self.waiting = table if arch.tied else 0
-        self.masked = setting.attention == "eager" or any(kind.masked for kind in self.stack.kinds)
+        below = zip(self.stack.kinds, self.stack.spans, strict=True)
+        masks = [(first, kind.learns, _mask_of(setting, kind)) for kind, (first, _) in below]
+        self.masks = [each for each in masks if each[-1] is not None]
+        """For each kind with one: its first layer, whether it learns, and the mask."""
         self.label = "recompute" if setting.checkpointing else "activations"
 
     def phases(self) -> Phases:
@@ -69,8 +80,8 @@ class _Step:
 
     def _forward(self) -> tuple[PhaseCost, ...]:
         """The last layer of each kind, behind all that those before it keep."""
-        masks = masks_of(self.arch, self.setting, self.stack.kinds) if self.masked else 0
-        batch, embeddings = self._inputs(masks), embeddings_held(self.arch, self.setting)
+        batch = self._inputs(len({mask for _, _, mask in self.masks}))
+        embeddings = embeddings_held(self.arch, self.setting)
         return tuple(
             [
                 PhaseCost(
@@ -153,7 +164,7 @@ class _Step:
         """
         if self.setting.activation_offload and self.setting.checkpointing:
             return 0
-        return _saved(self.ahead, self.stack, layer)
+        return _saved(self.sizes, self.stack, layer)
 
     def _around(self, layer: int) -> int:
         """The same, and what autocast keeps of them until the loss."""
@@ -164,11 +175,9 @@ class _Step:
 
     def _batch(self, layers: int) -> int:
         """The batch, and masks for as many layers as will run again."""
-        if not (self.setting.checkpointing and self.masked):
+        if not (self.setting.checkpointing and self.masks):
             return self._inputs(0)
-        below = zip(self.stack.kinds, self.stack.spans, strict=True)
-        again = [kind for kind, (first, _) in below if first < layers and kind.learns]
-        return self._inputs(masks_of(self.arch, self.setting, again))
+        return self._inputs(len({mask for first, learns, mask in self.masks if learns and first < layers}))
 
     def _inputs(self, masks: int) -> int:
         return inputs(self.arch, self.setting, masks)
@@ -181,8 +190,11 @@ def _bounds(arch: Architecture, setting: Setting) -> dict[Kind, Kind]:
     stack = stack_of(arch, setting)
     if len(stack.kinds) == 1 or not setting.checkpointing:
         return {}
-    larger = {kind: stack.larger(kind) for kind in stack.kinds if kind.learns}
-    return {kind: other for kind, other in larger.items() if other and not walked_alike(setting, kind, other)}
+    return {
+        kind: other
+        for kind, other in stack.larger.items()
+        if other and kind.learns and not walked_alike(setting, kind, other)
+    }
 
 
 @lru_cache(maxsize=256)
@@ -192,46 +204,35 @@ def _ahead(arch: Architecture, setting: Setting) -> tuple[Ahead, ...]:
     return tuple([walk_forward(arch, setting, bounds.get(kind, kind)) for kind in stack.kinds])
 
 
-def _saved(ahead: tuple[Ahead, ...], stack: Stack, layer: int) -> int:
+def _each_saves(ahead: tuple[Ahead, ...]) -> list[int]:
+    """What layers of each kind save, packed; once where all save the same."""
+    sizes = [one.saved for one in ahead]
+    return sizes[:1] if sizes.count(sizes[0]) == len(sizes) else sizes
+
+
+def _saved(sizes: list[int], stack: Stack, layer: int) -> int:
     """What the layers below one save, packed."""
-    if len(ahead) == 1:
-        return ahead[0].saved * layer
-    saved = 0
-    for one, count in zip(ahead, stack.counts(layer), strict=True):
-        saved += one.saved * count
-    return saved
+    if len(sizes) == 1:
+        return sizes[0] * layer
+    return sum([size * count for size, count in zip(sizes, stack.counts(layer), strict=True)])
 
 
 @lru_cache(maxsize=256)
-def live_sets(arch: Architecture, setting: Setting, accumulating: bool, sharing: Sharing) -> LiveSets:
-    """Of the phases of `step_cost`, what is needed where only the peak is asked for."""
-    return deciding_sets([cost for phase in step_cost(arch, setting, accumulating, sharing).values() for cost in phase])
-
-
-@lru_cache(maxsize=256)
-def least_of(arch: Architecture, setting: Setting) -> tuple[int, ...]:
-    """Live sets that no micro-batch gets by without, above the static bytes and packed: what layers keep, and on top of
-    it the loss, or the last layer's backward pass. Hardly any work where these are walked, and seldom far off."""
-    stack, ahead = stack_of(arch, setting), _ahead(arch, setting)
-    stays = not setting.activation_offload
-    kept = stays * _saved(ahead, stack, arch.layers)
-    found = [kept + working for working in walk_head(arch, setting, True)]
+def least_at_once(arch: Architecture, setting: Setting, *, spread: bool) -> tuple[int, ...]:
+    """Live sets that no whole batch gets by without, above the static bytes and packed, for hardly any work beside the
+    walks: the last layer's backward pass at its height, behind what the others keep; and the first one's, beside the
+    gradients of all others, where weights are not `spread`. Nothing where the last one's is not known."""
+    stack, sizes = stack_of(arch, setting), _each_saves(_ahead(arch, setting))
     last = stack.kind(-1)
-    if last.learns and last not in _bounds(arch, setting):
-        below = stays * _saved(ahead, stack, arch.layers - 1)
-        found += [below + working for working in walk_backward(arch, setting, last, True)]
-    return tuple(found)
-
-
-def least_at_the_end(arch: Architecture, setting: Setting) -> tuple[int, ...]:
-    """The same where no earlier micro-batch has left gradients and weights are not spread: in the first layer's
-    backward pass those of all others are there. Nothing where there are several kinds: another may be the first."""
-    stack, static = stack_of(arch, setting), static_bytes(arch, setting)
-    if len(stack.kinds) > 1 or not stack.kinds[0].learns:
+    if not last.learns or last in _bounds(arch, setting):
         return ()
-    kind = stack.kinds[0]
-    made = static.head_gradient + static.layers.gradients - layer_tensors(arch, setting, kind.chosen).gradients
-    return tuple([made + working for working in walk_backward(arch, setting, kind, True)])
+    working = leading_behind(arch, setting, last)
+    found = working if setting.activation_offload else working + _saved(sizes, stack, arch.layers - 1)
+    if spread or len(stack.kinds) > 1:  # another kind may be the first
+        return (found,)
+    static = static_bytes(arch, setting)
+    made = static.head_gradient + static.layers.gradients - layer_tensors(arch, setting, last.chosen).gradients
+    return found, made + working
 
 
 def _with_tower(
@@ -280,9 +281,9 @@ def embeddings_held(arch: Architecture, setting: Setting, *, learning: bool = Tr
     return size * (int(summed or not saved) * TOKEN + int(summed) * POSITION)
 
 
-def masks_of(arch: Architecture, setting: Setting, kinds: Iterable[Kind]) -> int:
+def masks_of(setting: Setting, kinds: Iterable[Kind]) -> int:
     """How many masks there are: one for each way of attending."""
-    return len({_mask_of(arch, setting, kind) for kind in kinds} - {None})
+    return len({_mask_of(setting, kind) for kind in kinds} - {None})
 
 
 @lru_cache(maxsize=256)
@@ -302,7 +303,7 @@ def inputs(arch: Architecture, setting: Setting, masks: int) -> int:
     return shared + INDEX * POSITION + tables * (TOKEN if arch.rotary_by_row else POSITION)
 
 
-def _mask_of(arch: Architecture, setting: Setting, kind: Kind) -> bool | None:
+def _mask_of(setting: Setting, kind: Kind) -> bool | None:
     """Which mask a layer attends through: the full one (False), the window's (True), or none."""
     if setting.attention == "flash" or not (setting.attention == "eager" or kind.masked):
         return None

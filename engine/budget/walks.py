@@ -16,7 +16,7 @@ from engine.budget.growth import maxima
 from engine.budget.head import Head
 from engine.budget.kinds import Kind, body_learns, kind_of
 from engine.budget.layer import Layer
-from engine.budget.packed import TOKEN, highest
+from engine.budget.packed import TOKEN, highest, leading
 from engine.budget.setting import Setting
 from engine.budget.tape import Operation
 
@@ -52,6 +52,13 @@ def walk_backward(arch: Architecture, setting: Setting, kind: Kind, accumulating
 @lru_cache(maxsize=256)
 def _maxima_behind(arch: Architecture, setting: Setting, kind: Kind, accumulating: bool) -> tuple[int, ...]:
     return maxima(_walk_layer(arch, setting, kind).backward, accumulating)
+
+
+@lru_cache(maxsize=256)
+def leading_behind(arch: Architecture, setting: Setting, kind: Kind) -> int:
+    """The leading one of these maxima, whether gradients are there already or not."""
+    felt = felt_by_layers(setting)
+    return leading(_walk_layer(arch, felt, _felt_kind(felt, kind)).backward)
 
 
 class Through(NamedTuple):

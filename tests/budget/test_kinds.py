@@ -57,8 +57,8 @@ def test_a_kind_that_holds_more_is_one_of_the_same_weights_with_a_mask_or_a_grad
     found = stack(gemma, data={"max_length": 128})
     first, masked, plain = found.kinds
     assert (first.follows, masked.follows, masked.masked, plain.masked) == (False, True, True, False)
-    assert found.larger(first) == found.larger(plain) == masked
-    assert found.larger(masked) is None
+    assert found.larger[first] == found.larger[plain] == masked
+    assert found.larger[masked] is None
 
 
 def test_layers_between_two_are_counted_by_kind() -> None:
