@@ -62,7 +62,8 @@ def adapted_linear(
     walk.reach(most)
     walk.live += kept - cast - given
     walk.lingering += kept
-    output = walk.tensor(walk.leave(given), elements, x.itemsize, given)
+    output = walk.new(elements, x.itemsize)
+    walk.rising = False  # most has been noted
     if not walk.learning:
         return output
     first, second = rounded(rank * inputs * width), rounded(rank * outputs * width)

@@ -99,7 +99,8 @@ def _rotary_in_halves(walk: Walk, x: Ghost, width: int) -> Ghost:
     if before is not None:
         walk.mark(2 * half)
     walk.reach(4 * half)
-    output = walk.tensor(walk.leave(2 * half), x.elements, itemsize, 2 * half)
+    output = walk.new(x.elements, itemsize)
+    walk.rising = False  # most has been noted
     return output if before is None else walk.taped(output, _RotaryInHalves(before, x.size, 2 * half))
 
 

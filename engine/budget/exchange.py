@@ -31,9 +31,8 @@ def to_heads(
         del received, summed
         return made
 
-    received = _received(walk, total)
-    arrived = walk.within(received, sum(elements), query.itemsize, parents, back)
-    query, key, value = pieces(walk, arrived, elements)
+    arrived = walk.tensor(_received(walk, total), sum(elements), query.itemsize, total)
+    query, key, value = pieces(walk, walk.made_of(parents, arrived, back), elements)
     return query, key, value
 
 

@@ -85,9 +85,20 @@ class Walk:
         return peaks
 
     def new(self, elements: int, itemsize: int) -> Ghost:
-        """A tensor that needs no gradient."""
-        size = elements * itemsize
-        return self.tensor(self.allocate(size), elements, itemsize, size)
+        """A tensor that needs no gradient. Written out, as `allocate` and `tensor` are: the most frequent of all."""
+        storage = Storage()
+        storage.walk = self
+        storage.freed = size = elements * itemsize
+        storage.kept = None
+        self.live += size
+        self.rising = True
+        ghost = Ghost()
+        ghost.storage = storage
+        ghost.elements = elements
+        ghost.itemsize = itemsize
+        ghost.size = size
+        ghost.node = None
+        return ghost
 
     def tensor(self, storage: Storage, elements: int, itemsize: int, size: int) -> Ghost:
         """The same in a storage that is there already, of so many bytes."""
@@ -146,7 +157,13 @@ class Walk:
 
     def save(self, *ghosts: Ghost | None) -> Saved:
         """Keep inputs for backward; None stands for a weight, which costs nothing but is saved too."""
-        return self.save_into([], *ghosts)
+        holder: Saved = []
+        if self.learning:
+            for ghost in ghosts:
+                if ghost is not None:
+                    holder.append(self.kept_of(ghost))
+            self._saved_at = len(self.peaks), self.live, self.rising
+        return holder
 
     def kept_of(self, ghost: Ghost) -> Kept | int:
         """What an operation keeps of one that it saves: all of it, or where it waits on the host its bytes."""
@@ -165,11 +182,7 @@ class Walk:
 
     def save_into(self, holder: Saved, *ghosts: Ghost | None) -> Saved:
         """Keep more for the same operation: outputs are saved after they are made."""
-        if ghosts and self.learning:
-            for ghost in ghosts:
-                if ghost is not None:
-                    holder.append(self.kept_of(ghost))
-            self._saved_at = len(self.peaks), self.live, self.rising
+        holder += self.save(*ghosts)
         return holder
 
     def result(
@@ -183,22 +196,12 @@ class Walk:
         trains: bool = False,
     ) -> Ghost:
         """The output of an operation; `trains` says that a trained weight takes part."""
-        storage = self.allocate(elements * itemsize)
-        return self.within(storage, elements, itemsize, parents, back, saved, trains=trains)
+        return self.made_of(parents, self.new(elements, itemsize), back, saved, trains=trains)
 
-    def within(
-        self,
-        storage: Storage,
-        elements: int,
-        itemsize: int,
-        parents: Sequence[Ghost],
-        back: Back,
-        saved: Saved | None = None,
-        *,
-        trains: bool = False,
+    def made_of(
+        self, parents: Sequence[Ghost], output: Ghost, back: Back, saved: Saved | None = None, *, trains: bool = False
     ) -> Ghost:
-        """The same in a storage that is there already."""
-        output = self.tensor(storage, elements, itemsize, elements * itemsize)
+        """The same of an output that is there already."""
         inputs = [parent.node for parent in parents]
         if self.learning and (trains or any(inputs)):
             output.node = Several(inputs, back, output.size, saved)
@@ -207,8 +210,7 @@ class Walk:
 
     def single(self, x: Ghost, elements: int, itemsize: int, gives: int, saved: Saved | None = None) -> Ghost:
         """The output of an operation on `x` whose gradient takes `gives` bytes."""
-        size = elements * itemsize
-        output = self.tensor(self.allocate(size), elements, itemsize, size)
+        output = self.new(elements, itemsize)
         if x.node is not None:
             self._tape_single(x.node, output, gives, saved)
         return output

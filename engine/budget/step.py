@@ -23,14 +23,7 @@ from engine.budget.setting import Setting
 from engine.budget.sharing import ALONE, Sharing, shards, static_of_a_rank
 from engine.budget.static import layer_tensors, static_bytes
 from engine.budget.vision import tower_cost
-from engine.budget.walks import (
-    Ahead,
-    leading_behind,
-    walk_backward,
-    walk_forward,
-    walk_head,
-    walked_alike,
-)
+from engine.budget.walks import Ahead, leading_behind, walk_backward, walk_forward, walk_head, walked_alike
 
 INPUT_BYTES = 24
 """Per token: input ids, labels and the targets among them, int64."""

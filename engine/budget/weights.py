@@ -46,12 +46,14 @@ class Weights:
 
     def _base(self, module: str, parameter: Parameter, x: Ghost, merged: int) -> Ghost:
         """The layer's own weight and bias."""
-        weight, trained = self.weight(module)
-        bias, bias_trained = self.bias(module)
+        weight, trained, bias = 0, False, 0
+        if self.chosen.trained:
+            weight, trained = self.parameter(parameter.name)
+            bias = self.bias(module)
         outputs = -(-self._shape(parameter)[0] // merged)
         if self.walk.autocast:
-            return half_linear(self.walk, x, outputs, parameter.elements, trained, bias if bias_trained else 0)
-        return linear(self.walk, x, outputs, weight, trained, bias if bias_trained else 0, self._unpacked(parameter))
+            return half_linear(self.walk, x, outputs, parameter.elements, trained, bias)
+        return linear(self.walk, x, outputs, weight, trained, bias, self._unpacked(parameter))
 
     def _unpacked(self, parameter: Parameter) -> int:
         """Bytes of a quantised weight while it is multiplied with; 0 of one that is as it is used."""
@@ -61,9 +63,10 @@ class Weights:
         """Bytes of a module's weight gradient, and whether it is trained."""
         return self.parameter(f"{module}.weight")
 
-    def bias(self, module: str) -> tuple[int, bool]:
-        """The same of its bias; nothing where it has none."""
-        return self.parameter(f"{module}.bias")
+    def bias(self, module: str) -> int:
+        """Bytes of the gradient of its bias; 0 where it has none, or none that is trained."""
+        size, trained = self.parameter(f"{module}.bias")
+        return size if trained else 0
 
     def parameter(self, name: str) -> tuple[int, bool]:
         """The same of any of the parameters."""
