@@ -25,24 +25,26 @@ def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width:
     itemsize = x.itemsize if wide or x.itemsize > width else width
     product = full if wide else x.elements * itemsize
     factor = narrow if copied and not wide else full  # what the weight is multiplied with, saved for its gradient
-    kept_full = kept_root = 0
+    kept_full = kept_root = kept_factor = 0
     saved: Saved = []
+    trained = trained and walk.learning
     if before is not None:
         kept_full, kept_root = walk.stays(full), walk.stays(root)
         if not copied:
             saved = walk.save(x)
-    kept_factor = walk.stays(factor) if trained else 0
     walk.reach(full + full + root if copied else full + root)  # (a copy,) its square and their mean; or the product
     if before is not None:
         walk.mark()
-    walk.keep(kept_root + kept_full if copied else kept_root)
+        walk.keep(kept_root + kept_full if copied else kept_root)
     made = full + narrow if copied and not wide else full  # and cast
     if trained:
+        kept_factor = walk.stays(factor)
         walk.mark(made)
     walk.reach(made + product + narrow if copied and wide else made + product)
-    walk.keep(kept_factor)
+    if trained:
+        walk.keep(kept_factor)
     output = walk.new(x.elements, itemsize)
-    if before is None and not (trained and walk.learning):
+    if before is None and not trained:
         return output
     return walk.taped(
         output,

@@ -26,7 +26,11 @@ def linear(
     A quantised weight is unpacked to `unpacked` bytes for as long as it is multiplied with, forward and backward.
     """
     before, elements = x.node, outputs * TOKEN
-    saved = walk.save(x if trained else None, None) if before is not None or trained else None
+    saved = None
+    if trained:
+        saved = walk.save(x)
+    elif before is not None:
+        saved = walk.save()  # the weight, which costs nothing
     if not (trained or unpacked):
         return walk.single(x, elements, x.itemsize, x.size, saved)
     whole = walk.allocate(unpacked) if unpacked else None
@@ -46,7 +50,7 @@ class _Linear(Operation):
     def __init__(
         self, before: Node | None, gives: int, size: int, saved: Saved | None, learns: tuple[int, ...], unpacked: int
     ) -> None:
-        super().__init__(size, saved)
+        self.size, self.saved, self.gradient, self.joins = size, saved, None, False
         self.before, self.gives, self.learns, self.unpacked = before, gives, learns, unpacked
 
     def go_back(self, walk: Walk) -> None:

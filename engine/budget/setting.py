@@ -98,10 +98,13 @@ class Setting:
 
     def but(self, **changes: Any) -> Setting:
         """The same with other choices."""
-        choices = list(self.choices)
+        choices: list[Any] | None = None
         for name, choice in changes.items():
-            choices[PLACES[name]] = choice
-        return _setting(*choices)
+            place = PLACES[name]
+            if self.choices[place] != choice:
+                choices = choices or list(self.choices)
+                choices[place] = choice
+        return _setting(*choices) if choices else self
 
 
 PLACES = {each.name: place for place, each in enumerate(each for each in fields(Setting) if each.init)}

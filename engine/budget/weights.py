@@ -46,14 +46,14 @@ class Weights:
 
     def _base(self, module: str, parameter: Parameter, x: Ghost, merged: int) -> Ghost:
         """The layer's own weight and bias."""
-        weight, trained, bias = 0, False, 0
-        if self.chosen.trained:
+        walk, weight, trained, bias = self.walk, 0, False, 0
+        if self.chosen.trained and (walk.learning or walk.autocast):  # which keeps what it cast in any pass
             weight, trained = self.parameter(parameter.name)
             bias = self.bias(module)
         outputs = -(-self._shape(parameter)[0] // merged)
-        if self.walk.autocast:
-            return half_linear(self.walk, x, outputs, parameter.elements, trained, bias)
-        return linear(self.walk, x, outputs, weight, trained, bias, self._unpacked(parameter))
+        if walk.autocast:
+            return half_linear(walk, x, outputs, parameter.elements, trained, bias)
+        return linear(walk, x, outputs, weight, trained, bias, self._unpacked(parameter))
 
     def _unpacked(self, parameter: Parameter) -> int:
         """Bytes of a quantised weight while it is multiplied with; 0 of one that is as it is used."""
