@@ -3,6 +3,7 @@
 Run as `python follower.py DIR MODE`. Prints the child's pid, then each event's kind; exits with what `follow` returns.
 """
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ def say(text: str) -> None:
 
 
 def main(path: str, mode: str) -> int:
+    # Tests that a shell runs in the background ignore it, and so would this process; `follow` leaves it at that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = RunDirectory(Path(path))
     child_file = Path(__file__).with_name("child_engine.py")
     with directory.log.open("ab") as log:
