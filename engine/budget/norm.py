@@ -41,8 +41,7 @@ def rms_norm(walk: Walk, x: Ghost, rows: int, weight: int, trained: bool, width:
         kept_factor = walk.stays(factor)
         walk.mark(made)
     walk.reach(made + product + narrow if copied and wide else made + product)
-    if trained:
-        walk.keep(kept_factor)
+    walk.keep(kept_factor)
     output = walk.new(x.elements, itemsize)
     if before is None and not trained:
         return output

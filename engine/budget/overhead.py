@@ -34,9 +34,8 @@ class Beside(NamedTuple):
 
     def room(self, capacity_bytes: int) -> int:
         """What tensors may take at the most on a device of so many bytes."""
-        left = capacity_bytes - self.workspace_bytes - self.context_bytes
-        most = int(left / (1 + self.fragmented_share)) + 2  # a float's error is far below a byte
-        while most + int(self.fragmented_share * most) > left:
+        most = int((capacity_bytes - self.total(0)) / (1 + self.fragmented_share)) + 2  # floats err by less
+        while most + self.total(most) > capacity_bytes:
             most -= 1
         return most
 
