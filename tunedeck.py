@@ -3,7 +3,7 @@
 The path comes first because the import packages are called `engine`, `tui` and `profiles`, names that a user's own
 repository may well hold too: with `PYTHONPATH=.` or `python -m`, Python would import theirs. This file's folder goes to
 the front of `sys.path` before anything else of Tunedeck is imported. Child processes are started through this file's
-absolute path with `-P` (see `engine.start`), so the same holds there.
+absolute path with `-P` (see `engine.launch.process`), so the same holds there.
 
 Try: `tunedeck`, `tunedeck --help`, or `python -m tunedeck --help`.
 """

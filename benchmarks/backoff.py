@@ -32,21 +32,21 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.job import BATCH, Job, padded, quietly, spec_of, write_job
+from engine.batching.budget import CostBudget
+from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.data.batch import collate
 from engine.device.base import Device
+from engine.device.co_tenant import SharedCount
 from engine.device.metered import MeteredDevice
-from engine.device.neighbour import SharedCount
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.train.costbudget import CostBudget
-from engine.train.failure import quick_to_collect
-from engine.train.growth import Growth
-from engine.train.journal import Journal
-from engine.train.microbatch import MicroBatch, plan_micro_batches
-from engine.train.optimizer import set_learning_rates
-from engine.train.report import reporter
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.budget_growth import Growth
+from engine.train.recovery.failure import quick_to_collect
+from engine.train.recovery.oom_events import reporter
 from engine.train.setup import Bench, set_up
-from engine.train.transaction import StepTransaction
+from engine.train.step.optimizer import set_learning_rates
+from engine.train.step.transaction import StepTransaction
 
 ROOMY_BYTES = 64 * 2**30
 

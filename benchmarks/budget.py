@@ -27,7 +27,7 @@ from engine.budget.lookup import find_architecture
 from engine.budget.predict import predict
 from engine.model.quiet import without_chatter
 from engine.simulate.step import simulate_step
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "budget.json"

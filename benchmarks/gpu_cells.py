@@ -22,9 +22,9 @@ from engine.budget.plan import make_plan
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.events import read_events
+from engine.launch.process import start_engine
 from engine.spec.load import dump_run_spec
-from engine.spec.run import RunSpec
-from engine.start import start_engine
+from engine.spec.schema.run import RunSpec
 
 Found = dict[str, Any]
 STEPS = 4

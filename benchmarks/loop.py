@@ -39,11 +39,11 @@ from engine.device.base import Device
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.model.tokenizer import load_tokenizer
-from engine.train.journal import Journal
-from engine.train.optimizer import set_learning_rates
-from engine.train.report import reporter
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.oom_events import reporter
 from engine.train.setup import set_up
-from engine.train.transaction import StepTransaction
+from engine.train.step.optimizer import set_learning_rates
+from engine.train.step.transaction import StepTransaction
 
 WARM_UP_STEPS = 3
 """Left out: they pay for the process, its heap and its kernels."""

@@ -27,9 +27,9 @@ from functools import _lru_cache_wrapper
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import make_plan
 from engine.errors import SpecError
-from engine.spec.find import available
+from engine.spec.files.find import available
 from engine.spec.load import resolve
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B",

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from benchmarks.job import Job, spec_of, write_job
 from benchmarks.slices import member
 from engine.model.quiet import without_bars
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 TOKENS, WIDTH = 64, 192
 

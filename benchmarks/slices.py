@@ -23,15 +23,15 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.job import Job, spec_of, write_job
+from engine.batching.cost import price
 from engine.device import open_device
+from engine.distributed.elastic import of_one_rank
+from engine.distributed.ranks import ALONE, Ranks, joined
 from engine.model.quiet import without_bars
-from engine.parallel.launch import of_one_rank
-from engine.parallel.ranks import ALONE, Ranks, joined
-from engine.spec.run import RunSpec
-from engine.train.journal import Journal
-from engine.train.pricing import price
+from engine.spec.schema.run import RunSpec
+from engine.train.monitor.journal import Journal
 from engine.train.setup import set_up
-from engine.train.transaction import StepTransaction
+from engine.train.step.transaction import StepTransaction
 
 LIMIT_SECONDS = 300.0
 STEPS = 2

@@ -26,16 +26,16 @@ import torch.multiprocessing as mp
 
 from benchmarks.job import Job, spec_of, write_job
 from engine.device import open_device
+from engine.distributed.host_gather import Ballot
+from engine.distributed.ranks import Ranks, joined
 from engine.journal.directory import RunDirectory
 from engine.model.quiet import without_bars
-from engine.parallel.ranks import Ranks, joined
-from engine.parallel.votes import Ballot
-from engine.spec.run import RunSpec
-from engine.train.control import Wishes
-from engine.train.failure import quick_to_collect
-from engine.train.journal import Journal
+from engine.spec.schema.run import RunSpec
 from engine.train.loop import Training
-from engine.train.reserve import HostReserve
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.emergency_memory import HostReserve
+from engine.train.recovery.failure import quick_to_collect
+from engine.train.run_requests import Wishes
 from engine.train.setup import set_up
 
 SIZES = {"small": (64, 48), "larger": (192, 256)}

@@ -128,7 +128,7 @@ def _complain_of_arguments(error: Exception) -> None:
 
 def _complain(text: str) -> None:
     """Write one block to stderr, each line as it is: never parsed as markup, control characters made visible."""
-    from engine.spec.text import visible
+    from engine.spec.files.text import visible
 
     first, *rest = [visible(line) for line in text.splitlines()] or [""]
     sys.stderr.write("\n".join([f"tunedeck: {first}", *(f"  {line}" for line in rest)]) + "\n")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 FOLDERS = ("TUNEDECK_STATE", "TUNEDECK_CACHE", "TUNEDECK_CONFIG", "HF_HOME")
-GROUPS = "tests/parallel/"
+GROUPS = "tests/distributed/"
 """Tests that start two to four ranks, which wait for each other all the time. Two such groups at once on two cores took
 four tenths more of the processors than one after the other, so one worker gets all of these files."""
 

@@ -14,17 +14,18 @@ import pytest
 import engine.budget
 import engine.commands
 import engine.journal
+import engine.launch
 import engine.spec
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "transformers", "peft", "accelerate", "datasets", "textual")
 
 LIGHT_MODULES = sorted(
-    ["engine.errors", "engine.start", "engine.creation", "engine.keeper", "engine.cli"]
+    ["engine.errors", "engine.cli"]
     + [
         module.name
-        for package in (engine.spec, engine.budget, engine.journal, engine.commands)
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
+        for package in (engine.spec, engine.budget, engine.journal, engine.launch, engine.commands)
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
 )
 
@@ -90,7 +91,7 @@ sys.path.insert(0, {root!r})
 from importlib.metadata import version
 from pathlib import Path
 from engine.journal.directory import RunDirectory
-from engine.start import start_engine
+from engine.launch.process import start_engine
 sys.exit(start_engine(RunDirectory(Path(sys.argv[1]))).wait())
 """
 

@@ -11,7 +11,7 @@ COUNTED = """
 import gc
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
-from engine.importing import importing
+from engine.commands.importing import importing
 collections.clear()
 with importing():
     import torch

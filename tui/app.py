@@ -23,7 +23,7 @@ from textual.screen import Screen
 from engine.errors import TunedeckError, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import runs_folder
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
 from tui.engines import Engines, still_running

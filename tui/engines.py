@@ -15,7 +15,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, end_of_events
 from engine.journal.index import list_runs, note_run
 from engine.journal.liveness import engine_process, is_alive
-from engine.start import died, log_tail, start_engine
+from engine.launch.process import died, log_tail, start_engine
 
 
 def still_running(runs_dir: Path) -> list[str]:
@@ -47,7 +47,7 @@ class Engines:
 
     def start(self, directory: RunDirectory, *, resume: bool) -> str | None:
         """Start an engine on a run; a warning for the user, or None. Raises EnvironmentProblem, OSError."""
-        from engine.creation import leave_out_foreign_limits  # reads specs: too dear before the first paint
+        from engine.launch.create_run import leave_out_foreign_limits  # reads specs: too dear before the first paint
 
         foreign = leave_out_foreign_limits(directory) if resume else None
         log_start = directory.log.stat().st_size if directory.log.exists() else 0

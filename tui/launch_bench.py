@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.budget.advice import Advice, Suggestion, advise
-from engine.creation import new_run
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.queue import Queue
-from engine.spec.find import Kind
-from engine.spec.here import working_directory
-from engine.spec.rewrite import belongs_to
-from engine.spec.run import RunSpec
-from tui import own_files
+from engine.launch.create_run import new_run
+from engine.spec.files.find import Kind
+from engine.spec.files.rewrite import belongs_to
+from engine.spec.files.working_directory import working_directory
+from engine.spec.schema.run import RunSpec
+from tui import user_files
 from tui.launch_fields import NAME, Row, as_typed, rows_of
 from tui.launch_model import Choice, Outcome, Trouble, from_settings, refusal, split_of, work_out
 from tui.machine import Entry, Machine, entry_of, profile_entries, recipe_entries
@@ -192,12 +192,12 @@ class Bench:
     def name_for(self, kind: Kind) -> str:
         """A free name for the changed file."""
         entry = self.profiles[self.places[0]] if kind == "profile" else self.recipes[self.places[1]]
-        return own_files.free_name(kind, entry.path.stem)
+        return user_files.free_name(kind, entry.path.stem)
 
     def save(self, kind: Kind, name: str) -> Path:
         """Write the changed file under a new name and go on with it. Raises UsageError or SpecError."""
         source = self.choice.profile if kind == "profile" else self.choice.recipe
-        path = own_files.save_as(kind, source, self.choice.sets, name)
+        path = user_files.save_as(kind, source, self.choice.sets, name)
         kept = {key: text for key, text in self.choice.overrides.items() if belongs_to(key.partition(".")[0]) != kind}
         self.remember()
         self.choice = replace(self.choice, overrides=kept, **{kind: path.stem})

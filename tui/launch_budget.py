@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 from tui.launch_fields import as_typed
 from tui.launch_model import Outcome, split_of
 from tui.theme import draw

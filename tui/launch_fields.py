@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.spec import describe
-from engine.spec.recipe import Source
-from engine.spec.rewrite import belongs_to
-from engine.spec.run import RunSpec
-from engine.spec.text import visible
+from engine.spec.files.rewrite import belongs_to
+from engine.spec.files.text import visible
+from engine.spec.schema import describe
+from engine.spec.schema.recipe import Source
+from engine.spec.schema.run import RunSpec
 
 DEVICES = "--devices"
 NAME = "--name"
@@ -218,7 +218,7 @@ def help_of(key: str) -> str:
 
 
 def _model(key: str) -> Any:
-    from engine.spec.profile import Profile
-    from engine.spec.recipe import Recipe
+    from engine.spec.schema.profile import Profile
+    from engine.spec.schema.recipe import Recipe
 
     return Profile if belongs_to(key.partition(".")[0]) == "profile" else Recipe

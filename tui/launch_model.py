@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.budget.plan import Plan, make_plan
-from engine.creation import require_launcher
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
-from engine.spec.devices import check_devices, device_indices
-from engine.spec.find import FOLDERS, SHIPPED, Kind
-from engine.spec.here import working_directory
-from engine.spec.later import refuse_unbuilt
+from engine.launch.create_run import require_launcher
+from engine.spec.check.devices import check_devices, device_indices
+from engine.spec.check.unsupported import refuse_unbuilt
+from engine.spec.files.find import FOLDERS, SHIPPED, Kind
+from engine.spec.files.working_directory import working_directory
 from engine.spec.load import resolve
-from engine.spec.run import Limits, RunSpec
+from engine.spec.schema.run import Limits, RunSpec
 from tui.launch_fields import DEVICES, NAME, SOURCES, overrides_of, source_of
 
 BUILTIN = "builtin:"

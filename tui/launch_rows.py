@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from textual.content import Content
 
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 from tui.launch_model import Outcome
 from tui.machine import Entry
 from tui.theme import VERDICTS, draw

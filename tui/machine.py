@@ -14,13 +14,13 @@ from pathlib import Path
 
 from engine.errors import TunedeckError
 from engine.journal.index import state_folder
-from engine.spec.detect import count_devices, detect_device
-from engine.spec.find import Kind, Located, available, locate
+from engine.spec.files.detect import count_devices, detect_device
+from engine.spec.files.find import Kind, Located, available, locate
+from engine.spec.files.share import write_new
+from engine.spec.files.templates import new_profile
 from engine.spec.load import read_checked
-from engine.spec.profile import Device, Profile
-from engine.spec.recipe import Recipe
-from engine.spec.share import write_new
-from engine.spec.templates import new_profile
+from engine.spec.schema.profile import Device, Profile
+from engine.spec.schema.recipe import Recipe
 
 SAME_MEMORY = 0.01
 """Two cards whose totals differ by less than this share are the same product: drivers differ by some MiB."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import TunedeckError
-from engine.start import COMMAND
+from engine.launch.process import COMMAND
 
 SAMPLES = 8
 

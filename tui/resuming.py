@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.journal.directory import RunDirectory
-from engine.journal.sentences import clean
+from engine.journal.event_text import clean
 
 
 def why_not_resume(directory: RunDirectory, status: str) -> str | None:

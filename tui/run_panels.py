@@ -11,7 +11,7 @@ from typing import Any
 
 from textual.content import Content
 
-from engine.journal.sentences import clean, duration, number, score, size
+from engine.journal.event_text import clean, duration, number, score, size
 from engine.journal.summary import RunSummary, read_spec
 from tui.run_ranks import in_short
 from tui.run_rows import state_cell, state_of

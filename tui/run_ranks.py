@@ -16,7 +16,7 @@ from typing import Any
 
 from textual.content import Content
 
-from engine.journal.sentences import duration, size
+from engine.journal.event_text import duration, size
 from tui.run_watch import RunWatch
 
 SLOW = 1.5

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from textual.content import Content
 
-from engine.journal.sentences import clean, duration, number
+from engine.journal.event_text import clean, duration, number
 from engine.journal.summary import RunSummary
 from tui.run_list import Entry
 from tui.theme import STATES

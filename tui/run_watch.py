@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
+from engine.journal.event_text import clean, sentence
 from engine.journal.events import Event, EventTail, decode, end_of_events
-from engine.journal.fold import Folded
-from engine.journal.sentences import clean, sentence
+from engine.journal.run_state import Folded
 from engine.journal.summary import (
     LINES_BETWEEN_CLOCKS,
     MARK_WITHIN_BYTES,

@@ -16,9 +16,9 @@ from typing import Any
 
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
-from engine.spec.recipe import Recipe
-from engine.spec.rules_of_hardware import device_can
-from engine.spec.run import RunSpec
+from engine.spec.check.hardware_rules import device_can
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
 
 LEARNING_COST = 100.0
 """Added to the cost of every lever that changes what is learned: such advice comes after all that does not."""

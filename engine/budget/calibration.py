@@ -3,7 +3,7 @@
 Corrected are the residuals alone, never a tensor term: the CUDA context with what libraries hold beside it (NCCL with
 several ranks), cuBLAS' workspace, and reserved over allocated memory. An entry counts for one kind of GPU, driver,
 torch and number of ranks, and whether segments expand; of the last runs the worst is believed. A run on CUDA adds to
-the file when it ends (`engine.train.calibrate`). Host memory has no residuals, simulated or not.
+the file when it ends (`engine.train.monitor.calibrate`). Host memory has no residuals, simulated or not.
 
 Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from engine.budget.installed import installed
 from engine.journal.files import write_atomically
 from engine.journal.index import state_folder
-from engine.spec.profile import Profile
+from engine.spec.schema.profile import Profile
 
 FILE = "calibration.json"
 RUNS_KEPT = 8

@@ -1,9 +1,10 @@
 """What ranks that share sequences hold around attention: buffers that heads and positions are traded through.
 
-Written like `engine.parallel.sequence`, tensor by tensor. A rank has as many values of all its positions' heads as of
-its own heads at all positions, so sizes stay what they are, but for keys and values that go to several ranks.
+Written like `engine.distributed.sequence_parallel`, tensor by tensor. A rank has as many values of all its positions'
+heads as of its own heads at all positions, so sizes stay what they are, but for keys and values that go to several
+ranks.
 
-Try: `pytest tests/parallel/test_sequence.py`
+Try: `pytest tests/distributed/test_sequence.py`
 """
 
 from __future__ import annotations

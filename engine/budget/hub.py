@@ -12,7 +12,7 @@ from engine.budget.architecture import from_config
 from engine.budget.lookup import find_config, start_of
 from engine.budget.parameters import parameter_count
 from engine.errors import ConfigNotHereError, EnvironmentProblem, TunedeckError, UnknownArchitectureError, UsageError
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 ANSWER_SECONDS = 10.0
 """How long the hub may take for its first answer."""

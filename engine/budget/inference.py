@@ -23,7 +23,7 @@ from engine.budget.setting import Setting
 from engine.budget.step import embeddings_held, inputs, masks_of
 from engine.budget.vision import tower_cost
 from engine.budget.walks import at_rest, entry, felt_by_head, felt_by_layers, head_alone, pass_through
-from engine.spec.recipe import Recipe
+from engine.spec.schema.recipe import Recipe
 
 GENERATION_ROWS = 64
 """Answers generated at once to begin with; `engine.evaluate.scores` says the same."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UsageError
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 STATEFUL_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "ssm", "moe_mamba", "hybrid")
 """Layer types that carry a state from token to token, which restarting position ids do not reset."""

@@ -8,7 +8,7 @@ Try: `tunedeck plan -p 24gb -r full`
 from __future__ import annotations
 
 from engine.budget.plan import Plan
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 
 def lever_of(plan: Plan, spec: RunSpec) -> str:

@@ -22,7 +22,7 @@ from engine.budget.architecture import Architecture, from_config
 from engine.errors import ConfigNotHereError, UsageError
 from engine.journal.index import resolve_run
 from engine.spec.load import load_run_spec
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 BUILTIN_PREFIX = "builtin:"
 RUN_PREFIX = "run:"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.budget.calibration import is_expandable, residuals_for
-from engine.spec.profile import Profile
+from engine.spec.schema.profile import Profile
 
 MIB = 2**20
 CONTEXT_BYTES = 500 * MIB

@@ -16,7 +16,7 @@ from engine.budget.lookup import find_architecture
 from engine.budget.predict import Budget, Prediction
 from engine.budget.setting import Setting
 from engine.budget.zero import uses_deepspeed
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
 

@@ -23,7 +23,7 @@ from engine.budget.sharing import ALONE, Sharing, bucket_bytes, shards, sharing_
 from engine.budget.static import optimizer_scratch
 from engine.budget.step import least_at_once, step_cost
 from engine.budget.walks import felt_by_step
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 COMPONENTS = (
     "weights", "adapters", "gradients", "optimizer", "activations", "recompute", "loss", "buffers",

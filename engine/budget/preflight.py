@@ -1,6 +1,6 @@
 """What a plan warns of before a run starts, although it may start: each warning says what was found and the fix.
 
-Functions of values only; what no device can do is refused by `engine.spec.rules_of_hardware`.
+Functions of values only; what no device can do is refused by `engine.spec.check.hardware_rules`.
 
 Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 """
@@ -24,8 +24,8 @@ from engine.budget.slicing import refuse_slicing
 from engine.budget.static import static_bytes
 from engine.budget.zero import refuse_under_deepspeed, warnings_under_deepspeed
 from engine.errors import ConfigNotHereError
-from engine.spec.images import image_key
-from engine.spec.run import RunSpec
+from engine.spec.check.images import image_key
+from engine.spec.schema.run import RunSpec
 
 GIB = 2**30
 

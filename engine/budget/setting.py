@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 from engine.budget.architecture import Architecture
 from engine.budget.tower_parameters import TOWER_MODULES
-from engine.spec.images import image_key
-from engine.spec.recipe import Recipe
-from engine.spec.run import RunSpec
+from engine.spec.check.images import image_key
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BFLOAT16_CAPABILITY = 8.0

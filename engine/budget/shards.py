@@ -2,11 +2,11 @@
 
 A group's weights come in a flat buffer and are copied out of it, each tensor by itself; its gradients leave through a
 flat fp32 buffer, and what remains here of all of them is one flat piece. First dimensions are padded to equal parts.
-Which buffers are there at once follows `engine.parallel.sharded` and `torch/distributed/fsdp/_fully_shard` of torch
+Which buffers are there at once follows `engine.distributed.sharded` and `torch/distributed/fsdp/_fully_shard` of torch
 2.13: in forward a flat buffer waits until the next group is gathered, in backward the next group is on its way while
 one is at work, and the gradients that left last keep their buffer until the next ones leave.
 
-Try: `pytest tests/budget/test_sharing.py tests/parallel/test_sharded_steps.py`
+Try: `pytest tests/budget/test_sharing.py tests/distributed/test_sharded_steps.py`
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.budget.static import BLOCK_BYTES, Tensors, rounded, state_bytes, tow
 from engine.errors import EnvironmentProblem
 
 KNOWN_TORCH = ("2.13",)
-"""Versions of torch whose `_fully_shard` folder `engine.parallel.sharded` was read for and is tested with. On later
+"""Versions of torch whose `_fully_shard` folder `engine.distributed.sharded` was read for and is tested with. On later
 ones weights are sharded all the same, but after memory ran out all ranks have to start again."""
 
 SHARDS_SINCE = "2.13"
@@ -126,7 +126,7 @@ def recovers_with(torch_version: str) -> bool:
 
 @lru_cache(maxsize=256)
 def shards_of(arch: Architecture, setting: Setting, ranks: int, *, keeps: bool) -> Shards:
-    """The groups that `engine.parallel.sharded` makes of a model."""
+    """The groups that `engine.distributed.sharded` makes of a model."""
     stack = stack_of(arch, setting)
     of_kind = [_group(_layer_values(arch, setting, kind), setting, ranks) for kind in stack.kinds]
     outer = {p.name: p for p in outer_parameters(arch)}

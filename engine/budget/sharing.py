@@ -1,8 +1,8 @@
 """What several devices that share a run hold, each: parts of the model, and buffers to gather and reduce in.
 
-Replicated: everything, and the buffer gradients are summed in (`engine.parallel.reduce`). Sharded: an equal part of
-weights, gradients and optimizer state, and what they travel through (`engine.budget.shards`). Sequence parallelism cuts
-each sequence into equal parts; what travels around attention is in `engine.budget.exchange`.
+Replicated: everything, and the buffer gradients are summed in (`engine.distributed.gradient_all_reduce`). Sharded: an
+equal part of weights, gradients and optimizer state, and what they travel through (`engine.budget.shards`). Sequence
+parallelism cuts each sequence into equal parts; what travels around attention is in `engine.budget.exchange`.
 
 Try: `tunedeck plan -p 4xh100 -r full`
 """
@@ -18,11 +18,11 @@ from engine.budget.setting import Setting
 from engine.budget.shards import Shards, held_by_a_rank, shards_of
 from engine.budget.static import Tensors, lasting, rounded, static_bytes
 from engine.budget.zero import PREFETCH_ELEMENTS, REDUCE_ELEMENTS, in_fp32, uses_deepspeed
-from engine.spec.profile import Profile
-from engine.spec.run import RunSpec
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.run import RunSpec
 
 BUCKET_BYTES = 32 * 2**20
-"""Of the buffer in which gradients are summed over replicas; `engine.parallel.reduce` says the same."""
+"""Of the buffer in which gradients are summed over replicas; `engine.distributed.gradient_all_reduce` says the same."""
 
 
 class Sharing(NamedTuple):

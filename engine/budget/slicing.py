@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from engine.budget.architecture import Architecture, from_config
 from engine.budget.isolation import POSITION_BLIND_FAMILIES, STATEFUL_FAMILIES
 from engine.errors import UnknownArchitectureError, UsageError
-from engine.spec.images import image_key
-from engine.spec.run import RunSpec
+from engine.spec.check.images import image_key
+from engine.spec.schema.run import RunSpec
 
 SINK_FAMILIES = frozenset({"gpt_oss"})
 """Model types whose heads each have a sink, a parameter beside keys and values."""

@@ -212,7 +212,7 @@ def _groups(arch: Architecture, setting: Setting) -> Iterator[tuple[tuple[Parame
 
 
 def _stage(arch: Architecture, setting: Setting, shapes: set[tuple[tuple[int, ...], int]]) -> int:
-    """`engine.train.host_state`: batches of at most STAGE_BYTES, or one tensor's state where that is more."""
+    """Staging of `engine.train.step.optimizer_offload`: STAGE_BYTES, or the largest tensor's state if more."""
     kept = setting.but(optimizer_offload=False)
     largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
     return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))

@@ -17,8 +17,8 @@ from engine.budget.architecture import from_config
 from engine.budget.operations import FLOAT
 from engine.budget.static import Tensors, rounded
 from engine.errors import EnvironmentProblem, UnknownArchitectureError, UsageError
-from engine.spec.profile import Profile
-from engine.spec.run import RunSpec
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.run import RunSpec
 
 REDUCE_ELEMENTS = 16 * 2**20
 """Gradients that are reduced at once: 64 MiB in fp32, instead of DeepSpeed's 2 GB."""
@@ -45,7 +45,7 @@ def refuse_under_deepspeed(facts: Mapping[str, Any], spec: RunSpec) -> None:
     """Raise UsageError for models DeepSpeed would train wrongly; `facts` are the model's config.
 
     It steps every parameter with a gradient of zero where there was none: experts that no token chose, a tower that saw
-    no image. What a recipe asks for is refused by `engine.spec.rules_of_hardware`.
+    no image. What a recipe asks for is refused by `engine.spec.check.hardware_rules`.
     """
     if not uses_deepspeed(spec.profile):
         return

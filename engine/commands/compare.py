@@ -52,7 +52,7 @@ def _print(found: Comparison) -> None:
 
     from engine.commands.progress import make_console
     from engine.journal.compare import shown_score, shown_setting
-    from engine.journal.sentences import clean
+    from engine.journal.event_text import clean
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)

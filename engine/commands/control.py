@@ -30,7 +30,7 @@ def stop(run: RunArgument, runs: RunsOption = None) -> None:
     """Stop a run after the present step, with a checkpoint. A second time: at once, by force."""
     from engine.journal.index import resolve_run
     from engine.journal.summary import summarise
-    from engine.start import force_stop
+    from engine.launch.process import force_stop
 
     directory = resolve_run(run, runs_folder(runs))
     if summarise(directory).stopping:

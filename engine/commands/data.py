@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.commands.importing import importing
 from engine.commands.options import JsonOption, RecipeOption, SetOption
-from engine.importing import importing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +55,7 @@ def data(
     as_json: JsonOption = False,
 ) -> None:
     """Show a recipe's data as the model will see them: loss mask, lengths, what was dropped and why."""
-    from engine.spec.later import refuse_unbuilt
+    from engine.spec.check.unsupported import refuse_unbuilt
     from engine.spec.load import resolve
 
     with importing():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.commands.importing import importing
 from engine.commands.options import JsonOption, RunsOption, SetOption, runs_folder
-from engine.importing import importing
 
 if TYPE_CHECKING:
     from engine.evaluate.scores import Scores

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from engine.commands.plan_words import VERDICTS, size, table, wrapped
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
     from engine.simulate.plan import ExactPlan
-    from engine.spec.run import RunSpec
+    from engine.spec.schema.run import RunSpec
 
 
 def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from engine.commands.importing import importing
 from engine.commands.options import RunArgument, RunsOption, runs_folder
-from engine.importing import importing
 
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default merged/ in the run's folder.")
@@ -33,8 +33,8 @@ def merge(
     runs: RunsOption = None,
 ) -> None:  # fmt: skip
     """Make a LoRA run's adapter and its base one model, which opens without peft. Uses host memory only."""
+    from engine.journal.event_text import size
     from engine.journal.index import resolve_run
-    from engine.journal.sentences import size
 
     with importing():
         from engine.export.merge import merge as merge_adapter

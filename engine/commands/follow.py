@@ -1,6 +1,6 @@
 """Starting an engine for a command and showing it until it ends: shared by `train` and `resume`.
 
-What may not live here: deciding what to run (`train`), or how a process is watched (`engine.start`).
+What may not live here: deciding what to run (`train`), or how a process is watched (`engine.launch.process`).
 
 Try: `tunedeck train -p demo -r demo`, with and without `--json`, or piped into `head -3`.
 """
@@ -18,10 +18,10 @@ import typer
 
 from engine.commands.progress import Reporter, print_rows, reporter, result_rows
 from engine.journal.directory import RunDirectory
+from engine.journal.event_text import clean
 from engine.journal.events import Event, EventTail, end_of_events
-from engine.journal.sentences import clean
 from engine.journal.summary import RunSummary, summarise
-from engine.start import DETACHED_CODE, POLL_SECONDS, follow, start_engine, wait_until_running
+from engine.launch.process import DETACHED_CODE, POLL_SECONDS, follow, start_engine, wait_until_running
 
 
 def start_and_follow(

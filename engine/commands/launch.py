@@ -1,6 +1,6 @@
 """`tunedeck launch`: writes the job that trains a recipe on several machines. It submits nothing.
 
-What the job looks like is `engine.parallel.scripts`.
+What the job looks like is `engine.launch.cluster_scripts`.
 
 Try: `tunedeck launch -p my-cluster -r my-recipe --slurm`, then read the script, then `sbatch` it
 """
@@ -19,8 +19,8 @@ from engine.commands.train import RunName, say
 from engine.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
-    from engine.parallel.scripts import Job
-    from engine.spec.run import RunSpec
+    from engine.launch.cluster_scripts import Job
+    from engine.spec.schema.run import RunSpec
 
 Slurm = Annotated[bool, typer.Option("--slurm", help="A batch script for sbatch.")]
 SkyPilot = Annotated[bool, typer.Option("--skypilot", help="A task for sky jobs launch.")]
@@ -54,10 +54,10 @@ def launch(
     runs: RunsOption = None,
 ) -> None:
     """Write the script that trains on the machines of a profile's [nodes], and the resolved run spec beside it."""
-    from engine.creation import checked_plan
-    from engine.parallel.scripts import Job, skypilot_task, slurm_script
+    from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
+    from engine.launch.create_run import checked_plan
+    from engine.launch.process import COMMAND
     from engine.spec.load import resolve
-    from engine.start import COMMAND
 
     resolved = resolve(profile, recipe, sets or [], name=name)
     spec = resolved.spec

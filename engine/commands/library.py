@@ -18,7 +18,7 @@ import typer
 from engine.commands.options import JsonOption
 
 if TYPE_CHECKING:
-    from engine.spec.find import Kind, Located
+    from engine.spec.files.find import Kind, Located
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME|FILE", help="A name, or a path to a TOML file.", show_default=False)
@@ -61,7 +61,7 @@ def _group(kind: Kind, summary: str) -> typer.Typer:
     def import_(
         file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)], force: ForceOption = False
     ) -> None:
-        from engine.spec.share import import_file
+        from engine.spec.files.share import import_file
 
         target = import_file(kind, file, force=force)
         _say(f"imported {target.stem}: {target}")
@@ -82,7 +82,7 @@ def _add_new(group: typer.Typer, kind: Kind) -> None:
 
         @group.command("new", help=summary)
         def new_recipe(name: NewNameArgument, to: ToOption = None, force: ForceOption = False) -> None:
-            from engine.spec import templates
+            from engine.spec.files import templates
 
             _write(kind, name, to, force, templates.new_recipe)
 
@@ -99,7 +99,7 @@ def _add_new(group: typer.Typer, kind: Kind) -> None:
 
 def _profile_text(name: str, detect: bool) -> str:
     from engine.spec import detect as detection
-    from engine.spec import templates
+    from engine.spec.files import templates
 
     device: dict[str, Any] = {
         "kind": "cuda",
@@ -117,7 +117,7 @@ def _profile_text(name: str, detect: bool) -> str:
 
 def _list(kind: Kind, as_json: bool) -> None:
     from engine.errors import SpecError
-    from engine.spec.find import available
+    from engine.spec.files.find import available
     from engine.spec.load import read_checked
 
     rows: list[dict[str, str]] = []
@@ -136,9 +136,9 @@ def _list(kind: Kind, as_json: bool) -> None:
 
 
 def _show(kind: Kind, name: str, as_json: bool) -> None:
-    from engine.spec.find import locate
+    from engine.spec.files.find import locate
+    from engine.spec.files.text import visible
     from engine.spec.load import read_checked
-    from engine.spec.text import visible
 
     located = locate(kind, name)
     table = read_checked(kind, located)
@@ -151,7 +151,7 @@ def _show(kind: Kind, name: str, as_json: bool) -> None:
 
 def _check(kind: Kind, names: list[str], as_json: bool) -> None:
     from engine.errors import SpecError
-    from engine.spec.find import locate
+    from engine.spec.files.find import locate
     from engine.spec.load import read_checked
 
     problems: list[str] = []
@@ -171,12 +171,12 @@ def _check(kind: Kind, names: list[str], as_json: bool) -> None:
 
 
 def _export(kind: Kind, name: str, to: Path | None, force: bool) -> None:
-    from engine.spec.document import read_document
-    from engine.spec.find import locate
+    from engine.spec.files.document import read_document
+    from engine.spec.files.find import locate
+    from engine.spec.files.paths import unshareable_paths
+    from engine.spec.files.share import write_new
+    from engine.spec.files.text import visible
     from engine.spec.load import read_checked
-    from engine.spec.paths import unshareable_paths
-    from engine.spec.share import write_new
-    from engine.spec.text import visible
 
     located = locate(kind, name)
     read_checked(kind, located)
@@ -194,10 +194,10 @@ def _write(kind: Kind, name: str, to: Path | None, force: bool, make: Any) -> No
     import re
 
     from engine.errors import UsageError
-    from engine.spec.base import NAME_PATTERN
-    from engine.spec.find import FOLDERS
-    from engine.spec.share import write_new
-    from engine.spec.text import quoted
+    from engine.spec.files.find import FOLDERS
+    from engine.spec.files.share import write_new
+    from engine.spec.files.text import quoted
+    from engine.spec.schema.base import NAME_PATTERN
 
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80:
         raise UsageError(

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.commands.importing import importing
 from engine.commands.options import JsonOption, ProfileOption, RecipeOption, RunsOption, SetOption, runs_folder
-from engine.importing import importing
 
 if TYPE_CHECKING:
     from engine.budget.advice import Advice, Suggestion
     from engine.budget.plan import Plan
-    from engine.spec.run import RunSpec
+    from engine.spec.schema.run import RunSpec
 
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Simulate the engine's own step instead of the closed form.")
@@ -121,7 +121,7 @@ def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     """The run spec; what this version cannot do is refused as `train` would, but for several devices."""
     from engine.budget.hub import bring_config
     from engine.budget.preflight import refuse_unsafe
-    from engine.spec.later import refuse_unbuilt
+    from engine.spec.check.unsupported import refuse_unbuilt
     from engine.spec.load import resolve
 
     resolved = resolve(profile, recipe, sets or ())
@@ -137,8 +137,8 @@ def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
 def _write(advice: Advice, recipe: str, sets: list[str], target: Path) -> None:
     """Save the recipe with the first suggestion. Raises UsageError when there is none."""
     from engine.errors import UsageError
-    from engine.spec.rewrite import rewritten
-    from engine.spec.share import write_new
+    from engine.spec.files.rewrite import rewritten
+    from engine.spec.files.share import write_new
 
     chosen = [*advice.suggestions, *advice.room][:1]
     if not chosen:

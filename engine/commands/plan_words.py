@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
     from engine.budget.plan import Plan
-    from engine.spec.run import RunSpec
+    from engine.spec.schema.run import RunSpec
 
 MIB, GIB = 2**20, 2**30
 NARROWEST = 40

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from engine.journal.fold import Folded
-from engine.journal.sentences import clean, duration, number, phase_line, score, sentence, size
+from engine.journal.event_text import clean, duration, number, phase_line, score, sentence, size
+from engine.journal.run_state import Folded
 from engine.journal.summary import RunSummary
 
 if TYPE_CHECKING:

@@ -67,8 +67,8 @@ def add(
     runs: RunsOption = None,
 ) -> None:
     """Check and plan a run as `train` does, and put it at the end of the queue."""
-    from engine.creation import new_run
     from engine.journal.queue import Queue
+    from engine.launch.create_run import new_run
 
     resolved = resolve_arguments(
         profile, recipe, run_spec, sets or [], name,
@@ -136,7 +136,7 @@ def start(detach: Detach = False, runs: RunsOption = None) -> None:
     The queue is worked on by a process of its own: Ctrl-C leaves it going. Exits with the code of the first failure.
     """
     from engine.journal.queue import Queue
-    from engine.keeper import start_keeper
+    from engine.launch.queue_worker import start_keeper
 
     folder = runs_folder(runs)
     waiting = Queue(folder)
@@ -171,7 +171,7 @@ def keeper(folder: str) -> None:
     """The process behind `queue start`; never started by hand."""
     from pathlib import Path
 
-    from engine.keeper import keep
+    from engine.launch.queue_worker import keep
 
     keep(Path(folder))
 
@@ -202,7 +202,7 @@ def _follow(waiting: Queue, pid: int) -> int:
 
 
 def _ending(summary: RunSummary) -> str:
-    from engine.journal.sentences import clean
+    from engine.journal.event_text import clean
 
     error = clean((summary.last_error or "").splitlines()[0]) if summary.last_error else ""
     return f"{summary.status} at step {summary.step}" + (f": {error}" if error else "")

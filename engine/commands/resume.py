@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.commands.importing import importing
 from engine.commands.options import JsonOption, RunArgument, RunsOption, SetOption, runs_folder
 from engine.commands.train import Detach, Devices, MaxHours, OnFinish, Profile, Trust, Wait, check_seat, say
 from engine.errors import UsageError
-from engine.importing import importing
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
-    from engine.parallel.seat import Seat
-    from engine.spec.run import RunSpec
+    from engine.launch.launcher_rank import Seat
+    from engine.spec.schema.run import RunSpec
 
 FromStep = Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="Go on from this checkpoint.")]
 
@@ -50,11 +50,11 @@ def resume(
     --max-hours, --on-finish, --devices, --wait and --trust-remote-code stay as they were; 0 or "" takes one back.
     """
     from engine.commands.follow import start_and_follow
-    from engine.creation import require_launcher
     from engine.journal.index import note_run, resolve_run
     from engine.journal.liveness import refuse_if_claimed
-    from engine.parallel.seat import find_seat
-    from engine.spec.devices import device_indices
+    from engine.launch.create_run import require_launcher
+    from engine.launch.launcher_rank import find_seat
+    from engine.spec.check.devices import device_indices
     from engine.spec.load import load_run_spec, override
 
     given: dict[str, Any] = {
@@ -94,7 +94,7 @@ def _resume_launched(
 ) -> int:
     """Be one rank of the run. Rank 0 alone prepares it, and only at the first start of the launcher's job."""
     with importing():
-        from engine.train.launched import Task, take_up, train_launched, worked_on
+        from engine.train.external_launcher import Task, take_up, train_launched, worked_on
 
     def settle() -> Task:
         again = worked_on(seat, directory)
@@ -127,7 +127,7 @@ def _respecify(
     """
     from engine.commands.changes import aloud, changed, is_longer, refused
     from engine.journal.files import write_atomically
-    from engine.spec.later import refuse_unbuilt
+    from engine.spec.check.unsupported import refuse_unbuilt
     from engine.spec.load import dump_run_spec, load_run_spec, override
 
     before = load_run_spec(directory.run_toml)
@@ -165,8 +165,8 @@ def _refuse_when_done(directory: RunDirectory) -> None:
 
 def _with_limits(directory: RunDirectory, spec: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, list[str]]:
     """The spec with the limits of the last start and those given now; and what to tell the user."""
-    from engine.creation import leave_out_foreign_limits
-    from engine.spec.devices import check_devices
+    from engine.launch.create_run import leave_out_foreign_limits
+    from engine.spec.check.devices import check_devices
     from engine.spec.load import load_run_spec
 
     foreign = leave_out_foreign_limits(directory)

@@ -62,7 +62,7 @@ def _print_table(summaries: list[RunSummary]) -> None:
     from rich.text import Text
 
     from engine.commands.progress import make_console
-    from engine.journal.sentences import clean, number
+    from engine.journal.event_text import clean, number
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     longest = max(len(clean(summary.run)) for summary in summaries)
@@ -91,8 +91,8 @@ def show(
     runs: RunsOption = None,
 ) -> None:
     """Show one run: progress, scores, memory predicted and measured, the result."""
+    from engine.journal.checkpoints_on_disk import best_saved, learned
     from engine.journal.index import resolve_run
-    from engine.journal.saved import best_saved, learned
     from engine.journal.summary import SummaryReader
 
     directory = resolve_run(run, runs_folder(runs))
@@ -111,7 +111,7 @@ def show(
 def _print_summary(summary: RunSummary, directory: RunDirectory) -> None:
     from engine.commands.follow import next_steps
     from engine.commands.progress import print_rows, result_rows
-    from engine.journal.sentences import clean, size
+    from engine.journal.event_text import clean, size
 
     rows = result_rows(summary)
     rows += [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
@@ -140,8 +140,8 @@ def _oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[
 
 def _saved_rows(directory: RunDirectory, steps: list[int]) -> list[tuple[str, str]]:
     """The checkpoints that are on disk, and what the run has learned of its memory."""
-    from engine.journal.saved import best_saved, learned
-    from engine.journal.sentences import size
+    from engine.journal.checkpoints_on_disk import best_saved, learned
+    from engine.journal.event_text import size
 
     if not steps:
         return []
@@ -160,8 +160,8 @@ def _saved_rows(directory: RunDirectory, steps: list[int]) -> list[tuple[str, st
 
 def _print_oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[str]) -> None:
     """A line for each failure, then the newest report in full."""
+    from engine.journal.event_text import clean, sentence
     from engine.journal.oom_page import page, read_report
-    from engine.journal.sentences import clean, sentence
 
     lines = [sentence(event) or "" for event in backoffs] or ["memory never ran out"]
     lines += ["", *(f"report: {clean(path)}" for path in reports)] if reports else []
@@ -197,7 +197,7 @@ def log(
 
 def _print_log(directory: RunDirectory, offset: int) -> int:
     """Print the log from `offset` on with its control characters taken out; returns where it ends now."""
-    from engine.journal.sentences import clean
+    from engine.journal.event_text import clean
 
     try:
         with directory.log.open("rb") as file:

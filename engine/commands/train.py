@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.commands.importing import importing
 from engine.commands.options import JsonOption, RunsOption, SetOption, runs_folder
 from engine.errors import EnvironmentProblem, UsageError
-from engine.importing import importing
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
-    from engine.parallel.seat import Seat
+    from engine.launch.launcher_rank import Seat
     from engine.spec.load import Resolved
-    from engine.spec.run import RunSpec
+    from engine.spec.schema.run import RunSpec
 
 Profile = Annotated[
     str | None, typer.Option("-p", "--profile", help="Hardware profile: a name, or a path to a TOML file.")
@@ -72,8 +72,8 @@ def train(
     Started once for each device by torchrun, accelerate launch or srun, each process becomes a rank of one run.
     """
     from engine.commands.follow import start_and_follow
-    from engine.creation import new_run, require_launcher
-    from engine.parallel.seat import find_seat
+    from engine.launch.create_run import new_run, require_launcher
+    from engine.launch.launcher_rank import find_seat
 
     resolved = resolve_arguments(
         profile, recipe, run_spec, sets or [], name,
@@ -104,10 +104,10 @@ def _config_brought(spec: RunSpec) -> list[str]:
 
 def _train_launched(resolved: Resolved, seat: Seat, folder: Path, force: bool, detach: bool, as_json: bool) -> int:
     """Be one rank of a new run, or of the one that an earlier start of the launcher's job began."""
-    from engine.creation import new_run
+    from engine.launch.create_run import new_run
 
     with importing():
-        from engine.train.launched import begin_or_go_on, train_launched
+        from engine.train.external_launcher import begin_or_go_on, train_launched
 
     def make() -> RunDirectory:
         say([*resolved.notices, *_config_brought(resolved.spec)])
@@ -121,7 +121,7 @@ def _train_launched(resolved: Resolved, seat: Seat, folder: Path, force: bool, d
 
 def check_seat(spec: RunSpec, seat: Seat, detach: bool) -> None:
     """Raise UsageError where a launcher's processes cannot be the ranks of this run."""
-    from engine.parallel.seat import require_seats
+    from engine.launch.launcher_rank import require_seats
 
     require_seats(spec, seat)
     if detach:
@@ -140,9 +140,9 @@ def resolve_arguments(
 
     Raises UsageError and what the spec raises.
     """
-    from engine.spec.devices import check_devices, device_indices
+    from engine.spec.check.devices import check_devices, device_indices
     from engine.spec.load import Resolved, load_run_spec, override, resolve
-    from engine.spec.run import Limits
+    from engine.spec.schema.run import Limits
 
     limits = Limits(
         max_hours=max_hours,
@@ -174,7 +174,7 @@ def resolve_arguments(
 def _checked_name(name: str) -> str:
     from pydantic import TypeAdapter, ValidationError
 
-    from engine.spec.base import Name
+    from engine.spec.schema.base import Name
 
     try:
         return str(TypeAdapter(Name).validate_python(name))
@@ -207,7 +207,7 @@ def engine_process(
             from engine.train.main import run
         else:
             # The supervisor of several ranks trains nothing: without the models' libraries it starts in half the time.
-            from engine.parallel.launch import run_supervised as run
+            from engine.distributed.elastic import run_supervised as run
     code = run(directory.absolute(), resume=resume, from_step=from_step)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import DataError
-from engine.spec.recipe import Source
+from engine.spec.schema.recipe import Source
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from engine.data.tokenise import Tokeniser
 from engine.data.tokens import Columns, TokenData
 from engine.data.workers import Results, tokenised
 from engine.errors import DataError
-from engine.spec.recipe import Source
-from engine.spec.run import RunSpec
+from engine.spec.schema.recipe import Source
+from engine.spec.schema.run import RunSpec
 
 STORE_VERSION = "1"
 """Part of every fingerprint; a change of what tokenising means or of the files' layout counts it up."""

@@ -27,7 +27,7 @@ from engine.data.builtin import ROWS, dates
 from engine.data.cache import cache_folder, hash_files, hash_text, make_cache_folder
 from engine.data.diagnose import first_bad_json
 from engine.errors import DataError, EnvironmentProblem
-from engine.spec.recipe import Source
+from engine.spec.schema.recipe import Source
 
 LOADERS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.data.chat import ChatRenderer
 from engine.data.formats import ChatRecord, Dropped, Format, PairRecord, Record, TextRecord
 from engine.errors import DataError
-from engine.spec.recipe import Data
+from engine.spec.schema.recipe import Data
 
 TOO_LONG = "longer than data.max_length"
 NO_TARGET = "no token to learn"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.device.base import Device
-    from engine.spec.run import RunSpec
+    from engine.spec.schema.run import RunSpec
 
 __all__ = ["open_device"]
 

@@ -20,7 +20,7 @@ import torch
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 
 if TYPE_CHECKING:
-    from engine.spec.run import RunSpec
+    from engine.spec.schema.run import RunSpec
 
 
 class CpuDevice:

@@ -22,8 +22,8 @@ from engine.device.nvml import read_gpus
 from engine.errors import DeviceBusyError, EnvironmentProblem
 
 if TYPE_CHECKING:
-    from engine.spec.profile import Device as DeviceTable
-    from engine.spec.run import RunSpec
+    from engine.spec.schema.profile import Device as DeviceTable
+    from engine.spec.schema.run import RunSpec
 
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 

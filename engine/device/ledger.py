@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from engine.device.base import LiveTensor
-from engine.device.neighbour import SharedCount
+from engine.device.co_tenant import SharedCount
 
 BLOCK_BYTES = 512
 _NEVER = -1

@@ -30,8 +30,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from engine.device.co_tenant import SharedCount
 from engine.device.ledger import Ledger
-from engine.device.neighbour import SharedCount
 from engine.device.operations import (
     ANNOUNCERS,
     DECOMPOSE,

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
+from engine.device.co_tenant import NEIGHBOUR_VARIABLE, SharedCount
 from engine.device.meter import Meter
-from engine.device.neighbour import NEIGHBOUR_VARIABLE, SharedCount
 
 if TYPE_CHECKING:
-    from engine.spec.run import RunSpec
+    from engine.spec.schema.run import RunSpec
 
 
 class MeteredDevice:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.batching.cost import price
 from engine.budget.sharing import on_one_device
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
@@ -23,10 +24,9 @@ from engine.model.loss import make_loss
 from engine.model.reference import BUILTIN_PREFIX
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.load import load_run_spec, resolve
-from engine.spec.run import RunSpec
-from engine.train.checkpoint import Checkpoint, best_step, damage, find_checkpoints
-from engine.train.failure import Failure
-from engine.train.pricing import price
+from engine.spec.schema.run import RunSpec
+from engine.train.checkpoint.files import Checkpoint, best_step, damage, find_checkpoints
+from engine.train.recovery.failure import Failure
 
 
 def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkpoint]:

@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList
 
+from engine.batching.budget import CostBudget
+from engine.batching.micro_batches import Cost, plan_micro_batches
 from engine.data.batch import collate
 from engine.data.tokens import Example, TokenData
 from engine.device.base import Device
 from engine.errors import MemoryExhaustedError
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
-from engine.spec.recipe import Generate
-from engine.train.costbudget import CostBudget
-from engine.train.failure import ATTEMPTS, Failure, attempt
-from engine.train.microbatch import Cost, plan_micro_batches
+from engine.spec.schema.recipe import Generate
+from engine.train.recovery.failure import ATTEMPTS, Failure, attempt
 
 GENERATION_ROWS = 64
 """Answers generated at once to begin with."""
@@ -73,7 +73,7 @@ class Judge:
     rows: Rows = field(default_factory=Rows)
     perform: Callable[[str, Sequence[int], Callable[[], None]], Failure | None] | None = None
     """How a pass over samples is tried, given its kind, their indices, and the pass; None for this process alone. Where
-    ranks hold parts of the weights, all of them take part (`engine.train.company`)."""
+    ranks hold parts of the weights, all of them take part (`engine.train.strategy.collective_evaluation`)."""
     failed_rank: int = 0
     """Where memory ran out last."""
     choosing: LogitsProcessorList = field(default_factory=LogitsProcessorList)

@@ -23,7 +23,7 @@ from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.model.config import auto_class
 from engine.model.hub import HUB_ERRORS, explain
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
-from engine.train.failure import Failure, retried
+from engine.train.recovery.failure import Failure, retried
 
 ROOM = 1.15
 """Memory asked for, over the size of the weights: one layer's product in fp32, and buffers of reading and writing."""

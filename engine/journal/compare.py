@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.journal.directory import RunDirectory
-from engine.journal.sentences import number, size
+from engine.journal.event_text import number, size
 from engine.journal.summary import RunSummary, read_spec, summarise
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from engine.journal.directory import RunDirectory
-from engine.journal.kinds import check
+from engine.journal.event_schema import check
 
 Event = dict[str, Any]
 

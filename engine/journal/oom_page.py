@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.journal.sentences import PLACES, REMEDIES, size
-from engine.spec.text import visible
+from engine.journal.event_text import PLACES, REMEDIES, size
+from engine.spec.files.text import visible
 
 BAR = 30
 """Characters of the longest bar."""

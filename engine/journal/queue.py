@@ -1,7 +1,8 @@
 """Runs that wait for their turn: an ordered list beside the runs, changed under a lock by whoever comes.
 
 A waiting run is an ordinary run directory whose engine has not been started (status "queued"); the queue holds only its
-name. `engine.keeper` takes one after another. The list is the only state, so a killed keeper loses nothing.
+name. `engine.launch.queue_worker` takes one after another. The list is the only state, so a killed keeper loses
+nothing.
 
 Try: `tunedeck queue add -p demo -r demo`, then `cat runs/.queue/order.json`
 """

@@ -1,4 +1,4 @@
-"""What a run amounts to: status, progress, scores, memory, from its events (`engine.journal.fold`) and its files.
+"""What a run amounts to: status, progress, scores, memory, from its events (`engine.journal.run_state`) and its files.
 
 `SummaryReader` keeps its place, so a console refreshes at the cost of the new lines. Opening a long run is cheap
 because nearly all of its lines are steps, and of those only the first and the last of a stretch are parsed.
@@ -19,11 +19,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from engine.journal.checkpoints_on_disk import saved_steps
 from engine.journal.control import was_asked
 from engine.journal.directory import RunDirectory
+from engine.journal.event_schema import FINAL_STATUSES
 from engine.journal.events import EventTail, decode
-from engine.journal.fold import Folded, plan_digest
-from engine.journal.kinds import FINAL_STATUSES
 from engine.journal.liveness import (
     FOREIGN_SILENT_SECONDS,
     SILENT_SECONDS,
@@ -31,7 +31,7 @@ from engine.journal.liveness import (
     look,
     silence_seconds,
 )
-from engine.journal.saved import saved_steps
+from engine.journal.run_state import Folded, plan_digest
 
 STEP_MARK = b'"kind":"step"'
 """How the writer spells it. A step line written otherwise is parsed in full: slower, and just as right."""

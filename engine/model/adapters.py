@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.budget.tower_parameters import in_tower
 from engine.errors import UsageError
 from engine.model.freezing import compiled, matches, no_match, select
-from engine.spec.recipe import Method
+from engine.spec.schema.recipe import Method
 
 ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
 """What the module around attention projections is called, across families."""

@@ -17,7 +17,7 @@ from engine.budget.tower import TOWERS
 from engine.errors import UsageError
 from engine.model.hub import HUB_ERRORS, explain, require_hub
 from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

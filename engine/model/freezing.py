@@ -16,7 +16,7 @@ from functools import lru_cache
 from torch import nn
 
 from engine.errors import UsageError
-from engine.spec.recipe import Method
+from engine.spec.schema.recipe import Method
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from engine.model.freezing import matches, no_match
-from engine.spec.recipe import ParameterGroup, Train
+from engine.spec.schema.recipe import ParameterGroup, Train
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: Train) -> list[dict[str, Any]]:

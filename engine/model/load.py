@@ -29,8 +29,8 @@ from engine.model.loaded import LoadedModel
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
 from engine.model.tokenizer import check_vocabulary
-from engine.spec.images import image_key
-from engine.spec.run import RunSpec
+from engine.spec.check.images import image_key
+from engine.spec.schema.run import RunSpec
 
 __all__ = ["LoadedModel", "load_model"]
 

@@ -34,7 +34,7 @@ from engine.model.chunked import Shape, chunked_loss, token_losses
 from engine.model.head import Head, find_head
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
-from engine.spec.recipe import Train
+from engine.spec.schema.recipe import Train
 
 IGNORED = -100
 """Label of a token that is not a target."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.device.base import Device
-from engine.spec.recipe import Method, Model
+from engine.spec.schema.recipe import Method, Model
 
 OVERFLOWING_FAMILIES = ("gemma", "t5", "mt5", "umt5", "recurrent_gemma")
 """Prefixes of model types whose activations leave fp16's range (65504); they were trained in bf16."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import resolve_run
-from engine.spec.recipe import Model
+from engine.spec.schema.recipe import Model
 
 RUN_PREFIX = "run:"
 BUILTIN_PREFIX = "builtin:"

@@ -1,13 +1,13 @@
 """Attention over sequences whose positions lie on several ranks, as an attention kernel of transformers' own interface.
 
 While it is at work every rank runs the model on its slice of a micro-batch (`engine.data.slices`). All layers but
-attention work on each position by itself; attention goes through `engine.parallel.sequence`, which hands each rank all
-positions of some heads, and there the model's usual kernel runs, causal and without a mask. Outside, in evaluation and
-generation, the model is as it was.
+attention work on each position by itself; attention goes through `engine.distributed.sequence_parallel`, which hands
+each rank all positions of some heads, and there the model's usual kernel runs, causal and without a mask. Outside, in
+evaluation and generation, the model is as it was.
 
 Which models and recipes this is right for is `engine.budget.slicing`'s knowledge; `verify_slices` asks the model.
 
-Try: `pytest tests/parallel/test_sequence.py`
+Try: `pytest tests/distributed/test_sequence.py`
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.data.batch import Batch
 from engine.data.slices import slice_of
+from engine.distributed.ranks import Ranks
+from engine.distributed.sequence_parallel import SequenceGroup, join_sequence_group, to_heads, to_positions
+from engine.distributed.voted_group import Joint
 from engine.errors import UsageError
 from engine.model.loaded import LoadedModel
 from engine.model.loss import autocast, decoder_of, hidden_states
-from engine.parallel.joint import Joint
-from engine.parallel.ranks import Ranks
-from engine.parallel.sequence import SequenceGroup, join_sequence_group, to_heads, to_positions
 
 KERNEL = "tunedeck_slices"
 """Its name in a model's config. No mask is known by this name, so transformers makes none."""

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from engine.errors import UsageError
 from engine.model.hub import HUB_ERRORS, explain, require_hub
 from engine.model.reference import RUN_PREFIX, resolve_weights
-from engine.spec.recipe import Model
+from engine.spec.schema.recipe import Model
 
 BUILTIN_BYTES = "builtin:bytes"
 BUILTIN_PREFIX = "builtin:"

@@ -18,7 +18,7 @@ from engine.evaluate.scores import continued, generation_config
 from engine.model.loaded import LoadedModel
 from engine.simulate.device import SimulatedDevice
 from engine.simulate.watch import Watch
-from engine.spec.recipe import Generate
+from engine.spec.schema.recipe import Generate
 
 PAD_ID, END_ID = 0, 1
 """Any two tokens: nothing depends on what they are."""

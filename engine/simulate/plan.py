@@ -12,7 +12,7 @@ from engine.budget.overhead import beside_of
 from engine.budget.plan import make_plan, remedies
 from engine.errors import UnknownArchitectureError
 from engine.simulate.step import Simulation, simulate_step
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 
 @dataclass(frozen=True)

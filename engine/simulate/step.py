@@ -36,11 +36,11 @@ from engine.simulate.device import SimulatedDevice
 from engine.simulate.generate import simulate_generation
 from engine.simulate.images import images_of
 from engine.simulate.watch import Watch
-from engine.spec.images import image_key
-from engine.spec.run import RunSpec
-from engine.train.holdings import bytes_of
-from engine.train.host_state import HostState
-from engine.train.optimizer import allocate_state, allocation_free, build_optimizer, state_tensors
+from engine.spec.check.images import image_key
+from engine.spec.schema.run import RunSpec
+from engine.train.monitor.memory_breakdown import bytes_of
+from engine.train.step.optimizer import allocate_state, allocation_free, build_optimizer, state_tensors
+from engine.train.step.optimizer_offload import HostState
 
 
 @dataclass(frozen=True)

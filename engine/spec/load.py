@@ -19,19 +19,19 @@ from typing import Any
 import tomlkit
 
 from engine.errors import SpecError
-from engine.spec import describe
-from engine.spec.base import Table
-from engine.spec.check import check
-from engine.spec.document import Document, Problem, parse_document, read_document, value_at
-from engine.spec.find import Kind, Located, locate
-from engine.spec.here import working_directory
-from engine.spec.paths import make_absolute
-from engine.spec.profile import Profile
-from engine.spec.recipe import Recipe
-from engine.spec.rules_of_hardware import device_can
-from engine.spec.run import Limits, Provenance, RunSpec
-from engine.spec.sets import lay, lay_sets, leaves, parse_sets
-from engine.spec.text import quoted
+from engine.spec.check.check import check
+from engine.spec.check.hardware_rules import device_can
+from engine.spec.check.overrides import lay, lay_sets, leaves, parse_sets
+from engine.spec.files.document import Document, Problem, parse_document, read_document, value_at
+from engine.spec.files.find import Kind, Located, locate
+from engine.spec.files.paths import make_absolute
+from engine.spec.files.text import quoted
+from engine.spec.files.working_directory import working_directory
+from engine.spec.schema import describe
+from engine.spec.schema.base import Table
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import Limits, Provenance, RunSpec
 
 MODELS: dict[Kind, type[Profile] | type[Recipe]] = {"profile": Profile, "recipe": Recipe}
 

@@ -1,6 +1,7 @@
 """The training loop: steps, and what happens between them (evaluation, checkpoints, requests, growth).
 
-The loop owns the order of things and the journal's lines; how a step survives is `engine.train.transaction`'s affair.
+The loop owns the order of things and the journal's lines; how a step survives is `engine.train.step.transaction`'s
+affair.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from typing import Any
 
 from engine.errors import MemoryExhaustedError
 from engine.journal.directory import RunDirectory
-from engine.train.checkpoint import (
+from engine.train.checkpoint.files import (
     Checkpoint,
 )
-from engine.train.control import Wishes
-from engine.train.examiner import Examiner
-from engine.train.failure import ATTEMPTS
-from engine.train.growth import Growth
-from engine.train.journal import Journal
-from engine.train.measure import UNPLANNED, Peak, measured, miss
-from engine.train.oom_report import as_it_stands
-from engine.train.optimizer import set_learning_rates
-from engine.train.reserve import HostReserve
-from engine.train.run_state import RunState
-from engine.train.saver import Saver
+from engine.train.checkpoint.manager import Saver
+from engine.train.checkpoint.run_state import RunState
+from engine.train.monitor.evaluator import Examiner
+from engine.train.monitor.journal import Journal
+from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, miss
+from engine.train.monitor.watchdog import Watchdog
+from engine.train.recovery.budget_growth import Growth
+from engine.train.recovery.emergency_memory import HostReserve
+from engine.train.recovery.failure import ATTEMPTS
+from engine.train.recovery.oom_report import as_it_stands
+from engine.train.run_requests import Wishes
 from engine.train.setup import Bench
-from engine.train.transaction import RolledBackTooFar, StepOutcome, StepTransaction
-from engine.train.watchdog import Watchdog
+from engine.train.step.optimizer import set_learning_rates
+from engine.train.step.transaction import RolledBackTooFar, StepOutcome, StepTransaction
 
 GPU_SECONDS = 10.0
 """Between readings of the GPU's sensors."""

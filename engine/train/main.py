@@ -22,16 +22,8 @@ import torch
 from engine.device import open_device
 from engine.device.base import Device
 from engine.device.oom import classify
-from engine.ending import on_finish
-from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError
-from engine.journal.control import ControlInbox
-from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.heartbeat import beating
-from engine.journal.liveness import claim
-from engine.model.quiet import without_bars
-from engine.parallel.deepspeed import EndedByMemoryError
-from engine.parallel.launch import (
+from engine.distributed.deepspeed import EndedByMemoryError
+from engine.distributed.elastic import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
     MEMORY_CODE,
@@ -42,21 +34,29 @@ from engine.parallel.launch import (
     own_device,
     settle_as_rank,
 )
-from engine.parallel.ranks import ALONE, Ranks, joined
-from engine.parallel.votes import LostRankError
+from engine.distributed.host_gather import LostRankError
+from engine.distributed.ranks import ALONE, Ranks, joined
+from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError
+from engine.journal.control import ControlInbox
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.journal.heartbeat import beating
+from engine.journal.liveness import claim
+from engine.launch.on_finish import on_finish
+from engine.model.quiet import without_bars
 from engine.spec.load import load_run_spec
-from engine.spec.run import RunSpec
-from engine.train.calibrate import calibrate
-from engine.train.control import Wishes
-from engine.train.failure import quick_to_collect
-from engine.train.journal import Journal
-from engine.train.lesson import learn, noting
+from engine.spec.schema.run import RunSpec
 from engine.train.loop import Ending, Training
-from engine.train.oom_report import OomReports, as_it_stands
-from engine.train.report import reporter
-from engine.train.reserve import HostReserve
+from engine.train.monitor.calibrate import calibrate
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.emergency_memory import HostReserve
+from engine.train.recovery.failure import quick_to_collect
+from engine.train.recovery.lesson import learn, noting
+from engine.train.recovery.oom_events import reporter
+from engine.train.recovery.oom_report import OomReports, as_it_stands
+from engine.train.run_requests import Wishes
 from engine.train.setup import set_up
-from engine.train.zero import PROMISE
+from engine.train.strategy.zero import PROMISE
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
 WAIT_POLL_SECONDS = 5.0

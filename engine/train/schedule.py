@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.spec.recipe import Train
+from engine.spec.schema.recipe import Train
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from engine.batching.cost import Pricing, price, with_remedies
 from engine.budget.plan import Plan
 from engine.budget.slicing import refuse_slicing
 from engine.budget.zero import refuse_under_deepspeed
@@ -22,32 +23,31 @@ from engine.data.sources import require_files
 from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
+from engine.distributed.deepspeed import Zero
+from engine.distributed.gradient_all_reduce import GradientSum, send_from_first
+from engine.distributed.ranks import ALONE, Ranks
+from engine.distributed.sharded import Sharded
+from engine.distributed.voted_group import Joint
 from engine.model.config import model_config_dict
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossFunction, loss_of
 from engine.model.slices import SlicedAttention, share_sequences
 from engine.model.tokenizer import load_tokenizer
-from engine.parallel.deepspeed import Zero
-from engine.parallel.joint import Joint
-from engine.parallel.ranks import ALONE, Ranks
-from engine.parallel.reduce import GradientSum, send_from_first
-from engine.parallel.sharded import Sharded
-from engine.spec.recipe import Train
-from engine.spec.run import RunSpec
-from engine.train.collecting import Collector
-from engine.train.failure import retried
-from engine.train.journal import Journal
-from engine.train.oom_report import as_it_stands, avoidance, in_words
-from engine.train.optimizer import StepGuard, allocate_state, build_optimizer
-from engine.train.outlived import Outlived
-from engine.train.parts import Backoff, Parts
-from engine.train.pricing import Pricing, price, with_remedies
-from engine.train.rollback import Rollback
-from engine.train.run_state import Identity
-from engine.train.scaler import LossScaler
+from engine.spec.schema.recipe import Train
+from engine.spec.schema.run import RunSpec
+from engine.train.checkpoint.run_state import Identity
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.failure import retried
+from engine.train.recovery.local_recoveries import Outlived
+from engine.train.recovery.oom_report import as_it_stands, avoidance, in_words
 from engine.train.schedule import Schedule
-from engine.train.sharding import load_sharded
-from engine.train.zero import RUNGS_BETWEEN_ATTEMPTS, ZeroCollector, load_with_deepspeed
+from engine.train.step.context import Backoff, Parts
+from engine.train.step.loss_scaler import LossScaler
+from engine.train.step.optimizer import StepGuard, allocate_state, build_optimizer
+from engine.train.step.rollback import Rollback
+from engine.train.strategy.checkpoint_gatherer import Collector
+from engine.train.strategy.load_sharded import load_sharded
+from engine.train.strategy.zero import RUNGS_BETWEEN_ATTEMPTS, ZeroCollector, load_with_deepspeed
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 from engine.budget.installed import installed, older
 from engine.budget.lookup import find_architecture
 from engine.budget.predict import predict
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 from tests.budget.metered import (
     GEMMA2,
     GEMMA3,

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.budget.lookup import find_architecture
 from engine.budget.predict import predict
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 from tests.budget.cells import FAMILIES, WAYS, applies
 from tests.budget.metered import folder_of
 from tests.train.harness import new_run, of_kind, train

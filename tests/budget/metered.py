@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
@@ -234,7 +234,7 @@ def ready(spec: RunSpec) -> Iterator[Bench]:
     from engine.model.load import load_model
     from engine.model.loss import make_loss
     from engine.model.tokenizer import load_tokenizer
-    from engine.train.optimizer import allocate_state, build_optimizer
+    from engine.train.step.optimizer import allocate_state, build_optimizer
 
     device, train = open_device(spec), spec.recipe.train
     with device.activate():

@@ -15,8 +15,8 @@ from engine.budget.calibration import Residuals, Setting, calibration_file, reco
 from engine.budget.lookup import find_architecture
 from engine.budget.predict import Prediction, predict
 from engine.cli import app
-from engine.spec.profile import Profile
-from engine.spec.run import RunSpec
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.run import RunSpec
 from tests.budget.metered import run_spec
 
 H100 = Setting("NVIDIA H100", 9.0, 79.18, "570.1", version("torch"), 1, True)

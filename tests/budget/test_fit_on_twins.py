@@ -14,7 +14,7 @@ import pytest
 from engine.budget.advice import Advice, advise, with_changes
 from engine.budget.lookup import find_architecture
 from engine.budget.predict import predict
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 from tests.budget.cells import FAMILIES, FULL, KEEPING, LORA, SAVING
 from tests.budget.judge import texts
 from tests.budget.metered import folder_of

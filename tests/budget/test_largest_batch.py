@@ -12,7 +12,7 @@ from engine.budget.overhead import Beside
 from engine.budget.plan import _largest, make_plan
 from engine.budget.predict import Budget
 from engine.spec.load import resolve
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 
 @pytest.mark.parametrize("seed", range(20))

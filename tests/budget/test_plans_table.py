@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import plans
 from benchmarks.plans import MODELS, Refused, Row, rows, table
-from engine.spec.find import available
+from engine.spec.files.find import available
 
 
 def test_every_shipped_profile_and_recipe_is_answered_or_refused_with_the_reason() -> None:

@@ -12,10 +12,10 @@ from engine.budget import shards
 from engine.budget.lookup import find_architecture
 from engine.budget.preflight import checkpoints_bytes, warnings_of
 from engine.cli import app
-from engine.creation import new_run
 from engine.errors import EnvironmentProblem, SpecError, UsageError
+from engine.launch.create_run import new_run
 from engine.spec.load import resolve
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 
 def spec_of(recipe: str, *sets: str, profile: str = "80gb") -> RunSpec:

@@ -12,7 +12,7 @@ from engine.budget.plan import Plan, make_plan
 from engine.budget.predict import cost_model, predict
 from engine.budget.setting import setting_of
 from engine.budget.sharing import BUCKET_BYTES, bucket_bytes, sharing_of, static_of_a_rank
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 from tests.budget.metered import run_spec
 
 H100 = {"kind": "cuda", "memory_gib": 79.2, "compute_capability": 9.0}
@@ -59,7 +59,7 @@ def test_replicas_add_the_buffer_they_sum_gradients_in() -> None:
 
 
 def test_the_bucket_is_the_engines() -> None:
-    from engine.parallel.reduce import BUCKET_BYTES as ENGINES
+    from engine.distributed.gradient_all_reduce import BUCKET_BYTES as ENGINES
 
     assert ENGINES == BUCKET_BYTES
 

@@ -9,7 +9,7 @@ import pytest
 from engine.budget.lookup import find_config
 from engine.budget.slicing import can_be_dealt, refuse_slicing
 from engine.errors import UsageError
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 
 TINY = find_config("builtin:tiny")
 """Four heads, two of them for keys and values."""

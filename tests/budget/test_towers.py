@@ -15,7 +15,7 @@ from engine.budget.predict import predict
 from engine.budget.setting import setting_of
 from engine.budget.static import static_bytes
 from engine.simulate.step import simulate_step
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 from tests.budget.metered import (
     WITH_TOWER,
     folder_of,

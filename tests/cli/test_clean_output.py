@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.start import COMMAND
+from engine.launch.process import COMMAND
 from tests.cli.conftest import Tunedeck
 from tests.cli.harness import CONTROL, assert_block, write_profile, write_recipe
 

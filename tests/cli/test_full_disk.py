@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.start import COMMAND
+from engine.launch.process import COMMAND
 from tests.cli.harness import write_profile, write_recipe
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from engine.model.tokenizer import byte_tokenizer
-from engine.spec.profile import Profile
-from engine.spec.recipe import Recipe
-from engine.spec.run import RunSpec
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
 
 PROFILE = Profile.model_validate({"name": "here", "device": {"kind": "cpu", "memory_gib": 1.0}})
 

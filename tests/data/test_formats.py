@@ -8,7 +8,7 @@ import pytest
 
 from engine.data.formats import ChatRecord, Dropped, PairRecord, TextRecord, recognise
 from engine.errors import DataError
-from engine.spec.recipe import Source
+from engine.spec.schema.recipe import Source
 
 
 def record(row: dict[str, Any], *, has_template: bool = True, **keys: Any) -> Any:

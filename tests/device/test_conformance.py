@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from engine.device.metered import MeteredDevice
-from engine.parallel.ranks import Ranks
-from tests.parallel.crew import run_crew
+from engine.distributed.ranks import Ranks
+from tests.distributed.crew import run_crew
 
 STEPS = 12
 

@@ -15,10 +15,10 @@ from engine.device.base import GpuProcess, GpuReading
 from engine.device.cuda import ALLOCATOR_VARIABLE, check_free, choose_allocator, choose_indices, compare_size
 from engine.device.nvml import read_gpus
 from engine.errors import EnvironmentProblem
-from engine.spec.profile import Device as DeviceTable
-from engine.spec.profile import Profile
-from engine.spec.recipe import Recipe
-from engine.spec.run import RunSpec
+from engine.spec.schema.profile import Device as DeviceTable
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
 
 GIB = 2**30
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.device.metered import MeteredDevice
 from engine.device.oom import classify, flush_autograd
-from engine.train.failure import quick_to_collect
+from engine.train.recovery.failure import quick_to_collect
 
 WIDTH, LENGTH = 16, 8
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
-from engine.start import follow
+from engine.launch.process import follow
 
 
 def say(text: str) -> None:

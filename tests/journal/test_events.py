@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine.journal.directory import RunDirectory
+from engine.journal.event_schema import KINDS
 from engine.journal.events import EventTail, EventWriter, end_of_events, read_events
 from engine.journal.heartbeat import beating
-from engine.journal.kinds import KINDS
 from tests.journal.samples import backoff_fields, step_fields
 
 

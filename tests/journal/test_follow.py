@@ -17,7 +17,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.liveness import claim, engine_process, identify, is_alive, note_engine
 from engine.journal.summary import summarise
-from engine.start import follow, force_stop, log_tail, start_engine, wait_until_running
+from engine.launch.process import follow, force_stop, log_tail, start_engine, wait_until_running
 from tests.journal.conftest import Spawn
 from tests.journal.waiting import until
 

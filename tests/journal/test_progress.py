@@ -9,8 +9,8 @@ from rich.console import Console
 
 from engine.commands.changes import aloud, changed, is_longer, refused
 from engine.commands.progress import LiveReporter, PlainReporter, Progress
-from engine.journal.kinds import KINDS
-from engine.journal.sentences import SENTENCES, clean, sentence, size
+from engine.journal.event_schema import KINDS
+from engine.journal.event_text import SENTENCES, clean, sentence, size
 from tests.journal.samples import backoff_fields, step_fields
 
 
@@ -54,7 +54,7 @@ def test_a_sentence_needs_no_more_than_the_required_fields(kind: str) -> None:
 def test_every_rung_of_the_ladder_has_words() -> None:
     from typing import get_args
 
-    from engine.spec.recipe import Rung
+    from engine.spec.schema.recipe import Rung
 
     for remedy in get_args(Rung):
         assert "remedy:" not in str(sentence(event("backoff", **backoff_fields(1, remedy=remedy))))

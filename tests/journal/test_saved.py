@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from engine.journal.checkpoints_on_disk import LEARNED, best_saved, learned, saved_steps
 from engine.journal.directory import RunDirectory
-from engine.journal.saved import LEARNED, best_saved, learned, saved_steps
 from engine.journal.summary import summarise
 
 BUDGET = dict.fromkeys(LEARNED, 1000) | {"slope": 1.25, "clean_steps": 3}

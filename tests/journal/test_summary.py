@@ -9,8 +9,8 @@ import time
 import pytest
 
 from engine.journal.directory import RunDirectory
+from engine.journal.event_schema import FINAL_STATUSES
 from engine.journal.events import EventWriter, encode, read_events
-from engine.journal.kinds import FINAL_STATUSES
 from engine.journal.liveness import FOREIGN_SILENT_SECONDS, SILENT_SECONDS, claim, identify, note_engine
 from engine.journal.summary import SummaryReader, summarise
 from tests.journal.conftest import Spawn

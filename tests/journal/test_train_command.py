@@ -15,7 +15,7 @@ from engine.journal.events import EventWriter
 from engine.journal.index import list_runs, note_run
 from engine.journal.liveness import claim
 from engine.spec.load import load_run_spec
-from engine.spec.run import Limits
+from engine.spec.schema.run import Limits
 
 app = typer.Typer(pretty_exceptions_enable=False)
 train.register(app)

@@ -14,9 +14,9 @@ from engine.device.cpu import CpuDevice
 from engine.model.load import load_model
 from engine.model.loaded import LoadedModel
 from engine.model.tokenizer import byte_tokenizer, load_tokenizer
-from engine.spec.profile import Device, Profile
-from engine.spec.recipe import Data, Method, Model, Moe, Recipe, Source, Train
-from engine.spec.run import RunSpec
+from engine.spec.schema.profile import Device, Profile
+from engine.spec.schema.recipe import Data, Method, Model, Moe, Recipe, Source, Train
+from engine.spec.schema.run import RunSpec
 
 VOCABULARY = 264
 _SIZES = {

@@ -17,7 +17,7 @@ from engine.model.config import model_config_dict
 from engine.model.load import load_model
 from engine.model.loss import make_loss
 from engine.model.reference import find_start, resolve_weights
-from engine.spec.recipe import Model
+from engine.spec.schema.recipe import Model
 from tests.model.samples import batch_of, cpu, disturb, load, load_family, logits_of, run_spec, write_model
 
 

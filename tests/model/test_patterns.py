@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from engine.errors import UsageError
 from engine.model.freezing import matches
 from engine.model.groups import parameter_groups
-from engine.spec.recipe import ParameterGroup, Train
+from engine.spec.schema.recipe import ParameterGroup, Train
 from tests.model.samples import load, load_family, run_spec
 
 WEIGHT = "model.layers.12.self_attn.q_proj.weight"

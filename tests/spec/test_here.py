@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.spec.find import available
-from engine.spec.here import working_directory
+from engine.spec.files.find import available
+from engine.spec.files.working_directory import working_directory
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from engine.commands import library
 from engine.errors import SpecError, TunedeckError
-from engine.spec.detect import detect_device
-from engine.spec.share import import_file
+from engine.spec.files.detect import detect_device
+from engine.spec.files.share import import_file
 
 app = typer.Typer()
 library.register(app)

@@ -14,7 +14,7 @@ import pytest
 import tomlkit
 
 from engine.errors import SpecError
-from engine.spec.find import Located
+from engine.spec.files.find import Located
 from engine.spec.load import read_checked, resolve
 
 RECIPE = """schema = 1

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from engine.errors import SpecError
-from engine.spec.find import available, locate
-from engine.spec.later import refuse_unbuilt
-from engine.spec.lines import key_lines
+from engine.spec.check.unsupported import refuse_unbuilt
+from engine.spec.files.find import available, locate
+from engine.spec.files.lines import key_lines
 from engine.spec.load import dump_run_spec, load_run_spec, override, read_checked, resolve
-from engine.spec.run import Limits
+from engine.spec.schema.run import Limits
 
 RECIPE = """schema = 1
 kind = "recipe"

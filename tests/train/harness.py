@@ -14,10 +14,10 @@ from engine.device import open_device
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.events import EventWriter, read_events
 from engine.spec.load import dump_run_spec
-from engine.spec.run import RunSpec
+from engine.spec.schema.run import RunSpec
 from engine.train import main
-from engine.train.journal import Journal
-from engine.train.report import reporter
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.oom_events import reporter
 from engine.train.setup import Bench, set_up
 
 ROOMY_GIB = 8.0

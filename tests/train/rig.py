@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
+from engine.batching.budget import CostBudget
 from engine.device.ledger import rounded
 from engine.device.metered import MeteredDevice
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.files import write_atomically
-from engine.spec.run import RunSpec
-from engine.train.control import Wishes
-from engine.train.costbudget import CostBudget
-from engine.train.journal import Journal
+from engine.spec.schema.run import RunSpec
+from engine.train.checkpoint.run_state import RunState
 from engine.train.loop import Ending, Training
-from engine.train.optimizer import StepGuard, allocate_state, state_tensors
-from engine.train.report import reporter
-from engine.train.reserve import HostReserve
-from engine.train.run_state import RunState
-from engine.train.scaler import LossScaler
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.emergency_memory import HostReserve
+from engine.train.recovery.oom_events import reporter
+from engine.train.run_requests import Wishes
 from engine.train.setup import Bench, set_up
+from engine.train.step.loss_scaler import LossScaler
+from engine.train.step.optimizer import StepGuard, allocate_state, state_tensors
 from tests.train.harness import make_spec, write_samples
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.train.best import agree, is_better
-from engine.train.checkpoint import best_step, mark_best, write_checkpoint
-from engine.train.run_state import Best
+from engine.train.checkpoint.best import agree, is_better
+from engine.train.checkpoint.files import best_step, mark_best, write_checkpoint
+from engine.train.checkpoint.run_state import Best
 
 
 @pytest.mark.parametrize(

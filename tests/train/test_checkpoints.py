@@ -8,7 +8,7 @@ import json
 import pytest
 from safetensors import SafetensorError
 
-from engine.train.checkpoint import (
+from engine.train.checkpoint.files import (
     best_step,
     damage,
     find_checkpoints,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.train.costbudget import CLEAN_STEPS_TO_FORGET, CLEAN_STEPS_TO_GROW, CostBudget
+from engine.batching.budget import CLEAN_STEPS_TO_FORGET, CLEAN_STEPS_TO_GROW, CostBudget
 
 
 def clean_steps(budget: CostBudget, count: int, room: int) -> None:

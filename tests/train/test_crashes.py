@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, read_events
-from engine.spec.run import RunSpec
-from engine.train.checkpoint import damage, find_checkpoints
+from engine.spec.schema.run import RunSpec
+from engine.train.checkpoint.files import damage, find_checkpoints
 from tests.train.crash_server import CrashServer, Death
 from tests.train.harness import losses, make_spec, new_run, of_kind, write_samples
 

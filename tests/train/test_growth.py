@@ -16,16 +16,16 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.cli import app
-from engine.device.neighbour import NEIGHBOUR_VARIABLE, SharedCount
+from engine.device.co_tenant import NEIGHBOUR_VARIABLE, SharedCount
 from engine.errors import EnvironmentProblem, MemoryExhaustedError
 from engine.journal import control
+from engine.journal.checkpoints_on_disk import learned
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, EventWriter, read_events
-from engine.journal.saved import learned
-from engine.start import start_engine
-from engine.train.growth import Growth
-from engine.train.journal import Journal
-from engine.train.transaction import StepTransaction
+from engine.launch.process import start_engine
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.budget_growth import Growth
+from engine.train.step.transaction import StepTransaction
 from tests.train.harness import Workshop, make_spec, new_run, of_kind, train
 
 STEPS = 400
@@ -37,7 +37,7 @@ TABLES = {"train": {"max_steps": STEPS, "batch_size": 16}, "checkpoint": {"every
 def neighbour(count: Path) -> Iterator[Callable[[float], None]]:
     """A second process on the device; the function given says how much it holds from now on, in GiB."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.device.neighbour", str(count)],
+        [sys.executable, "-m", "engine.device.co_tenant", str(count)],
         stdin=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert process.stdin is not None

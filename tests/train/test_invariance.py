@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.train.costbudget import CostBudget
-from engine.train.transaction import StepTransaction
+from engine.batching.budget import CostBudget
+from engine.train.step.transaction import StepTransaction
 from tests.train.harness import Workshop, make_spec, write_samples
 
 SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "batch_size": 12} | {

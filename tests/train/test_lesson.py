@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from engine.batching.micro_batches import MicroBatch
+from engine.distributed.deepspeed import EndedByMemoryError
 from engine.journal.directory import RunDirectory
-from engine.parallel.deepspeed import EndedByMemoryError
-from engine.train.agreement import Struck
-from engine.train.failure import Failure
-from engine.train.ladder import Remedy
-from engine.train.lesson import learn, lesson_of, noting
-from engine.train.microbatch import MicroBatch
+from engine.train.recovery.consensus import Struck
+from engine.train.recovery.failure import Failure
+from engine.train.recovery.ladder import Remedy
+from engine.train.recovery.lesson import learn, lesson_of, noting
 from tests.train.harness import Workshop, make_spec, of_kind, write_samples
 
 STEP = 5

@@ -10,9 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from engine.batching.budget import CostBudget
 from engine.evaluate.scores import Judge, evaluate
-from engine.train.checkpoint import best_step, find_checkpoints
-from engine.train.costbudget import CostBudget
+from engine.train.checkpoint.files import best_step, find_checkpoints
 from tests.train.harness import Workshop, losses, make_spec, new_run, of_kind, train, write_samples
 
 

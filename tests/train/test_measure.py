@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.cli import app
-from engine.train.measure import miss
+from engine.train.monitor.prediction_error import miss
 from tests.budget.metered import QWEN2, folder_of
 from tests.train.harness import make_spec, new_run, of_kind, train, write_samples
 

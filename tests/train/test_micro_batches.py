@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.train.microbatch import LAUNCH_TOKENS, plan_micro_batches, rows_within
+from engine.batching.micro_batches import LAUNCH_TOKENS, plan_micro_batches, rows_within
 
 
 def tokens(rows: int, length: int) -> int:

@@ -11,9 +11,9 @@ from engine.device import open_device
 from engine.journal.directory import RunDirectory
 from engine.journal.oom_page import page, read_report
 from engine.spec.load import load_run_spec
-from engine.train.failure import Failure
-from engine.train.holdings import LARGEST, holdings
-from engine.train.oom_report import MOST_REPORTS, OomReports
+from engine.train.monitor.memory_breakdown import LARGEST, holdings
+from engine.train.recovery.failure import Failure
+from engine.train.recovery.oom_report import MOST_REPORTS, OomReports
 from tests.train.harness import Workshop, make_spec, new_run, of_kind, train, write_samples
 
 Survived = tuple[RunDirectory, list[dict[str, Any]], dict[str, Any]]

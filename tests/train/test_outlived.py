@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.parallel.ranks import Ranks
-from engine.train.failure import Failure
-from engine.train.outlived import MOST, Outlived
-from engine.train.parts import Backoff
+from engine.distributed.ranks import Ranks
+from engine.train.recovery.failure import Failure
+from engine.train.recovery.local_recoveries import MOST, Outlived
+from engine.train.step.context import Backoff
 
 
 def failure(text: str) -> Failure:

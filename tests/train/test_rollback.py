@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.device.cpu import CpuDevice
-from engine.train.rollback import Rollback
-from engine.train.scaler import LossScaler
+from engine.train.step.loss_scaler import LossScaler
+from engine.train.step.rollback import Rollback
 
 
 class Routed(torch.nn.Module):

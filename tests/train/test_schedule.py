@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from engine.spec.recipe import Train
+from engine.spec.schema.recipe import Train
 from engine.train.schedule import Schedule
 
 TOTAL = 40

@@ -11,8 +11,8 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, read_events
-from engine.train.journal import Journal
-from engine.train.watchdog import Watchdog
+from engine.train.monitor.journal import Journal
+from engine.train.monitor.watchdog import Watchdog
 from tests.train.harness import of_kind
 
 

@@ -31,7 +31,7 @@ import torch
 
 from engine.device.metered import MeteredDevice
 from engine.model.quiet import without_bars
-from engine.train.failure import quick_to_collect
+from engine.train.recovery.failure import quick_to_collect
 from tests.conftest import FOLDERS
 from tests.train.rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
 

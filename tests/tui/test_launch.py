@@ -11,7 +11,7 @@ from textual._compositor import ChopsUpdate, Compositor
 
 from engine.journal.index import list_runs
 from engine.journal.queue import Queue
-from engine.start import force_stop
+from engine.launch.process import force_stop
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.harness import Desk
 from tui.screens.launch import LaunchScreen

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.budget.plan import Plan
-from engine.spec.find import FOLDERS, SHIPPED
-from engine.spec.profile import Device, Profile
-from engine.spec.run import RunSpec
+from engine.spec.files.find import FOLDERS, SHIPPED
+from engine.spec.schema.profile import Device, Profile
+from engine.spec.schema.run import RunSpec
 from tui.launch_bench import Bench
 from tui.launch_fields import FIELDS, NAME, OTHER, choices, help_of, rows_of
 from tui.launch_model import Choice, command, command_lines, from_settings, refusal, split_of, work_out

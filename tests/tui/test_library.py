@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.spec.find import user_folder
+from engine.spec.files.find import user_folder
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.harness import Desk
 from tui.screens.editor import EditorScreen

@@ -15,7 +15,7 @@ from textual.content import Content
 from textual.screen import Screen
 
 from engine.errors import TunedeckError
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 from tui import keys
 from tui.screens import SCREENS
 from tui.theme import draw

@@ -15,7 +15,7 @@ from textual.content import Content
 from engine.errors import TunedeckError
 from engine.journal.compare import Comparison, compare_summaries, shown_score, shown_setting
 from engine.journal.directory import RunDirectory
-from engine.journal.sentences import clean, duration
+from engine.journal.event_text import clean, duration
 from engine.journal.summary import SummaryReader, read_spec
 from tui.compare_curves import AXES, Curve
 from tui.keys import bindings

@@ -17,8 +17,8 @@ from typing import Any
 from textual.content import Content
 from textual.worker import get_current_worker
 
-from engine.journal.sentences import clean
-from engine.start import COMMAND
+from engine.journal.event_text import clean
+from engine.launch.process import COMMAND
 from tui.keys import bindings
 from tui.screens.reading import ReadingScreen
 

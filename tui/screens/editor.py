@@ -18,10 +18,10 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from engine.errors import TunedeckError
-from engine.spec.find import Kind
+from engine.spec.files.find import Kind
+from engine.spec.files.text import visible
 from engine.spec.load import problems_of_text
-from engine.spec.text import visible
-from tui import keys, own_files
+from tui import keys, user_files
 from tui.keys import Key, bindings
 from tui.screens.base import BaseScreen
 from tui.widgets.annotated import LABEL, below_lines, beside_lines, notes_of
@@ -145,7 +145,7 @@ class EditorScreen(BaseScreen):
         text = self.area.text
         text = text if text.endswith("\n") else text + "\n"
         try:
-            own_files.write_text(self._draft.target, text, before=self._saved)
+            user_files.write_text(self._draft.target, text, before=self._saved)
         except TunedeckError as error:
             self.refuse(error)
             return

@@ -20,8 +20,8 @@ from textual.timer import Timer
 
 from engine.budget.advice import Suggestion
 from engine.errors import TunedeckError
-from engine.spec.find import Kind
-from engine.spec.text import visible
+from engine.spec.files.find import Kind
+from engine.spec.files.text import visible
 from tui.keys import bindings
 from tui.launch_bench import Bench
 from tui.launch_fields import OTHER, choices

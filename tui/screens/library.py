@@ -14,10 +14,10 @@ from textual.containers import Container, Vertical
 from textual.content import Content
 
 from engine.errors import TunedeckError
-from engine.spec.find import Kind
+from engine.spec.files.find import Kind
+from engine.spec.files.text import visible
 from engine.spec.load import problems_of_text
-from engine.spec.text import visible
-from tui import own_files
+from tui import user_files
 from tui.keys import bindings
 from tui.machine import Entry, profile_entries, read_machine, recipe_entries
 from tui.screens.base import BaseScreen
@@ -106,7 +106,7 @@ class LibraryScreen(BaseScreen):
             return
         heading.show([Content.assemble((visible(entry.path.stem), "bold"), f"  {visible(entry.title)}")])
         try:
-            text = own_files.read_text(entry.path)
+            text = user_files.read_text(entry.path)
         except TunedeckError as error:
             rows.show([Content.styled(visible(line), "$bad") for line in error.render().splitlines()])
             return
@@ -155,12 +155,12 @@ class LibraryScreen(BaseScreen):
         """Edit the file, or a copy of it where it is not the user's to change."""
         kind, entry = self._entry()
         shipped = entry.origin in ("shipped", "detected")
-        target = own_files.own_folder(kind) / entry.path.name if shipped else entry.path
+        target = user_files.own_folder(kind) / entry.path.name if shipped else entry.path
         self._open(kind, entry.path, target)
 
     def _open(self, kind: Kind, source: Path, target: Path) -> None:
         try:
-            text = own_files.read_text(source)
+            text = user_files.read_text(source)
         except TunedeckError as error:
             self.refuse(error)
             return
@@ -176,12 +176,12 @@ class LibraryScreen(BaseScreen):
     def do_new(self) -> None:
         """A new file from this one."""
         kind, entry = self._entry()
-        name = own_files.free_name(kind, entry.path.stem)
+        name = user_files.free_name(kind, entry.path.stem)
         self.query_one(Prompt).ask(f"name of the new {kind}", name, lambda text: self._new(kind, entry, text))
 
     def _new(self, kind: Kind, entry: Entry, name: str) -> None:
         try:
-            target = own_files.own_path(kind, name)
+            target = user_files.own_path(kind, name)
         except TunedeckError as error:
             self.refuse(error)
             return
@@ -193,7 +193,7 @@ class LibraryScreen(BaseScreen):
 
     def _take_in(self, text: str) -> None:
         try:
-            kind, path = own_files.take_in(text)
+            kind, path = user_files.take_in(text)
         except TunedeckError as error:
             self.refuse(error)
             return
@@ -207,7 +207,7 @@ class LibraryScreen(BaseScreen):
 
     def _pass_on(self, entry: Entry, text: str) -> None:
         try:
-            target, warnings = own_files.pass_on(entry.path, text)
+            target, warnings = user_files.pass_on(entry.path, text)
         except TunedeckError as error:
             self.refuse(error)
             return

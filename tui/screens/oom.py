@@ -11,9 +11,9 @@ from pathlib import Path
 from textual.content import Content
 
 from engine.journal.directory import RunDirectory
+from engine.journal.event_text import clean, sentence
 from engine.journal.events import EventTail, decode
 from engine.journal.oom_page import page, read_report
-from engine.journal.sentences import clean, sentence
 from engine.journal.summary import MARK_WITHIN_BYTES
 from tui.keys import bindings
 from tui.screens.reading import ReadingScreen

@@ -1,6 +1,6 @@
 """Queue: what runs now and what waits, in order. The same list and the same keeper as `tunedeck queue`.
 
-The work is done by a process of its own (`engine.keeper`): leaving the console changes nothing.
+The work is done by a process of its own (`engine.launch.queue_worker`): leaving the console changes nothing.
 
 Try: `tunedeck queue add -p demo -r demo`, then `tunedeck` and the Queue key.
 """
@@ -16,11 +16,11 @@ from textual.content import Content
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
+from engine.journal.event_text import clean, number
 from engine.journal.queue import Order, Queue
-from engine.journal.sentences import clean, number
 from engine.journal.summary import RunSummary
 from engine.journal.trash import discard
-from engine.keeper import start_keeper
+from engine.launch.queue_worker import start_keeper
 from tui.keys import bindings
 from tui.run_list import Entry, RunList
 from tui.run_rows import Column, heading, row

@@ -21,8 +21,8 @@ from textual.content import Content
 from engine.errors import TunedeckError
 from engine.journal import control
 from engine.journal.directory import RunDirectory
-from engine.journal.sentences import clean
-from engine.start import force_stop
+from engine.journal.event_text import clean
+from engine.launch.process import force_stop
 from tui.clone import recipe_of
 from tui.keys import bindings
 from tui.resuming import why_not_resume

@@ -15,7 +15,7 @@ from textual.widgets import Input
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
-from engine.journal.sentences import clean
+from engine.journal.event_text import clean
 from engine.journal.trash import TRASH, discard
 from tui.clone import recipe_of
 from tui.keys import bindings

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from textual.content import Content
 
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 from tui.theme import draw
 
 LABEL = "line"

@@ -13,7 +13,7 @@ from textual.containers import Container, Vertical
 from textual.content import Content
 from textual.message import Message
 
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 from tui import launch_rows
 from tui.launch_budget import budget_lines, devices_of
 from tui.launch_fields import Row, help_of

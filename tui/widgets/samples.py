@@ -11,7 +11,7 @@ from typing import Any
 
 from textual.content import Content
 
-from engine.spec.text import visible
+from engine.spec.files.text import visible
 
 MARKS = ("⟦", "⟧")
 ASCII_MARKS = ("[[", "]]")

@@ -1,0 +1,53 @@
+"""How ranks come together: over the launcher's store, under a name that no earlier start of them has used.
+
+A launcher that starts its ranks again may keep the store of the first start, with the addresses of processes that are
+gone in it; gloo would connect to them (torch 2.13, torchrun's static rendezvous). The number of restarts is no name
+either: on several machines each agent counts its own. So rank 0 makes a name, and hands it to each rank that asks for
+one under a word of its own; words of the dead are answered too, and harm nobody.
+
+Try: `pytest tests/distributed/test_meeting.py`
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+POLL_SECONDS = 0.02
+
+
+def fresh_store(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Store:
+    """A part of `store` that only the ranks of this start know.
+
+    Raises:
+        RuntimeError: not all ranks came within the limit, or the store is gone.
+    """
+    name = _hand_out(store, size, limit) if rank == 0 else _ask(store, rank, limit)
+    return dist.PrefixStore(name, store)
+
+
+def _ask(store: dist.Store, rank: int, limit: timedelta) -> str:
+    word = secrets.token_hex(8)
+    store.set(f"asks/{rank}", word)
+    store.wait([f"answer/{word}"], limit)
+    name: str = store.get(f"answer/{word}").decode()
+    store.add(f"{name}/came", 1)
+    return name
+
+
+def _hand_out(store: dist.Store, size: int, limit: timedelta) -> str:
+    name = f"start-{secrets.token_hex(8)}"
+    answered: set[bytes] = set()
+    deadline = time.monotonic() + limit.total_seconds()
+    while store.add(f"{name}/came", 0) < size - 1:
+        for rank in range(1, size):
+            if store.check([f"asks/{rank}"]) and (word := store.get(f"asks/{rank}")) not in answered:
+                store.set(f"answer/{word.decode()}", name)
+                answered.add(word)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all of {size} ranks came within {limit.total_seconds():.0f} s")
+        time.sleep(POLL_SECONDS)
+    return name

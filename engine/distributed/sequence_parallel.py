@@ -1,0 +1,162 @@
+"""Ranks that share sequences: each holds a run of positions of every row, and around attention they trade places.
+
+Attention is the one operation that looks at other positions, and heads do not look at each other. So before it every
+rank gives its positions' queries, keys and values of the heads that others are to work on, and gets those of its own
+heads at all positions; after it the outputs go back (Ulysses; Jacobs et al. 2023, arXiv 2309.14509). One all-to-all
+each way, one each way in backward, and all of them vote first (`engine.distributed.voted_group`). Fewer key heads than
+ranks are sent to several of them.
+
+Shapes: B rows, P places (ranks of the group), S positions of one place, T = P·S all positions, H heads, h heads of one
+place, D values of a head, F values that travel per position, all heads of a place together.
+
+Which attention runs between is `engine.model.slices`' affair. Try: `pytest tests/distributed/test_sequence.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.distributed.host_gather import losing_a_rank_ends_it
+from engine.distributed.ranks import COLLECTIVE_PATIENCE, Ranks
+from engine.distributed.voted_group import Joint
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """This rank's place among those that share sequences."""
+
+    place: int
+    size: int
+    joint: Joint
+    group: dist.ProcessGroup
+
+    def exchange(self, sent: Tensor) -> Tensor:
+        """Part p of `sent` [P, ...] goes to place p; what place p sent here becomes part p of the result. `sent` is
+        empty afterwards.
+
+        Raises:
+            torch.OutOfMemoryError: no room for the result.
+            PeerFailedError: another rank failed on its way here.
+            LostRankError: a rank is gone.
+        """
+        received = torch.empty_like(sent)
+        self.joint.ready()
+        with losing_a_rank_ends_it():
+            dist.all_to_all_single(received, sent, group=self.group)
+        _free(sent)
+        return received
+
+
+def join_sequence_group(ranks: Ranks, size: int, joint: Joint | None = None) -> SequenceGroup:
+    """Groups of `size` consecutive ranks; returns the one that this rank is in. Called by all ranks of the run.
+
+    `joint` is given where more ranks than these launch collectives together; else those of the group vote alone.
+    """
+    votes = timedelta(seconds=ranks.patience_seconds)
+    mine = None
+    with losing_a_rank_ends_it():
+        for first in range(0, ranks.size, size):
+            members = list(range(first, first + size))
+            group = dist.new_group(members, timeout=COLLECTIVE_PATIENCE * votes)
+            voting = dist.new_group(members, timeout=votes, backend="gloo")
+            if ranks.rank in members:
+                mine = group, voting
+    assert mine is not None
+    return SequenceGroup(ranks.rank % size, size, joint or Joint(mine[1], ranks.host_region), mine[0])
+
+
+def to_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """From this place's positions of all heads to all positions of this place's heads, each [B, h, T, D]."""
+    return _ToHeads.apply(group, *tensors_BHSD)  # type: ignore[no-any-return]
+
+
+def to_positions(group: SequenceGroup, tensor_BhTD: Tensor) -> Tensor:
+    """From all positions of this place's heads to this place's positions of all heads, [B, H, S, D]."""
+    return _ToPositions.apply(group, tensor_BhTD)  # type: ignore[no-any-return]
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, *tensors_BHSD: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.heads = group, [tensor.shape[1] for tensor in tensors_BHSD]
+        return tuple(_scatter_heads(group, tensors_BHSD))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients_BhTD: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_gather_heads(ctx.group, gradients_BhTD, ctx.heads)
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, tensor_BhTD: Tensor) -> Tensor:
+        ctx.group = group
+        return _gather_heads(group, [tensor_BhTD], [tensor_BhTD.shape[1] * group.size])[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients_BHSD: Tensor) -> tuple[None, Tensor]:
+        return None, _scatter_heads(ctx.group, gradients_BHSD)[0]
+
+
+def _scatter_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> list[Tensor]:
+    """All tensors travel in one buffer, positions outermost: what arrives is in order, and its parts are views."""
+    shares = [_share(tensor.shape[1], group.size) for tensor in tensors_BHSD]
+    widths = [heads * tensor.shape[-1] for (heads, _), tensor in zip(shares, tensors_BHSD, strict=True)]
+    received_TBF = group.exchange(_packed_heads(tensors_BHSD, shares, widths, group.size)).flatten(0, 1)
+    parts = received_TBF.split(widths, -1)
+    return [part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part, (heads, _) in zip(parts, shares, strict=True)]
+
+
+def _packed_heads(
+    tensors_BHSD: Sequence[Tensor], shares: Sequence[tuple[int, int]], widths: Sequence[int], places: int
+) -> Tensor:
+    rows, _, positions, _ = tensors_BHSD[0].shape
+    sent_PSBF = tensors_BHSD[0].new_empty((places, positions, rows, sum(widths)))
+    for (heads, times), slot, tensor in zip(shares, sent_PSBF.split(list(widths), -1), tensors_BHSD, strict=True):
+        by_place = tensor.unflatten(1, (places // times, heads)).permute(1, 3, 0, 2, 4).unsqueeze(1)
+        slot.unflatten(-1, (heads, -1)).unflatten(0, (places // times, times)).copy_(by_place)
+    return sent_PSBF
+
+
+def _gather_heads(group: SequenceGroup, tensors_BhTD: Sequence[Tensor], all_heads: Sequence[int]) -> list[Tensor]:
+    """The way back. Heads that went to several places come back from each, and are added up."""
+    widths = [tensor.shape[1] * tensor.shape[-1] for tensor in tensors_BhTD]
+    received_PSBF = group.exchange(_packed_positions(tensors_BhTD, widths, group.size))
+    joined = [
+        _joined(part.unflatten(-1, (tensor.shape[1], -1)), _share(heads, group.size)[1])
+        for part, tensor, heads in zip(received_PSBF.split(widths, -1), tensors_BhTD, all_heads, strict=True)
+    ]
+    _free(received_PSBF)
+    return joined
+
+
+def _packed_positions(tensors_BhTD: Sequence[Tensor], widths: Sequence[int], places: int) -> Tensor:
+    rows, _, length, _ = tensors_BhTD[0].shape
+    sent_PSBF = tensors_BhTD[0].new_empty((places, length // places, rows, sum(widths)))
+    for slot, tensor in zip(sent_PSBF.split(list(widths), -1), tensors_BhTD, strict=True):
+        slot.unflatten(-1, (tensor.shape[1], -1)).copy_(tensor.permute(2, 0, 1, 3).unflatten(0, (places, -1)))
+    return sent_PSBF
+
+
+def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
+    """[B, H, S, D] laid out with positions before heads, as projections make and want it; always a copy."""
+    if times > 1:
+        received_PSBhD = received_PSBhD.unflatten(0, (-1, times)).sum(1)
+    by_row = received_PSBhD.permute(2, 1, 0, 3, 4).clone(memory_format=torch.contiguous_format)
+    return by_row.flatten(2, 3).transpose(1, 2)
+
+
+def _free(buffer: Tensor) -> None:
+    """Give a buffer's memory back now: gloo's thread lets go of it some time after the operation is over."""
+    buffer.untyped_storage().resize_(0)
+
+
+def _share(heads: int, places: int) -> tuple[int, int]:
+    """Heads of one place, and how many places have the same ones."""
+    return (heads // places, 1) if heads >= places else (1, places // heads)

@@ -1,0 +1,303 @@
+"""A model's weights spread over ranks by torch's `fully_shard`: groups, votes before collectives, recovery.
+
+Every decoder layer, the embedding, the head, and each small module beside them is a group of its own: gathered for its
+use and dropped after it (ZeRO-3), or kept from forward to backward (ZeRO-2). The head, which comes last in forward and
+first in backward, is kept in between either way; a head tied to the embedding is one group with it, held for the whole
+pass. Gradients leave for their ranks after each micro-batch, in fp32: kept back until the last one they would need the
+memory of the whole model's gradients, which sharding is there to save.
+
+Both collectives vote on the host after their buffers are allocated and before they are launched, so that memory that
+runs out on one rank ends the attempt of all at the same collective. `recover` then puts the model back.
+
+This is the only file that touches what torch keeps private; KNOWN_TORCH in `engine.budget.shards` names the versions it
+was read for, and on others nothing is recovered. Try: `pytest tests/distributed/test_sharded_model.py`
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.nn import Parameter
+
+from engine.budget.shards import KNOWN_TORCH, recovers_with
+from engine.data.batch import Batch
+from engine.distributed.host_gather import LostRankError, losing_a_rank_ends_it
+from engine.distributed.voted_group import Joint
+
+if TYPE_CHECKING:
+    from engine.model.loss import LossFunction
+
+
+class Whole(nn.Module):
+    """Model and head under one root, which starts and ends the iterations of all groups."""
+
+    def __init__(self, model: nn.Module, head: Head) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+        self.compute: Callable[[Batch], Tensor] | None = None
+
+    def computes(self, loss: LossFunction) -> None:
+        """From here on its forward is this loss, in which the head's own forward stands for the head."""
+        self.compute, self.head.score, loss.score = loss.compute, loss.sum_of_losses, self.head
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of a batch. Without any target the head is used all the same, at weight zero: a rank that left it
+        out would not be there when the others gather it."""
+        assert self.compute is not None
+        if batch.target_tokens:
+            return self.compute(batch)
+        labels_BS = batch.labels_BS.clone()
+        labels_BS[0, -1] = batch.input_ids_BS[0, -1]
+        return 0.0 * self.compute(replace(batch, labels_BS=labels_BS, target_tokens=1))
+
+
+class Head(nn.Module):
+    """The output head as a module of its own: its weights are there while token losses are computed from hidden states,
+    whether or not the head's own forward is called."""
+
+    def __init__(self, project: nn.Module) -> None:
+        super().__init__()
+        self.project = project
+        self.score: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+        """Sum of token losses."""
+        assert self.score is not None
+        return self.score(hidden_NH, targets_N)
+
+
+class VotingAllGather(DefaultAllGather):
+    """Launched when every rank has its buffer."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+
+    def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
+        """torch's own. Raises PeerFailedError."""
+        self.joint.ready()
+        with losing_a_rank_ends_it():
+            return super().__call__(*arguments, **named)
+
+
+class VotingReduceScatter(DefaultReduceScatter):
+    """Launched when every rank has both buffers."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+
+    def __call__(self, *arguments: Any, **named: Any) -> dist.Work:
+        """torch's own. Raises PeerFailedError."""
+        self.joint.ready()
+        with losing_a_rank_ends_it():
+            return super().__call__(*arguments, **named)
+
+
+def groups_of(model: nn.Module, embedding: nn.Module, head: Head, layer_kinds: Sequence[str]) -> list[list[nn.Module]]:
+    """Modules whose parameters travel together, inner ones first: layers (by class name), what else holds parameters,
+    the embedding, the head. Tied ones share a group; what learns in another dtype than the rest of its layer does not,
+    as torch reduces a group's gradients in one."""
+    ends = {id(parameter) for end in (embedding, head) for parameter in end.parameters()}
+    taken = set(ends)
+    groups: list[list[nn.Module]] = []
+    inner_first = list(model.modules())[::-1]
+    for module in inner_first:
+        if type(module).__name__ not in layer_kinds:
+            continue
+        groups += [[odd] for odd in _learning_otherwise(module) if _untaken(odd.parameters(), taken)]
+        if _untaken(module.parameters(), taken):
+            groups.append([module])
+    for module in inner_first:
+        if _untaken(module.parameters(recurse=False), taken):
+            groups.append([module])
+    tied = {id(p) for p in embedding.parameters()} & {id(p) for p in head.parameters()}
+    return [*groups, *([[embedding, head]] if tied else [[embedding], [head]])]
+
+
+def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
+    """Modules in a layer that learn in another dtype than most of it: copies in the base's beside fp32 adapters."""
+    counts = Counter(parameter.dtype for parameter in layer.parameters() if parameter.requires_grad)
+    most = counts.most_common(1)[0][0] if counts else None
+    return [
+        module
+        for module in layer.modules()
+        if any(p.requires_grad and p.dtype != most for p in module.parameters(recurse=False))
+    ]
+
+
+def _untaken(parameters: Iterator[Parameter], taken: set[int]) -> bool:
+    """Take those parameters; whether any of them was free."""
+    free = {id(parameter) for parameter in parameters} - taken
+    taken |= free
+    return bool(free)
+
+
+class Sharded:
+    """A model in shards: this rank's parts of what learns, their gradients, and the way back from a failed attempt."""
+
+    def __init__(
+        self,
+        whole: Whole,
+        groups: Sequence[Sequence[nn.Module]],
+        mesh: DeviceMesh,
+        joint: Joint,
+        *,
+        drops_weights: bool,
+        fill: Callable[[Sequence[nn.Module]], None],
+        host_region: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Shard group by group; `fill` gives the modules of a group their weights just before, so that no more than one
+        group is ever there in full. `drops_weights` is ZeRO-3."""
+        self.whole, self.joint = whole, joint
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        self._kept: list[tuple[FSDPModule, bool]] = []
+        for modules in groups:
+            fill(modules)
+            drops = drops_weights and not any(isinstance(module, Head) for module in modules)
+            fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=drops)
+            self._kept.append((cast(FSDPModule, modules[0]), drops))
+            if len(modules) == 1 and isinstance(modules[0], nn.Embedding):
+                cast(FSDPModule, modules[0]).set_unshard_in_backward(False)  # its backward looks at no weight
+        fill([whole])
+        # The head's weights are met a second time inside the model, where its module is no group.
+        fully_shard(whole, mesh=mesh, mp_policy=policy, ignored_params=set(whole.parameters()))
+        self._root = cast(FSDPModule, whole)
+        for module in [module for module in whole.modules() if isinstance(module, FSDPModule)]:
+            module.set_custom_all_gather(VotingAllGather(joint))
+            module.set_custom_reduce_scatter(VotingReduceScatter(joint))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        # Groups are used outside the root, too (generation), and one that ran first would take itself for the root.
+        self._root._get_fsdp_state()._lazy_init()
+        states = self._root._get_fsdp_state()._state_ctx.all_states
+        self._groups = [group for state in states for group in state._fsdp_param_groups]
+        self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
+        self._learning = [parameter for parameter in self._parameters if parameter.sharded_param.requires_grad]
+        self._parts = [Parameter(p.sharded_param.to_local().detach()) for p in self._learning]
+        with host_region():
+            self._met = torch.zeros(len(self._learning), dtype=torch.uint8)
+            self._squares = torch.zeros(1, dtype=torch.float64)
+        self._squares_here = self._squares.numpy()
+        """To write a number into a tensor allocates; into this it does not."""
+        self._met_here = self._met.numpy()
+        """Whether a parameter had a gradient on this rank; on any, once the ranks have met."""
+        self._standing_in = False
+        for group in self._groups:
+            group.post_backward = self._noting(group)
+
+    def parts(self) -> dict[str, Parameter]:
+        """This rank's part of everything that learns, by name in the model, in the model's order. An optimizer updates
+        them in place; a part may be empty."""
+        by_id = {id(p.sharded_param): part for p, part in zip(self._learning, self._parts, strict=True)}
+        return {name: by_id[id(p)] for name, p in self.whole.model.named_parameters() if id(p) in by_id}
+
+    def wholes(self) -> dict[str, Parameter]:
+        """The same names = what they are parts of, as DTensors."""
+        learning = {id(p.sharded_param) for p in self._learning}
+        return {name: p for name, p in self.whole.model.named_parameters() if id(p) in learning}
+
+    def meet(self) -> None:
+        """After the last backward pass: give every part its gradient, the sum over ranks. What had one on no rank keeps
+        None, because an optimizer treats zero and None differently. Allocates nothing; all ranks call it.
+
+        Raises LostRankError.
+        """
+        with losing_a_rank_ends_it():
+            dist.all_reduce(self._met, op=dist.ReduceOp.MAX, group=self.joint.group)
+        for met, parameter, part in zip(self._met_here, self._learning, self._parts, strict=True):
+            gradient = parameter.sharded_param.grad
+            part.grad = gradient.to_local() if met and gradient is not None else None
+
+    def norm(self, norm_here: float) -> float:
+        """The norm over all ranks of a gradient whose parts have these norms.
+
+        Raises PeerFailedError where another rank could not work out its own.
+        """
+        self._squares_here[0] = norm_here**2
+        self.joint.ready()
+        with losing_a_rank_ends_it():
+            dist.all_reduce(self._squares, group=self.joint.group)
+        return math.sqrt(self._squares_here[0])
+
+    def drop_gradients(self) -> None:
+        """Of parts and of what they are parts of."""
+        self._met.zero_()
+        for parameter, part in zip(self._learning, self._parts, strict=True):
+            parameter.sharded_param.grad = part.grad = None
+
+    def recover(self) -> None:
+        """After a failed attempt: nothing is gathered, in flight or accumulated any more. Allocates nothing.
+
+        torch's own reset leaves the gradients of gathered weights behind, and the storages of a gathering that failed
+        while it copied out.
+
+        Raises:
+            LostRankError: this version of torch is not known; only a restart of all ranks can go on.
+        """
+        if not recovers_with(torch.__version__):
+            raise LostRankError(
+                f"memory ran out, and how sharded weights are put back in torch {torch.__version__} is not known",
+                expected=f"torch {' or '.join(KNOWN_TORCH)}",
+                fix="the run goes on from its last checkpoint; a smaller train.micro_batch needs no recovery",
+            )
+        self._root.reset_iter_state()
+        for parameter in self._parameters:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+            parameter.free_unsharded_param()
+        self.drop_gradients()
+
+    @contextmanager
+    def judging(self, *, gathers_head: bool = False) -> Iterator[None]:
+        """Forward passes without a backward: every group is dropped after its use, the head at the end.
+
+        With `gathers_head` its weights are there all the time, for passes that call the model itself. A gathering that
+        another rank cannot take part in raises PeerFailedError.
+        """
+        for module, _ in self._kept:
+            module.set_reshard_after_forward(True, recurse=False)
+        try:
+            if gathers_head:
+                cast(FSDPModule, self._kept[-1][0]).unshard()
+            yield
+        finally:
+            for module, drops in self._kept:
+                module.set_reshard_after_forward(drops, recurse=False)
+                module.reshard()
+            if recovers_with(torch.__version__):
+                self.recover()
+
+    @contextmanager
+    def stand_in(self) -> Iterator[None]:
+        """Inside, what is computed counts for nothing: it only keeps the other ranks company."""
+        self._standing_in = True
+        try:
+            yield
+        finally:
+            self._standing_in = False
+
+    def _noting(self, group: Any) -> Callable[..., None]:
+        """`post_backward` of a group that first notes which gradients there are: torch then adds zeros for the rest."""
+        post_backward = group.post_backward
+        inside = set(map(id, group.fsdp_params))
+        mine = [(index, parameter) for index, parameter in enumerate(self._learning) if id(parameter) in inside]
+
+        def noting(*unused: Any) -> None:
+            for index, parameter in mine:
+                if not self._standing_in and hasattr(parameter, "_unsharded_param"):
+                    self._met_here[index] |= parameter._unsharded_param.grad is not None
+            post_backward(*unused)
+
+        return noting

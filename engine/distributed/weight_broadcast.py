@@ -1,0 +1,101 @@
+"""Weights on their way between one rank's host memory and the shards of all: out when a model is loaded, back when it
+is saved. One tensor at a time, through host memory on every rank; no device ever holds more than it trains with.
+
+Try: `pytest tests/distributed/test_sharded_model.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from engine.device.base import Device
+from engine.distributed.host_gather import losing_a_rank_ends_it
+from engine.distributed.ranks import Ranks
+from engine.distributed.voted_group import Joint
+
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64,
+                                          torch.int32, torch.uint8, torch.bool)}
+"""Of weights and buffers, by the names that ranks tell each other."""
+
+
+class FromFirst:
+    """Gives modules rank 0's weights and buffers. Elsewhere they are without memory (meta) until then."""
+
+    def __init__(self, ranks: Ranks, joint: Joint, device: Device) -> None:
+        self._ranks, self._joint, self._device = ranks, joint, device
+        self._filled: set[int] = set()
+
+    def __call__(self, modules: Sequence[nn.Module]) -> None:
+        """Fill what these modules and those inside them hold and is not filled yet. All ranks call it.
+
+        Raises PeerFailedError, LostRankError.
+        """
+        places = list(_places(modules, self._filled))
+        self._joint.ready()
+        told = self._ranks.from_first([[str(tensor.dtype), list(tensor.shape)] for _, _, tensor in places])
+        came: dict[int, Tensor] = {}
+        with self._device.host_region(), torch.no_grad():
+            for (table, name, tensor), (dtype, shape) in zip(places, told, strict=True):
+                if id(tensor) not in came:
+                    came[id(tensor)] = self._one(tensor, DTYPES[dtype], shape)
+                table[name] = came[id(tensor)]
+        self._filled |= {id(tensor) for tensor in came.values()}
+
+    def _one(self, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """The tensor itself on rank 0, a copy elsewhere."""
+        sent = tensor.detach().contiguous() if self._ranks.is_first else torch.empty(shape, dtype=dtype)
+        self._joint.ready()
+        with losing_a_rank_ends_it():
+            dist.broadcast(_as_bytes(sent), src=0)
+        if self._ranks.is_first:
+            return tensor
+        return Parameter(sent, tensor.requires_grad) if isinstance(tensor, Parameter) else sent
+
+
+def _places(modules: Iterable[nn.Module], filled: set[int]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """(table of a module, name, tensor) of every parameter and buffer in or below `modules` that is still to fill."""
+    for module in modules:
+        for inner in module.modules():
+            for table in (inner._parameters, inner._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None and not isinstance(tensor, DTensor) and id(tensor) not in filled:
+                        yield table, name, tensor
+
+
+def to_first(
+    named: Iterable[tuple[str, Tensor]], ranks: Ranks, joint: Joint, device: Device
+) -> Iterator[tuple[str, Tensor | None]]:
+    """(name, the whole tensor on rank 0's host, None elsewhere) for shards, in turn. All ranks go through all of them.
+
+    Raises PeerFailedError, LostRankError.
+    """
+    for name, tensor in named:
+        with device.host_region(), torch.no_grad():
+            is_part = isinstance(tensor, DTensor)
+            yield name, _gathered(tensor, ranks, joint, device) if is_part else device.staged(tensor)
+
+
+def _gathered(tensor: DTensor, ranks: Ranks, joint: Joint, device: Device) -> Tensor | None:
+    """torch cuts the first dimension into equal parts, of which the last may be smaller or empty."""
+    rows = -(-tensor.shape[0] // ranks.size)
+    part = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+    here = tensor.to_local()
+    part[: len(here)] = device.staged(here)
+    whole = torch.empty((rows * ranks.size, *tensor.shape[1:]), dtype=tensor.dtype) if ranks.is_first else None
+    parts = [_as_bytes(each) for each in whole.chunk(ranks.size)] if whole is not None else None
+    joint.ready()
+    with losing_a_rank_ends_it():
+        dist.gather(_as_bytes(part), parts, dst=0)
+    return None if whole is None else whole[: tensor.shape[0]]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory: gloo need not know the dtype."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,80 @@
+"""The table of event kinds: which fields each must have and which it may have.
+
+Data only. The writer checks against it, so a misspelt field is found by the first test that writes it and not by a
+reader months later. `time` is UTC ISO 8601; bytes are bytes, seconds are seconds; steps count optimizer steps from 1.
+Adding a kind or a field is one line here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+COMMON = frozenset({"seq", "time", "kind", "stage", "rank"})
+"""On every line, and set by the writer alone."""
+
+STATUSES = ("queued", "running", "paused", "done", "stopped", "failed", "oom", "stale")
+"""The one vocabulary of run states."""
+
+FINAL_STATUSES = ("paused", "done", "stopped", "failed", "oom")
+"""What `run_finished` may say: the others are seen from outside."""
+
+
+class Kind(NamedTuple):
+    """Fields of one kind of event."""
+
+    required: frozenset[str]
+    optional: frozenset[str]
+
+
+def _kind(required: str = "", optional: str = "") -> Kind:
+    return Kind(frozenset(required.split()), frozenset(optional.split()))
+
+
+KINDS: dict[str, Kind] = {
+    "run_started": _kind(
+        "run pid world_size versions",
+        "host device device_name simulated capacity_bytes resumed seed parameters trainable",
+    ),
+    "stage_started": _kind(
+        "",
+        "name max_steps epochs batch_size samples validation_samples tokens target_tokens dropped reasons loss dtype",
+    ),
+    "stage_finished": _kind("", "name steps seconds reason"),
+    "plan": _kind(
+        "predicted verdict",
+        "capacity_bytes deciding_phase micro_batch accumulation tokens_per_micro_batch components phases basis budget",
+    ),
+    "phase": _kind("name", "detail done total"),
+    "heartbeat": _kind("", "phase"),
+    "step": _kind(
+        "step epoch loss learning_rate grad_norm tokens target_tokens tokens_per_second step_seconds data_wait_seconds"
+        " mfu micro_batches allocated_bytes reserved_bytes peak_bytes",
+        "expert_utilisation samples skipped loss_scale largest_micro_batch budget ranks",
+    ),
+    "backoff": _kind(
+        "step phase failed_rank cause requested_bytes allocated_bytes reserved_bytes remedy before after attempt",
+        "capacity_bytes sequences_before sequences_after samples_lost report text",
+    ),
+    "remedy_lifted": _kind("step remedy", "before after reason"),
+    "eval": _kind("step metrics", "samples seconds count"),
+    "checkpoint_saved": _kind("step path save_seconds size_bytes", "best reason metrics"),
+    "oom_report": _kind("path", "step"),
+    "gpu": _kind("index used_bytes utilisation_percent temperature_celsius power_watts", "name total_bytes"),
+    "control": _kind("request accepted reason", "step"),
+    "paused": _kind("", "step path reason"),
+    "resumed": _kind("step from", "path schedule"),
+    "warning": _kind("code text fix", "step"),
+    "run_finished": _kind(
+        "status exit_code result", "error reason steps seconds samples_lost measured best_step best_metric"
+    ),
+}
+
+
+def check(kind: str, fields: frozenset[str]) -> None:
+    """Raise ValueError unless `fields` make up an event of this kind. A defect of the caller, not of a user."""
+    if kind not in KINDS:
+        raise ValueError(f"no such event kind: {kind!r}; add it to engine/journal/event_schema.py")
+    missing = KINDS[kind].required - fields
+    unknown = fields - KINDS[kind].required - KINDS[kind].optional
+    if missing or unknown:
+        raise ValueError(f"event {kind!r}: missing {sorted(missing)}, unknown {sorted(unknown)}")

@@ -1,0 +1,188 @@
+"""The text of a job for several machines: a Slurm batch script or a SkyPilot task, from a profile's `[nodes]`.
+
+Both do the same on every machine: torchrun's agent, meeting the others at the first machine, starts one
+`tunedeck train --run-spec` for each device, and starts all of them again when one is lost. Pure functions of values;
+nothing here imports torch, looks at the machine, or submits anything.
+
+Try: `tunedeck launch -p PROFILE -r RECIPE --slurm`
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.spec.schema.run import RunSpec
+
+SECONDS_TO_SAVE = 120
+"""Between Slurm's TERM and the end of the time limit: the step in progress, and a checkpoint."""
+
+CPUS_PER_DEVICE = 4
+"""Asked of Slurm for the data workers and the training process of each device."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a script is written from."""
+
+    spec: RunSpec
+    spec_file: Path
+    """The resolved run spec, beside the script."""
+    runs: Path
+    """Where runs are kept, on every machine."""
+    python: str
+    """The interpreter that Tunedeck is installed in."""
+    command: str
+    """tunedeck.py of that installation."""
+    setup: str = ""
+    """Shell commands of the user's own, before everything else on each machine."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether GPUs must be asked for."""
+        return self.spec.profile.device.kind == "cuda"
+
+
+def slurm_script(job: Job) -> str:
+    """A batch script for `sbatch`."""
+    profile = job.spec.profile
+    devices, nodes = profile.device.count, profile.nodes
+    options = {
+        "job-name": job.spec.name,
+        "nodes": nodes.count,
+        "ntasks-per-node": 1,
+        "cpus-per-task": CPUS_PER_DEVICE * devices,
+        "gpus-per-node": devices if job.is_cuda else None,
+        "partition": nodes.partition,
+        "account": nodes.account,
+        "time": nodes.time_limit,
+        "output": "%x-%j.log",
+        "open-mode": "append",
+        "requeue": True,
+        "signal": f"TERM@{SECONDS_TO_SAVE}",
+    }
+    asked = "\n".join(_option(name, value) for name, value in options.items() if value is not None)
+    return f"""\
+#!/bin/bash
+{asked}
+#
+# {job.spec.name}: {nodes.count} machines with {devices} devices each. Submit with: sbatch FILE
+# This assumes that on every machine
+# - the folder of runs, the run spec and the data are on a file system that all machines mount at the same paths
+#   (the folder is checked below, and again by every rank);
+# - the same Python environment is at the same path ($PYTHON);
+# - each can reach the first one by the name Slurm gives it, at $port and at ports that the system chooses.
+# Before its time limit the job is asked to stop: it writes a checkpoint. Queued again under the same job id
+# (scontrol requeue, or a preemption), it goes on from there.
+
+{_setup(job)}set -euo pipefail
+PYTHON=${{TUNEDECK_PYTHON:-{shlex.quote(job.python)}}}
+TUNEDECK={shlex.quote(job.command)}
+SPEC={shlex.quote(str(job.spec_file))}
+RUNS=${{TUNEDECK_RUNS:-{shlex.quote(str(job.runs))}}}
+export TUNEDECK_JOB="slurm-${{SLURM_CLUSTER_NAME:-cluster}}-$SLURM_JOB_ID"
+# How long torchrun lets the ranks save before it kills them (torch 2.13 or newer).
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SECONDS_TO_SAVE - 20}
+
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${{hosts%%$'\\n'*}}
+port=$((20000 + SLURM_JOB_ID % 10000))
+
+mkdir -p "$RUNS"
+mark="$RUNS/.shared-$SLURM_JOB_ID"
+: > "$mark"
+srun --ntasks-per-node=1 bash -c '
+    for file in "$1" "$2"; do
+        [ -r "$file" ] && continue
+        echo "tunedeck: $(hostname) does not see $file: it must be on a file system that all machines share" >&2
+        exit 6
+    done' check "$mark" "$SPEC"
+rm -f "$mark"
+
+srun --ntasks-per-node=1 --cpus-per-task={CPUS_PER_DEVICE * devices} "$PYTHON" -P -m torch.distributed.run \\
+{_agent(job, '"$head:$port"')}
+"""
+
+
+def skypilot_task(job: Job) -> str:
+    """A task for `sky jobs launch`. Strings are written as JSON, which YAML reads the same."""
+    profile, nodes = job.spec.profile, job.spec.profile.nodes
+    resources = {
+        "cloud": nodes.cloud,
+        "accelerators": f"{nodes.accelerators}:{profile.device.count}" if job.is_cuda else None,
+    }
+    asked = "".join(f"\n  {name}: {json.dumps(value)}" for name, value in resources.items() if value)
+    files = "".join(f"\n  {json.dumps(there)}: {json.dumps(here)}" for there, here in _mounts(job).items())
+    script = f"""\
+{_setup(job)}set -euo pipefail
+PYTHON=${{TUNEDECK_PYTHON:-python3}}
+TUNEDECK=$("$PYTHON" -c 'import tunedeck; print(tunedeck.__file__)')
+SPEC={shlex.quote(str(job.spec_file))}
+RUNS=$TUNEDECK_RUNS
+export TUNEDECK_JOB="skypilot-$SKYPILOT_TASK_ID"
+head=${{SKYPILOT_NODE_IPS%%$'\\n'*}}
+mkdir -p "$RUNS"
+
+"$PYTHON" -P -m torch.distributed.run \\
+{_agent(job, '"$head:29400"')}
+"""
+    return f"""\
+# {job.spec.name}: {nodes.count} machines with {profile.device.count} devices each. Submit with: sky jobs launch FILE
+# This assumes that on every machine
+# - Tunedeck is installed for python3 (--setup adds commands that see to it; $TUNEDECK_PYTHON names another one);
+# - $TUNEDECK_RUNS is on a volume that all machines mount there, and that outlives them. A bucket will not do: the
+#   journal is appended to, and file locks are taken. Every rank checks that it sees what rank 0 writes.
+# Local files of the recipe are copied to the same paths. A task that is recovered goes on from its last checkpoint.
+name: {json.dumps(job.spec.name)}
+num_nodes: {nodes.count}
+resources:{asked or " {}"}
+file_mounts:{files}
+envs:
+  TUNEDECK_RUNS: {json.dumps(str(job.runs))}
+run: |
+{_indented(script)}"""
+
+
+def _agent(job: Job, endpoint: str) -> str:
+    """The arguments of torchrun, and the command that each rank is."""
+    nodes = job.spec.profile.nodes
+    lines = [
+        f"--nnodes={nodes.count}",
+        f"--nproc-per-node={job.spec.profile.device.count}",
+        f"--max-restarts={nodes.max_restarts}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        '--rdzv-id="$TUNEDECK_JOB"',
+        '"$TUNEDECK" train --run-spec "$SPEC" --runs "$RUNS"',
+    ]
+    return " \\\n".join(f"    {line}" for line in lines)
+
+
+def _option(name: str, value: object) -> str:
+    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}"
+
+
+def _setup(job: Job) -> str:
+    return f"{job.setup}\n" if job.setup else ""
+
+
+def _mounts(job: Job) -> dict[str, str]:
+    """Path there = path here: the run spec, and the recipe's own files."""
+    recipe = job.spec.recipe
+    sources = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
+    wanted = [recipe.model.id, recipe.model.tokenizer, recipe.model.adapter, *sources]
+    files = [str(job.spec_file), *(_folder_of_pattern(path) for path in wanted if path and path.startswith("/"))]
+    return {path: path for path in files}
+
+
+def _folder_of_pattern(path: str) -> str:
+    """The path itself, or the folder in which a pattern such as `data/*.jsonl` begins."""
+    plain = itertools.takewhile(lambda part: not set(part) & set("*?["), Path(path).parts)
+    return str(Path(*plain))
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}\n" if line else "\n" for line in text.splitlines())

@@ -1,0 +1,173 @@
+"""Which place a launcher gave this process: torchrun, `accelerate launch`, Slurm's srun, or plain RANK and WORLD_SIZE.
+
+Reads the environment and nothing else; torch is not needed to know one's place. A process that was started alone, also
+inside a Slurm allocation, has no seat: on it a run of several devices starts its own ranks.
+
+Try: `torchrun --nproc-per-node 2 -m tunedeck train -p demo-2 -r demo`
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.errors import UsageError
+from engine.journal.liveness import identify
+from engine.spec.schema.run import RunSpec
+
+JOB = "TUNEDECK_JOB"
+"""Set by scripts of `tunedeck launch`: starts with the same value go on with the same run."""
+
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Ports for the ranks of a Slurm step to meet at: above the registered services, below Linux's ephemeral ports."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One process among those of a launcher."""
+
+    launcher: str
+    """torchrun, srun or environment."""
+    rank: int
+    size: int
+    local_rank: int
+    master_address: str
+    master_port: int
+    job: str = ""
+    """The same for every start of one job by this launcher; empty where each start is a job of its own."""
+    again: bool = False
+    """An earlier start of the job may have left a run to go on with."""
+    restarts: int = 0
+    """How often this launcher has started all ranks again; a job that was queued again has a new launcher."""
+    restarts_left: int = 0
+    """How often it still would."""
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 makes the run and writes its journal."""
+        return self.rank == 0
+
+    def occupy(self) -> None:
+        """Say it the way torch reads it."""
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.size),
+            LOCAL_RANK=str(self.local_rank),
+            MASTER_ADDR=self.master_address,
+            MASTER_PORT=str(self.master_port),
+        )
+
+
+def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
+    """This process's seat; None when it was started alone. Raises UsageError for an environment that is incomplete."""
+    # A job of one process is a job, too: queued again, it goes on with its run.
+    least = 1 if environment.get(JOB) else 2
+    if _number(environment, "WORLD_SIZE", 0) >= least and "RANK" in environment:
+        return _torchrun(environment) if "TORCHELASTIC_RUN_ID" in environment else _plain(environment)
+    if _number(environment, "SLURM_STEP_NUM_TASKS", 0) >= least and "SLURM_PROCID" in environment:
+        return _slurm(environment)
+    return None
+
+
+def require_seats(spec: RunSpec, seat: Seat) -> None:
+    """Raise UsageError unless the launcher started one process for each device of the profile."""
+    profile = spec.profile
+    devices = profile.device.count * profile.nodes.count
+    if seat.size == devices:
+        return
+    each = f"{profile.device.count} on each of {profile.nodes.count} machines"
+    raise UsageError(
+        f"{seat.launcher} started {seat.size} processes, and profile {profile.name!r} has {devices} "
+        f"{'devices' if devices != 1 else 'device'}",
+        expected=each if profile.nodes.count > 1 else f"{devices}, one for each device",
+        fix=f"start {devices}, or choose a profile whose device.count × nodes.count is {seat.size}",
+    )
+
+
+def _torchrun(environment: Mapping[str, str]) -> Seat:
+    restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)
+    return _plain(
+        environment,
+        launcher="torchrun",
+        job=environment.get(JOB) or _elastic_job(environment["TORCHELASTIC_RUN_ID"]),
+        again=bool(environment.get(JOB)) or restarts > 0,
+        restarts=restarts,
+        restarts_left=_number(environment, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts,
+    )
+
+
+def _elastic_job(run_id: str) -> str:
+    """torchrun's run id, unless it is the default that all jobs share; then the agent that started this process."""
+    if run_id not in ("", "none"):
+        return f"torchrun {run_id}"
+    agent = identify(os.getppid())
+    return f"torchrun {agent.host} {agent.started} {agent.pid}" if agent is not None else ""
+
+
+def _plain(
+    environment: Mapping[str, str],
+    *,
+    launcher: str = "environment",
+    job: str = "",
+    again: bool = False,
+    restarts: int = 0,
+    restarts_left: int = 0,
+) -> Seat:
+    rank = _number(environment, "RANK", 0)
+    if not environment.get("MASTER_ADDR"):
+        raise UsageError(
+            f"RANK={rank} and WORLD_SIZE={environment['WORLD_SIZE']} are set, and MASTER_ADDR is not",
+            expected="the address of rank 0's machine in MASTER_ADDR, and a free port there in MASTER_PORT",
+            fix="set them, or start with torchrun; to start all ranks of one machine, unset RANK and WORLD_SIZE",
+        )
+    return Seat(
+        launcher,
+        rank,
+        _number(environment, "WORLD_SIZE", 1),
+        _number(environment, "LOCAL_RANK", rank),
+        environment["MASTER_ADDR"],
+        _number(environment, "MASTER_PORT", 29_500),
+        job,
+        again,
+        restarts,
+        restarts_left,
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Seat:
+    """From srun's variables (see "OUTPUT ENVIRONMENT VARIABLES" in srun(1)); a requeued job has its old id."""
+    job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    address = environment.get("MASTER_ADDR") or first_host(nodes)
+    if not address:
+        raise UsageError(
+            "srun started this process and does not say on which machines: SLURM_STEP_NODELIST is not set",
+            fix="set MASTER_ADDR to the address of the first machine",
+        )
+    return Seat(
+        "srun",
+        _number(environment, "SLURM_PROCID", 0),
+        _number(environment, "SLURM_STEP_NUM_TASKS", 1),
+        _number(environment, "SLURM_LOCALID", 0),
+        address,
+        _number(environment, "MASTER_PORT", FIRST_PORT + (16 * job + step) % PORTS),
+        environment.get(JOB) or f"slurm {environment.get('SLURM_CLUSTER_NAME', '')} {job}.{step}",
+        bool(environment.get(JOB)) or _number(environment, "SLURM_RESTART_COUNT", 0) > 0,
+    )
+
+
+def first_host(node_list: str) -> str:
+    """The first machine of a Slurm node list such as `gpu[03-06,9],big1`: gpu03."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = environment.get(name, "")
+    if not text:
+        return otherwise
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{name}={text!r} is set in the environment", expected="a number", fix=f"unset {name}")
+    return int(text)

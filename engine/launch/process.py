@@ -1,0 +1,328 @@
+"""Starting an engine process, following it, and ending it by force. The only place that makes or kills one.
+
+The engine runs in its own session, so neither a closed terminal nor a dead follower touches it; the two share the run
+directory and nothing else. A follower asks for a stop with a control request, not a signal: it works from another
+machine too, is answered by an event, and a request made while the engine still loads is kept until it can obey.
+
+Try: `tunedeck train -p demo -r demo`, then Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from engine.errors import EnvironmentProblem, TunedeckError
+from engine.journal import control
+from engine.journal.directory import RunDirectory
+from engine.journal.events import Event, EventTail, EventWriter
+from engine.journal.liveness import (
+    ProcessIdentity,
+    engine_process,
+    forget_engine,
+    hold_after_engine,
+    identify,
+    is_alive,
+    look,
+    note_engine,
+    refuse_if_claimed,
+)
+from engine.spec.files.working_directory import working_directory
+
+COMMAND = Path(__file__).resolve().parent.parent / "tunedeck.py"
+"""The file that fixes the import path; child processes start through it, with -P."""
+
+POLL_SECONDS = 0.25
+"""How often a follower looks for events. A screen shows at most two states a second."""
+
+KILLED_CODE = 137
+"""Stopped by force."""
+
+DETACHED_CODE = 0
+"""The follower left, the engine runs on: the same as `train --detach`."""
+
+LOG_LINES = 15
+"""How much of engine.log is shown of an engine that died without a word."""
+
+
+def start_engine(
+    directory: RunDirectory, *, resume_from: int | None = None, resume: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start an engine on this run, in its own session, its output in `engine.log`.
+
+    Raises EnvironmentProblem when another engine works on the run, or the process cannot be started.
+    """
+    refuse_if_claimed(directory)
+    # What an earlier engine was asked is not meant for this one.
+    control.clear(directory)
+    arguments = ["--resume"] if resume else []
+    arguments += ["--from", str(resume_from)] if resume_from is not None else []
+    with directory.log.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(COMMAND), "_engine", str(directory.path), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=_folder_for(directory),
+            env=_environment(),
+            start_new_session=True,
+        )
+    # Noted here as well as by the engine's own claim, so that it can be found and killed while it still imports torch.
+    identity = identify(process.pid)
+    try:
+        if identity is not None:
+            note_engine(directory, identity)
+    except OSError:
+        # A full disk: an engine that nobody can find again is worse than none.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return process
+
+
+def _folder_for(directory: RunDirectory) -> Path:
+    """The engine's working directory: ours, or the run's where ours has been deleted (MKL ends a process there)."""
+    here = working_directory()
+    return here if here.is_dir() else directory.path
+
+
+def _environment() -> dict[str, str]:
+    """The engine's environment: log lines appear at once, and no warning when the tokenizer's threads meet a fork.
+
+    PYTHONSAFEPATH repeats -P for Python processes the engine starts in turn. A user's PYTHONPATH stays: `tunedeck.py`
+    puts its own folder before it, and their data or model code may need theirs.
+    """
+    # Beside another busy process OpenMP's threads spend their time slices spinning for each other: on two cores, 40
+    # demo steps next to a two-thread program took over 60 s, with a bounded spin 13 s, and alone 6 s either way.
+    # And by default glibc hands each large freed block back to the kernel, which then clears it page by page for the
+    # next tensor: keeping them, 4 steps of a small model on the CPU took 2,500 page faults instead of 52,000.
+    kept = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31)}
+    defaults = {"GOMP_SPINCOUNT": "30000", **kept}
+    always = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**defaults, **os.environ, **always}
+
+
+def wait_until_running(
+    directory: RunDirectory, process: subprocess.Popen[bytes], *, offset: int = 0, log_offset: int = 0
+) -> None:
+    """Return when the engine has written its first event after `offset`. Raises TunedeckError when it dies before."""
+    tail = EventTail(directory.events, offset=offset)
+    while not tail.poll():
+        try:
+            code = process.wait(timeout=POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        if tail.poll():
+            return
+        raise died(directory, code, log_start=log_offset)
+
+
+def follow(
+    directory: RunDirectory,
+    process: subprocess.Popen[bytes],
+    *,
+    on_event: Callable[[Event], None],
+    on_tick: Callable[[], None] = lambda: None,
+    on_notice: Callable[[str], None] = lambda text: None,
+    offset: int = 0,
+    log_offset: int = 0,
+) -> int:
+    """Follow an engine to its end and return its exit code.
+
+    `on_event` gets each event from byte `offset` on, `on_tick` is called about four times a second, `on_notice` gets
+    sentences for the user. Ctrl-C and TERM ask for a stop; a second one kills, and the code is 137. HUP, or an
+    OSError of the callbacks that says nobody reads any more, leaves the engine running and returns DETACHED_CODE.
+    Raises TunedeckError when the engine ended without recording how; `log_offset` is where its part of the log begins.
+    """
+    tail = EventTail(directory.events, offset=offset)
+    finished = False
+    stops = 0
+
+    def relay() -> bool:
+        nonlocal finished
+        ended = process.poll() is not None  # looked at before reading, so that nothing written before the end is missed
+        for event in tail.poll():
+            finished = event["kind"] == "run_finished" or (finished and event["kind"] not in ("resumed", "run_started"))
+            on_event(event)
+        on_tick()
+        return ended
+
+    with _signals() as received:
+        try:
+            while not relay():
+                _sleep_until_signal_or_end(process, received)
+                if signal.SIGHUP in received:
+                    return DETACHED_CODE
+                for _ in range(stops, min(2, len(received))):
+                    stops += 1
+                    if stops == 2:
+                        _kill_child(directory, process)
+                        return KILLED_CODE
+                    _ask_to_stop(directory, process, on_notice)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            return DETACHED_CODE
+    code = process.returncode
+    if not finished:
+        raise died(directory, code, log_start=log_offset)
+    return code if code >= 0 else KILLED_CODE
+
+
+def _ask_to_stop(
+    directory: RunDirectory, process: subprocess.Popen[bytes], on_notice: Callable[[str], None]
+) -> None:
+    try:
+        control.request(directory, "stop")
+    except OSError:
+        # A full disk takes no request; the engine's own TERM handling does the same.
+        process.terminate()
+    on_notice("stopping after this step; a checkpoint is written. Once more stops at once, without one")
+
+
+def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> None:
+    """Kill our own child's whole session: not yet waited for, its pid cannot have been reused."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    record_forced_stop(directory)
+
+
+def force_stop(directory: RunDirectory) -> None:
+    """Kill the engine of this run and everything it started, and record the end.
+
+    Raises EnvironmentProblem when the engine is on another machine, or belongs to another user; UsageError never.
+    """
+    identity = engine_process(directory)
+    if identity is not None:
+        _refuse_elsewhere(identity)
+        _kill(identity)
+    record_forced_stop(directory)
+
+
+def _refuse_elsewhere(identity: ProcessIdentity) -> None:
+    if look(identity) == "foreign":
+        raise EnvironmentProblem(
+            f"the engine is process {identity.pid} on {identity.host}, and only that machine can kill it",
+            fix=f"run the same command on {identity.host}",
+        )
+
+
+def _kill(identity: ProcessIdentity) -> None:
+    """SIGKILL exactly this process, and its group when it leads one, then wait until it is gone."""
+    try:
+        handle = os.pidfd_open(identity.pid) if hasattr(os, "pidfd_open") else None
+    except ProcessLookupError:
+        return
+    try:
+        # Looked at after the handle was taken: from here on the handle is this process or nothing.
+        if not is_alive(identity):
+            return
+        if os.getpgid(identity.pid) == identity.pid:
+            os.killpg(identity.pid, signal.SIGKILL)
+        else:
+            os.kill(identity.pid, signal.SIGKILL)
+        _wait_until_gone(identity)
+    except ProcessLookupError:
+        return
+    except PermissionError as error:
+        raise EnvironmentProblem(
+            f"process {identity.pid} belongs to another user", fix="ask its owner to stop it"
+        ) from error
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _wait_until_gone(identity: ProcessIdentity) -> None:
+    """A driver may keep a killed process for seconds; longer than half a minute is not ours to wait out."""
+    deadline = time.monotonic() + 30.0
+    while is_alive(identity):
+        if time.monotonic() > deadline:
+            raise EnvironmentProblem(
+                f"process {identity.pid} does not end although it was killed: it hangs in a driver or a file system",
+                fix="look at dmesg; the run can be resumed when the process is gone",
+            )
+        time.sleep(0.02)
+
+
+def record_forced_stop(directory: RunDirectory) -> None:
+    """Write the last event on behalf of an engine that was killed; the lock keeps every living engine from writing."""
+    control.clear(directory)
+    with hold_after_engine(directory), EventWriter(directory) as writer:
+        forget_engine(directory)
+        writer.write("run_finished", status="stopped", exit_code=KILLED_CODE, result=None, reason="stopped by force")
+
+
+def died(directory: RunDirectory, code: int, *, log_start: int = 0) -> TunedeckError:
+    """The error for an engine that ended without recording how: what is known, and the end of its log."""
+    tail = log_tail(directory, start=log_start)
+    lines = "\n".join(["", f"last lines of {directory.log}:", *(f"  {line}" for line in tail)]) if tail else ""
+    error = TunedeckError(
+        f"the engine {_manner_of_death(code)}, without recording how the run ended{lines}",
+        fix=f"continue from the last checkpoint: tunedeck resume {directory.name}",
+    )
+    error.exit_code = KILLED_CODE if code == -signal.SIGKILL else max(code, 1)
+    return error
+
+
+def _manner_of_death(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL; if nobody did that, the machine ran out of host memory: see dmesg)"
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"exited with {code}"
+
+
+def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES) -> list[str]:
+    """The last lines of `engine.log` from byte `start` on."""
+    try:
+        with directory.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - 64 * 1024))
+            text = file.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    return text.splitlines()[-lines:]
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect INT, TERM and HUP into a list while the block runs.
+
+    INT and HUP stay ignored where they were when we started: that is what `nohup` and a shell's `&` ask for.
+    """
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+
+    earlier = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+            earlier[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _sleep_until_signal_or_end(process: subprocess.Popen[bytes], received: list[int]) -> None:
+    """Sleep for one poll, but not through the end of the process or a signal that came just before."""
+    before = len(received)
+    deadline = time.monotonic() + POLL_SECONDS
+    while len(received) == before and time.monotonic() < deadline:
+        try:
+            process.wait(timeout=0.05)
+        except subprocess.TimeoutExpired:
+            continue
+        return

@@ -1,0 +1,1 @@
+"""Checking files: rules across keys, names other tools use, overrides, what is not supported."""

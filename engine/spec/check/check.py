@@ -1,0 +1,343 @@
+"""Checking a document against the spec's tables: every problem at once, each with what was found and what is allowed.
+
+pydantic says *where* something is wrong; the words come from the field types (`describe`) and from `foreign`. Rules
+that span fields are `engine.spec.check.rules`; they run even when other keys of the file are wrong, on what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from engine.spec.check.aliases import CHOICES, translate
+from engine.spec.check.hardware_rules import problems_of_profile
+from engine.spec.check.rules import problems_of_recipe
+from engine.spec.files.document import WHOLE_NUMBERS, Problem, key_text, merge_tables, value_at
+from engine.spec.files.lines import Place
+from engine.spec.files.text import UNSAFE, nearest, quoted, visible
+from engine.spec.schema import describe
+from engine.spec.schema.base import SCHEMA_VERSION, Table
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
+
+Spec = TypeVar("Spec", bound=Table)
+Data = dict[str, Any]
+
+EXAMPLES: dict[tuple[type[Table], str], tuple[str, Any]] = {
+    (Recipe, "name"): ('name = "my-recipe"', "example"),
+    (Recipe, "model"): ('[model] with id = "Qwen/Qwen2.5-0.5B-Instruct"', {"id": "example"}),
+    (Recipe, "data"): ('[[data.sources]] with name = "main" and path = "train.jsonl"', None),
+    (Profile, "name"): ('name = "my-gpu"', "example"),
+    (Profile, "device"): ('[device] with kind = "cuda" and memory_gib = 23.6', {"kind": "cpu", "memory_gib": 1.0}),
+}
+"""Required key of a table = how to write it, and a stand-in with which the rest of the file can be checked."""
+
+BY_KEY: dict[str, tuple[str, Any]] = {
+    "id": ('id = "Qwen/Qwen2.5-0.5B-Instruct"', "example"),
+    "sources": (
+        '[[data.sources]] with name = "main" and path = "train.jsonl"',
+        [{"name": "example", "path": "example"}],
+    ),
+    "name": ('name = "main"', "example"),
+    "kind": ('kind = "cuda"', "cpu"),
+    "memory_gib": ("memory_gib = 23.6", 1.0),
+    "match": ('match = "**.lm_head.**"', "example"),
+}
+
+FREE_TEXT = {"title": "", "notes": "\n\t"}
+"""Keys whose unsafe characters are made visible; the second part stays as it is."""
+ANY_TEXT = frozenset({"system_prompt", "chat_template", "on_finish", "set"})
+"""Keys that may hold any character; they are never shown unescaped."""
+
+LAYERED = (
+    "model",
+    "method",
+    "data",
+    "train",
+    "checkpoint",
+    "eval",
+    "evaluate",
+    "moe",
+    "generate",
+    "backoff",
+    "trackers",
+    "finish",
+)
+"""Tables of a recipe that a profile's [overrides] may hold."""
+
+MINIMAL_RECIPE: Data = {
+    "name": "example",
+    "model": {"id": "example"},
+    "data": {"sources": [{"name": "example", "path": "example"}]},
+}
+
+
+def check(model: type[Spec], data: Data) -> tuple[Spec | None, list[Problem]]:
+    """The checked table, or None and everything wrong with `data`."""
+    if foreign_file := _wrong_file(model, data):
+        return None, foreign_file
+    data = _visible_notes(data)
+    sound, wrong = _validated(model, data)
+    problems = [*_unsafe_values(model, data), *wrong]
+    bad = {problem.place for problem in problems}
+    for problem in _rule_problems(sound, data) if sound is not None else ():
+        if not any(_touches(place, bad) for place in (problem.place, *problem.beside)):
+            problems.append(problem)
+    return (None if problems else sound), problems
+
+
+def _wrong_file(model: type[Table], data: Data) -> list[Problem]:
+    """A newer schema or another kind of file: one problem, since every other would only follow from it."""
+    version, kind, expected = data.get("schema", SCHEMA_VERSION), data.get("kind"), model.model_fields["kind"].default
+    if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
+        return [
+            Problem(
+                ("schema",),
+                str(version),
+                f"this Tunedeck reads schema {SCHEMA_VERSION}: the file is newer, update Tunedeck",
+            )
+        ]
+    option = {"profile": "-p", "recipe": "-r", "run": "--run-spec"}
+    if isinstance(kind, str) and kind != expected and kind in option:
+        return [Problem(("kind",), f'"{kind}", a file for {option[kind]}', f'"{expected}" is needed here')]
+    return []
+
+
+def _visible_notes(data: Data) -> Data:
+    cleaned = {key: visible(data[key], keep=keep) for key, keep in FREE_TEXT.items() if isinstance(data.get(key), str)}
+    nested = {key: _visible_notes(data[key]) for key in ("profile", "recipe") if isinstance(data.get(key), dict)}
+    return {**data, **cleaned, **nested}
+
+
+def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator[Problem]:
+    """Values no layer below can take: text with escape codes, line breaks or direction overrides, numbers of more than
+    64 bits."""
+    if isinstance(node, str) and (hit := UNSAFE.search(node)):
+        yield Problem(place, f"{quoted(node)} holds the control character {visible(hit[0])}", "plain text is allowed")
+    if isinstance(node, int) and not -(2**63) <= node < 2**63:
+        yield Problem(place, quoted(node), WHOLE_NUMBERS)
+    children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for part, child in children:
+        if part not in FREE_TEXT and part not in ANY_TEXT:
+            yield from _unsafe_values(model, child, (*place, part))
+
+
+def _validated(model: type[Spec], data: Data) -> tuple[Spec | None, list[Problem]]:
+    """The table made of what is right in `data`, and what is wrong with its fields."""
+    try:
+        return model.model_validate(data), []
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+        kinds = {_place(detail["loc"], data, detail["type"]): detail["type"] for detail in details}
+        deepest = {p: kind for p, kind in kinds.items() if not any(q[: len(p)] == p and q != p for q in kinds)}
+        return _validated_remainder(model, data), [_problem(model, data, p, kind) for p, kind in deepest.items()]
+
+
+def _place(location: Place, data: Any, kind: str) -> Place:
+    """pydantic's location without the names of union members, which stand for nothing in the file."""
+    place: list[str | int] = []
+    for index, part in enumerate(location):
+        node = value_at(data, tuple(place))
+        here = (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int))
+        if here or (kind == "missing" and index == len(location) - 1):
+            place.append(part)
+    return tuple(place)
+
+
+def _problem(model: type[Table], data: Data, place: Place, kind: str) -> Problem:
+    if kind == "missing":
+        table = describe.table_at(model, place[:-1])
+        example = EXAMPLES.get((table, str(place[-1])), BY_KEY.get(str(place[-1])))  # type: ignore[arg-type]
+        how = f", such as {example[0]}" if example else ""
+        return Problem(place, "missing", f"{describe.allowed_at(model, place)} is needed{how}")
+    value = value_at(data, place)
+    if kind == "extra_forbidden":
+        return _unknown_key(model, data, place, value)
+    return Problem(place, _found(value, describe.allowed_at(model, place)), _choice(model, data, place, value))
+
+
+def _found(value: Any, allowed: str) -> str:
+    if isinstance(value, str) and "number" in allowed:
+        return f"{quoted(value)} is text" + (", write the number without quotes" if _is_number(value) else "")
+    if isinstance(value, str) and allowed == "true or false":
+        return f"{quoted(value)} is text, write it without quotes"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and "number" in allowed:
+        return quoted(value)
+    kinds = {str: "text", bool: "true or false", list: "a list", dict: "a table", int: "a number", float: "a number"}
+    kind = kinds.get(type(value), "a date or time")
+    return quoted(value) if kind in allowed or isinstance(value, str) else f"{quoted(value)}, {kind}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _choice(model: type[Table], data: Data, place: Place, value: Any) -> str:
+    allowed = f"{describe.allowed_at(model, place)} is allowed"
+    words = describe.choices_at(model, place)
+    if not isinstance(value, str) or not words:
+        return allowed
+    bare = (
+        ".".join(str(part) for part in place if isinstance(part, str)).removeprefix("recipe.").removeprefix("profile.")
+    )
+    if bare == "method.kind" and value.lower() == "qlora":
+        return f'{allowed}; QLoRA is method.kind = "lora" with model.quantize = "nf4"'
+    meant = CHOICES.get(bare, {}).get(value.lower()) or nearest(value, words)
+    return f"{allowed}; did you mean {quoted(meant)}?" if meant else allowed
+
+
+def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Problem:
+    key, table = str(place[-1]), describe.table_at(model, place[:-1])
+    known = list(describe.fields_of(table)) if table else []
+    if key.lower().replace("-", "_") == "trust_remote_code":
+        return Problem(
+            place, "a file can never allow remote code", "only --trust-remote-code on your own command line does"
+        )
+    if answer := translate(key, value, _scalars(data)):
+        return Problem(place, f"unknown key, {answer[0]}'s name", f"here it is {answer[1]}")
+    if meant := nearest(key, known):
+        return Problem(place, "unknown key", f"did you mean {key_text((*place[:-1], meant), data)}?")
+    if homes := _homes(model, key):
+        return Problem(place, "unknown key here", f"it belongs in {' or '.join(homes)}")
+    if meant := nearest(key, (leaf for leaf in _leaves(model) if leaf)):
+        return Problem(place, "unknown key", f"did you mean {' or '.join(_homes(model, meant))}?")
+    return Problem(place, "unknown key", f"allowed here: {', '.join(known)}")
+
+
+def _scalars(node: Any) -> Data:
+    """Every value of the file by its bare key, however deep."""
+    found: Data = {}
+    for key, value in node.items() if isinstance(node, dict) else ():
+        found.update(_scalars(value) if isinstance(value, dict) else {key.lower().replace("-", "_"): value})
+    return found
+
+
+def _leaves(model: type[Table]) -> dict[str, list[str]]:
+    """Bare key = the dotted keys that end in it."""
+    found: dict[str, list[str]] = {}
+    root = RunSpec if model is RunSpec else model
+    for table, field in describe.fields_of(root).items():
+        inner = describe.table_at(root, (table,))
+        if inner is None and describe.table_at(root, (table, 0)) is None:
+            found.setdefault(table, []).append(table)
+        for key in describe.fields_of(inner) if inner else ():
+            found.setdefault(key, []).append(f"{table}.{key}")
+            if field and inner and (entry := describe.table_at(inner, (key, 0))):
+                for leaf in describe.fields_of(entry):
+                    found.setdefault(leaf, []).append(f"[[{table}.{key}]] {leaf}")
+    return found
+
+
+def _homes(model: type[Table], key: str) -> list[str]:
+    return _leaves(model).get(key, [])[:3]
+
+
+def _touches(place: Place, bad: set[Place]) -> bool:
+    return any(place[: len(other)] == other or other[: len(place)] == place for other in bad)
+
+
+def _validated_remainder(model: type[Spec], data: Data) -> Spec | None:
+    """The table made of what is right in `data`: wrong keys left out, missing ones stood in for."""
+    for _ in range(4):
+        try:
+            return model.model_validate(data)
+        except ValidationError as error:
+            details = error.errors(include_url=False, include_context=False, include_input=False)
+            for place, kind in {_place(d["loc"], data, d["type"]): d["type"] for d in details}.items():
+                data = _with_stand_in(model, data, place) if kind == "missing" else _without(data, place)
+    return None
+
+
+def _with_stand_in(model: type[Table], data: Data, place: Place) -> Data:
+    table, key = describe.table_at(model, place[:-1]), str(place[-1])
+    stand_in = {
+        Profile: {"device": {"kind": "cpu", "memory_gib": 1.0}},
+        Recipe: {"model": {"id": "example"}, "data": {"sources": BY_KEY["sources"][1]}},
+        RunSpec: {
+            "profile": {"name": "example", "device": {"kind": "cpu", "memory_gib": 1.0}},
+            "recipe": MINIMAL_RECIPE,
+        },
+    }.get(table, {})  # type: ignore[arg-type]
+    value = stand_in.get(key, BY_KEY.get(key, ("", "example"))[1])
+    return dict(_changed(data, place, lambda node: node.update({key: value})))
+
+
+def _without(data: Data, place: Place) -> Data:
+    """`data` without the value at `place`; a wrong list entry takes its list along: indices keep their sense."""
+    cut = next((index for index, part in enumerate(place) if isinstance(part, int) and index == len(place) - 1), None)
+    whole = place if cut is None else place[:cut]
+    return dict(_changed(data, whole, lambda node: node.pop(whole[-1], None)))
+
+
+def _changed(node: Any, place: Place, change: Any) -> Any:
+    """A copy of `node` in which the table around `place` went through `change`."""
+    copy = dict(node) if isinstance(node, dict) else list(node)
+    if len(place) <= 1:
+        if isinstance(copy, dict):
+            change(copy)
+        return copy
+    inner = value_at(node, place[:1])
+    if isinstance(inner, (dict, list)):
+        copy[place[0]] = _changed(inner, place[1:], change)  # type: ignore[index]
+    return copy
+
+
+def _rule_problems(table: Table, data: Data) -> Iterator[Problem]:
+    if isinstance(table, RunSpec):
+        yield from (problem.under(("profile",)) for problem in _rule_problems(table.profile, data.get("profile", {})))
+        yield from (problem.under(("recipe",)) for problem in _rule_problems(table.recipe, data.get("recipe", {})))
+    elif isinstance(table, Profile):
+        yield from problems_of_profile(table)
+        yield from (problem.under(("overrides",)) for problem in _partial(MINIMAL_RECIPE, table.overrides))
+    elif isinstance(table, Recipe):
+        yield from problems_of_recipe(table)
+        yield from _sweep_problems(table, data)
+        yield from _stage_problems(table, data)
+
+
+def _partial(base: Data, extra: Data) -> list[Problem]:
+    """Problems that laying `extra` over the recipe `base` brings."""
+    if not extra:
+        return []
+    strange = [
+        Problem((key,), "unknown key", f"tables of a recipe are allowed: {', '.join(LAYERED)}")
+        for key in extra
+        if key not in LAYERED
+    ]
+    known = {key: value for key, value in extra.items() if key in LAYERED}
+    _, problems = check(Recipe, merge_tables(base, known))
+    return strange + [
+        problem for problem in problems if value_at(known, problem.place[:1]) is not None and _written(known, problem)
+    ]
+
+
+def _written(extra: Data, problem: Problem) -> bool:
+    return any(value_at(extra, place) is not None for place in (problem.place, *problem.beside))
+
+
+def _base_of(data: Data) -> Data:
+    return {key: value for key, value in data.items() if key not in ("stages", "sweep")}
+
+
+def _stage_problems(recipe: Recipe, data: Data) -> Iterator[Problem]:
+    for index, stage in enumerate(recipe.stages):
+        own = {key: table for key in LAYERED if (table := getattr(stage, key, None)) and isinstance(table, dict)}
+        yield from (problem.under(("stages", index)) for problem in _partial(_base_of(data), own))
+
+
+def _sweep_problems(recipe: Recipe, data: Data) -> Iterator[Problem]:
+    for key, values in recipe.sweep.items():
+        for index, value in enumerate(values):
+            parts = key.split(".")
+            extra: Any = value
+            for part in reversed(parts):
+                extra = {part: extra}
+            for problem in _partial(_base_of(data), extra):
+                yield Problem(("sweep", key, index), problem.found, problem.allowed)

@@ -1,0 +1,192 @@
+"""Layers over a recipe: profile overrides and `--set K=V`, each value remembering where it came from.
+
+Parsing and laying on, nothing else: what a value may be is checked afterwards, on the merged whole, so that every
+problem is reported at once.
+
+Try: `tunedeck recipes show lora`, then `tunedeck train -p demo -r lora --set train.learning_rate=1e-5 ...`
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tomli
+
+from engine.spec.files.document import BY_SET, Document, value_at
+from engine.spec.files.lines import Place
+from engine.spec.files.text import nearest, quoted, visible
+
+EXCLUSIVE = {"path": "hub", "hub": "path", "warmup_ratio": "warmup_steps", "warmup_steps": "warmup_ratio"}
+"""Keys of which only one may be set: a higher layer's choice takes the place of a lower layer's other one."""
+
+PROFILE_TABLES = ("device", "parallel", "nodes")
+NOT_SETTABLE = {
+    "schema": "it is the file's",
+    "kind": "it is the file's",
+    "name": "the run's name is --name",
+    "overrides": "use the key",
+}
+
+UNSET = object()
+"""An empty V: the default again."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--set K=V`: the key's parts, and the value (UNSET restores the default)."""
+
+    key: tuple[str, ...]
+    value: Any
+
+
+def parse_sets(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """The overrides, and the problems of those that are none."""
+    overrides, problems = [], []
+    for text in sets:
+        key, equals, value = text.partition("=")
+        parts = _key_parts(key.strip())
+        if not equals:
+            problems.append(f"--set {visible(text)}: no '='; KEY=VALUE is needed, such as train.learning_rate=1e-4")
+        elif parts is None:
+            problems.append(
+                f"--set {visible(text)}: {quoted(key)} is no key; dotted names, such as data.sources.main.enabled"
+            )
+        elif parts[0] in NOT_SETTABLE:
+            problems.append(f"--set {parts[0]}: cannot be set on the command line; {NOT_SETTABLE[parts[0]]}")
+        else:
+            overrides.append(Override(parts, _value(value.strip())))
+    return overrides, problems
+
+
+def _key_parts(key: str) -> tuple[str, ...] | None:
+    """TOML's own rules for a dotted key, quotes included."""
+    try:
+        node: Any = tomli.loads(f"{key} = 0") if "\n" not in key else {}
+    except (ValueError, RecursionError):  # ValueError: not TOML, or a number of thousands of digits
+        return None
+    parts = []
+    while isinstance(node, dict) and len(node) == 1:
+        part, node = next(iter(node.items()))
+        parts.append(part)
+    return tuple(parts) if parts and node == 0 else None
+
+
+def _value(text: str) -> Any:
+    """TOML where the text is TOML, else the text itself."""
+    if not text:
+        return UNSET
+    try:
+        parsed = tomli.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # ValueError: not TOML, or a number of thousands of digits
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def lay_sets(profile: Document, recipe: Document, overrides: Sequence[Override]) -> list[str]:
+    """Lay `--set` values over both documents. Returns the problems of keys that lead nowhere."""
+    problems = []
+    for override in overrides:
+        document = profile if override.key[0] in PROFILE_TABLES else recipe
+        problem = lay(document, override.key, override.value, BY_SET)
+        problems += [f"--set {'.'.join(map(visible, override.key))}: {problem}"] if problem else []
+    return problems
+
+
+def lay(document: Document, key: tuple[str, ...], value: Any, label: str) -> str:
+    """Lay a value over a document and over the stages that set the same key; tables merge. Returns a problem or ''."""
+    if isinstance(value, dict) and isinstance(value_at(document.data, key), dict):
+        results = [lay(document, (*key, part), inner, label) for part, inner in value.items()]
+        return next((problem for problem in results if problem), "")
+    if key[0] != "stages":
+        stages = document.data.get("stages")
+        for index, stage in enumerate(stages if isinstance(stages, list) else []):
+            if isinstance(stage, dict) and value_at(stage, _found(stage, key) or ("?",)) is not None:
+                _lay_at(document, ("stages", index, *(_found(stage, key) or ())), value, label)
+    place, problem = resolve_key(document.data, key)
+    if not problem:
+        _lay_at(document, place, value, label)
+    return problem
+
+
+def _found(data: dict[str, Any], key: tuple[str, ...]) -> Place | None:
+    place, problem = resolve_key(data, key)
+    return None if problem else place
+
+
+def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]:
+    """The place a dotted key leads to, list entries by name (or by number where they have none), or a problem."""
+    place: Place = ()
+    rest = key
+    node: Any = data
+    while rest:
+        if isinstance(node, list):
+            index, taken = _entry(node, rest)
+            if index is None:
+                names = [str(item["name"]) for item in node if isinstance(item, dict) and "name" in item]
+                meant = nearest(rest[0], names)
+                hint = f"; did you mean {meant}?" if meant else ""
+                known = ", ".join(map(visible, names)) or (f"numbers from 0 to {len(node) - 1}" if node else "none")
+                return place, f"no entry named {quoted(rest[0])}{hint}; there is: {known}"
+            place, rest, node = (*place, index), rest[taken:], node[index]
+        else:
+            place, node, rest = (*place, rest[0]), node.get(rest[0]) if isinstance(node, dict) else None, rest[1:]
+    return place, ""
+
+
+def _entry(entries: list[Any], rest: tuple[str, ...]) -> tuple[int | None, int]:
+    """Index of the named entry and how many parts its name took (names may hold dots)."""
+    for taken in range(len(rest), 0, -1):
+        name = ".".join(rest[:taken])
+        for index, entry in enumerate(entries):
+            if isinstance(entry, dict) and entry.get("name") == name:
+                return index, taken
+    number = int(rest[0]) if rest[0].isdecimal() else -1
+    return (number, 1) if 0 <= number < len(entries) else (None, 0)
+
+
+def _lay_at(document: Document, place: Place, value: Any, label: str) -> None:
+    node: Any = document.data
+    for depth, part in enumerate(place[:-1], start=1):
+        child = node.get(part) if isinstance(node, dict) else node[part]
+        if not isinstance(child, (dict, list)):
+            child = {}
+            document.where[place[:depth]] = label
+        node[part] = child
+        node = child
+    _forget(document, place)
+    if value is UNSET:
+        _remove(node, place[-1])
+    else:
+        node[place[-1]] = copy.deepcopy(value)
+        _displace(document, node, place, label)
+    document.where[place] = label
+
+
+def _remove(node: Any, part: str | int) -> None:
+    if isinstance(node, dict):
+        node.pop(part, None)
+    elif isinstance(part, int):
+        del node[part]
+
+
+def _displace(document: Document, node: Any, place: Place, label: str) -> None:
+    other = EXCLUSIVE.get(str(place[-1]))
+    if other and isinstance(node, dict) and other in node and document.where.get((*place[:-1], other)) != label:
+        del node[other]
+        _forget(document, (*place[:-1], other))
+
+
+def _forget(document: Document, place: Place) -> None:
+    for written in [known for known in document.where if known[: len(place)] == place]:
+        del document.where[written]
+
+
+def leaves(table: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Every (key, value) of nested tables."""
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for key, value in table.items():
+        found += leaves(value, (*prefix, key)) if isinstance(value, dict) else [((*prefix, key), value)]
+    return found

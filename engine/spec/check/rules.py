@@ -1,0 +1,387 @@
+"""Rules that span fields: one small function each, gathered in a table at the end.
+
+A rule is given a checked recipe and yields problems with the key to blame, what was found and what is allowed. It may
+not read files or look at the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+
+from engine.spec.files.document import Problem
+from engine.spec.files.lines import Place
+from engine.spec.files.text import nearest, quoted
+from engine.spec.schema.recipe import Recipe, Source
+
+BUILTIN_SOURCES = ("builtin:dates",)
+BUILTIN_MODELS = ("builtin:tiny",)
+BUILTIN_TOKENIZERS = ("builtin:bytes",)
+
+Problems = Iterator[Problem]
+
+
+def sources_of(recipe: Recipe) -> Iterator[tuple[Place, Source]]:
+    """Every source of a recipe with its place."""
+    lists = {
+        ("data", "sources"): recipe.data.sources,
+        ("data", "validation"): recipe.data.validation,
+        ("evaluate", "sources"): recipe.evaluate.sources,
+    }
+    for place, sources in lists.items():
+        yield from (((*place, index), source) for index, source in enumerate(sources))
+
+
+def has_validation(recipe: Recipe) -> bool:
+    """Whether anything is held out to evaluate on."""
+    return recipe.data.valid_fraction > 0 or any(source.enabled for source in recipe.data.validation)
+
+
+NEEDS_VALIDATION = "validation data is needed: data.valid_fraction above 0, or a [[data.validation]] that is enabled"
+
+
+def source_has_one_origin(recipe: Recipe) -> Problems:
+    for place, source in sources_of(recipe):
+        if source.path is None and source.hub is None:
+            yield Problem(place, "neither path nor hub", 'one of them is needed, such as path = "train.jsonl"')
+        if source.path is not None and source.hub is not None:
+            yield Problem(
+                (*place, "hub"),
+                f"both path = {quoted(source.path)} and hub = {quoted(source.hub)}",
+                "one of them is allowed",
+                ((*place, "path"),),
+            )
+        if source.config is not None and source.hub is None:
+            yield Problem((*place, "config"), "config without hub", "only a data set on the hub has configurations")
+        if source.hub is not None and source.hub.startswith((".", "/", "~")):
+            yield Problem((*place, "hub"), f"{quoted(source.hub)} is a path", "a file or folder goes in path")
+        if source.path is not None and not source.path.strip():
+            yield Problem((*place, "path"), "an empty path", 'a file, folder or glob is needed, such as "train.jsonl"')
+
+
+def builtins_exist(recipe: Recipe) -> Problems:
+    named: list[tuple[Place, str | None, tuple[str, ...]]] = [
+        (("model", "id"), recipe.model.id, BUILTIN_MODELS),
+        (("model", "tokenizer"), recipe.model.tokenizer, BUILTIN_TOKENIZERS),
+        *(((*place, "path"), source.path, BUILTIN_SOURCES) for place, source in sources_of(recipe)),
+    ]
+    for place, text, known in named:
+        if text is not None and text.startswith("builtin:") and text not in known:
+            meant = nearest(text, known)
+            allowed = f"{' or '.join(quoted(word) for word in known)} is allowed"
+            yield Problem(
+                place, f"{quoted(text)} is not built in", f"{allowed}; did you mean {meant}?" if meant else allowed
+            )
+
+
+def model_is_named(recipe: Recipe) -> Problems:
+    if not recipe.model.id.strip():
+        yield Problem(("model", "id"), "an empty name", 'a hub id, a folder, "builtin:tiny" or "run:RUN" is allowed')
+    if recipe.model.id.startswith("run:") and not recipe.model.id.removeprefix("run:").strip("@"):
+        yield Problem(
+            ("model", "id"), f"{quoted(recipe.model.id)} names no run", '"run:RUN", "run:RUN@STEP" or "run:RUN@best"'
+        )
+
+
+def random_weights_are_a_model(recipe: Recipe) -> Problems:
+    if recipe.model.init == "random" and (recipe.model.id.startswith("run:") or recipe.model.adapter is not None):
+        culprit = "adapter" if recipe.model.adapter is not None else "id"
+        yield Problem(
+            ("model", "init"),
+            f"random weights, but model.{culprit} brings learned ones",
+            'init = "pretrained" is needed to go on from them',
+            (("model", culprit),),
+        )
+
+
+def names_are_unique(recipe: Recipe) -> Problems:
+    seen: set[tuple[Place, str]] = set()
+    named = chain(
+        ((place, source.name) for place, source in sources_of(recipe)),
+        ((("stages", index), stage.name) for index, stage in enumerate(recipe.stages)),
+    )
+    for place, name in named:
+        if (place[:-1], name) in seen:
+            yield Problem((*place, "name"), f"{quoted(name)} twice", "each name once: --set addresses entries by it")
+        seen.add((place[:-1], name))
+
+
+def something_to_train_on(recipe: Recipe) -> Problems:
+    if not any(source.enabled for source in recipe.data.sources):
+        places: list[Place] = [("data", "sources", index, "enabled") for index in range(len(recipe.data.sources))]
+        yield Problem(
+            places[0], "every source is switched off", "at least one source with enabled = true", tuple(places[1:])
+        )
+
+
+def one_kind_of_validation(recipe: Recipe) -> Problems:
+    if recipe.data.valid_fraction > 0 and recipe.data.validation:
+        yield Problem(
+            ("data", "valid_fraction"),
+            f"{recipe.data.valid_fraction:g} beside [[data.validation]]",
+            "one of them is allowed: a share held out, or a set of its own",
+            (("data", "validation"),),
+        )
+
+
+def image_sizes_in_order(recipe: Recipe) -> Problems:
+    low, high = recipe.data.image_min_pixels, recipe.data.image_max_pixels
+    if low is not None and high is not None and low > high:
+        yield Problem(
+            ("data", "image_min_pixels"),
+            f"{low} above image_max_pixels = {high}",
+            f"{high} or less is allowed",
+            (("data", "image_max_pixels"),),
+        )
+
+
+def one_warmup(recipe: Recipe) -> Problems:
+    if recipe.train.warmup_ratio is not None and recipe.train.warmup_steps is not None:
+        yield Problem(
+            ("train", "warmup_ratio"),
+            "both warmup_ratio and warmup_steps",
+            "one of them is allowed",
+            (("train", "warmup_steps"),),
+        )
+
+
+def warmup_ends(recipe: Recipe) -> Problems:
+    steps, end = recipe.train.warmup_steps, recipe.train.max_steps
+    if steps is not None and end is not None and steps > end:
+        yield Problem(
+            ("train", "warmup_steps"),
+            f"warmup_steps = {steps} is above max_steps = {end}",
+            f"warm-up ends with the run at the latest: set train.warmup_steps={end} or less",
+            (("train", "max_steps"),),
+        )
+
+
+def rate_falls(recipe: Recipe) -> Problems:
+    low, high = recipe.train.min_learning_rate, recipe.train.learning_rate
+    if low > high:
+        yield Problem(
+            ("train", "min_learning_rate"),
+            f"{low:g} above learning_rate = {high:g}",
+            f"{high:g} or less is allowed",
+            (("train", "learning_rate"),),
+        )
+
+
+def constant_has_no_minimum(recipe: Recipe) -> Problems:
+    if recipe.train.scheduler == "constant" and recipe.train.min_learning_rate > 0:
+        yield Problem(
+            ("train", "min_learning_rate"),
+            'a minimum with scheduler = "constant", which never falls',
+            '0, or scheduler = "cosine" or "linear"',
+            (("train", "scheduler"),),
+        )
+
+
+def micro_batch_within_batch(recipe: Recipe) -> Problems:
+    micro, batch = recipe.train.micro_batch, recipe.train.batch_size
+    if micro != "auto" and micro > batch:
+        yield Problem(
+            ("train", "micro_batch"),
+            f"micro_batch = {micro} is above batch_size = {batch}",
+            f'{batch} or less, or "auto": batch_size is the effective batch of a whole step',
+            (("train", "batch_size"),),
+        )
+
+
+def restarts_restart(recipe: Recipe) -> Problems:
+    if recipe.train.restarts > 1 and recipe.train.scheduler != "cosine_with_restarts":
+        yield Problem(
+            ("train", "restarts"),
+            f"{recipe.train.restarts} with scheduler = {quoted(recipe.train.scheduler)}",
+            'scheduler = "cosine_with_restarts" is needed',
+            (("train", "scheduler"),),
+        )
+
+
+def momentum_is_sgd(recipe: Recipe) -> Problems:
+    if recipe.train.momentum > 0 and recipe.train.optimizer != "sgd":
+        yield Problem(
+            ("train", "momentum"),
+            f"momentum with optimizer = {quoted(recipe.train.optimizer)}",
+            'optimizer = "sgd" is needed; AdamW has train.betas',
+            (("train", "optimizer"),),
+        )
+
+
+def groups_do_something(recipe: Recipe) -> Problems:
+    for index, group in enumerate(recipe.train.groups):
+        if group.learning_rate is None and group.weight_decay is None:
+            yield Problem(
+                ("train", "groups", index),
+                f"{quoted(group.match)} sets nothing",
+                "learning_rate or weight_decay is needed",
+            )
+
+
+def fields_of_the_method(recipe: Recipe) -> Problems:
+    method, other = recipe.method, {"lora": "full", "full": "lora"}[recipe.method.kind]
+    only: dict[str, list[str]] = {"lora": ["dora", "rslora", "also_train"], "full": ["train_only"]}
+    hint = {
+        "also_train": "; train_only limits a full fine-tuning",
+        "train_only": "; also_train trains parameters beside LoRA",
+    }
+    for key in only[other]:
+        if getattr(method, key):
+            yield Problem(
+                ("method", key),
+                f"{key} with method.kind = {quoted(method.kind)}",
+                f"method.kind = {quoted(other)} is needed{hint.get(key, '')}",
+                (("method", "kind"),),
+            )
+
+
+def adapters_somewhere(recipe: Recipe) -> Problems:
+    if recipe.method.kind == "lora" and recipe.method.targets == []:
+        yield Problem(
+            ("method", "targets"), "an empty list: no module gets an adapter", '"all-linear", "attention" or some globs'
+        )
+
+
+def quantised_base_is_frozen(recipe: Recipe) -> Problems:
+    if recipe.model.quantize != "none" and recipe.method.kind == "full":
+        yield Problem(
+            ("model", "quantize"),
+            f"{quoted(recipe.model.quantize)} with a full fine-tuning: 4-bit weights cannot learn",
+            '"none", or method.kind = "lora"',
+            (("method", "kind"),),
+        )
+
+
+def adapter_goes_on_as_lora(recipe: Recipe) -> Problems:
+    if recipe.model.adapter is not None and recipe.method.kind == "full":
+        yield Problem(
+            ("model", "adapter"),
+            "an adapter to continue with a full fine-tuning",
+            'method.kind = "lora" is needed',
+            (("method", "kind"),),
+        )
+
+
+def evaluation_has_data(recipe: Recipe) -> Problems:
+    if has_validation(recipe):
+        return
+    for key, found in {
+        "every_steps": recipe.eval.every_steps,
+        "at_start": recipe.eval.at_start,
+        "samples": recipe.eval.samples,
+        "early_stopping_patience": recipe.eval.early_stopping_patience,
+        "limit": recipe.eval.limit,
+    }.items():
+        if found:
+            yield Problem(("eval", key), f"{quoted(found)} without validation data", NEEDS_VALIDATION)
+    if "exact_match" in recipe.eval.metrics:
+        yield Problem(("eval", "metrics"), "exact_match without validation data", NEEDS_VALIDATION)
+    if recipe.checkpoint.result == "best":
+        yield Problem(("checkpoint", "result"), '"best" without validation data', NEEDS_VALIDATION)
+
+
+def exact_match_has_answers(recipe: Recipe) -> Problems:
+    validation = recipe.data.validation or recipe.data.sources
+    if "exact_match" in recipe.eval.metrics and all(source.format == "text" for source in validation):
+        yield Problem(
+            ("eval", "metrics"),
+            "exact_match on plain text, which has no answer to compare with",
+            "prompts with completions, or chats, are needed",
+        )
+
+
+def early_stopping_is_reached(recipe: Recipe) -> Problems:
+    if recipe.eval.early_stopping_patience is not None and recipe.eval.every_steps is None and has_validation(recipe):
+        yield Problem(
+            ("eval", "early_stopping_patience"),
+            "early stopping with one evaluation, at the end",
+            "eval.every_steps is needed",
+        )
+
+
+def best_metric_is_evaluated(recipe: Recipe) -> Problems:
+    evaluated = [*recipe.eval.metrics, *(["perplexity"] if "loss" in recipe.eval.metrics else [])]
+    matters = recipe.checkpoint.result == "best" or recipe.eval.early_stopping_patience is not None
+    best = recipe.checkpoint.best_metric
+    if best not in evaluated and (matters or best != "loss"):
+        yield Problem(
+            ("checkpoint", "best_metric"),
+            f"{quoted(best)} is not evaluated",
+            f"one of eval.metrics: {', '.join(evaluated) or 'which is empty'}",
+            (("eval", "metrics"),),
+        )
+
+
+def rungs_once(recipe: Recipe) -> Problems:
+    ladder = recipe.backoff.ladder
+    for index, rung in enumerate(ladder):
+        if rung in ladder[:index]:
+            yield Problem(
+                ("backoff", "ladder", index), f"{quoted(rung)} twice", "each remedy once, in the order to try them"
+            )
+
+
+def stages_follow(recipe: Recipe) -> Problems:
+    earlier: list[str] = []
+    for index, stage in enumerate(recipe.stages):
+        origins = [stage.from_] if isinstance(stage.from_, str) else stage.from_ or []
+        for origin in origins:
+            if origin not in earlier:
+                yield Problem(
+                    ("stages", index, "from"),
+                    f"{quoted(origin)} is no earlier stage",
+                    f"one of: {', '.join(earlier) or 'none comes before this one'}",
+                )
+        if stage.kind == "train":
+            for key in ("experts_per_token", "shared", "router"):
+                if getattr(stage, key):
+                    yield Problem(("stages", index, key), f'{key} with kind = "train"', 'kind = "assemble" is needed')
+            if len(origins) > 1:
+                yield Problem(
+                    ("stages", index, "from"), f"{len(origins)} stages to start from", 'one, or kind = "assemble"'
+                )
+        elif not origins:
+            yield Problem(("stages", index, "from"), "missing", "the stages to assemble are needed")
+        earlier.append(stage.name)
+
+
+def sweep_has_values(recipe: Recipe) -> Problems:
+    for key, values in recipe.sweep.items():
+        if not values:
+            yield Problem(("sweep", key), "an empty list", "the values to try are needed")
+
+
+RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
+    model_is_named,
+    source_has_one_origin,
+    builtins_exist,
+    random_weights_are_a_model,
+    names_are_unique,
+    something_to_train_on,
+    one_kind_of_validation,
+    image_sizes_in_order,
+    one_warmup,
+    warmup_ends,
+    rate_falls,
+    constant_has_no_minimum,
+    micro_batch_within_batch,
+    restarts_restart,
+    momentum_is_sgd,
+    groups_do_something,
+    fields_of_the_method,
+    adapters_somewhere,
+    quantised_base_is_frozen,
+    adapter_goes_on_as_lora,
+    evaluation_has_data,
+    exact_match_has_answers,
+    early_stopping_is_reached,
+    best_metric_is_evaluated,
+    rungs_once,
+    stages_follow,
+    sweep_has_values,
+)
+
+
+def problems_of_recipe(recipe: Recipe) -> list[Problem]:
+    """Every rule a recipe breaks by itself."""
+    return [problem for rule in RECIPE_RULES for problem in rule(recipe)]

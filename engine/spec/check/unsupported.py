@@ -1,0 +1,71 @@
+"""What this version reads and checks but does not do yet: refused plainly, never ignored.
+
+One row per feature. Whoever builds a feature deletes its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import SpecError
+from engine.spec.check.images import image_key
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
+
+
+def _scores(recipe: Recipe) -> str | None:
+    unbuilt = [metric for metric in recipe.evaluate.metrics if metric not in ("loss", "exact_match")]
+    return f"evaluate.metrics: {', '.join(unbuilt)}" if unbuilt else None
+
+
+def _when(condition: bool, key: str) -> str | None:
+    return key if condition else None
+
+
+def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) -> str | None:
+    sharded = spec.profile.parallel.strategy == "sharded"
+    return _when(sharded and written in unbuilt, f'{key} = "{written}" beside parallel.strategy = "sharded"')
+
+
+ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
+    (lambda spec: _when(bool(spec.recipe.stages), "stages"), "runs of several stages"),
+    (lambda spec: _when(bool(spec.recipe.sweep), "sweep"), "sweeps"),
+    (lambda spec: image_key(spec.recipe), "images"),
+    (
+        lambda spec: _in_shards(spec, "model.quantize", spec.recipe.model.quantize, ("nf4",)),
+        "sharding of 4-bit weights",
+    ),
+    (
+        lambda spec: _in_shards(spec, "train.optimizer", spec.recipe.train.optimizer, ("adafactor", "adamw_8bit")),
+        "sharding with optimizers that look beyond single values",
+    ),
+    (lambda spec: _when(bool(spec.recipe.trackers.use), "trackers.use"), "experiment trackers"),
+    (lambda spec: _when(spec.recipe.finish.merge, "finish.merge"), "merging at the end of a run"),
+    (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
+    (
+        lambda spec: _when(bool(spec.recipe.moe.aux_loss_weight), "moe.aux_loss_weight"),
+        "the mixture-of-experts auxiliary loss",
+    ),
+    (lambda spec: _when(not spec.recipe.moe.freeze_router, "moe.freeze_router = false"), "training of routers"),
+    (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
+)
+"""(what the user wrote, or None) and the feature that is not there yet."""
+
+
+PLANNED_FOR = ("images",)
+"""What the budget predicts although no run does it yet."""
+
+
+def refuse_unbuilt(spec: RunSpec, *, planning: bool = False) -> None:
+    """Raise SpecError (exit 2) naming every key whose feature this version does not have.
+
+    With `planning` only what a plan cannot answer for is refused.
+    """
+    problems = [
+        f"{written}: this version does not do {feature} yet"
+        for asks, feature in ROWS
+        if (written := asks(spec)) and not (planning and feature in PLANNED_FOR)
+    ]
+    if problems:
+        raise SpecError(problems, fix="remove these keys, or restore their defaults with --set KEY=")

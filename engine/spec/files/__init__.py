@@ -1,0 +1,1 @@
+"""TOML files: found, read with line numbers, written back with their comments, shared."""

@@ -1,0 +1,90 @@
+"""Facts of this machine for a new hardware profile: NVML where there is a driver, else the host's memory.
+
+Light: pynvml and /proc only, imported when asked.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from engine.spec.files.text import visible
+
+CUDA_RESERVE_GIB = 1.0
+"""CUDA context and libraries, rounded up."""
+
+
+def detect_device() -> tuple[dict[str, Any], str, str]:
+    """([device] table, title, notes) of the first GPU, or of the CPU where NVML finds none."""
+    return _detect_gpu() or _detect_cpu()
+
+
+def count_devices() -> int:
+    """How many GPUs NVML counts; 1, the CPU, where it finds none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 1
+    try:
+        return max(1, int(pynvml.nvmlDeviceGetCount()))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _detect_gpu() -> tuple[dict[str, Any], str, str] | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        return _gpu_facts(pynvml, count) if count else None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    total_bytes, offered_bytes = _memory(pynvml, handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    name, driver = visible(pynvml.nvmlDeviceGetName(handle)), visible(pynvml.nvmlSystemGetDriverVersion())
+    device = {
+        "kind": "cuda",
+        "memory_gib": offered_bytes * 100 // 2**30 / 100,
+        "reserve_gib": CUDA_RESERVE_GIB,
+        "compute_capability": float(f"{major}.{minor}"),
+        "allocator": "expandable_segments:True",
+    }
+    others = (
+        f" This machine has {count}: raise device.count and choose parallel.strategy to use them." if count > 1 else ""
+    )
+    kept = (total_bytes - offered_bytes) >> 20
+    notes = f"memory_gib: NVML's total of {total_bytes >> 20} MiB less {kept} MiB that driver {driver} keeps.{others}"
+    return device, name, notes
+
+
+def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
+    """NVML's total, and what of it CUDA offers to programs: the driver keeps some hundreds of MiB for itself.
+
+    Drivers before 510 do not say how much; there both are the total.
+    """
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:
+        total_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        return total_bytes, total_bytes
+    return int(memory.total), int(memory.total - memory.reserved)
+
+
+def _detect_cpu() -> tuple[dict[str, Any], str, str]:
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_gib = total_bytes * 100 // 2**30 / 100
+    device = {"kind": "cpu", "memory_gib": memory_gib, "reserve_gib": round(memory_gib * 0.2, 2)}
+    notes = (
+        "No NVIDIA driver was found. memory_gib: the host's total; a fifth is left to everything else on the machine."
+    )
+    return device, f"This machine's CPU, {os.cpu_count()} cores", notes

@@ -1,0 +1,144 @@
+"""What a field allows, in words, read off the types of `profile.py`, `recipe.py` and `run.py`, the one source of truth.
+
+Try: `python -c "from engine.spec import describe as d, recipe; print(d.allowed_at(recipe.Recipe, ('train',)))"`
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from itertools import chain
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from engine.spec.files.lines import Place
+from engine.spec.files.text import quoted
+from engine.spec.schema.base import NAME_PATTERN
+
+_PLAIN = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    dict: "a table",
+    Any: "any value",
+}
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Key in the TOML file = field."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def type_at(model: Any, place: Place) -> tuple[Any, list[Any]] | None:
+    """Annotation and constraints of the value at `place` inside `model`; None where the model has no such place."""
+    annotation: Any = model
+    metadata: list[Any] = []
+    for part in place:
+        step = _step(annotation, part)
+        if step is None:
+            return None
+        annotation, metadata = step
+    return annotation, metadata
+
+
+def _step(annotation: Any, part: str | int) -> tuple[Any, list[Any]] | None:
+    for member in _members(annotation):
+        bare, _ = _unwrap(member, [])
+        origin = get_origin(bare) or bare
+        if isinstance(part, int) and origin is list:
+            return _unwrap(get_args(bare)[0], [])
+        if isinstance(part, str) and origin is dict:
+            return get_args(bare)[1], []
+        if isinstance(part, str) and is_table(bare) and part in fields_of(bare):
+            field = fields_of(bare)[part]
+            return _unwrap(field.annotation, list(field.metadata))
+    return None
+
+
+def is_table(annotation: Any) -> bool:
+    """Whether a type is one of the spec's tables."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def table_at(model: Any, place: Place) -> type[BaseModel] | None:
+    """The table type at `place`, or None where something else stands there."""
+    found = type_at(model, place)
+    return next((member for member in _members(found[0]) if is_table(member)), None) if found else None
+
+
+def _members(annotation: Any) -> list[Any]:
+    bare, _ = _unwrap(annotation, [])
+    if get_origin(bare) in (Union, types.UnionType):
+        return [member for member in get_args(bare) if member is not type(None)]
+    return [bare]
+
+
+def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
+    if get_origin(annotation) is Annotated:
+        inner, *notes = get_args(annotation)
+        return _unwrap(inner, [*metadata, *notes])
+    return annotation, metadata
+
+
+def choices_at(model: Any, place: Place) -> list[str]:
+    """The words a field allows, where it allows only certain words."""
+    found = type_at(model, place)
+    members = _members(found[0]) if found else []
+    return [
+        word
+        for member in members
+        if get_origin(member) is Literal
+        for word in get_args(member)
+        if isinstance(word, str)
+    ]
+
+
+def allowed_at(model: Any, place: Place) -> str:
+    """What may stand at `place`, in words."""
+    found = type_at(model, place)
+    return allowed(*found) if found else "nothing"
+
+
+def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """A type and its constraints in words: "a whole number, 1 or more"."""
+    annotation, notes = _unwrap(annotation, list(metadata))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(allowed(member) for member in _members(annotation))
+    if get_origin(annotation) is Literal:
+        words = [quoted(word) for word in get_args(annotation)]
+        return words[0] if len(words) == 1 else "one of " + ", ".join(words)
+    limits = _limits(notes)
+    if "name" in limits:
+        return "a name of lower-case letters, digits, '.', '_' and '-', 80 at most"
+    return ", ".join([_kind(annotation), *limits.values()])
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is list:
+        item = get_args(annotation)[0]
+        return "a list of tables" if is_table(item) else f"a list, each {allowed(item)}"
+    if is_table(annotation) or get_origin(annotation) is dict:
+        return "a table"
+    return _PLAIN.get(annotation, str(annotation))
+
+
+def _limits(notes: list[Any]) -> dict[str, str]:
+    """Constraints in words, by kind, each once."""
+    limits: dict[str, str] = {}
+    words = {
+        "ge": "{} or more",
+        "gt": "above {}",
+        "le": "at most {}",
+        "lt": "below {}",
+        "min_length": "at least {} of them",
+    }
+    for note in chain.from_iterable(item.metadata if isinstance(item, FieldInfo) else [item] for item in notes):
+        for kind, text in words.items():
+            if (bound := getattr(note, kind, None)) is not None:
+                limits[kind] = text.format(f"{bound:g}")
+        if getattr(note, "pattern", None) == NAME_PATTERN:
+            limits["name"] = ""
+    return limits

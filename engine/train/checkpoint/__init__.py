@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, written, pruned, gone back to."""

@@ -1,0 +1,226 @@
+"""Checkpoints: written whole or not at all, checked before they are believed, pruned without losing the best.
+
+A checkpoint is a folder `step-00000100` with `weights/` (what `LoadedModel.save` writes, so it loads elsewhere too),
+`optimizer.safetensors`, `state.json`, and `manifest.json` with the size and SHA-256 of every file. It is written under
+another name, flushed to the disk and renamed; one whose manifest does not agree with its files is never used.
+
+This file knows folders and bytes; what a run keeps in them is decided in `engine.train.checkpoint.run_state`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+BEST = "best"
+PREFIX = "step-"
+
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How Rust words a failed system call. safetensors and tokenizers, which write most of a checkpoint, raise errors of
+their own, or plain Exception, with this in the text."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found: its step and its folder."""
+
+    step: int
+    path: Path
+
+    @property
+    def weights(self) -> Path:
+        """The trained weights, as `LoadedModel.save` wrote them."""
+        return self.path / "weights"
+
+    @property
+    def optimizer(self) -> Path:
+        """Optimizer state, as safetensors."""
+        return self.path / "optimizer.safetensors"
+
+    def state(self) -> dict[str, Any]:
+        """The numbers of the run at that step."""
+        return dict(json.loads((self.path / "state.json").read_text("utf-8")))
+
+
+def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> Checkpoint:
+    """Make checkpoint `step` in `folder`: `fill(path)` writes its files. An earlier one of that step is replaced.
+
+    Raises OSError (a full disk, say) with nothing left behind that looks like a checkpoint.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"{PREFIX}{step:08d}"
+    draft = folder / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir()
+        fill(draft)
+        _write_manifest(draft, step)
+        replaced = _step_aside(final)
+        os.rename(draft, final)
+    except Exception as error:  # raised again: a draft is left by nothing, whatever the writers of formats raise
+        shutil.rmtree(draft, ignore_errors=True)
+        found = OS_ERROR.search(str(error))
+        if found is None or isinstance(error, OSError):
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(draft)) from error
+    _flush(folder)
+    if replaced:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return Checkpoint(step, final)
+
+
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
+    """All complete-looking checkpoints, newest first; their contents are not checked yet."""
+    found = [
+        Checkpoint(int(path.name.removeprefix(PREFIX)), path)
+        for path in folder.glob(f"{PREFIX}*")
+        if path.name.removeprefix(PREFIX).isdigit()
+    ]
+    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def damage(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with a checkpoint, in words; None when every file is there with its size and hash."""
+    try:
+        manifest = json.loads((checkpoint.path / MANIFEST).read_text("utf-8"))
+        listed = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest cannot be read ({error})"
+    for name, facts in listed.items():
+        path = checkpoint.path / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != facts["size"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
+        if _sha256(path) != facts["sha256"]:
+            return f"{name} does not match its hash"
+    return None
+
+
+def newest_sound(folder: Path, *, not_after: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that can be believed (none after step `not_after`), and what was wrong with newer ones."""
+    complaints = []
+    for checkpoint in find_checkpoints(folder):
+        if not_after is not None and checkpoint.step > not_after:
+            continue
+        problem = damage(checkpoint)
+        if problem is None:
+            return checkpoint, complaints
+        complaints.append(f"checkpoint {checkpoint.path.name} is damaged: {problem}")
+    return None, complaints
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints and the best one, and drafts of processes that died."""
+    best = best_step(folder)
+    for checkpoint in find_checkpoints(folder)[keep:]:
+        if checkpoint.step != best:
+            _remove(checkpoint.path)
+    for draft in folder.glob(f".{PREFIX}*"):
+        if not draft.name.endswith(f".{os.getpid()}"):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Remove checkpoints after `step`: the run goes on from there and will write its own."""
+    for checkpoint in find_checkpoints(folder):
+        if checkpoint.step > step:
+            _remove(checkpoint.path)
+
+
+def best_step(folder: Path) -> int | None:
+    """The step that was marked best."""
+    try:
+        return int(json.loads((folder / BEST).read_text("utf-8"))["step"])
+    except FileNotFoundError:
+        return None
+
+
+def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
+    """Note that checkpoint `step` is the best so far. A crash leaves the old note or the new one."""
+    draft = folder / f".{BEST}"
+    draft.write_text(json.dumps({"step": step, "metric": metric, "value": value}) + "\n", "utf-8")
+    os.replace(draft, folder / BEST)
+
+
+def unmark_best(folder: Path) -> None:
+    """Note that no checkpoint is the best."""
+    (folder / BEST).unlink(missing_ok=True)
+
+
+def size_bytes(path: Path) -> int:
+    """Bytes of all files below `path`."""
+    return sum(file.stat().st_size for file in _files(path))
+
+
+def place_result(checkpoint: Checkpoint, target: Path) -> None:
+    """Make `target` hold the checkpoint's weights, whole or not at all; large files are shared, not copied twice."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(checkpoint.weights, draft, copy_function=_share)
+    _step_aside(target)
+    os.rename(draft, target)
+    # What stepped aside, and drafts of processes that died.
+    for debris in target.parent.glob(f".{target.name}.*"):
+        shutil.rmtree(debris, ignore_errors=True)
+
+
+def _share(source: str, target: str) -> None:
+    """Hard-link a weight file, which nothing edits in place; copy anything else, and where links do not work."""
+    if source.endswith(".safetensors"):
+        try:
+            os.link(source, target)
+            return
+        except OSError:
+            pass
+    shutil.copy2(source, target)
+
+
+def _step_aside(path: Path) -> Path | None:
+    """Rename an existing folder out of the way, so that its successor can take the name in one rename."""
+    if not path.exists():
+        return None
+    aside = path.with_name(f".{path.name}.old.{os.getpid()}")
+    os.rename(path, aside)
+    return aside
+
+
+def _remove(path: Path) -> None:
+    """Rename first: a removal cut short must not leave something that looks like a checkpoint."""
+    gone = path.with_name(f".{path.name}.gone.{os.getpid()}")
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _write_manifest(draft: Path, step: int) -> None:
+    files = {
+        str(path.relative_to(draft)): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in _files(draft)
+    }
+    (draft / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n", "utf-8")
+    for path in [*_files(draft), *(folder for folder in draft.rglob("*") if folder.is_dir()), draft]:
+        _flush(path)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

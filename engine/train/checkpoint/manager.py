@@ -1,0 +1,181 @@
+"""Checkpoints of a run as it goes: written when asked, pruned, gone back to, and made the result at the end.
+
+How a folder becomes a checkpoint is `engine.train.checkpoint.files`'s knowledge, what it holds
+`engine.train.checkpoint.run_state`'s. Rank 0 writes; the others wait behind it. Try: `pytest tests/train/test_resume.py
+tests/train/test_checkpoints.py`
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from engine.errors import MemoryExhaustedError
+from engine.journal.directory import RunDirectory
+from engine.train.checkpoint.best import agree
+from engine.train.checkpoint.files import (
+    Checkpoint,
+    forget_after,
+    newest_sound,
+    place_result,
+    prune,
+    size_bytes,
+    write_checkpoint,
+)
+from engine.train.checkpoint.run_state import Best, RunState, fill_checkpoint, restore, settings
+from engine.train.monitor.journal import Journal, until_there_is_room
+from engine.train.monitor.watchdog import Watchdog
+from engine.train.recovery.emergency_memory import HostReserve
+from engine.train.recovery.failure import Failure, retried
+from engine.train.recovery.ladder import Remedy
+from engine.train.run_requests import Wishes
+from engine.train.setup import Bench
+from engine.train.step.context import Backoff
+
+
+class Saver:
+    """Writes `state`, and everything else a resume needs, into the run's checkpoints; and reads it back into place."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        state: RunState,
+        directory: RunDirectory,
+        journal: Journal,
+        wishes: Wishes,
+        reserve: HostReserve,
+        watchdog: Watchdog,
+    ) -> None:
+        self._bench, self._state, self._directory = bench, state, directory
+        self._journal, self._wishes, self._reserve, self._watchdog = journal, wishes, reserve, watchdog
+        self._parts, self._ranks = bench.parts, bench.parts.ranks
+        self._saved_at = time.monotonic()
+        self.last_saved: int | None = None
+        """The step that the newest checkpoint holds."""
+
+    @property
+    def seconds_since(self) -> float:
+        """Since the last checkpoint of this process, or its start."""
+        return time.monotonic() - self._saved_at
+
+    def save(self, reason: str) -> None:
+        """Write a checkpoint of the state as it is, once per step; waits while the disk is full.
+
+        Raises:
+            MemoryExhaustedError: host memory for it ran out again and again.
+        """
+        if self.last_saved == self._state.step:
+            return
+        self._ranks.behind_first(lambda: self._write(reason))
+        self.last_saved, self._saved_at = self._state.step, time.monotonic()
+
+    def save_if_possible(self, reason: str) -> bool:
+        """Like `save`, but a run does not end for a checkpoint that there is no host memory for: the next is tried."""
+        if self.last_saved == self._state.step:
+            return True
+        if not self._ranks.behind_first(lambda: self._write_if_possible(reason)):
+            return False
+        self.last_saved, self._saved_at = self._state.step, time.monotonic()
+        return True
+
+    def newest(self, not_after: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that rank 0 can believe, told to all."""
+        checkpoint, complaints = newest_sound(self._directory.checkpoints, not_after=not_after)
+        for complaint in complaints:
+            self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
+        step = self._ranks.from_first(checkpoint and checkpoint.step)
+        return None if step is None else Checkpoint(step, self._directory.checkpoint(step))
+
+    def go_back_to(self, checkpoint: Checkpoint) -> bool:
+        """Weights, optimizer and counters as `checkpoint` has them; later checkpoints are forgotten.
+
+        Returns whether the run's length is still the one it was saved with.
+
+        Raises:
+            UsageError: it belongs to other data, another tokenizer or seed, or other trainables.
+        """
+        saved = checkpoint.state()["settings"]
+        here = settings(self._bench.spec, self._bench.total_steps)
+        same_memory = saved["memory"] == here["memory"]
+        restored = retried(
+            lambda: restore(checkpoint, self._parts, self._bench.identity, same_memory=same_memory),
+            "restore",
+            self._parts.device,
+            self._retried,
+        )
+        self._state.become(restored)
+        self.last_saved = checkpoint.step
+        self._state.best = Best(**self._ranks.behind_first(self._agree_on_the_best))
+        if self._ranks.is_first:
+            forget_after(self._directory.checkpoints, checkpoint.step)
+            prune(self._directory.checkpoints, self._bench.spec.recipe.checkpoint.keep)
+        same_length: bool = saved["total_steps"] == here["total_steps"]
+        self._journal.write(
+            "resumed",
+            step=self._state.step,
+            schedule="unchanged" if same_length else f"recomputed for {here['total_steps']} steps",
+            **{"from": str(checkpoint.path.relative_to(self._directory.path))},
+        )
+        return same_length
+
+    def place_result(self) -> str:
+        """Make the last or the best checkpoint's weights, as the recipe asks, the result; returns its folder's name."""
+        step = self._state.step
+        if self._bench.spec.recipe.checkpoint.result == "best" and self._state.best.step is not None:
+            step = self._state.best.step
+        chosen = Checkpoint(step, self._directory.checkpoint(step))
+        folder = self._directory.adapter if self._parts.loaded.kind == "adapter" else self._directory.model
+        self._journal.phase("saving", "result")
+        self._ranks.behind_first(lambda: place_result(chosen, folder))
+        return folder.name
+
+    def _write_if_possible(self, reason: str) -> bool:
+        try:
+            self._write(reason)
+        except MemoryExhaustedError as error:
+            found = f"step {self._state.step} was not saved: {error.found}"
+            self._journal.warn("checkpoint_skipped", found, error.fix)
+            return False
+        return True
+
+    def _write(self, reason: str) -> None:
+        self._journal.phase("saving")
+        began = time.perf_counter()
+        checkpoint = until_there_is_room(
+            lambda: retried(self._write_checkpoint, "checkpoint", self._parts.device, self._retried),
+            self._wishes.look,
+            self._journal.warn_of_full_disk,
+        )
+        prune(self._directory.checkpoints, self._bench.spec.recipe.checkpoint.keep)
+        self._journal.write(
+            "checkpoint_saved",
+            step=self._state.step,
+            path=str(checkpoint.path.relative_to(self._directory.path)),
+            save_seconds=round(time.perf_counter() - began, 3),
+            size_bytes=size_bytes(checkpoint.path),
+            reason=reason,
+        )
+        self._journal.phase("training")
+
+    def _write_checkpoint(self) -> Checkpoint:
+        bench = self._bench
+        facts = settings(bench.spec, bench.total_steps)
+        name = f"the checkpoint of step {self._state.step}"
+        with self._watchdog.over("checkpoint", name), self._reserve.lent(self._parts.device):
+            return write_checkpoint(
+                self._directory.checkpoints,
+                self._state.step,
+                lambda path: fill_checkpoint(path, self._parts, self._state, bench.identity, facts),
+            )
+
+    def _agree_on_the_best(self) -> dict[str, Any]:
+        """The best as its mark and its checkpoint bear it out."""
+        best = self._state.best
+        complaint = agree(self._directory.checkpoints, best, self._bench.spec.recipe.checkpoint.best_metric)
+        if complaint:
+            self._journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
+        return asdict(best)
+
+    def _retried(self, failure: Failure, remedy: str, number: int) -> None:
+        self._parts.report(Backoff(self._state.step, failure, Remedy(remedy), None, None, number))

@@ -1,0 +1,194 @@
+"""What a run carries from step to step, and how it goes into a checkpoint and comes back.
+
+Numbers live in `RunState`; weights and optimizer state are tensors and go through safetensors. Random state is not
+here: it is a function of the step (see `engine.train.step.rollback`), as is the order of the samples.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.batching.budget import CostBudget
+from engine.errors import UsageError
+from engine.spec.schema.run import RunSpec
+from engine.train.checkpoint.files import Checkpoint
+from engine.train.recovery.ladder import Standing
+from engine.train.step.context import Parts
+from engine.train.step.loss_scaler import LossScaler
+from engine.train.step.optimizer import state_tensors
+from engine.train.strategy.checkpoint_gatherer import OPTIMIZER, read_optimizer
+from engine.train.strategy.zero import filled, put_back
+
+BUFFERS = "buffers.safetensors"
+"""Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""
+
+
+@dataclass
+class Best:
+    """The best evaluation so far, and how many came since."""
+
+    step: int | None = None
+    value: float | None = None
+    since: int = 0
+
+
+@dataclass
+class RunState:
+    """Counters of a run. `step` is the last finished optimizer step; 0 before the first."""
+
+    step: int = 0
+    tokens: int = 0
+    samples_due: int = 0
+    """Sequences that the steps so far should have consumed."""
+    samples: int = 0
+    """Sequences that they did: every difference is one lost."""
+    skipped_steps: int = 0
+    overflows: int = 0
+    last_evaluated: int | None = None
+    """The step whose weights were scored last."""
+    best: Best = field(default_factory=Best)
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> RunState:
+        """What `asdict` gave."""
+        return cls(**{**saved, "best": Best(**saved["best"])})
+
+    def become(self, other: RunState) -> None:
+        """Take over all of `other`: whoever holds this object holds the run's counters."""
+        vars(self).update(vars(other))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same when a run goes on: otherwise it would train something else without a word."""
+
+    data_fingerprint: str
+    tokenizer_hash: str
+    seed: int
+
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raise UsageError when a checkpoint was made from other data, another tokenizer or another seed."""
+        names = {"data_fingerprint": "data", "tokenizer_hash": "tokenizer", "seed": "train.seed"}
+        changed = [names[key] for key, value in asdict(self).items() if saved.get(key) != value]
+        if changed:
+            raise UsageError(
+                f"the checkpoint was made with another {' and another '.join(changed)}",
+                expected="the same data, tokenizer and seed as when the run started",
+                fix="put the files back as they were, or start a new run with model.id = \"run:...\"",
+            )
+
+
+def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
+    """What decides whether the learned budget still means anything, and whether the schedule moved."""
+    keys = ("micro_batch", "gradient_checkpointing", "activation_offload", "optimizer_offload", "loss")
+    profile, chosen = spec.profile, {key: getattr(spec.recipe.train, key) for key in keys}
+    hardware = {
+        "device": profile.device.model_dump(),
+        "nodes": profile.nodes.count,
+        "parallel": profile.parallel.model_dump(exclude={"timeout_seconds"}),
+    }
+    return {"memory": {**hardware, **chosen}, "total_steps": total_steps}
+
+
+def fill_checkpoint(
+    path: Path, parts: Parts, state: RunState, identity: Identity, settings: dict[str, Any]
+) -> None:
+    """Write everything a resume needs into `path`, with `settings` beside it. Raises OSError where the disk is full."""
+    with parts.collector.collected() if parts.collector else nullcontext():
+        parts.loaded.save(path / "weights")
+    if parts.collector:
+        parts.collector.write_optimizer(path / OPTIMIZER)
+    with parts.device.host_region():
+        if not parts.collector:
+            tensors = {
+                name: parts.device.staged(tensor)
+                for name, tensor in state_tensors(parts.optimizer, parts.loaded.trainable())
+            }
+            save_file(tensors, path / "optimizer.safetensors")
+        buffers = {name: parts.device.staged(tensor) for name, tensor in parts.rollback.moving()}
+        if buffers:
+            save_file(buffers, path / BUFFERS)
+    numbers = {
+        "state": asdict(state),
+        "identity": asdict(identity),
+        "budget": parts.budget.as_json(),
+        "scaler": parts.scaler.as_json(),
+        "remedies": {
+            "checkpointing": parts.loaded.checkpointing,
+            "chunk_tokens": parts.loss.chunk_tokens,
+            "activation_offload": parts.loss.offload.on,
+            "optimizer_offload": parts.guard.host_state.on,
+            "max_length": parts.data.limit,
+        },
+        "standing": [asdict(remedy) for remedy in parts.standing],
+        "settings": settings,
+        "torch": torch.__version__,
+    }
+    (path / "state.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+
+
+def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_memory: bool) -> RunState:
+    """Put a checkpoint back into `parts`; returns the counters.
+
+    With `same_memory` false (another profile, other memory settings) the learned budget and the remedies in force are
+    left out: they belong to the other memory.
+
+    Raises:
+        UsageError: the checkpoint belongs to other data, another tokenizer or seed, or another set of trainables.
+    """
+    saved = checkpoint.state()
+    identity.check(saved["identity"])
+    with filled(parts):
+        parts.loaded.load_weights(checkpoint.weights)
+    _restore_optimizer(checkpoint, parts)
+    _restore_buffers(checkpoint, parts)
+    parts.scaler = LossScaler(**saved["scaler"])
+    if same_memory:
+        parts.budget = CostBudget.from_json(saved["budget"])
+        parts.loaded.set_checkpointing(saved["remedies"]["checkpointing"])
+        parts.loss.chunk_tokens = saved["remedies"]["chunk_tokens"]
+        parts.loss.offload.on = saved["remedies"]["activation_offload"]
+        parts.guard.host_state.move(to_host=saved["remedies"]["optimizer_offload"])
+        parts.static_bytes = parts.device.memory().allocated_bytes
+        parts.data = parts.data.shortened(saved["remedies"]["max_length"])
+        parts.standing[:] = [Standing(**remedy) for remedy in saved["standing"]]
+    return RunState.from_json(saved["state"])
+
+
+def _restore_optimizer(checkpoint: Checkpoint, parts: Parts) -> None:
+    written_in_parts = (checkpoint.path / OPTIMIZER).is_dir()
+    if parts.zero:
+        put_back(checkpoint.path, parts, parts.zero)
+        return
+    if written_in_parts or parts.sharded:
+        read_optimizer(checkpoint.path / OPTIMIZER if written_in_parts else checkpoint.path, parts)
+        parts.guard.forget()
+        return
+    with parts.device.host_region():
+        saved = load_file(checkpoint.optimizer)
+    present = dict(state_tensors(parts.optimizer, parts.loaded.trainable()))
+    if saved.keys() != present.keys():
+        raise UsageError(
+            f"checkpoint {checkpoint.path.name} holds optimizer state for other parameters",
+            expected="the same model, method and optimizer as when the run started",
+            fix="resume without changing them, or start a new run",
+        )
+    with torch.no_grad():
+        for name, tensor in present.items():
+            tensor.copy_(saved[name])
+    parts.guard.forget()
+
+
+def _restore_buffers(checkpoint: Checkpoint, parts: Parts) -> None:
+    path = checkpoint.path / BUFFERS
+    if path.is_file():
+        with parts.device.host_region():
+            saved = load_file(path)
+        parts.rollback.load(saved)

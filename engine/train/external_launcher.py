@@ -1,0 +1,283 @@
+"""A run whose ranks another launcher started: torchrun, `accelerate launch`, srun (`engine.launch.launcher_rank`).
+
+Each of the launcher's processes is a rank. Rank 0 makes the run, or finds the one that an earlier start of the same job
+began, and tells the others where it is; it keeps the journal, and a child of it shows the run on its own stdout.
+The launcher is the supervisor: it ends all ranks when one fails, and starts them again if it was told to.
+
+Try: `torchrun --nproc-per-node 2 -m tunedeck train -p demo-2 -r demo`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, MEMORY_CODE, leave_at_once, settle_as_rank
+from engine.distributed.host_gather import LostRankError
+from engine.distributed.ranks import Ranks
+from engine.errors import EnvironmentProblem, TunedeckError
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventTail, EventWriter, end_of_events
+from engine.journal.files import write_atomically
+from engine.journal.index import list_runs
+from engine.journal.liveness import claim
+from engine.journal.summary import summarise
+from engine.launch.launcher_rank import Seat
+from engine.launch.on_finish import on_finish
+from engine.launch.process import COMMAND
+from engine.spec.files.text import visible
+from engine.spec.load import load_run_spec
+from engine.spec.schema.run import RunSpec
+from engine.train.main import EXIT_CODES, as_rank, log_to_stderr, run_first, run_other
+
+SHARED_SECONDS = 30.0
+"""How long other machines may take to see a new file: NFS shows a folder's old listing for up to 30 s (nfs(5))."""
+
+SHARED_POLL_SECONDS = 0.2
+
+LAST_WORDS_SECONDS = 20.0
+"""How long rank 0 waits for the process that shows the run to print the end."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train, as rank 0 tells it."""
+
+    path: str
+    resume: bool = False
+    from_step: int | None = None
+    ended: int | None = None
+    """Exit code of a run that an earlier start has brought to its end."""
+    token: str = ""
+    """In the run's `launch.json`, so that every machine can tell whether it sees the same folder."""
+
+
+class RefusedError(TunedeckError):
+    """Rank 0 cannot begin; it has said why."""
+
+
+def train_launched(spec: RunSpec, seat: Seat, settle: Callable[[], Task], *, as_json: bool) -> int:
+    """Be one rank of the run that `settle` makes on rank 0; returns this process's exit code. Raises TunedeckError."""
+    seat.occupy()
+    log_to_stderr()
+    problems: list[TunedeckError] = []
+
+    def work(ranks: Ranks) -> int:
+        try:
+            task = _told(ranks, settle)
+            place = RunDirectory(Path(task.path))
+            if task.ended is not None:
+                return task.ended
+            require_shared(ranks, place, task.token)
+        except LostRankError:
+            raise
+        except TunedeckError as problem:
+            problems.append(problem)
+            return problem.exit_code
+        return _lead(ranks, seat, place, task, as_json) if seat.is_first else _follow(ranks, seat, place, task)
+
+    code = as_rank(spec, work, lambda error: _say_loss(seat, error))
+    if problems and seat.is_first:
+        raise problems[0]
+    if code in (LOST_CODE, BEYOND_REPAIR_CODE, MEMORY_CODE):
+        # Only a launcher that starts the ranks again has a use for codes that ask for it.
+        leave_at_once(code if seat.restarts_left else 1)
+    return code
+
+
+def begin_or_go_on(seat: Seat, folder: Path, make: Callable[[], RunDirectory]) -> Task:
+    """The run that an earlier start of this job began in `folder`, else a new one. On rank 0."""
+    place = next((place for place in list_runs(folder) if worked_on(seat, place)), None)
+    if place is None:
+        return take_up(seat, make(), resume=False)
+    if summarise(place).status == "done":
+        sys.stderr.write(f"tunedeck: this job's run {place.name} is done: nothing is left to do\n")
+        return Task(str(place.path), ended=0)
+    return take_up(seat, place, resume=True)
+
+
+def worked_on(seat: Seat, place: RunDirectory) -> bool:
+    """Whether an earlier start of this job worked on the run."""
+    return seat.again and bool(seat.job) and _note(place).get("job") == seat.job
+
+
+def take_up(seat: Seat, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
+    """Work on `place`, noted there as this job's. A run that ended is not begun again by a restart of its ranks, but by
+    a job that was queued again."""
+    restarted = seat.restarts > 0 and worked_on(seat, place)
+    offset = int(_note(place).get("from_byte", 0)) if restarted else end_of_events(place.events)
+    ended = _ended(place, offset) if restarted else None
+    task = Task(str(place.path), resume, from_step, ended, secrets.token_hex(8))
+    note = {"launcher": seat.launcher, "job": seat.job, "token": task.token, "from_byte": offset}
+    write_atomically(place.launch, json.dumps(note) + "\n")
+    return task
+
+
+def _note(place: RunDirectory) -> dict[str, Any]:
+    try:
+        found = json.loads(place.launch.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ended(place: RunDirectory, offset: int) -> int | None:
+    """The exit code of the end that is recorded after byte `offset` of the events; None when there is none."""
+    ends = [event for event in EventTail(place.events, offset=offset).poll() if event["kind"] == "run_finished"]
+    return int(ends[-1]["exit_code"]) if ends else None
+
+
+def _told(ranks: Ranks, settle: Callable[[], Task]) -> Task:
+    """Rank 0's task on every rank; what keeps rank 0 from one is raised on every rank."""
+    mine: dict[str, Any] = {}
+    problem: TunedeckError | None = None
+    if ranks.is_first:
+        try:
+            mine = {"task": asdict(settle())}
+        except TunedeckError as error:
+            problem = error
+            mine = {"code": error.exit_code}
+    told = ranks.from_first(mine)
+    if "task" in told:
+        return Task(**told["task"])
+    if problem is not None:
+        raise problem
+    refused = RefusedError("rank 0 cannot begin")
+    refused.exit_code = told["code"]
+    raise refused
+
+
+def require_shared(
+    ranks: Ranks, place: RunDirectory, token: str, *, patience_seconds: float = SHARED_SECONDS
+) -> None:
+    """Raise EnvironmentProblem, on every rank, unless all of them see this run's folder."""
+    deadline = time.monotonic() + patience_seconds
+    while not (seen := _note(place).get("token") == token) and time.monotonic() < deadline:
+        time.sleep(SHARED_POLL_SECONDS)
+    blind = sorted({host for host in ranks.tell("" if seen else platform.node()) if host})
+    if not blind:
+        return
+    problem = EnvironmentProblem(
+        f"{place.path} is not the same folder on all machines: {', '.join(blind)} cannot see what rank 0 wrote",
+        expected="runs on a file system that every machine mounts at the same path",
+        fix="choose such a folder with --runs DIR or $TUNEDECK_RUNS",
+    )
+    if ranks.is_first:
+        with EventWriter(place) as writer:
+            writer.write(
+                "run_finished", status="failed", exit_code=problem.exit_code, result=None, error=problem.render()
+            )
+    raise problem
+
+
+def _lead(ranks: Ranks, seat: Seat, place: RunDirectory, task: Task, as_json: bool) -> int:
+    """Rank 0: the claim, the journal, and what the user sees."""
+    spec = load_run_spec(place.run_toml, own=True)
+    with _shown(place, as_json), claim(place):
+        if task.resume and seat.again:
+            _tell_of_restart(place, seat)
+        try:
+            status, code = run_first(spec, place, ranks, task.resume, task.from_step)
+        except (LostRankError, torch.AcceleratorError) as lost:
+            traceback.print_exc()
+            _tell_of_loss(place, seat, lost)
+            raise
+        ranks.say_over()
+        if status in EXIT_CODES:
+            _leave_together(ranks)
+    on_finish(spec, place, status)
+    # An elastic agent takes every other code for a failure, and would start the ranks of a stopped run again.
+    return 0 if status in EXIT_CODES and seat.restarts_left else code
+
+
+def _follow(ranks: Ranks, seat: Seat, place: RunDirectory, task: Task) -> int:
+    settle_as_rank(place, ranks.rank)
+    spec = load_run_spec(place.run_toml, own=True)
+    try:
+        code = run_other(spec, place, ranks, task.resume, task.from_step)
+    except (LostRankError, torch.AcceleratorError):
+        traceback.print_exc()
+        raise
+    if code not in EXIT_CODES.values():
+        return code
+    _leave_together(ranks)
+    return 0 if seat.restarts_left else code
+
+
+def _leave_together(ranks: Ranks) -> None:
+    """Rank 0's process may serve the store that the others still read: nobody leaves before all have what they need."""
+    with suppress(LostRankError):
+        ranks.tell("over")
+
+
+def _say_loss(seat: Seat, error: Exception) -> None:
+    """On the launcher's terminal, where a traceback has no place."""
+    sys.stderr.write(f"tunedeck: rank {seat.rank}: {visible(str(error).splitlines()[0])}\n")
+
+
+def _tell_of_restart(place: RunDirectory, seat: Seat) -> None:
+    left = f", {seat.restarts_left} more to come" if seat.launcher == "torchrun" else ""
+    with EventWriter(place) as writer:
+        writer.write(
+            "warning",
+            code="restarted",
+            text=f"{seat.launcher} started the ranks again{left}; the run goes on from its last checkpoint",
+            fix="why is above, or in the launcher's own log",
+        )
+
+
+def _tell_of_loss(place: RunDirectory, seat: Seat, lost: LostRankError | torch.AcceleratorError) -> None:
+    """Before the launcher starts the ranks again; where it will not, the run ends here."""
+    text = lost.found if isinstance(lost, LostRankError) else f"rank 0's device needs a new process: {lost}"
+    with EventWriter(place) as writer:
+        if seat.restarts_left > 0:
+            writer.write("warning", code="rank_lost", text=text, fix="the launcher starts the ranks again")
+            return
+        fix = f"see the launcher's log; then start it the same way with: tunedeck resume {place.name}"
+        writer.write("run_finished", status="failed", exit_code=1, result=None, error=f"{text}\nfix: {fix}")
+
+
+@contextmanager
+def _shown(place: RunDirectory, as_json: bool) -> Iterator[None]:
+    """While the block runs, a child shows the run on this process's stdout, whose own words go to the run's log."""
+    flags = ["--from", str(end_of_events(place.events)), *(["--json"] if as_json else [])]
+    # Nothing is ever written into the pipe: its end tells the child that this process is done, or dead.
+    viewer = subprocess.Popen(
+        [sys.executable, "-P", str(COMMAND), "_view", str(place.path), *flags], stdin=subprocess.PIPE
+    )
+    try:
+        with _printing_to(place.log):
+            yield
+    finally:
+        with suppress(subprocess.TimeoutExpired):
+            viewer.communicate(timeout=LAST_WORDS_SECONDS)
+        viewer.kill()
+
+
+@contextmanager
+def _printing_to(path: Path) -> Iterator[None]:
+    """While the block runs, stdout and stderr of this process are the end of this file."""
+    kept = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
+    with path.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    try:
+        yield
+    finally:
+        for stream, descriptor in zip((sys.stdout, sys.stderr), kept, strict=True):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)

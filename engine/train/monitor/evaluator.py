@@ -1,0 +1,135 @@
+"""Evaluations during a run: scores of the validation set, the best of them saved and marked, patience counted.
+
+How a set is scored is `engine.evaluate`'s knowledge. Rank 0 scores; the others wait behind it.
+Try: `pytest tests/evaluate tests/train/test_best.py`
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from engine.batching.budget import CostBudget
+from engine.batching.cost import cost_alone
+from engine.evaluate.scores import Interrupted, Judge
+from engine.evaluate.scores import evaluate as score
+from engine.journal.directory import RunDirectory
+from engine.train.checkpoint.best import is_better
+from engine.train.checkpoint.files import mark_best
+from engine.train.checkpoint.manager import Saver
+from engine.train.checkpoint.run_state import Best, RunState
+from engine.train.monitor.journal import Journal
+from engine.train.monitor.watchdog import Watchdog
+from engine.train.recovery.failure import Failure
+from engine.train.recovery.ladder import Remedy
+from engine.train.run_requests import Wishes
+from engine.train.setup import Bench
+from engine.train.step.context import Backoff
+from engine.train.strategy.collective_evaluation import Company
+from engine.train.strategy.zero import keep_company
+
+
+class Examiner:
+    """Scores the run's weights as they are, and keeps `state.best`."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        state: RunState,
+        directory: RunDirectory,
+        journal: Journal,
+        wishes: Wishes,
+        saver: Saver,
+        watchdog: Watchdog,
+    ) -> None:
+        self._bench, self._state, self._directory = bench, state, directory
+        self._journal, self._wishes, self._saver, self._watchdog = journal, wishes, saver, watchdog
+        self._ranks, self._asked = bench.parts.ranks, bench.spec.recipe.eval
+        self._judge = self._make_judge()
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to score."""
+        return self._bench.prepared.validation is not None
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the recipe's early stopping says that it does not get better any more."""
+        patience = self._asked.early_stopping_patience
+        return patience is not None and self._state.best.since >= patience
+
+    def evaluate(self) -> bool:
+        """Score the validation set; note the best and save it. False when it was ended early."""
+        metrics = self._ranks.behind_first(self._score)
+        if metrics is None:
+            return False
+        self._state.last_evaluated = self._state.step
+        if self._state.step:
+            self._compare_with_best(metrics)
+        self._journal.phase("training")
+        return True
+
+    def _score(self) -> dict[str, float] | None:
+        """The metrics of the validation set; None when there is none, or the evaluation was ended early."""
+        validation, asked = self._bench.prepared.validation, self._asked
+        if validation is None:
+            return None
+        self._journal.phase("evaluating")
+        began = time.perf_counter()
+        try:
+            with self._watchdog.over("evaluation", f"the evaluation after step {self._state.step}"):
+                scores = score(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
+        except Interrupted:
+            return None
+        self._journal.write(
+            "eval",
+            step=self._state.step,
+            metrics=scores.metrics,
+            samples=scores.samples,
+            count=scores.count,
+            seconds=round(time.perf_counter() - began, 3),
+        )
+        return scores.metrics
+
+    def _compare_with_best(self, metrics: dict[str, float]) -> None:
+        best, name = self._state.best, self._bench.spec.recipe.checkpoint.best_metric
+        value = metrics.get(name)
+        if value is None:
+            return
+        if not is_better(value, best.value, name, self._asked.early_stopping_threshold):
+            best.since += 1
+            return
+        self._state.best = Best(self._state.step, value)
+        if not self._saver.save_if_possible(f"best {name}"):
+            self._state.best = best
+        elif self._ranks.is_first:
+            mark_best(self._directory.checkpoints, self._state.step, name, value)
+
+    def _make_judge(self) -> Judge:
+        parts = self._bench.parts
+        judge = Judge(
+            device=parts.device,
+            loaded=parts.loaded,
+            loss=parts.loss,
+            cost=parts.cost if parts.sharers == 1 else cost_alone(self._bench.spec),
+            budget=CostBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
+            generate=self._bench.spec.recipe.generate,
+            report=self._failed,
+            interrupted=self._interrupted,
+        )
+        validation = self._bench.prepared.validation
+        if validation is not None and parts.sharded:
+            Company(judge, validation, parts, parts.sharded)
+        elif validation is not None and parts.zero and parts.zero.spreads_weights:
+            keep_company(judge, validation, parts)
+        return judge
+
+    def _failed(self, failure: Failure, remedy: str, before: Any, after: Any) -> None:
+        report = self._bench.parts.report
+        rank = self._judge.failed_rank
+        report(Backoff(self._state.step, failure, Remedy(remedy, before, after), None, None, 1, None, rank))
+
+    def _interrupted(self) -> bool:
+        """Asked between two pieces of an evaluation."""
+        self._watchdog.goes_on()
+        return self._wishes.look()

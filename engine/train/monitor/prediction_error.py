@@ -1,0 +1,96 @@
+"""What the run's memory was made of, measured, beside what the budget predicts for the very micro-batch that ran.
+
+Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte blocks that CUDA's caching
+allocator and the metered device hand out; what the peak holds beyond them were activations and working memory. The
+prediction is divided in the same way. It is not the plan's: that one is for the longest sequences the data may have.
+
+Try: `tunedeck show last` after a run has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.budget.architecture import from_config
+from engine.budget.predict import predict
+from engine.errors import UnknownArchitectureError
+from engine.model.config import model_config_dict
+from engine.spec.schema.run import RunSpec
+from engine.train.monitor.memory_breakdown import bytes_of
+from engine.train.step.context import Parts
+from engine.train.step.optimizer import state_tensors
+
+MISS = 0.05
+"""Share of the peak by which a prediction may be wrong before it is worth a warning."""
+OUTSIDE_STEPS = ("load", "evaluate", "generate")
+STATIC = ("weights", "adapters", "optimizer")
+UNPLANNED = ("chunk_loss", "max_length")
+"""Remedies that the recipe has no key for, so that nothing is predicted under them."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The step that held most: how much, its dearest micro-batch, and the run as it stood."""
+
+    peak_bytes: int
+    rows: int
+    length: int
+    spec: RunSpec
+    predictable: bool
+
+
+def measured(parts: Parts, peak: Peak | None) -> dict[str, Any]:
+    """`{"peak_bytes", "components", "sequences", "length", "predicted"}` for the largest peak of the run's steps.
+
+    `predicted` holds the same components and their sum; it is left out where the budget has no closed form.
+    """
+    trainable = parts.loaded.trainable()
+    on_host = parts.guard.host_state.on
+    adapters = bytes_of(parameter for name, parameter in trainable if "lora_" in name)
+    components = {
+        "weights": bytes_of(tensor for _, tensor in parts.loaded.held()) - adapters,
+        "adapters": adapters,
+        "optimizer": 0 if on_host else bytes_of(tensor for _, tensor in state_tensors(parts.optimizer, trainable)),
+        "gradients": bytes_of(p for _, p in trainable),
+    }
+    if parts.zero:
+        components |= {"optimizer": bytes_of(parts.zero.held), "gradients": parts.zero.gradient_bytes}
+    peak_bytes = peak.peak_bytes if peak else 0
+    components["activations"] = max(0, peak_bytes - sum(components.values()))
+    found: dict[str, Any] = {"peak_bytes": peak_bytes, "components": components}
+    if peak is None:
+        return found
+    found |= {"sequences": peak.rows, "length": peak.length}
+    foretold = _predicted(peak) if parts.measures and peak.predictable else None
+    return found | ({"predicted": foretold} if foretold else {})
+
+
+def _predicted(peak: Peak) -> dict[str, Any] | None:
+    try:
+        arch = from_config(model_config_dict(peak.spec))
+    except UnknownArchitectureError:
+        return None
+    phases = predict(arch, peak.spec, rows=peak.rows, length=peak.length).phases
+    peak_bytes = max(sum(parts.values()) for name, parts in phases.items() if name not in OUTSIDE_STEPS)
+    components = {name: phases["forward"].get(name, 0) for name in STATIC}
+    components["gradients"] = phases["optimizer_step"]["gradients"]
+    components["activations"] = max(0, peak_bytes - sum(components.values()))
+    return {"peak_bytes": peak_bytes, "components": components}
+
+
+def miss(found: dict[str, Any]) -> tuple[str, str] | None:
+    """What `measured` found in words, and what to do, where the prediction was off by more than MISS; else None."""
+    foretold = found.get("predicted")
+    if not foretold or abs(foretold["peak_bytes"] - found["peak_bytes"]) <= MISS * found["peak_bytes"]:
+        return None
+    differences = {name: found["components"][name] - foretold["components"][name] for name in found["components"]}
+    name = max(differences, key=lambda each: abs(differences[each]))
+    share = 100 * (foretold["peak_bytes"] / found["peak_bytes"] - 1)
+    text = (
+        f"memory was predicted {abs(share):.0f} % too {'high' if share > 0 else 'low'}: "
+        f"{foretold['peak_bytes'] / 2**20:,.1f} MiB for {found['sequences']} × {found['length']} tokens, and "
+        f"{found['peak_bytes'] / 2**20:,.1f} MiB were held; most of the difference is in {name} "
+        f"({differences[name] / 2**20:+,.1f} MiB)"
+    )
+    return text, "tunedeck plan --exact simulates the step instead; the run itself goes by what it measures"

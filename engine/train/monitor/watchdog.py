@@ -1,0 +1,106 @@
+"""Notices work that does not end (a step, a stretch of an evaluation, the writing of a checkpoint): says so in the
+journal, once, and writes what every thread is doing to the log.
+
+It ends nothing. A run of several devices is started again when a rank does not answer the others in time; a run of one
+may be waiting for a file system or a debugger, and only its user can know. Ranks that wait behind rank 0 while it works
+alone wait as long as its process lives, so there it is this warning that tells.
+
+Try: `pytest tests/train/test_watchdog.py`
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.train.monitor.journal import Journal
+
+SHARE_OF_PATIENCE = 0.5
+"""Of the time that ranks wait for each other: the stacks are in the log before the stuck process is ended."""
+
+TIMES_THE_LONGEST = 10.0
+"""What takes this many times the longest of its kind so far is not like the others."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that should end."""
+
+    kind: str
+    name: str
+    """With an article or a number, for a sentence."""
+    began: float
+
+
+class Watchdog:
+    """Watches one piece of work after another."""
+
+    def __init__(
+        self, journal: Journal, patience_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._journal, self._clock = journal, clock
+        self._least_seconds = SHARE_OF_PATIENCE * patience_seconds
+        self._longest_seconds: dict[str, float] = {}
+        """Of each kind."""
+        self._watched: Work | None = None
+        self._told: Work | None = None
+
+    @contextmanager
+    def over(self, kind: str, name: str) -> Iterator[None]:
+        """The block is work of this kind."""
+        self._watched = Work(kind, name, self._clock())
+        try:
+            yield
+        finally:
+            self.goes_on()
+            self._watched = None
+
+    def goes_on(self) -> None:
+        """The present work is not stuck: it has come a piece further, and the next piece is watched."""
+        if self._watched is not None:
+            work, now = self._watched, self._clock()
+            longest = self._longest_seconds.get(work.kind, 0.0)
+            self._longest_seconds[work.kind] = max(longest, now - work.began)
+            self._watched = Work(work.kind, work.name, now)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the block runs, work is watched."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(over,), name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _watch(self, over: threading.Event) -> None:
+        while not over.wait(min(1.0, self._least_seconds / 4)):
+            self.look()
+
+    def look(self) -> None:
+        """Tell of the present work if it takes too long and was not told of."""
+        work, now = self._watched, self._clock()
+        if work is None or work == self._told:
+            return
+        longest = self._longest_seconds.get(work.kind, 0.0)
+        if now - work.began >= max(self._least_seconds, TIMES_THE_LONGEST * longest):
+            self._told = work
+            self._tell(work, now - work.began, longest)
+
+    def _tell(self, work: Work, seconds: float, longest: float) -> None:
+        sys.stderr.write(f"{work.name} does not go on; what every thread is doing:\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(sys.stderr.fileno())
+        before = f"the longest before took {longest:.1f} s" if longest else "it is the first"
+        self._journal.warn(
+            "stuck",
+            f"{work.name} has stood for {seconds:.0f} s and does not go on; {before}",
+            "what every thread was doing is in engine.log (of other ranks: in ranks/)",
+        )

@@ -1,0 +1,1 @@
+"""What happens after an allocation failure."""

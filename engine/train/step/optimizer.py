@@ -1,0 +1,199 @@
+"""Optimizers: built from the recipe, their state allocated before the first step, their step made all-or-nothing.
+
+State is allocated up front so that what a run holds is known in the first minute, and without advancing the step
+counters, so that training is bit-equal to lazy allocation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from engine.device.base import Device
+from engine.errors import EnvironmentProblem
+from engine.model.groups import parameter_groups
+from engine.spec.schema.recipe import Train
+from engine.train.step.optimizer_offload import HostState
+
+SNAPSHOT_LIMIT_BYTES = 512 * 2**20
+"""Trainables plus state up to this size are copied to the host before a step that may allocate: 0.5 GiB takes about
+10 ms over PCIe 5 (64 GB/s, datasheet). Above it the last checkpoint is what a failed step goes back to."""
+
+
+def build_optimizer(train: Train, named: Sequence[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+    """The recipe's optimizer over `named` trainables, each group remembering its own peak rate as `peak_lr`.
+
+    Raises:
+        EnvironmentProblem: adamw_8bit without bitsandbytes.
+    """
+    groups = [dict(group, peak_lr=group.get("lr", train.learning_rate)) for group in parameter_groups(named, train)]
+    if train.optimizer == "adamw_8bit":
+        return _adamw_8bit(groups, train)
+    if train.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=train.learning_rate, foreach=False)
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, fused=True)
+    betas = (train.betas[0], train.betas[1])
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.eps, fused=True)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as missing:
+        raise EnvironmentProblem(
+            'train.optimizer = "adamw_8bit" needs bitsandbytes, which is not installed',
+            fix='pip install "tunedeck[cuda]", or set train.optimizer = "adamw"',
+        ) from missing
+    betas = (train.betas[0], train.betas[1])
+    return AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.eps)
+
+
+def allocate_state(
+    optimizer: torch.optim.Optimizer, settle: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> None:
+    """Allocate all optimizer state, one parameter at a time, leaving every step counter at 0.
+
+    Each tensor of it is what `settle` makes of it, and so lives where that puts it.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            allocate_one(optimizer, group, parameter)
+            state = optimizer.state.get(parameter, {})
+            state.update({key: settle(value) for key, value in state.items() if isinstance(value, torch.Tensor)})
+
+
+def allocate_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Parameter) -> None:
+    """Allocate one parameter's state, through the optimizer's own `_init_group` with a zero gradient, so shapes, dtypes
+    and devices are its own.
+
+    SGD makes its momentum on the first step only: zeros there give that first step the same value.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        if group["momentum"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return
+    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]
+    try:
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))  # type: ignore[attr-defined]
+    finally:
+        parameter.grad = None
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Set every group to `factor` times its peak; returns the first group's rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group["peak_lr"]
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(`parameter name::state name`, tensor) of all tensor state, in a fixed order."""
+    for name, parameter in named:
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                yield f"{name}::{key}", value
+
+
+class StepGuard:
+    """Makes `optimizer.step()` all or nothing.
+
+    torch's fused AdamW and SGD allocate nothing once their state exists (a test counts), so for them no copy is taken.
+    Others are copied to the host first when small enough. What is left, a large model under an optimizer that
+    allocates, has no copy: `restore` returns False after a failure and the caller goes back to the last checkpoint.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]], device: Device
+    ) -> None:
+        self.optimizer, self.device = optimizer, device
+        self.host_state = HostState(optimizer, device)
+        self._named = named
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        self.never_allocates = allocation_free(optimizer)
+        self.takes_copy = not self.never_allocates and size_bytes <= SNAPSHOT_LIMIT_BYTES
+        self._counted = [parameter for _, parameter in named if "step" in optimizer.state.get(parameter, {})]
+        self._copies: list[torch.Tensor] = []
+        self._stepping = False
+        self.steps = 0
+        """Taken and accepted in this process."""
+        self._counters: list[float] = []
+        self.read_counters()
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether a step that fails half-way can be taken back without a checkpoint."""
+        return self.takes_copy or self.never_allocates
+
+    def read_counters(self) -> None:
+        """Take the step counters as they stand; call after state was put back from a checkpoint."""
+        self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
+
+    def prepare(self) -> None:
+        """Take the copies and the room that `step` needs; nothing has changed when that fails. With several ranks none
+        steps before all are prepared: what one has applied only a copy, or a checkpoint, takes back."""
+        self._copies = [self.device.download(tensor) for tensor in self._tensors()] if self.takes_copy else []
+        self.host_state.make_room()
+
+    def step(self) -> None:
+        """`optimizer.step()`. Call `prepare` before. Until `accept`, `restore` says whether it could be undone."""
+        self._stepping = True
+        self.host_state.step()
+
+    def accept(self) -> None:
+        """The step, if one was taken, is final: it went through on every rank."""
+        if self._stepping:
+            self.steps += 1
+            self._counters = [
+                counter + (parameter.grad is not None)
+                for counter, parameter in zip(self._counters, self._counted, strict=True)
+            ]
+        self._let_go()
+
+    def restore(self) -> bool:
+        """Undo a step that raised, or that failed on another rank. True when weights and state are exactly as before
+        it; may be repeated.
+
+        Without a copy the step counters are the witness: fused optimizers advance them before they touch a weight, so
+        counters that stand where they stood mean that nothing was applied.
+        """
+        if self._stepping and self.takes_copy:
+            with torch.no_grad():
+                for tensor, copy in zip(self._tensors(), self._copies, strict=True):
+                    tensor.copy_(copy)
+        elif self._stepping and (not self._counted or self._counters_moved()):
+            return False
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        """Of what was prepared for the step that is over."""
+        self._stepping = False
+        self._copies = []
+        self.host_state.give_room_back()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Everything that a step changes."""
+        state = [tensor for _, tensor in state_tensors(self.optimizer, self._named)]
+        return [parameter.data for _, parameter in self._named] + state
+
+    def _counters_moved(self) -> bool:
+        now = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
+        return now != self._counters
+
+    def forget(self) -> None:
+        """The failed step is undone: state came back from a checkpoint."""
+        self._let_go()
+        self.read_counters()
+
+
+def allocation_free(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step allocates nothing once its state is there."""
+    return isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)) and bool(optimizer.defaults.get("fused"))

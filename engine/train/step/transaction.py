@@ -1,0 +1,328 @@
+"""One optimizer step as a transaction: it consumes its sequences and happens exactly once, or not at all.
+
+`StepTransaction.run` plans micro-batches, accumulates their gradients, clips and steps. When an allocation fails, all
+gradients of the step are dropped, random state and buffers go back, a remedy is chosen, and the same sequences are
+redone. Nothing of the step is visible outside until it is over.
+
+With several ranks a step is a row of stages. Each ends in a vote on whether it succeeded everywhere; a failure on one
+rank costs every rank the attempt, and all go on with the same remedy. Micro-batches themselves need no other rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batching.micro_batches import STAND_IN, MicroBatch, plan_micro_batches
+from engine.device.oom import flush_autograd
+from engine.distributed.assign_samples import deal
+from engine.distributed.deepspeed import EndedByMemoryError
+from engine.distributed.ranks import ALONE
+from engine.errors import DivergedError
+from engine.train.monitor.memory_breakdown import Holdings, holdings
+from engine.train.recovery.consensus import Struck, decide, deciding, exhausted, pool, tell_failure
+from engine.train.recovery.failure import ATTEMPTS, Failure, attempt, retried
+from engine.train.recovery.ladder import Remedy, Situation, choose
+from engine.train.recovery.lesson import lesson_of
+from engine.train.step.computation import StepComputation
+from engine.train.step.context import Backoff, Parts
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One finished step. `loss` is the mean over its target tokens; `applied` is false when nothing was learned."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    target_tokens: int
+    micro_batches: int
+    micro_batch_rows: int
+    samples: int
+    """Sequences that were learned from, or held nothing to learn."""
+    data_wait_seconds: float
+    applied: bool
+    dearest: MicroBatch | None = None
+    """This rank's dearest micro-batch."""
+    overflowed: bool = False
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """What each rank says of the step; empty in a run of one process."""
+
+
+class RolledBackTooFar(Exception):
+    """An optimizer step failed half-way and there is no copy: the caller must reload the last checkpoint."""
+
+
+Stage = Callable[[list[MicroBatch]], None]
+"""A part of a step, over this rank's micro-batches."""
+
+
+Tried = list[tuple[int, str]]
+"""In an optimizer step: the ranks whose failures were acted upon, and the remedies."""
+
+
+class StepTransaction:
+    """Runs optimizer steps over `Parts`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.work = StepComputation(parts)
+        self.failures = 0
+        """Allocation failures that the last step outlived."""
+
+    def run(self, step: int, samples: NDArray[np.int64]) -> StepOutcome:
+        """Consume `samples` (indices into the data) in optimizer step `step`.
+
+        Raises:
+            DivergedError: the loss or the gradients are not finite; the step was not applied.
+            MemoryExhaustedError: no remedy is left; the step was not applied.
+            RolledBackTooFar: the optimizer step failed half-way without a copy to go back to.
+        """
+        if not self._targets(samples):
+            return StepOutcome(0.0, 0.0, self._tokens(samples), 0, 0, 0, len(samples), 0.0, applied=False)
+        self.work.data_wait_seconds, began = 0.0, time.perf_counter()
+        mine = self._share(samples)
+        plan = self._until_it_succeeds(
+            step,
+            mine,
+            [
+                lambda plan: self.work.accumulate(step, mine, plan, max(1, self._targets(samples))),
+                *([self.work.meet] if self.parts.ranks.size > 1 else []),
+                self.work.sum_and_clip,
+                self.work.apply,
+            ],
+        )
+        overflowed = self._conclude(step)
+        told = self._pool(self._facts(plan, time.perf_counter() - began))
+        return StepOutcome(
+            loss=self.work.mean_loss,
+            grad_norm=self.work.grad_norm,
+            tokens=self._tokens(samples),
+            target_tokens=self._targets(samples),
+            micro_batches=max(each["micro_batches"] for each in told),
+            micro_batch_rows=max(each["largest_micro_batch"] for each in told),
+            samples=0 if overflowed else sum(each["samples"] for each in told[:: self.parts.sharers]),
+            data_wait_seconds=self.work.data_wait_seconds,
+            applied=not overflowed,
+            dearest=plan[0] if plan and plan[0].members else None,
+            overflowed=overflowed,
+            ranks=told if self.parts.ranks.size > 1 else [],
+        )
+
+    def probe(self, step: int, samples: NDArray[np.int64]) -> None:
+        """Run the dearest micro-batch that `samples` allow, forward and backward, and drop its gradients.
+
+        What would run out of memory hours later does so now, and the budget is learned before the first step.
+        """
+        mine = self._share(samples)
+
+        def dearest(plan: list[MicroBatch]) -> None:
+            self.work.accumulate(step, mine, plan[:1], max(1, self._targets(samples)))
+
+        self._until_it_succeeds(step, mine, [dearest], "probe_")
+        self.work.drop_gradients()
+        self._pool({})
+
+    def _pool(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's `facts`; what else they have to tell each other after work that went well is told, too."""
+        told = pool(self.parts.ranks, self.parts.budget, {**facts, "outlived": self.parts.outlived.take()})
+        self.parts.outlived.record([each.pop("outlived") for each in told])
+        return told
+
+    def _facts(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
+        """What this rank says of a finished step."""
+        return {
+            "micro_batches": sum(bool(group.members) for group in plan),
+            "largest_micro_batch": _most_rows(plan),
+            "samples": sum(group.rows for group in plan),
+            "busy_seconds": round(self.work.busy_seconds, 4),
+            "step_seconds": round(seconds, 4),
+            "peak_bytes": self.work.peak_bytes,
+            "allocated_bytes": self.parts.device.memory().allocated_bytes,
+        }
+
+    def _until_it_succeeds(
+        self, step: int, samples: NDArray[np.int64], stages: Sequence[Stage], phase_prefix: str = ""
+    ) -> list[MicroBatch]:
+        """Plan and run `stages` over this rank's `samples` until memory suffices on every rank; each failure costs its
+        attempt and nothing else."""
+        parts = self.parts
+        tried: Tried = []
+        retried(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
+        plan = self._plan(samples)
+        while True:
+            struck = self._attempt(step, plan, stages, phase_prefix)
+            self.failures = len(tried)
+            if not struck:
+                parts.guard.accept()
+                return plan
+            self._recover(step, struck, len(tried) + 1)
+            remedy = self._choose(struck, tried, step)
+            plan = self._plan(samples)
+            tried.append((deciding(struck).rank, remedy.name))
+            self._report(step, struck, remedy, _most_rows(plan), len(tried))
+
+    def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
+        parts = self.parts
+        plan = plan_micro_batches(parts.data.lengths[samples], parts.cost, parts.budget.budget_bytes)
+        if not parts.moves_together:
+            return plan
+        # Every pass gathers weights on all ranks, so all of them need as many.
+        return plan + [STAND_IN] * (max(parts.ranks.tell(len(plan))) - len(plan))
+
+    def _tokens(self, samples: NDArray[np.int64]) -> int:
+        return int(self.parts.data.lengths[samples].sum())
+
+    def _targets(self, samples: NDArray[np.int64]) -> int:
+        return int(self.parts.data.target_counts[samples].sum())
+
+    def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the step's samples that this rank works on, by itself or with the others that share them."""
+        ranks, sharers = self.parts.ranks, self.parts.sharers
+        return samples[deal(self.parts.data.lengths[samples], ranks.size // sharers)[ranks.rank // sharers]]
+
+    def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[Struck]:
+        """Run the stages until one fails on any rank; returns who failed in it."""
+        self.work.begin()
+        for stage in stages:
+            failure = attempt(
+                lambda stage=stage: self._all_through(stage, plan),  # type: ignore[misc]
+                self.parts.device,
+                lambda: self.work.phase,
+                self._stock,
+            )
+            if failure is not None:
+                failure = replace(failure, phase=phase_prefix + failure.phase)
+                if self.parts.zero:
+                    raise self._over(step, failure)
+            struck = tell_failure(
+                self.parts.ranks, failure, self.work.in_flight, self.parts.device
+            )
+            if struck:
+                return struck
+        return []
+
+    def _all_through(self, stage: Stage, plan: list[MicroBatch]) -> None:
+        """Run a stage; where ranks launch collectives together in it, so that a failure elsewhere ends it here, too."""
+        if self.parts.joint is None:
+            stage(plan)
+        else:
+            self.parts.joint.together(lambda: stage(plan))
+
+    def _report(self, step: int, struck: Sequence[Struck], remedy: Remedy, rows_after: int, number: int) -> None:
+        for each in struck:
+            self.parts.report(
+                Backoff(step, each.failure, remedy, each.rows, rows_after, number, each.micro_batch, each.rank)
+            )
+
+    def _conclude(self, step: int) -> bool:
+        """Close the step: gradients dropped, the scaler told. True when an fp16 overflow skipped it."""
+        parts = self.parts
+        self.work.drop_gradients()
+        if self.work.is_finite:
+            parts.scaler.succeeded()
+            return False
+        parts.rollback.restore()
+        if not np.isfinite(self.work.mean_loss):
+            raise DivergedError(
+                f"the loss of step {step} is {self.work.mean_loss}; the step was not applied",
+                fix="lower train.learning_rate, or look at the samples of this step for broken values",
+            )
+        if not parts.scaler.can_back_off:
+            raise DivergedError(
+                f"the gradients of step {step} are not finite ({self.work.grad_norm}); the step was not applied",
+                fix="lower train.learning_rate or train.max_grad_norm",
+            )
+        parts.scaler.overflowed()
+        return True
+
+    def _recover(self, step: int, struck: Sequence[Struck], attempts: int) -> None:
+        """After a failure, outside its handler: nothing of the attempt stays alive and all state is as before it, on
+        every rank. Memory may run out in here, too; each part of it may be repeated.
+
+        Raises:
+            RolledBackTooFar: the optimizer step cannot be undone, here or elsewhere.
+        """
+        if all(self.parts.ranks.tell(self._recover_here(step, attempts))):
+            return
+        self._report(step, struck, Remedy("reload"), 0, attempts)
+        raise RolledBackTooFar
+
+    def _recover_here(self, step: int, attempts: int) -> bool:
+        for _ in range(ATTEMPTS):
+            undone: list[bool] = []
+            again = attempt(lambda undone=undone: undone.append(self._put_back()), self.parts.device, lambda: "recover")  # type: ignore[misc]
+            if again is None:
+                return undone[0]
+            self._reporter(step)(again, "retry", attempts)
+        return False
+
+    def _put_back(self) -> bool:
+        self.work.drop_gradients()
+        flush_autograd()
+        if self.parts.sharded:
+            self.parts.sharded.recover()
+        self.parts.device.release_cached()
+        if not self.parts.guard.restore():
+            return False
+        self.parts.rollback.restore()
+        return True
+
+    def _reporter(self, step: int) -> Callable[[Failure, str, int], None]:
+        return partial(self.parts.outlived.note, step=step)
+
+    def _stock(self) -> Holdings:
+        return holdings(self.parts.loaded, self.parts.guard, self.parts.device)
+
+    def _choose(self, struck: Sequence[Struck], tried: Tried, step: int) -> Remedy:
+        """What is done about the failure, by the rank that decides; the others follow it."""
+        parts, decider = self.parts, deciding(struck)
+        remedy = self._chosen(decider, tried) if decider.rank == parts.ranks.rank else None
+        remedy = decide(parts.ranks, parts.knowledge, decider.rank, remedy)
+        if remedy is not None and remedy.name == "optimizer_offload":
+            parts.device.release_cached()
+            parts.static_bytes = parts.device.memory().allocated_bytes
+        if remedy is not None and remedy.name == "max_length":
+            parts.data = parts.data.shortened(remedy.after)
+        if remedy is None:
+            self._report(step, struck, Remedy("give_up"), 0, len(tried) + 1)
+            advice = parts.advise(decider.failure, decider.micro_batch)
+            raise exhausted(decider, advice)
+        return remedy
+
+    def _chosen(self, decider: Struck, tried: Tried) -> Remedy | None:
+        parts = self.parts
+        # What passes on one device says nothing of another: each rank has its own retries.
+        of_it = [name for rank, name in tried if rank == decider.rank]
+        now = Situation(
+            parts.device, parts.loaded, parts.loss, parts.budget, decider.failure, decider.micro_batch,
+            parts.static_bytes, parts.guard, parts.data, of_it, parts.standing,
+        )  # fmt: skip
+        remedy = choose(parts.ladder, now)
+        parts.static_bytes, parts.data = now.static_bytes, now.data
+        return remedy
+
+    def _over(self, step: int, failure: Failure) -> Exception:
+        """Why this attempt of the run is over on all ranks: memory ran out here, where no vote can tell the others.
+        With it goes what the next attempt should know, unless no remedy is left."""
+        parts = self.parts
+        self.work.drop_gradients()
+        struck = replace(tell_failure(ALONE, failure, self.work.in_flight, parts.device)[0], rank=parts.ranks.rank)
+        remedy = self._chosen(struck, [])
+        if remedy is None:
+            self._report(step, [struck], Remedy("give_up"), 0, 1)
+            return exhausted(struck, parts.advise(failure, struck.micro_batch))
+        return EndedByMemoryError(
+            f"memory ran out in {failure.phase} of step {step} on rank {parts.ranks.rank}",
+            lesson_of(step, struck, remedy, parts.knowledge),
+        )
+
+
+def _most_rows(plan: Sequence[MicroBatch]) -> int:
+    return max((group.rows for group in plan), default=0)

@@ -1,0 +1,84 @@
+"""Evaluation by rank 0 with weights that are spread over ranks: the others keep it company in every forward pass.
+
+Rank 0 decides what is computed, when memory runs out, too; each pass is asked of all ranks, which run the same samples,
+and only rank 0 keeps the result. Nobody enters a pass that the others do not.
+
+Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from engine.data.tokens import TokenData
+from engine.device.base import Device
+from engine.distributed.sharded import Sharded
+from engine.distributed.voted_group import Joint
+from engine.evaluate.scores import Judge, answers_to, judging, loss_sum
+from engine.train.recovery.consensus import deciding, tell_failure
+from engine.train.recovery.failure import Failure, attempt
+from engine.train.step.context import Parts
+
+
+class Company:
+    """Makes `judge` perform its passes over `data` on all ranks. Every rank makes one."""
+
+    def __init__(self, judge: Judge, data: TokenData, parts: Parts, sharded: Sharded) -> None:
+        self._judge, self._data, self._parts, self._sharded = judge, data, parts, sharded
+        self._asked_for: Callable[[], None] | None = None
+        self._failure: Failure | None = None
+        judge.perform = self.perform
+        judge.choosing.append(SameTokens(sharded.joint, parts.device))
+        parts.ranks.duties |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
+
+    def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> Failure | None:
+        """On rank 0: run `action` here and the same pass everywhere; the failure of any rank."""
+        self._asked_for, self._failure = action, None
+        self._parts.ranks.ask(kind, members=[int(member) for member in members])
+        self._asked_for = None
+        return self._failure
+
+    def _duty(self, kind: str) -> Callable[..., None]:
+        passes: dict[str, Callable[[list[int]], object]] = {
+            "evaluate": lambda members: loss_sum(self._judge, self._data, np.array(members)),
+            "generate": lambda members: answers_to(self._judge, self._data, members),
+        }
+
+        def duty(members: list[int]) -> None:
+            self._run(kind, self._asked_for or (lambda: passes[kind](members)))
+
+        return duty
+
+    def _run(self, kind: str, action: Callable[[], object]) -> None:
+        parts = self._parts
+
+        def run() -> None:
+            model = parts.loaded.model
+            with judging(model), self._sharded.judging(gathers_head=kind == "generate"):
+                action()
+
+        failure = attempt(lambda: self._sharded.joint.together(run), parts.device, lambda: kind)
+        struck = tell_failure(parts.ranks, failure, None, parts.device)
+        if struck:
+            parts.device.release_cached()
+            self._judge.failed_rank, self._failure = deciding(struck).rank, deciding(struck).failure
+
+
+class SameTokens(LogitsProcessor):
+    """Every rank's answers go on with the tokens that rank 0 chose. Rounding may differ between devices, and a rank
+    that ended an answer before the others would be missed at their next gathering."""
+
+    def __init__(self, joint: Joint, device: Device) -> None:
+        self._joint, self._device = joint, device
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B, V] in place: minus infinity but for rank 0's token of each row."""
+        with self._device.host_region():
+            tokens_B = scores.argmax(-1).cpu()
+            self._joint.from_first(tokens_B)
+            tokens_B1 = tokens_B.unsqueeze(-1).to(scores.device)
+            return scores.fill_(float("-inf")).scatter_(1, tokens_B1, 0.0)

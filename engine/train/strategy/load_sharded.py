@@ -1,0 +1,120 @@
+"""A run's model and loss over several ranks that each hold a part of the weights: loaded, spread, put together again.
+
+Rank 0 reads or makes the model in its host memory and spreads it, group by group; the others build the same model
+without memory. What is saved goes back the same way.
+
+Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedTokenizerBase
+
+from engine.budget.shards import require_shards
+from engine.device.base import Device
+from engine.distributed.ranks import Ranks
+from engine.distributed.sharded import Head, Sharded, Whole, groups_of
+from engine.distributed.voted_group import Joint
+from engine.distributed.weight_broadcast import FromFirst
+from engine.model.head import find_head
+from engine.model.load import LoadedModel, load_model
+from engine.model.loaded import plain_name
+from engine.model.loss import LossFunction, loss_of
+from engine.spec.schema.run import RunSpec
+from engine.train.recovery.consensus import exhausted, tell_failure
+from engine.train.recovery.failure import ATTEMPTS, Failure, attempt, retried
+from engine.train.recovery.ladder import Remedy
+from engine.train.step.context import Backoff
+
+HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
+
+
+def load_sharded(
+    spec: RunSpec,
+    device: Device,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    report: Callable[[Backoff], None],
+    told: Callable[[Failure, str, int], None],
+) -> tuple[LoadedModel, LossFunction, Sharded]:
+    """The model in shards and its loss; begun anew on all ranks where memory runs out on one, a few times.
+
+    `report` is for failures that all ranks know of, `told` for this one's own.
+
+    Raises:
+        MemoryExhaustedError: memory ran out each time.
+        UsageError, EnvironmentProblem: see `load_model`; on rank 0.
+        EnvironmentProblem: torch is too old for shards; on all of them.
+        LostRankError: another rank could not go on.
+    """
+    require_shards()
+    joint = ranks.joint()
+    made: list[tuple[LoadedModel, LossFunction, Sharded]] = []
+    for number in range(1, ATTEMPTS + 1):
+        loaded = _built(spec, device, tokenizer, ranks, told)
+
+        def spread(loaded: LoadedModel = loaded) -> None:
+            made.append(_spread(spec, device, loaded, ranks, joint))
+
+        failure = attempt(lambda spread=spread: joint.together(spread), device, lambda: "load")  # type: ignore[misc]
+        struck = tell_failure(ranks, failure, None, device)
+        if not struck:
+            return made[0]
+        made.clear()
+        del loaded, spread
+        device.release_cached()
+        for each in struck:
+            remedy = Remedy("retry" if number < ATTEMPTS else "give_up")
+            report(Backoff(0, each.failure, remedy, 0, 0, number, failed_rank=each.rank))
+    raise exhausted(struck[0], "a profile with more memory or more devices")
+
+
+def _built(
+    spec: RunSpec,
+    device: Device,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    told: Callable[[Failure, str, int], None],
+) -> LoadedModel:
+    """The whole model in rank 0's host memory, without memory elsewhere."""
+    read: list[LoadedModel] = []
+
+    def read_first() -> None:
+        with device.host_region():
+            read.append(retried(lambda: load_model(spec, device, tokenizer, HOST), "load", device, told))
+
+    ranks.behind_first(read_first)
+    return read[0] if read else load_model(spec, device, tokenizer, NOWHERE)
+
+
+def _spread(
+    spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, joint: Joint
+) -> tuple[LoadedModel, LossFunction, Sharded]:
+    head = Head(find_head(loaded.base).project)
+    groups = groups_of(loaded.model, loaded.base.get_input_embeddings(), head, loaded.base._no_split_modules or ())
+    with device.host_region():
+        mesh = init_device_mesh(device.torch_device.type, (ranks.size,))
+    sharded = Sharded(
+        Whole(loaded.model, head),
+        groups,
+        mesh,
+        joint,
+        drops_weights=spec.profile.parallel.shard == "parameters",
+        fill=FromFirst(ranks, joint, device),
+        host_region=device.host_region,
+    )
+    device.adopt(loaded.model.buffers())
+    loaded.parts = {plain_name(name): part for name, part in sharded.parts().items()}
+    return loaded, _loss(spec, device, loaded, sharded), sharded
+
+
+def _loss(spec: RunSpec, device: Device, loaded: LoadedModel, sharded: Sharded) -> LossFunction:
+    with sharded.judging(gathers_head=True):
+        loss = loss_of(spec.recipe.train, loaded, device)
+    sharded.whole.computes(loss)
+    loss.through = sharded.whole
+    return loss

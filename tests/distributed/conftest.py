@@ -1,0 +1,28 @@
+"""The command line for the tests of launchers, and one process's run for those of several ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import tunedeck
+from tests.distributed.steps import SAMPLES
+from tests.distributed.supervised import with_ranks
+from tests.train.harness import losses, new_run, train, write_samples
+
+__all__ = ["tunedeck"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the samples of all runs in it."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_samples(folder / SAMPLES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def curve(folder: Path) -> dict[int, float]:
+    """The losses of one process."""
+    code, told = train(new_run(folder / "alone", with_ranks(folder, 1)))
+    assert code == 0
+    return losses(told)

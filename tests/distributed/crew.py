@@ -1,0 +1,60 @@
+"""Real ranks for tests: processes over gloo on this machine, started once for many cases.
+
+Not a test module. `run_crew(cases, size)` runs every case in order on all ranks, each a process of its own, and returns
+{case name: [result of rank 0, result of rank 1, ...]}. A case is a module-level function of (ranks, folder), or a
+partial of one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from engine.distributed.ranks import Ranks, joined
+from engine.train.recovery.failure import quick_to_collect
+
+multiprocessing.set_forkserver_preload(["tests.distributed.steps", "transformers.models.qwen2.modeling_qwen2"])
+"""Ranks are forked from a process that has imported this and never does anything else: importing the engine takes
+seconds of a processor, and there are dozens of ranks."""
+
+Case = Callable[[Ranks, Path], Any]
+LIMIT_SECONDS = 300.0
+"""Ranks that wait for each other for so long are in a deadlock, on the slowest machine."""
+
+
+def run_crew(
+    cases: Sequence[Case], folder: Path, *, size: int = 2, limit_seconds: float = LIMIT_SECONDS
+) -> dict[str, list[Any]]:
+    """Run `cases` on `size` ranks that wait for each other up to the limit; what a case raises on any rank fails the
+    call."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = size, port, list(cases), str(folder), limit_seconds
+    mp.start_processes(_member, args=arguments, nprocs=size, start_method="forkserver")
+    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(size)]
+    return {name_of(case): [result[name_of(case)] for result in results] for case in cases}
+
+
+def name_of(case: Case) -> str:
+    """The function's own."""
+    return str((case.func if isinstance(case, partial) else case).__name__)
+
+
+def _member(rank: int, size: int, port: int, cases: list[Case], folder: str, limit_seconds: float) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    with joined(limit_seconds, "cpu") as ranks, quick_to_collect():
+        results = {name_of(case): case(ranks, Path(folder)) for case in cases}
+        torch.save(results, Path(folder) / f"rank-{rank}.pt")
+        ranks.tell("done")

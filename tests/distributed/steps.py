@@ -1,0 +1,246 @@
+"""Optimizer steps on a crew of ranks: what the tests and the torture of ranks share.
+
+Not a test module. Every rank builds the bench of the real engine on a metered device of its own. How allocations are
+made to fail there is in `tests.distributed.faults`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from engine.batching.cost import price
+from engine.budget.installed import installed, older
+from engine.budget.shards import SHARDS_SINCE
+from engine.distributed.ranks import Ranks
+from engine.spec.schema.run import RunSpec
+from engine.train.monitor.journal import Journal
+from engine.train.setup import Bench, set_up
+from engine.train.step.context import Backoff
+from engine.train.step.transaction import StepTransaction
+from tests.distributed.faults import Fault, Witness, differences
+from tests.train.harness import make_spec, write_samples
+from tests.train.rig import replace_optimizer, write_model
+
+SAMPLES = "samples.jsonl"
+STEPS = 2
+MEASUREMENTS = 3
+FULL: dict[str, Any] = {"method": {"kind": "full"}}
+LORA: dict[str, Any] = {"method": {"kind": "lora", "rank": 4}}
+LADDER = {"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]}
+"""Rungs that move memory to the host change the level that "nothing left over" is measured from."""
+
+NO_SHARDS = older(installed("torch"), SHARDS_SINCE)
+NEEDS_SHARDS = pytest.mark.skipif(NO_SHARDS, reason="this torch is too old to spread weights over ranks")
+
+
+def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:
+    """A small run on `ranks` metered devices, with micro-batches of two sequences.
+
+    `eps` is large enough that AdamW does not blow up the rounding of gradients near zero to whole learning rates.
+    """
+    train = {"micro_batch": 2, "batch_size": 10, "max_steps": 6, "eps": 1e-4, **tables.get("train", {})}
+    asked = tables.get("parallel", {"strategy": "replicated"}) if ranks > 1 else {"strategy": "single"}
+    tables = {name: table for name, table in tables.items() if name != "parallel"}
+    spec = make_spec(folder / SAMPLES, memory_gib=1.0, **{**tables, "train": train})
+    parallel = spec.profile.parallel.model_copy(update=asked)
+    device = spec.profile.device.model_copy(update={"count": ranks})
+    return spec.model_copy(
+        update={"profile": spec.profile.model_copy(update={"device": device, "parallel": parallel})}
+    )
+
+
+def sharded(kind: dict[str, Any], shard: str, *, tied: bool = False, **train: Any) -> dict[str, Any]:
+    """Tables of a run in shards (`shard`: "gradients" or "parameters"), on a model whose head may be tied."""
+    parallel = {"strategy": "sharded", "shard": shard}
+    return {**kind, "parallel": parallel, "train": train, "backoff": LADDER, "tied": tied}
+
+
+def small_model(folder: Path, tables: dict[str, Any], *, layers: int = 2, width: int = 16) -> dict[str, Any]:
+    """The same tables with a model in `folder` that is small enough for many steps."""
+    tied = tables["tied"]
+    model = {"id": str(write_model(folder / f"model-{layers}-{width}-{tied}", layers, width, tied=tied))}
+    return {**{name: table for name, table in tables.items() if name != "tied"}, "model": model}
+
+
+def write_equal_samples(path: Path, count: int) -> None:
+    """`count` samples of 64 tokens each, nearly all of them targets: no tensor of so small a model is rounded up by
+    much, so that what is measured can be held to the plan."""
+    sample = json.dumps({"prompt": "ab", "completion": "abcdefg " * 7 + "abcde"})
+    path.write_text(f"{sample}\n" * count)
+
+
+class Workbench:
+    """A bench on one rank that can be put back to its first state and stepped again."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        tables: dict[str, Any],
+        *,
+        capacity_bytes: int = 2**30,
+        at_start: Fault | None = None,
+    ) -> None:
+        """`tables` of the recipe; "torch_optimizer" replaces its optimizer by one of torch's (`tests.train.rig`). With
+        `at_start` an allocation fails while this rank sets up."""
+        if ranks.is_first:
+            write_samples(folder / SAMPLES)
+        ranks.tell("written")
+        self.ranks, self.told = ranks, list[Backoff]()
+        self.device = Witness(capacity_bytes)
+        self._active = self.device.activate()
+        self._active.__enter__()
+        tables = dict(tables)
+        torch_optimizer = tables.pop("torch_optimizer", None)
+        self.spec = spec_of(folder, ranks.size, tables)
+        if at_start:
+            at_start.spring(self.device)
+        self.bench: Bench = set_up(self.spec, self.device, Journal(None), self.told.append, ranks)
+        if torch_optimizer:
+            replace_optimizer(self.bench, torch_optimizer)
+        self.asked = 0, 0
+        """Allocations asked for by the end of the last steps: of the device, of the host."""
+        self._applied: list[Tensor | None] = []
+        """Gradients as the optimizer was last given them: of this rank's parts, where each holds a part."""
+        self.bench.parts.optimizer.register_step_pre_hook(self._look)
+        self.transaction = StepTransaction(self.bench.parts)
+        self.transaction.probe(1, self.bench.order.step(1))
+        with self.device.host_region():
+            self._weights = [parameter.detach().clone() for parameter in self.transaction.work.parameters]
+            self._state = deepcopy(self.bench.parts.optimizer.state_dict())
+            self._knowledge = deepcopy(self.bench.parts.knowledge.as_json())
+
+    def close(self) -> None:
+        """Leave the device."""
+        self._active.__exit__(None, None, None)
+
+    def reset(self) -> None:
+        """As it was after set-up."""
+        parts = self.bench.parts
+        with self.device.host_region(), torch.no_grad():
+            for parameter, first in zip(self.transaction.work.parameters, self._weights, strict=True):
+                parameter.copy_(first)
+            for state, first in zip(
+                parts.optimizer.state.values(), self._state["state"].values(), strict=True
+            ):
+                for key, tensor in first.items():
+                    state[key].copy_(tensor)
+        parts.guard.forget()
+        parts.knowledge.adopt(deepcopy(self._knowledge))
+        self.told.clear()
+
+    def steps(self) -> dict[str, Any]:
+        """Take the first steps; returns losses, norms, gradients of each, and the weights after them. All ranks call
+        it; gradients and weights are whole on each."""
+        outcomes, gradients = [], []
+        for step in range(1, STEPS + 1):
+            outcomes.append(self.transaction.run(step, self.bench.order.step(step)))
+            gradients.append(self._applied)
+        # What is asked for from here on is no part of the steps.
+        self.asked = len(self.device.asked), self.device.host_allocations
+        self.device.fail_at(None)
+        self.device.fail_host_at(None)
+        return {
+            "losses": [outcome.loss for outcome in outcomes],
+            "norms": [outcome.grad_norm for outcome in outcomes],
+            "samples": [outcome.samples for outcome in outcomes],
+            "gradients": [self._whole(each) for each in gradients],
+            "weights": self._whole(self.transaction.work.parameters),
+        }
+
+    def memory(self) -> tuple[int, int]:
+        """(planned, measured) peak bytes of this rank in steps. All ranks call it.
+
+        gloo's own thread lets go of a buffer some time after its operation, which can only add: the least counts.
+        """
+        plan = price(self.spec, int(self.bench.parts.data.lengths.max())).plan
+        assert plan is not None
+        self.reset()
+        peaks = []
+        # The first step is not measured: what it would leave behind shows in those after it.
+        for step in range(1, MEASUREMENTS + 2):
+            self.transaction.work.peak_bytes = 0
+            self.transaction.run(step, self.bench.order.step(step))
+            peaks.append(self.transaction.work.peak_bytes)
+        return plan.peak_bytes, min(peaks[1:])
+
+    def _look(self, *_: Any) -> None:
+        # Unseen by the device: nothing fails here.
+        with _disable_current_modes():
+            grads = [parameter.grad for parameter in self.transaction.work.parameters]
+            self._applied = [None if grad is None else grad.detach().clone() for grad in grads]
+
+    def _whole(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Tensors of all parameters that learn, put together from all ranks, in one row."""
+        parameters, sharded = self.transaction.work.parameters, self.bench.parts.sharded
+        with self.device.host_region(), torch.no_grad():
+            pairs = zip(tensors, parameters, strict=True)
+            filled = [torch.zeros_like(p) if tensor is None else tensor.detach() for tensor, p in pairs]
+            if sharded is not None:
+                filled = [_gathered(part, of) for part, of in zip(filled, sharded.wholes().values(), strict=True)]
+            return torch.cat([tensor.double().view(-1) for tensor in filled])
+
+
+def planned_memory(ranks: Ranks, folder: Path, cases: Mapping[Any, dict[str, Any]]) -> dict[Any, tuple[int, int]]:
+    """Case = (planned, measured) peak bytes of this rank, for tables of recipes, where every sequence is as long as the
+    longest. All ranks call it."""
+    equal = folder / "equal.jsonl"
+    if ranks.is_first:
+        write_equal_samples(equal, 64)
+    ranks.tell("written")
+    found = {}
+    for name, tables in cases.items():
+        data = {"sources": [{"name": "main", "path": str(equal)}]}
+        work = Workbench(folder, ranks, {**tables, "data": data})
+        found[name] = work.memory()
+        work.close()
+    return found
+
+
+def on_uneven_devices(ranks: Ranks, folder: Path, tables: dict[str, Any]) -> dict[str, Any]:
+    """Steps where rank 1 has room for much smaller micro-batches than the others. Beside what they come to: the ranks
+    that failed, with the remedies, and the budget afterwards. All ranks call it."""
+    peaks = []
+    for rows in (1, 5):
+        tables = {**tables, "train": {"micro_batch": rows}}
+        work = Workbench(folder, ranks, tables)
+        work.steps()
+        peaks.append(work.transaction.work.peak_bytes)
+        work.close()
+    tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
+    work = Workbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
+    result = work.steps()
+    result["told"] = [(each.failed_rank, each.remedy.name) for each in work.told]
+    result["budget"] = work.bench.parts.budget.as_json()
+    work.close()
+    return result
+
+
+def wrong_on_uneven_devices(by_rank: Sequence[dict[str, Any]], expected: dict[str, Any]) -> list[str]:
+    """What is wrong with such steps: it has to be rank 1 alone that failed, and what it learned has to be the budget of
+    all."""
+    first = by_rank[0]
+    found = [f"rank {rank} failed" for rank, _ in first["told"] if rank != 1]
+    found += [] if first["told"] else ["no rank failed"]
+    for rank, result in enumerate(by_rank):
+        if (result["told"], result["budget"]) != (first["told"], first["budget"]):
+            found.append(f"rank {rank} knows {result['told']}, {result['budget']}; rank 0 {first}")
+        found += [f"rank {rank}: {words} differ" for words in differences(result, expected)]
+    return found
+
+
+def _gathered(part: Tensor, whole: DTensor) -> Tensor:
+    spread = DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return spread.full_tensor()

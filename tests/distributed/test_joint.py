@@ -1,0 +1,93 @@
+"""A rank that fails on its way to a collective is heard by those who would have waited in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.device.metered import MeteredDevice
+from engine.distributed.ranks import Ranks
+from engine.distributed.voted_group import Joint
+from engine.train.recovery.failure import attempt
+from engine.train.strategy.collective_evaluation import SameTokens
+from tests.distributed.crew import run_crew
+
+
+def rounds_of(ranks: Ranks, joint: Joint, failing: dict[int, int]) -> Callable[[list[int]], None]:
+    """Three collectives; on rank r the failing[r]-th allocates too much, the fourth being after the last of them."""
+
+    def work(done: list[int]) -> None:
+        for number in range(1, 5):
+            size = 2**20 if failing.get(ranks.rank) == number else 1
+            here = torch.ones(size)
+            if number < 4:
+                joint.ready()
+                dist.all_reduce(here[:1])
+                done.append(int(here[0]))
+
+    return work
+
+
+def failures(ranks: Ranks, _folder: Path) -> Any:
+    device, found = MeteredDevice(2**20), []
+    with device.activate():
+        joint = Joint(dist.group.WORLD, device.host_region)
+        for failing in ({}, {1: 1}, {0: 2}, {1: 4}, {0: 3, 1: 3}, {0: 4, 1: 1}, {}):
+            done: list[int] = []
+            work = rounds_of(ranks, joint, failing)
+            failure = attempt(lambda: joint.together(lambda: work(done)), device, lambda: "trying")  # noqa: B023
+            found.append((failure is not None, len(done), left_on(device)))
+    return found
+
+
+def left_on(device: MeteredDevice) -> int:
+    """Bytes still there once gloo's own thread has let go of the last collective's tensor, soon after it returned."""
+    patience = time.monotonic() + 5.0
+    while device.memory().allocated_bytes and time.monotonic() < patience:
+        time.sleep(0.001)
+    return device.memory().allocated_bytes
+
+
+def tokens(ranks: Ranks, _folder: Path) -> Any:
+    """What each rank goes on with where rounding has two rows of scores come out differently."""
+    device = MeteredDevice(2**20)
+    scores_BV = torch.tensor([[0.0, 1.0, 1.0], [5.0, 2.0, 5.0]])
+    scores_BV[:, 2] += 1e-3 * (ranks.rank - 0.5)
+    with device.activate():
+        choose = SameTokens(Joint(dist.group.WORLD, device.host_region), device)
+        return choose(torch.empty(0), scores_BV).argmax(-1).tolist()
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return run_crew([failures, tokens], tmp_path_factory.mktemp("joint"))
+
+
+@pytest.fixture(scope="module")
+def seen(crew: dict[str, list[Any]]) -> list[Any]:
+    return crew["failures"]
+
+
+def test_only_the_rank_that_ran_out_of_memory_has_a_failure(seen: list[Any]) -> None:
+    first, second = ([failed for failed, _, _ in rank] for rank in seen)
+    assert first == [False, False, True, False, True, False, False]
+    assert second == [False, True, False, True, True, True, False]
+
+
+def test_all_ranks_stop_at_the_same_collective(seen: list[Any]) -> None:
+    for rank in seen:
+        assert [done for _, done, _ in rank] == [3, 0, 1, 3, 2, 0, 3]
+
+
+def test_nothing_of_an_attempt_that_a_peer_ended_stays_allocated(seen: list[Any]) -> None:
+    assert [held for rank in seen for _, _, held in rank] == [0] * 14
+
+
+def test_all_ranks_go_on_with_the_tokens_of_the_first(crew: dict[str, list[Any]]) -> None:
+    assert crew["tokens"] == [[1, 0], [1, 0]]

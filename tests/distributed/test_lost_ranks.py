@@ -1,0 +1,152 @@
+"""Ranks that are killed, stopped or broken at any moment cost a restart and nothing else; slow ones cost none."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from engine.device.metered import MeteredDevice
+from engine.distributed.ranks import Ranks
+from engine.train.monitor.journal import Journal
+from engine.train.setup import set_up
+from tests.distributed.crew import run_crew
+from tests.distributed.steps import SAMPLES, spec_of
+from tests.distributed.supervised import (
+    LIMIT_SECONDS,
+    SHARING,
+    VOTE_SECONDS,
+    engine_ends,
+    events,
+    first_process,
+    rank_process,
+    restarts,
+    wait_for_lines,
+    with_ranks,
+)
+from tests.train.harness import losses, new_run, of_kind, write_samples
+
+BLOWS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+LINES = 28
+"""Of the journal, that a run under the supervisor has written well before its end."""
+
+BREAKING = """
+import os, pathlib
+broken = pathlib.Path(os.environ["BROKEN_DEVICE"])
+if os.environ.get("RANK") == "1" and not broken.exists():
+    import torch
+    whole, calls = torch.nn.functional.embedding, []
+
+    def embedding(*arguments, **named):
+        calls.append(None)
+        if len(calls) == 40:
+            broken.touch()
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
+        return whole(*arguments, **named)
+
+    torch.nn.functional.embedding = embedding
+"""
+"""A device on which a kernel goes wrong once, in some step: a module that Python imports at its start."""
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("moment", ["early", "late"])
+@pytest.mark.parametrize("blow", BLOWS)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("sharing", SHARING)
+def test_a_rank_killed_or_stopped_at_any_moment_costs_a_restart_and_nothing_else(
+    sharing: str, rank: int, blow: str, moment: str, folder: Path, curve: dict[int, float]
+) -> None:
+    """Early: while ranks are imported, joined, or set up. Late: anywhere between two lines of the journal, also while
+    rank 0 writes alone."""
+    name = f"{sharing}-{rank}-{blow}-{moment}"
+    drawn = random.Random(name)
+    place = new_run(folder / name, with_ranks(folder, 2, VOTE_SECONDS, sharing=sharing))
+
+    def strike() -> None:
+        process = first_process(place, rank)
+        if moment == "early":
+            time.sleep(drawn.uniform(0.0, 3.0))
+        else:
+            wait_for_lines(place, drawn.randrange(1, LINES))
+        process.send_signal(BLOWS[blow])
+
+    assert engine_ends(place, meanwhile=strike) == 0
+    assert len(restarts(place)) == 1
+    assert losses(events(place)) == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.torture
+def test_rank_0_stopped_while_it_works_alone_is_noticed_within_the_bound(
+    folder: Path, curve: dict[int, float]
+) -> None:
+    place = new_run(folder / "alone-stopped", with_ranks(folder, 2, VOTE_SECONDS))
+
+    def stop() -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not any(event["name"] == "saving" for event in of_kind(events(place), "phase")):
+            assert time.monotonic() < deadline
+        rank_process(place, 0).send_signal(signal.SIGSTOP)
+
+    assert engine_ends(place, meanwhile=stop) == 0
+    assert ["no answer from rank 0" in text for text in restarts(place)] == [True]
+    assert losses(events(place)) == pytest.approx(curve, rel=1e-5)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("sharing", SHARING)
+def test_a_broken_device_costs_a_restart_of_all_and_nothing_else(
+    sharing: str, folder: Path, curve: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = folder / f"broken-{sharing}"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(BREAKING)
+    monkeypatch.setenv("PYTHONPATH", str(hook), prepend=":")
+    monkeypatch.setenv("BROKEN_DEVICE", str(hook / "once"))
+    place = new_run(hook, with_ranks(folder, 2, VOTE_SECONDS, sharing=sharing))
+    assert engine_ends(place) == 0
+    (reason,) = restarts(place)
+    assert "rank 1 reports a device that only a new process can use again" in reason
+    assert losses(events(place)) == pytest.approx(curve, rel=1e-5)
+
+
+PATIENCE_SECONDS = 15.0
+
+
+def slow_tokenising(ranks: Ranks, folder: Path) -> Any:
+    """How many samples there are, and how long it took until this rank was set up."""
+    device = MeteredDevice(2**30)
+    if ranks.is_first:
+        write_samples(folder / SAMPLES, seed=4711)
+        PreTrainedTokenizerBase.__call__ = slow_at_first(PreTrainedTokenizerBase.__call__)
+    ranks.tell("written")
+    began = time.monotonic()
+    with device.activate():
+        bench = set_up(spec_of(folder, ranks.size, {}), device, Journal(None), lambda _backoff: None, ranks)
+    return len(bench.parts.data), time.monotonic() - began
+
+
+def slow_at_first(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but the first time it takes longer than ranks wait for a vote."""
+    slow = iter([2 * PATIENCE_SECONDS])
+
+    def calling(*arguments: Any, **named: Any) -> Any:
+        threading.Event().wait(next(slow, 0.0))
+        return call(*arguments, **named)
+
+    return calling
+
+
+@pytest.mark.torture
+def test_ranks_outwait_a_tokenisation_that_takes_longer_than_a_vote_may(tmp_path: Path) -> None:
+    seen = run_crew([slow_tokenising], tmp_path, limit_seconds=PATIENCE_SECONDS)["slow_tokenising"]
+    (count, first_seconds), (same, second_seconds) = seen
+    assert count == same > 0
+    assert min(first_seconds, second_seconds) > 2 * PATIENCE_SECONDS

@@ -1,0 +1,240 @@
+"""Four ranks that share sequences, by twos and all together, learn what one process learns, whatever fails on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.distributed.ranks import ALONE, Ranks
+from engine.distributed.sequence_parallel import SequenceGroup, join_sequence_group, to_heads, to_positions
+from engine.errors import UsageError
+from engine.model.loss import make_loss
+from engine.model.slices import share_sequences
+from engine.model.tokenizer import byte_tokenizer
+from tests.distributed.crew import run_crew
+from tests.distributed.faults import differences, sampled, wrong_among
+from tests.distributed.steps import (
+    FULL,
+    LADDER,
+    LORA,
+    NEEDS_SHARDS,
+    NO_SHARDS,
+    Workbench,
+    on_uneven_devices,
+    planned_memory,
+    wrong_on_uneven_devices,
+)
+from tests.model.samples import FAMILIES as SIZES
+from tests.model.samples import batch_of, cpu, load, run_spec
+from tests.model.samples import write_model as write_family
+from tests.train.rig import write_model
+
+RANKS = 4
+FAULTS = 5
+KINDS: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "full, checkpointing": {**FULL, "train": {"gradient_checkpointing": True}},
+    "lora with dropout": {"method": {**LORA["method"], "dropout": 0.3}},
+    "lora, checkpointing": {**LORA, "train": {"gradient_checkpointing": True, "micro_batch": 1}},
+    "plain loss": {**FULL, "train": {"loss": "plain", "label_smoothing": 0.1, "micro_batch": 3}},
+}
+HEADS = [(4, 4, 3), (4, 2, 3), (4, 1, 5), (8, 4, 5)]
+"""Heads, those of keys and values, and values of a head where queries have 3."""
+CHUNK_TOKENS = 7
+FAMILIES = ("qwen3", "phi3", "gpt2", "mixtral")
+CONVOLUTION = "lfm2"
+"""Its convolutions mix neighbouring positions."""
+IN_SHARDS = "full, checkpointing"
+SHARED = {"full": 2, "full, checkpointing": 4, "lora with dropout": 4, "lora, checkpointing": 2, "plain loss": 4}
+"""Kinds, and how many ranks share a sequence; where they are two, two such pairs are replicas of each other."""
+
+
+def shared(tables: dict[str, Any], sequence: int, strategy: str = "replicated") -> dict[str, Any]:
+    return {**tables, "parallel": {"strategy": strategy, "sequence": sequence}}
+
+
+def small(folder: Path, kind: str) -> dict[str, Any]:
+    """Tables of a kind, on a model that is small enough for many steps."""
+    return {**KINDS[kind], "model": {"id": str(write_model(folder / "model", layers=2, width=32, heads=RANKS))}}
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def gradients_of(output: Tensor, weights: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad((output * weights).sum(), inputs))
+
+
+def exchanges(ranks: Ranks, _folder: Path) -> Any:
+    """The largest differences between attention of slices and of whole sequences: outputs, then gradients."""
+    return [
+        _difference(group, *numbers)
+        for group in (join_sequence_group(ranks, size) for size in (2, RANKS))
+        for numbers in HEADS
+    ]
+
+
+def _difference(group: SequenceGroup, heads: int, key_heads: int, width: int) -> float:
+    drawn = torch.Generator().manual_seed(heads + key_heads)
+    shapes = [(3, heads, 8, 3), (3, key_heads, 8, 3), (3, key_heads, 8, width), (3, heads, 8, width)]
+    *whole, weights = [torch.randn(shape, generator=drawn) for shape in shapes]
+    mine = slice(group.place * 8 // group.size, (group.place + 1) * 8 // group.size)
+    expected, found = ([tensor.requires_grad_() for tensor in tensors]
+                       for tensors in (whole, [tensor[:, :, mine].clone() for tensor in whole]))
+    output = attention(*expected)
+    sliced = to_positions(group, attention(*to_heads(group, found)))
+    pairs = [(output[:, :, mine], sliced)]
+    there = gradients_of(output, weights, expected)
+    here = gradients_of(sliced, weights[:, :, mine], found)
+    pairs += [(whole_gradient[:, :, mine], gradient) for whole_gradient, gradient in zip(there, here, strict=True)]
+    return max(float((one - other).detach().abs().max()) for one, other in pairs)
+
+
+def steps_of(folder: Path, ranks: Ranks, tables: dict[str, Any], chunk_tokens: int | None = None) -> Any:
+    work = Workbench(folder, ranks, tables)
+    if chunk_tokens:
+        work.bench.parts.loss.chunk_tokens = chunk_tokens
+    result = work.steps()
+    work.close()
+    return result
+
+
+def all_kinds(ranks: Ranks, folder: Path) -> Any:
+    return {
+        name: steps_of(folder, ranks, shared(small(folder, name), sequence), CHUNK_TOKENS)
+        for name, sequence in SHARED.items()
+    }
+
+
+def families(ranks: Ranks, folder: Path) -> Any:
+    """Family = how far loss and gradients of slices are from those of the whole, or why it is refused."""
+    found: dict[str, Any] = {}
+    for family in (*FAMILIES, CONVOLUTION):
+        loaded, batch = load(run_spec(str(folder / family))), batch_of(3, 9)
+        loss = make_loss(loaded, implementation="chunked", label_smoothing=0.0, chunk_tokens=5, device=cpu())
+        parameters = [parameter for _, parameter in loaded.trainable()]
+        try:
+            slices = share_sequences(loaded, ranks, ranks.size)
+        except UsageError as refusal:
+            found[family] = refusal.found
+            continue
+        whole = loss(batch)
+        expected = torch.autograd.grad(whole, parameters)
+        with slices.at_work():
+            sliced = loss(slices.slice_of(batch, pad_id=0))
+            found_here = torch.autograd.grad(sliced, parameters)
+        here, there = ([torch.cat([part.reshape(-1).double() for part in parts])] for parts in (found_here, expected))
+        total = torch.cat([sliced.detach().double()[None], *here])
+        dist.all_reduce(total)
+        reference = torch.cat([whole.detach().double()[None], *there])
+        found[family] = float((total - reference).norm() / reference.norm())
+    return found
+
+
+def in_shards(ranks: Ranks, folder: Path) -> Any:
+    """Two pairs that share sequences, the weights in shards over all four ranks."""
+    return steps_of(folder, ranks, shared(small(folder, IN_SHARDS), 2, "sharded"))
+
+
+def faults(ranks: Ranks, folder: Path) -> Any:
+    """Steps with failing allocations, on ranks that share sequences by twos."""
+    work = Workbench(folder, ranks, {**shared(small(folder, IN_SHARDS), 2), "backoff": LADDER})
+    work.steps()
+    tried = sampled(work, FAULTS, seed=11)
+    work.close()
+    return tried
+
+
+def uneven_devices(ranks: Ranks, folder: Path) -> Any:
+    return on_uneven_devices(ranks, folder, shared(small(folder, "full"), 2))
+
+
+def memory(ranks: Ranks, folder: Path) -> Any:
+    cases = {}
+    for name, sequence in (("full", 2), ("lora, checkpointing", RANKS)):
+        train = {**KINDS[name].get("train", {}), "batch_size": 4 * RANKS // sequence}
+        cases[name] = {**shared(KINDS[name], sequence), "train": train}
+    return planned_memory(ranks, folder, cases)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sequence")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> None:
+    """Folders with random weights. Ranks could not write them: transformers saves on the first rank alone."""
+    for family in FAMILIES:
+        write_family(folder / family, family)
+    config = AutoConfig.for_model(CONVOLUTION, **SIZES["qwen2"], layer_types=["conv", "full_attention"])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / CONVOLUTION)
+    byte_tokenizer().save_pretrained(folder / CONVOLUTION)
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, models: None) -> dict[str, list[Any]]:
+    cases = [exchanges, families, all_kinds, *([] if NO_SHARDS else [in_shards]), uneven_devices, faults, memory]
+    return run_crew(cases, folder, size=RANKS)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, seen: dict[str, list[Any]]) -> dict[str, Any]:
+    return {name: steps_of(folder, ALONE, small(folder, name)) for name in KINDS}
+
+
+def test_attention_of_slices_is_attention_of_the_whole_forward_and_backward(seen: dict[str, list[Any]]) -> None:
+    assert max(difference for rank in seen["exchanges"] for difference in rank) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_gradients_and_weights_are_those_of_one_process(
+    kind: str, seen: dict[str, list[Any]], alone: dict[str, Any]
+) -> None:
+    for rank in seen["all_kinds"]:
+        assert differences(rank[kind], alone[kind]) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_learns_from_slices_what_it_learns_from_whole_sequences(
+    family: str, seen: dict[str, list[Any]]
+) -> None:
+    for rank in seen["families"]:
+        assert rank[family] < 1e-6
+
+
+def test_a_family_that_looks_at_other_positions_outside_attention_is_found_out(seen: dict[str, list[Any]]) -> None:
+    for rank in seen["families"]:
+        assert "computes something else" in rank[CONVOLUTION]
+
+
+@NEEDS_SHARDS
+def test_beside_shards_the_same_is_learned(seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
+    for found in seen["in_shards"]:
+        assert differences(found, alone[IN_SHARDS]) == []
+
+
+def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
+    seen: dict[str, list[Any]], alone: dict[str, Any]
+) -> None:
+    assert wrong_on_uneven_devices(seen["uneven_devices"], alone["full"]) == []
+
+
+def test_each_rank_holds_what_the_plan_predicts_for_it(seen: dict[str, list[Any]]) -> None:
+    for rank in seen["memory"]:
+        for planned, measured in rank.values():
+            assert planned == pytest.approx(measured, rel=0.01)
+
+
+def test_a_failed_allocation_on_any_rank_is_told_once_and_changes_and_leaves_nothing(
+    seen: dict[str, list[Any]], alone: dict[str, Any]
+) -> None:
+    assert wrong_among(seen["faults"], alone[IN_SHARDS]) == []

@@ -1,0 +1,129 @@
+"""Whole runs in shards: evaluated, saved, and gone on with by other numbers of ranks, on the curve of one process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from engine.distributed.ranks import ALONE, Ranks
+from engine.journal.directory import RunDirectory
+from engine.journal.events import read_events
+from engine.spec.schema.run import RunSpec
+from engine.train.main import run_first
+from tests.distributed.crew import run_crew
+from tests.distributed.legs import leg_spec, run_leg
+from tests.distributed.steps import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
+from tests.train.harness import losses, new_run, of_kind, write_samples
+
+pytestmark = NEEDS_SHARDS
+
+CASES = {
+    "full": sharded(FULL, "parameters"),
+    "lora": sharded(LORA, "gradients", tied=True),
+}
+REPLICATED = {"parallel": {"strategy": "replicated"}}
+LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
+"""(ranks, the step they go to, how they share the weights): each goes on where the one before stopped."""
+
+
+def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str) -> RunSpec:
+    """Of one case on one of its legs."""
+    tables = {**small_model(folder, CASES[case]), **(REPLICATED if strategy == "replicated" else {})}
+    evaluation = {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1}
+    return leg_spec(folder, ranks, tables, last_step, evaluation)
+
+
+def go_on(ranks: Ranks, folder: Path, leg: int) -> list[str]:
+    """Every case's run, on this leg of it; how each ended."""
+    size, last_step, strategy = LEGS[leg]
+    specs = {case: spec_for(folder, case, size, last_step, strategy) for case in CASES}
+    return run_leg(ranks, folder, specs, resume=leg > 0)
+
+
+def first_leg(ranks: Ranks, folder: Path) -> Any:
+    return go_on(ranks, folder, 0)
+
+
+def last_leg(ranks: Ranks, folder: Path) -> Any:
+    return go_on(ranks, folder, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_samples(folder / SAMPLES)
+    return folder
+
+
+def straight(folder: Path, case: str) -> RunDirectory:
+    """The same run on one process, from beginning to end."""
+    spec = spec_for(folder, case, 1, LEGS[-1][1], "alone")
+    place = new_run(folder / "straight", spec.model_copy(update={"name": case}))
+    assert run_first(spec, place, ALONE, False, None)[0] == "done"
+    return place
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, tuple[RunDirectory, RunDirectory]]:
+    """By case: the run in three legs, and the straight one."""
+    for case in CASES:
+        os.rename(new_run(folder, spec_for(folder, case, 1, 1, "alone")).path, folder / case)
+    assert run_crew([first_leg], folder)["first_leg"][0] == ["done"] * len(CASES)
+    assert go_on(ALONE, folder, 1) == ["done"] * len(CASES)
+    assert run_crew([last_leg], folder)["last_leg"][0] == ["done"] * len(CASES)
+    return {case: (RunDirectory(folder / case), straight(folder, case)) for case in CASES}
+
+
+def metrics(place: RunDirectory) -> dict[int, Any]:
+    return {event["step"]: event["metrics"] for event in of_kind(list(read_events(place.events)), "eval")}
+
+
+Runs = dict[str, tuple[RunDirectory, RunDirectory]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_between_ranks_in_shards_and_one_process_on_one_curve(case: str, runs: Runs) -> None:
+    legs, whole = (losses(list(read_events(place.events))) for place in runs[case])
+    assert len(whole) == LEGS[-1][1]
+    assert legs == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_evaluation_over_shards_gives_the_scores_of_one_process(case: str, runs: Runs) -> None:
+    legs, whole = (metrics(place) for place in runs[case])
+    assert legs.keys() == whole.keys()
+    for step, scores in whole.items():
+        assert legs[step] == pytest.approx(scores, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_optimizer_state_is_written_by_every_rank_for_itself(case: str, runs: Runs) -> None:
+    last = runs[case][0].checkpoint(LEGS[-1][1])
+    assert len(list((last / "optimizer").glob("shard-*.safetensors"))) == LEGS[-1][0]
+    assert not list(last.rglob("*.metadata"))
+
+
+def test_a_full_model_out_of_shards_opens_with_transformers(runs: Runs) -> None:
+    (legs, whole) = (AutoModelForCausalLM.from_pretrained(place.model).state_dict() for place in runs["full"])
+    assert legs.keys() == whole.keys()
+    for name in whole:
+        torch.testing.assert_close(legs[name], whole[name], rtol=1e-4, atol=1e-6)
+
+
+def test_an_adapter_out_of_shards_opens_with_peft_on_the_base_beside_it(runs: Runs) -> None:
+    legs, whole = (load_file(place.adapter / "adapter_model.safetensors") for place in runs["lora"])
+    assert legs.keys() == whole.keys()
+    for name in whole:
+        torch.testing.assert_close(legs[name], whole[name], rtol=1e-4, atol=1e-6)
+    folder = runs["lora"][0].adapter
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder)
