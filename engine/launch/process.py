@@ -37,7 +37,7 @@ from engine.journal.liveness import (
 )
 from engine.spec.files.working_directory import working_directory
 
-COMMAND = Path(__file__).resolve().parent.parent / "tunedeck.py"
+COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"
 """The file that fixes the import path; child processes start through it, with -P."""
 
 POLL_SECONDS = 0.25

@@ -21,7 +21,7 @@ from engine.spec.schema.base import NAME_PATTERN
 
 Kind = Literal["profile", "recipe"]
 FOLDERS: dict[Kind, str] = {"profile": "hardware", "recipe": "recipes"}
-SHIPPED = Path(__file__).resolve().parent.parent.parent / "profiles"
+SHIPPED = Path(__file__).resolve().parents[3] / "profiles"
 
 
 @dataclass(frozen=True)
