@@ -98,7 +98,7 @@ def _add_new(group: typer.Typer, kind: Kind) -> None:
 
 
 def _profile_text(name: str, detect: bool) -> str:
-    from engine.spec import detect as detection
+    from engine.spec.files import detect as detection
     from engine.spec.files import templates
 
     device: dict[str, Any] = {

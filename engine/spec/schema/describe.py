@@ -1,6 +1,6 @@
 """What a field allows, in words, read off the types of `profile.py`, `recipe.py` and `run.py`, the one source of truth.
 
-Try: `python -c "from engine.spec import describe as d, recipe; print(d.allowed_at(recipe.Recipe, ('train',)))"`
+Try: `python -c "from engine.spec.schema import describe as d, recipe; print(d.allowed_at(recipe.Recipe, ('train',)))"`
 """
 
 from __future__ import annotations
