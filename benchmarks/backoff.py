@@ -36,13 +36,13 @@ from engine.batching.budget import CostBudget
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.data.batch import collate
 from engine.device.base import Device
+from engine.device.catch_oom import frozen_gc
 from engine.device.co_tenant import SharedCount
 from engine.device.metered import MeteredDevice
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.budget_growth import Growth
-from engine.train.recovery.failure import quick_to_collect
 from engine.train.recovery.oom_events import reporter
 from engine.train.setup import Bench, set_up
 from engine.train.step.optimizer import set_learning_rates
@@ -82,7 +82,7 @@ class Shop:
             self.transaction = StepTransaction(self.bench.parts)
             self.growth = Growth(self.bench.parts, journal)
             self.start = self.bench.parts.budget
-            with quick_to_collect():
+            with frozen_gc():
                 yield self.bench
 
     def step(self) -> float:

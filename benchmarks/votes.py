@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.job import Job, spec_of, write_job
 from engine.device import open_device
+from engine.device.catch_oom import frozen_gc
 from engine.distributed.host_gather import Ballot
 from engine.distributed.ranks import Ranks, joined
 from engine.journal.directory import RunDirectory
@@ -34,7 +35,6 @@ from engine.spec.schema.run import RunSpec
 from engine.train.loop import Training
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.failure import quick_to_collect
 from engine.train.run_requests import Wishes
 from engine.train.setup import set_up
 
@@ -114,7 +114,7 @@ def _member(rank: int, size: int, port: int, job: Job, name: str, folder: str) -
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    with joined(LIMIT_SECONDS, "cpu") as ranks, quick_to_collect():
+    with joined(LIMIT_SECONDS, "cpu") as ranks, frozen_gc():
         cost = _steps(ranks, _replicated(spec_of(job, "cpu"), size), Path(folder, "run"), name)
         if ranks.is_first:
             Path(folder, "cost.json").write_text(json.dumps(asdict(cost)))

@@ -91,7 +91,7 @@ def show(
     runs: RunsOption = None,
 ) -> None:
     """Show one run: progress, scores, memory predicted and measured, the result."""
-    from engine.journal.checkpoints_on_disk import best_saved, learned
+    from engine.journal.checkpoints_on_disk import best_step, learned
     from engine.journal.index import resolve_run
     from engine.journal.summary import SummaryReader
 
@@ -100,7 +100,7 @@ def show(
     summary = reader.refresh()
     if json:
         extra = {"oom": _oom(reader.directory, reader.state.backoffs, summary.oom_reports)} if oom else {}
-        saved = {"best": best_saved(directory), "learned": learned(directory)}
+        saved = {"best": best_step(directory.checkpoints), "learned": learned(directory)}
         _print_json({**{key: getattr(summary, key) for key in SHOWN}, **saved, **extra})
     elif oom:
         _print_oom(reader.directory, reader.state.backoffs, summary.oom_reports)
@@ -140,12 +140,12 @@ def _oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[
 
 def _saved_rows(directory: RunDirectory, steps: list[int]) -> list[tuple[str, str]]:
     """The checkpoints that are on disk, and what the run has learned of its memory."""
-    from engine.journal.checkpoints_on_disk import best_saved, learned
+    from engine.journal.checkpoints_on_disk import best_step, learned
     from engine.journal.event_text import size
 
     if not steps:
         return []
-    best = best_saved(directory)
+    best = best_step(directory.checkpoints)
     rows = [("checkpoints", ", ".join(f"{step} (best)" if step == best else str(step) for step in steps))]
     found = learned(directory)
     if found:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,17 @@ _NEVER = -1
 def rounded(size_bytes: int) -> int:
     """`size_bytes` rounded up to whole 512-byte blocks."""
     return (size_bytes + 511) & -512
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages of `tensors`, each rounded up to whole blocks."""
+    sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(map(rounded, sizes.values()))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage object, by which `LiveTensor.key` names it, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def amount(size_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """Recognising memory that ran out, in every form torch and its libraries report it, and errors that poison the process.
 
 One table of patterns; no policy. The texts are those of the sources named beside them; `tests/device/test_oom.py` holds
-whole messages from the field. What to do about an OOM is `engine.train`'s business.
+whole messages from the field. What to do about an OOM is decided in `engine.train`.
 
 Try: `python -c "from engine.device.oom import classify; print(classify(MemoryError()))"`.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import traceback
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -75,12 +75,29 @@ _UNIT_BYTES = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryBreakdown:
+    """Bytes by component, the largest live tensors, and on CUDA the allocator's own snapshot."""
+
+    components: dict[str, int]
+    largest: list[dict[str, Any]]
+    snapshot: Any
+
+
+@dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """What ran out, and how much was asked for where the message says so."""
+    """One allocation failure. `classify` fills the first three fields, from the exception; `catch_oom` the others, with
+    what the device held at that moment."""
 
     kind: Kind
+    """Which memory ran out. On the plain CPU, host memory is the device's."""
     requested_bytes: int | None
+    """None where the message does not say."""
     text: str
+    phase: str = ""
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    held: MemoryBreakdown | None = None
+    """What held the memory; None where it was not recorded."""
 
 
 def classify(error: BaseException) -> OutOfMemory | None:

@@ -16,8 +16,10 @@ from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
 from engine.device import open_device
 from engine.device.base import Device
+from engine.device.oom import OutOfMemory
 from engine.errors import DataError, UsageError
 from engine.evaluate.scores import Judge, Scores, evaluate
+from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
@@ -25,8 +27,6 @@ from engine.model.reference import BUILTIN_PREFIX
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.load import load_run_spec, resolve
 from engine.spec.schema.run import RunSpec
-from engine.train.checkpoint.files import Checkpoint, best_step, damage, find_checkpoints
-from engine.train.recovery.failure import Failure
 
 
 def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkpoint]:
@@ -108,7 +108,7 @@ def _judge(
         loaded, implementation=spec.recipe.train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
     )
 
-    def report(failure: Failure, remedy: str, before: Any, after: Any) -> None:
+    def report(failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
         say(f"out of memory in {failure.phase}: {remedy} {before} -> {after}")
 
     return Judge(device, loaded, loss, pricing.cost, pricing.budget, spec.recipe.generate, report)

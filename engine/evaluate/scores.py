@@ -23,11 +23,12 @@ from engine.batching.micro_batches import Cost, plan_micro_batches
 from engine.data.batch import collate
 from engine.data.tokens import Example, TokenData
 from engine.device.base import Device
+from engine.device.catch_oom import ATTEMPTS, catch_oom
+from engine.device.oom import OutOfMemory
 from engine.errors import MemoryExhaustedError
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.spec.schema.recipe import Generate
-from engine.train.recovery.failure import ATTEMPTS, Failure, attempt
 
 GENERATION_ROWS = 64
 """Answers generated at once to begin with."""
@@ -66,12 +67,12 @@ class Judge:
     cost: Cost
     budget: CostBudget
     generate: Generate
-    report: Callable[[Failure, str, Any, Any], None]
+    report: Callable[[OutOfMemory, str, Any, Any], None]
     """Called with each failure, the remedy's name, and the setting before and after."""
     interrupted: Callable[[], bool] = lambda: False
     """Asked between micro-batches: True ends the evaluation early."""
     rows: Rows = field(default_factory=Rows)
-    perform: Callable[[str, Sequence[int], Callable[[], None]], Failure | None] | None = None
+    perform: Callable[[str, Sequence[int], Callable[[], None]], OutOfMemory | None] | None = None
     """How a pass over samples is tried, given its kind, their indices, and the pass; None for this process alone. Where
     ranks hold parts of the weights, all of them take part (`engine.train.strategy.collective_evaluation`)."""
     failed_rank: int = 0
@@ -79,11 +80,11 @@ class Judge:
     choosing: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     """What has the last word on the next token of an answer."""
 
-    def attempt(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> Failure | None:
+    def attempt(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
         """None when `action`, a pass of the `kind` "evaluate" or "generate" over `members`, went through."""
         if self.perform is not None:
             return self.perform(kind, members, action)
-        return attempt(action, self.device, lambda: kind)
+        return catch_oom(action, self.device, kind)
 
 
 @dataclass
@@ -179,7 +180,7 @@ def _measured(device: Device, held_bytes: int) -> int:
     return 0 if device.kind == "cpu" else max(0, device.memory().peak_bytes - held_bytes)
 
 
-def _again(judge: Judge, failure: Failure, failures: int, *, proven: bool, rows: int) -> bool:
+def _again(judge: Judge, failure: OutOfMemory, failures: int, *, proven: bool, rows: int) -> bool:
     """Whether to try the same once more: what has succeeded before, once; one sample, which cannot be made smaller, and
     host memory, which smaller batches do not give back, a few times.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,12 +19,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from engine.device.catch_oom import retry_on_oom
 from engine.device.cpu import CpuDevice
+from engine.device.oom import OutOfMemory
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.model.config import auto_class
 from engine.model.hub import HUB_ERRORS, explain
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
-from engine.train.recovery.failure import Failure, retried
 
 ROOM = 1.15
 """Memory asked for, over the size of the weights: one layer's product in fp32, and buffers of reading and writing."""
@@ -51,7 +53,8 @@ def merge(adapter: Path, target: Path, say: Say, *, trust_remote_code: bool = Fa
         target.parent.mkdir(parents=True, exist_ok=True)
         _expect_room(base, target.parent)
         device = CpuDevice(psutil.virtual_memory().total)
-        retried(lambda: _merge(adapter, base, revision, draft, say, trust_remote_code), "merge", device, _report(say))
+        write = partial(_merge, adapter, base, revision, draft, say, trust_remote_code)
+        retry_on_oom(write, "merge", device, _report(say))
         draft.rename(target)
     except OSError as error:
         raise EnvironmentProblem(
@@ -108,5 +111,5 @@ def _expect_room(base: str, folder: Path) -> None:
         )
 
 
-def _report(say: Say) -> Callable[[Failure, str, int], None]:
+def _report(say: Say) -> Callable[[OutOfMemory, str, int], None]:
     return lambda failure, remedy, number: say(f"host memory ran out in {failure.phase} (attempt {number}): {remedy}")

@@ -1,44 +1,112 @@
-"""What lies in a run's checkpoints, read without torch: their steps, which is the best, and what was learned of memory.
+"""A run's checkpoints on disk, read without torch: found, checked against their manifests, and which is the best.
 
-Their contents are not checked here: whether one can be believed is `engine.train.checkpoint.files`'s affair.
+A checkpoint is a folder `step-00000100` with `weights/`, optimizer state, `state.json`, and `manifest.json` with the
+size and SHA-256 of every file. How they are written is in `engine.train.checkpoint.files`.
 
 Try: `tunedeck show last --json`
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.journal.directory import RunDirectory
 
+MANIFEST = "manifest.json"
+BEST = "best"
+PREFIX = "step-"
+
 LEARNED = ("budget_bytes", "proven_bytes", "ceiling_bytes", "passing_bytes", "slope")
-"""Of the learned cost model: predicted bytes a micro-batch may cost, cost at most so far, failed at, failed at beside a
-neighbour; and real bytes for each predicted one."""
+"""What is shown of the learned micro-batch budget: predicted bytes that a micro-batch may cost, the largest cost that
+succeeded, the cost that failed, the cost that failed beside a co-tenant, and measured bytes per predicted byte."""
 
 
-def saved_steps(directory: RunDirectory) -> list[int]:
-    """Steps of the checkpoints that are on disk, oldest first."""
-    names = (path.name.removeprefix("step-") for path in directory.checkpoints.glob("step-*"))
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found: its step and its folder."""
+
+    step: int
+    path: Path
+
+    @property
+    def weights(self) -> Path:
+        """The trained weights, as `LoadedModel.save` wrote them."""
+        return self.path / "weights"
+
+    @property
+    def optimizer(self) -> Path:
+        """Optimizer state, as safetensors."""
+        return self.path / "optimizer.safetensors"
+
+    def state(self) -> dict[str, Any]:
+        """The content of its `state.json`: counters, learned budget, memory settings."""
+        return dict(json.loads((self.path / "state.json").read_text("utf-8")))
 
 
-def best_saved(directory: RunDirectory) -> int | None:
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
+    """All checkpoints that look complete, newest first; their contents are not checked yet."""
+    numbered = ((path.name.removeprefix(PREFIX), path) for path in folder.glob(f"{PREFIX}*"))
+    found = [Checkpoint(int(name), path) for name, path in numbered if name.isascii() and name.isdigit()]
+    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def damage(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with a checkpoint, in words; None when every file is there with its size and hash."""
+    try:
+        manifest = json.loads((checkpoint.path / MANIFEST).read_text("utf-8"))
+        listed = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest cannot be read ({error})"
+    for name, facts in listed.items():
+        path = checkpoint.path / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != facts["size"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
+        if sha256(path) != facts["sha256"]:
+            return f"{name} does not match its hash"
+    return None
+
+
+def newest_sound(folder: Path, *, not_after: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint without damage (of step `not_after` at the latest), and what was wrong with newer ones."""
+    complaints: list[str] = []
+    for checkpoint in find_checkpoints(folder):
+        if not_after is not None and checkpoint.step > not_after:
+            continue
+        problem = damage(checkpoint)
+        if problem is None:
+            return checkpoint, complaints
+        complaints.append(f"checkpoint {checkpoint.path.name} is damaged: {problem}")
+    return None, complaints
+
+
+def best_step(folder: Path) -> int | None:
     """The step of the checkpoint that is marked best; None where none is, or the mark cannot be read."""
     try:
-        return int(json.loads((directory.checkpoints / "best").read_text("utf-8"))["step"])
+        return int(json.loads((folder / BEST).read_text("utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def learned(directory: RunDirectory) -> dict[str, Any] | None:
-    """The cost model of the newest checkpoint that can be read: its step, the figures of LEARNED, and the remedies in
-    force. None before the first."""
-    for step in reversed(saved_steps(directory)):
+    """What the newest readable checkpoint says of memory: its step, the LEARNED figures of the micro-batch budget, and
+    the memory settings in force. None before the first checkpoint."""
+    for checkpoint in find_checkpoints(directory.checkpoints):
         try:
-            state = json.loads((directory.checkpoint(step) / "state.json").read_text("utf-8"))
+            state = checkpoint.state()
             budget = {name: state["budget"][name] for name in LEARNED}
-            return {"step": step, **budget, "remedies": dict(state["remedies"])}
+            return {"step": checkpoint.step, **budget, "remedies": dict(state["remedies"])}
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

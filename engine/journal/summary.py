@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from engine.journal.checkpoints_on_disk import saved_steps
+from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.control import was_asked
 from engine.journal.directory import RunDirectory
 from engine.journal.event_schema import FINAL_STATUSES
@@ -223,7 +223,7 @@ def compose(directory: RunDirectory, state: Folded, damaged: int) -> RunSummary:
         recipe=str(_dig(spec, "recipe", "name")),
         simulated=_dig(spec, "profile", "device", "kind") == "metered",
         phase=state.phase,
-        checkpoints=saved_steps(directory),
+        checkpoints=[saved.step for saved in reversed(find_checkpoints(directory.checkpoints))],
         oom_reports=list(state.oom_reports),
         warnings=[{key: event.get(key) for key in ("code", "text", "fix")} for event in state.warnings],
         damaged_lines=damaged,

@@ -23,6 +23,7 @@ from engine.budget.predict import Budget
 from engine.budget.setting import chunk_tokens, image_patches, resolved_dtype, setting_of
 from engine.budget.tower import TOWERS
 from engine.data.batch import Batch
+from engine.device.ledger import bytes_of
 from engine.errors import UnknownArchitectureError, UsageError
 from engine.model.attention import resolve_attention
 from engine.model.config import auto_class
@@ -38,7 +39,6 @@ from engine.simulate.images import images_of
 from engine.simulate.watch import Watch
 from engine.spec.check.images import image_key
 from engine.spec.schema.run import RunSpec
-from engine.train.monitor.memory_breakdown import bytes_of
 from engine.train.step.optimizer import allocate_state, allocation_free, build_optimizer, state_tensors
 from engine.train.step.optimizer_offload import HostState
 

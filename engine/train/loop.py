@@ -10,11 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from engine.device.catch_oom import ATTEMPTS
 from engine.errors import MemoryExhaustedError
+from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.journal.directory import RunDirectory
-from engine.train.checkpoint.files import (
-    Checkpoint,
-)
 from engine.train.checkpoint.manager import Saver
 from engine.train.checkpoint.run_state import RunState
 from engine.train.monitor.evaluator import Examiner
@@ -23,7 +22,6 @@ from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, mis
 from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.budget_growth import Growth
 from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.failure import ATTEMPTS
 from engine.train.recovery.oom_report import as_it_stands
 from engine.train.run_requests import Wishes
 from engine.train.setup import Bench

@@ -21,6 +21,7 @@ import torch
 
 from engine.device import open_device
 from engine.device.base import Device
+from engine.device.catch_oom import frozen_gc
 from engine.device.oom import classify
 from engine.distributed.deepspeed import EndedByMemoryError
 from engine.distributed.elastic import (
@@ -50,7 +51,6 @@ from engine.train.loop import Ending, Training
 from engine.train.monitor.calibrate import calibrate
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.failure import quick_to_collect
 from engine.train.recovery.lesson import learn, noting
 from engine.train.recovery.oom_events import reporter
 from engine.train.recovery.oom_report import OomReports, as_it_stands
@@ -217,7 +217,7 @@ def _train(
         learn(place, training.bench, training.state.step)
         with (
             noting(place, bench),
-            quick_to_collect(),
+            frozen_gc(),
             training.watchdog.watching(),
             _checkpoint_on_failure(training, ranks),
         ):

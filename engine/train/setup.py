@@ -23,6 +23,7 @@ from engine.data.sources import require_files
 from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
+from engine.device.catch_oom import retry_on_oom
 from engine.distributed.deepspeed import Zero
 from engine.distributed.gradient_all_reduce import GradientSum, send_from_first
 from engine.distributed.ranks import ALONE, Ranks
@@ -37,7 +38,6 @@ from engine.spec.schema.recipe import Train
 from engine.spec.schema.run import RunSpec
 from engine.train.checkpoint.run_state import Identity
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.failure import retried
 from engine.train.recovery.local_recoveries import Outlived
 from engine.train.recovery.oom_report import as_it_stands, avoidance, in_words
 from engine.train.schedule import Schedule
@@ -139,16 +139,16 @@ def _shared(
     elif strategy == "deepspeed":
         loaded, loss, guard, zero = load_with_deepspeed(spec, device, tokenizer, ranks)
     else:
-        loaded, loss = retried(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
+        loaded, loss = retry_on_oom(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
     if ranks.size > 1 and sharded is None and zero is None:
         send_from_first(_learned_tensors(loaded))
-        gradient_sum = retried(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
+        gradient_sum = retry_on_oom(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
     if parallel.sequence > 1:
         with sharded.judging() if sharded else nullcontext():
             slices = share_sequences(loaded, ranks, parallel.sequence, joint)
         joint = slices.group.joint
     if guard is None:
-        guard = retried(lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, told)
+        guard = retry_on_oom(lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, told)
     return Shared(loaded, loss, guard, gradient_sum, joint, sharded, zero, slices)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from engine.device.catch_oom import frozen_gc
 from engine.device.metered import MeteredDevice
 from engine.device.oom import classify, flush_autograd
-from engine.train.recovery.failure import quick_to_collect
 
 WIDTH, LENGTH = 16, 8
 
@@ -78,7 +78,7 @@ def fails(step: Step) -> bool:
 @pytest.fixture
 def quick_collector() -> Iterator[None]:
     """Hide what exists already from the collector, which is asked hundreds of times to look at the step's garbage."""
-    with quick_to_collect():
+    with frozen_gc():
         yield
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from engine.device.catch_oom import frozen_gc
 from engine.distributed.ranks import Ranks, joined
-from engine.train.recovery.failure import quick_to_collect
 
 multiprocessing.set_forkserver_preload(["tests.distributed.steps", "transformers.models.qwen2.modeling_qwen2"])
 """Ranks are forked from a process that has imported this and never does anything else: importing the engine takes
@@ -54,7 +54,7 @@ def _member(rank: int, size: int, port: int, cases: list[Case], folder: str, lim
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    with joined(limit_seconds, "cpu") as ranks, quick_to_collect():
+    with joined(limit_seconds, "cpu") as ranks, frozen_gc():
         results = {name_of(case): case(ranks, Path(folder)) for case in cases}
         torch.save(results, Path(folder) / f"rank-{rank}.pt")
         ranks.tell("done")

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine.device.catch_oom import catch_oom
 from engine.device.metered import MeteredDevice
 from engine.distributed.ranks import Ranks
 from engine.distributed.voted_group import Joint
-from engine.train.recovery.failure import attempt
 from engine.train.strategy.collective_evaluation import SameTokens
 from tests.distributed.crew import run_crew
 
@@ -41,7 +41,7 @@ def failures(ranks: Ranks, _folder: Path) -> Any:
         for failing in ({}, {1: 1}, {0: 2}, {1: 4}, {0: 3, 1: 3}, {0: 4, 1: 1}, {}):
             done: list[int] = []
             work = rounds_of(ranks, joint, failing)
-            failure = attempt(lambda: joint.together(lambda: work(done)), device, lambda: "trying")  # noqa: B023
+            failure = catch_oom(lambda: joint.together(lambda: work(done)), device, "trying")  # noqa: B023
             found.append((failure is not None, len(done), left_on(device)))
     return found
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.journal.checkpoints_on_disk import best_step
 from engine.train.checkpoint.best import agree, is_better
-from engine.train.checkpoint.files import best_step, mark_best, write_checkpoint
+from engine.train.checkpoint.files import mark_best, write_checkpoint
 from engine.train.checkpoint.run_state import Best
 
 

@@ -8,17 +8,8 @@ import json
 import pytest
 from safetensors import SafetensorError
 
-from engine.train.checkpoint.files import (
-    best_step,
-    damage,
-    find_checkpoints,
-    forget_after,
-    mark_best,
-    newest_sound,
-    place_result,
-    prune,
-    write_checkpoint,
-)
+from engine.journal.checkpoints_on_disk import best_step, damage, find_checkpoints, newest_sound
+from engine.train.checkpoint.files import forget_after, mark_best, place_result, prune, write_checkpoint
 
 
 def fill(path):

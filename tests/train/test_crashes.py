@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, read_events
 from engine.spec.schema.run import RunSpec
-from engine.train.checkpoint.files import damage, find_checkpoints
 from tests.train.crash_server import CrashServer, Death
 from tests.train.harness import losses, make_spec, new_run, of_kind, write_samples
 

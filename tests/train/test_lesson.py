@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from engine.batching.micro_batches import MicroBatch
+from engine.device.oom import OutOfMemory
 from engine.distributed.deepspeed import EndedByMemoryError
 from engine.journal.directory import RunDirectory
 from engine.train.recovery.consensus import Struck
-from engine.train.recovery.failure import Failure
 from engine.train.recovery.ladder import Remedy
 from engine.train.recovery.lesson import learn, lesson_of, noting
 from tests.train.harness import Workshop, make_spec, of_kind, write_samples
 
 STEP = 5
-STRUCK = Struck(1, Failure("device", "backward", 4096, 10, 10, "no room"), MicroBatch((0, 1), 40, 1000), 2**20, 0)
+STRUCK = Struck(1, OutOfMemory("device", 4096, "no room", "backward", 10, 10), MicroBatch((0, 1), 40, 1000), 2**20, 0)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.events import read_events
-from engine.train.checkpoint.files import damage, find_checkpoints
 from tests.train.harness import losses, make_spec, new_run, of_kind, write_samples
 from tests.train.rig import write_model
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.batching.budget import CostBudget
 from engine.evaluate.scores import Judge, evaluate
-from engine.train.checkpoint.files import best_step, find_checkpoints
+from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
 from tests.train.harness import Workshop, losses, make_spec, new_run, of_kind, train, write_samples
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from engine.device import open_device
+from engine.device.oom import OutOfMemory
 from engine.journal.directory import RunDirectory
 from engine.journal.oom_page import page, read_report
 from engine.spec.load import load_run_spec
-from engine.train.monitor.memory_breakdown import LARGEST, holdings
-from engine.train.recovery.failure import Failure
+from engine.train.monitor.memory_breakdown import LARGEST, memory_breakdown
 from engine.train.recovery.oom_report import MOST_REPORTS, OomReports
 from tests.train.harness import Workshop, make_spec, new_run, of_kind, train, write_samples
 
@@ -49,7 +49,7 @@ def test_components_add_up_to_what_was_allocated(survived: Survived) -> None:
 def test_tensors_that_are_known_by_name_are_named(survived: Survived, tmp_path: Path) -> None:
     spec = load_run_spec(survived[0].run_toml, own=True)
     with Workshop(spec, tmp_path) as bench:
-        found = holdings(bench.parts.loaded, bench.parts.guard, bench.parts.device)
+        found = memory_breakdown(bench.parts.loaded, bench.parts.guard, bench.parts.device)
     sizes = [tensor["size_bytes"] for tensor in found.largest]
     assert sizes == sorted(sizes, reverse=True) and len(sizes) == LARGEST
     assert all(tensor["name"] for tensor in found.largest)
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_costs_the_report_and_nothing_else(survi
 def test_a_report_is_kept_small_in_number(survived: Survived, tmp_path: Path) -> None:
     spec = load_run_spec(survived[0].run_toml, own=True)
     reports = OomReports(new_run(tmp_path, spec), open_device(spec), lambda: spec)
-    failure = Failure("device", "forward", 512, 1024, 1024, "full")
+    failure = OutOfMemory("device", 512, "full", "forward", 1024, 1024)
     facts = {"step": 1, "remedy": "retry", "before": None, "after": None, "attempt": 1}
     paths = [reports.write(facts, failure, None) for _ in range(MOST_REPORTS + 2)]
     assert len(set(paths[:MOST_REPORTS])) == MOST_REPORTS and paths[MOST_REPORTS:] == [None, None]

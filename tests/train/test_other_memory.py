@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.commands.resume import _respecify
-from engine.train.checkpoint.files import find_checkpoints
+from engine.journal.checkpoints_on_disk import find_checkpoints
 from tests.train.crash_server import CrashServer, Death
 from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
 

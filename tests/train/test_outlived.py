@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
-from engine.train.recovery.failure import Failure
 from engine.train.recovery.local_recoveries import MOST, Outlived
 from engine.train.step.context import Backoff
 
 
-def failure(text: str) -> Failure:
-    return Failure("device", "snapshot", 4096, 10, 10, text)
+def failure(text: str) -> OutOfMemory:
+    return OutOfMemory("device", 4096, text, "snapshot", 10, 10)
 
 
 def never(backoff: Backoff) -> None:

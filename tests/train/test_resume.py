@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from engine.journal import control
+from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.events import EventTail, read_events
 from engine.launch.process import start_engine
-from engine.train.checkpoint.files import find_checkpoints
 from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
 
 TABLES = {

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
+from engine.device.catch_oom import frozen_gc
 from engine.device.metered import MeteredDevice
 from engine.model.quiet import without_bars
-from engine.train.recovery.failure import quick_to_collect
 from tests.conftest import FOLDERS
 from tests.train.rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
 
@@ -99,7 +99,7 @@ def tallied(name: str) -> Iterator[Tally]:
     """A tally that knows how long it took. What exists already is hidden from the collector meanwhile, which would
     otherwise look at it again after every fault."""
     tally, began = Tally(name), time.monotonic()
-    with quick_to_collect():
+    with frozen_gc():
         yield tally
     tally.seconds = time.monotonic() - began
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.train.checkpoint.files import PREFIX, Checkpoint, damage, mark_best, unmark_best
+from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage
+from engine.train.checkpoint.files import mark_best, unmark_best
 from engine.train.checkpoint.run_state import Best
 
 LOWER_IS_BETTER = {"loss", "perplexity"}

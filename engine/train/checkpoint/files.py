@@ -1,53 +1,27 @@
-"""Checkpoints: written whole or not at all, checked before they are believed, pruned without losing the best.
+"""Checkpoints written whole or not at all, and pruned without losing the best.
 
 A checkpoint is a folder `step-00000100` with `weights/` (what `LoadedModel.save` writes, so it loads elsewhere too),
 `optimizer.safetensors`, `state.json`, and `manifest.json` with the size and SHA-256 of every file. It is written under
-another name, flushed to the disk and renamed; one whose manifest does not agree with its files is never used.
+another name, flushed to the disk and renamed. How checkpoints are found and checked is in
+`engine.journal.checkpoints_on_disk`, what a run keeps in them in `engine.train.checkpoint.run_state`.
 
-This file knows folders and bytes; what a run keeps in them is decided in `engine.train.checkpoint.run_state`.
+Try: `pytest tests/train/test_checkpoints.py`
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-MANIFEST = "manifest.json"
-BEST = "best"
-PREFIX = "step-"
+from engine.journal.checkpoints_on_disk import BEST, MANIFEST, PREFIX, Checkpoint, best_step, find_checkpoints, sha256
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How Rust words a failed system call. safetensors and tokenizers, which write most of a checkpoint, raise errors of
 their own, or plain Exception, with this in the text."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that was found: its step and its folder."""
-
-    step: int
-    path: Path
-
-    @property
-    def weights(self) -> Path:
-        """The trained weights, as `LoadedModel.save` wrote them."""
-        return self.path / "weights"
-
-    @property
-    def optimizer(self) -> Path:
-        """Optimizer state, as safetensors."""
-        return self.path / "optimizer.safetensors"
-
-    def state(self) -> dict[str, Any]:
-        """The numbers of the run at that step."""
-        return dict(json.loads((self.path / "state.json").read_text("utf-8")))
 
 
 def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> Checkpoint:
@@ -77,47 +51,6 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> C
     return Checkpoint(step, final)
 
 
-def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """All complete-looking checkpoints, newest first; their contents are not checked yet."""
-    found = [
-        Checkpoint(int(path.name.removeprefix(PREFIX)), path)
-        for path in folder.glob(f"{PREFIX}*")
-        if path.name.removeprefix(PREFIX).isdigit()
-    ]
-    return sorted(found, key=lambda checkpoint: -checkpoint.step)
-
-
-def damage(checkpoint: Checkpoint) -> str | None:
-    """What is wrong with a checkpoint, in words; None when every file is there with its size and hash."""
-    try:
-        manifest = json.loads((checkpoint.path / MANIFEST).read_text("utf-8"))
-        listed = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its manifest cannot be read ({error})"
-    for name, facts in listed.items():
-        path = checkpoint.path / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != facts["size"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
-        if _sha256(path) != facts["sha256"]:
-            return f"{name} does not match its hash"
-    return None
-
-
-def newest_sound(folder: Path, *, not_after: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that can be believed (none after step `not_after`), and what was wrong with newer ones."""
-    complaints = []
-    for checkpoint in find_checkpoints(folder):
-        if not_after is not None and checkpoint.step > not_after:
-            continue
-        problem = damage(checkpoint)
-        if problem is None:
-            return checkpoint, complaints
-        complaints.append(f"checkpoint {checkpoint.path.name} is damaged: {problem}")
-    return None, complaints
-
-
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints and the best one, and drafts of processes that died."""
     best = best_step(folder)
@@ -134,14 +67,6 @@ def forget_after(folder: Path, step: int) -> None:
     for checkpoint in find_checkpoints(folder):
         if checkpoint.step > step:
             _remove(checkpoint.path)
-
-
-def best_step(folder: Path) -> int | None:
-    """The step that was marked best."""
-    try:
-        return int(json.loads((folder / BEST).read_text("utf-8"))["step"])
-    except FileNotFoundError:
-        return None
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
@@ -202,7 +127,7 @@ def _remove(path: Path) -> None:
 
 def _write_manifest(draft: Path, step: int) -> None:
     files = {
-        str(path.relative_to(draft)): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in _files(draft)
+        str(path.relative_to(draft)): {"size": path.stat().st_size, "sha256": sha256(path)} for path in _files(draft)
     }
     (draft / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n", "utf-8")
     for path in [*_files(draft), *(folder for folder in draft.rglob("*") if folder.is_dir()), draft]:
@@ -219,8 +144,3 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,23 +11,17 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from engine.device.catch_oom import retry_on_oom
+from engine.device.oom import OutOfMemory
 from engine.errors import MemoryExhaustedError
+from engine.journal.checkpoints_on_disk import Checkpoint, newest_sound
 from engine.journal.directory import RunDirectory
 from engine.train.checkpoint.best import agree
-from engine.train.checkpoint.files import (
-    Checkpoint,
-    forget_after,
-    newest_sound,
-    place_result,
-    prune,
-    size_bytes,
-    write_checkpoint,
-)
+from engine.train.checkpoint.files import forget_after, place_result, prune, size_bytes, write_checkpoint
 from engine.train.checkpoint.run_state import Best, RunState, fill_checkpoint, restore, settings
 from engine.train.monitor.journal import Journal, until_there_is_room
 from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.failure import Failure, retried
 from engine.train.recovery.ladder import Remedy
 from engine.train.run_requests import Wishes
 from engine.train.setup import Bench
@@ -98,7 +92,7 @@ class Saver:
         saved = checkpoint.state()["settings"]
         here = settings(self._bench.spec, self._bench.total_steps)
         same_memory = saved["memory"] == here["memory"]
-        restored = retried(
+        restored = retry_on_oom(
             lambda: restore(checkpoint, self._parts, self._bench.identity, same_memory=same_memory),
             "restore",
             self._parts.device,
@@ -143,7 +137,7 @@ class Saver:
         self._journal.phase("saving")
         began = time.perf_counter()
         checkpoint = until_there_is_room(
-            lambda: retried(self._write_checkpoint, "checkpoint", self._parts.device, self._retried),
+            lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._parts.device, self._retried),
             self._wishes.look,
             self._journal.warn_of_full_disk,
         )
@@ -177,5 +171,5 @@ class Saver:
             self._journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
         return asdict(best)
 
-    def _retried(self, failure: Failure, remedy: str, number: int) -> None:
+    def _retried(self, failure: OutOfMemory, remedy: str, number: int) -> None:
         self._parts.report(Backoff(self._state.step, failure, Remedy(remedy), None, None, number))

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.batching.budget import CostBudget
 from engine.errors import UsageError
+from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.spec.schema.run import RunSpec
-from engine.train.checkpoint.files import Checkpoint
 from engine.train.recovery.ladder import Standing
 from engine.train.step.context import Parts
 from engine.train.step.loss_scaler import LossScaler

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.batching.budget import CostBudget
 from engine.batching.cost import cost_alone
+from engine.device.oom import OutOfMemory
 from engine.evaluate.scores import Interrupted, Judge
 from engine.evaluate.scores import evaluate as score
 from engine.journal.directory import RunDirectory
@@ -20,7 +21,6 @@ from engine.train.checkpoint.manager import Saver
 from engine.train.checkpoint.run_state import Best, RunState
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
-from engine.train.recovery.failure import Failure
 from engine.train.recovery.ladder import Remedy
 from engine.train.run_requests import Wishes
 from engine.train.setup import Bench
@@ -124,7 +124,7 @@ class Examiner:
             keep_company(judge, validation, parts)
         return judge
 
-    def _failed(self, failure: Failure, remedy: str, before: Any, after: Any) -> None:
+    def _failed(self, failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
         report = self._bench.parts.report
         rank = self._judge.failed_rank
         report(Backoff(self._state.step, failure, Remedy(remedy, before, after), None, None, 1, None, rank))

@@ -1,38 +1,29 @@
-"""Who holds how much at one moment: by component, and the largest live tensors with their names.
+"""What holds a device's memory at one moment: bytes by component, and the largest live tensors with their names.
 
-Plain values only, so that keeping them keeps no tensor alive; taken inside the handler of a failed allocation, while
-what was held is still held. Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte
+Plain values only, so that keeping them keeps no tensor alive. They are taken inside the handler of a failed allocation,
+while the memory is still held. Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte
 blocks that CUDA's caching allocator and the metered device hand out; the rest is activations and working memory.
+
+Try: `pytest tests/train/test_oom_report.py`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from engine.device.base import Device, LiveTensor
+from engine.device.ledger import bytes_of, storage_key
+from engine.device.oom import MemoryBreakdown
 from engine.model.loaded import LoadedModel
 from engine.train.step.optimizer import StepGuard, state_tensors
 
-BLOCK_BYTES = 512
 LARGEST = 12
 """Live tensors that are named one by one."""
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """Bytes by component, the largest tensors, and on CUDA the allocator's own snapshot."""
-
-    components: dict[str, int]
-    largest: list[dict[str, Any]]
-    snapshot: Any
-
-
-def holdings(loaded: LoadedModel, guard: StepGuard, device: Device) -> Holdings:
-    """What is held now. Allocates nothing on the device."""
+def memory_breakdown(loaded: LoadedModel, guard: StepGuard, device: Device) -> MemoryBreakdown:
+    """What the device holds now. Allocates nothing on it."""
     named = loaded.held()
     learning = loaded.trainable()
     state = [] if guard.host_state.on else list(state_tensors(guard.optimizer, learning))
@@ -45,19 +36,9 @@ def holdings(loaded: LoadedModel, guard: StepGuard, device: Device) -> Holdings:
         "optimizer": bytes_of(tensor for _, tensor in state),
     }
     components["activations"] = max(0, device.memory().allocated_bytes - sum(components.values()))
-    names = {_key(tensor): name for name, tensor in [*named, *state, *gradients]}
+    names = {storage_key(tensor): name for name, tensor in [*named, *state, *gradients]}
     largest = [_described(live, names) for live in device.largest(LARGEST)]
-    return Holdings(components, largest, device.snapshot())
-
-
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of distinct storages, each rounded up to whole blocks."""
-    sizes = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes.values())
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return MemoryBreakdown(components, largest, device.snapshot())
 
 
 def _described(live: LiveTensor, names: dict[int, str]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any
 
 from engine.budget.architecture import from_config
 from engine.budget.predict import predict
+from engine.device.ledger import bytes_of
 from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict
 from engine.spec.schema.run import RunSpec
-from engine.train.monitor.memory_breakdown import bytes_of
 from engine.train.step.context import Parts
 from engine.train.step.optimizer import state_tensors
 

@@ -8,8 +8,8 @@ Try: `pytest tests/train/test_growth.py`
 from __future__ import annotations
 
 from engine.batching.budget import CostBudget
+from engine.device.catch_oom import catch_oom
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.failure import attempt
 from engine.train.recovery.ladder import LIFTS, Standing
 from engine.train.step.context import Parts
 
@@ -62,7 +62,7 @@ class Growth:
         """Take the remedy back on every rank, or on none: what left the device may not find room to come back."""
         parts = self.parts
         lift = LIFTS[remedy.name]
-        failure = attempt(lambda: lift(parts, remedy.before), parts.device, lambda: "lift")
+        failure = catch_oom(lambda: lift(parts, remedy.before), parts.device, "lift")
         if any(parts.ranks.tell(failure is not None)):
             lift(parts, remedy.after)
             parts.budget.wait_longer()

@@ -14,12 +14,11 @@ from typing import Any
 from engine.batching.budget import CostBudget
 from engine.batching.micro_batches import MicroBatch
 from engine.device.base import Device
+from engine.device.oom import MemoryBreakdown, OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.errors import MemoryExhaustedError
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
-from engine.train.monitor.memory_breakdown import Holdings
-from engine.train.recovery.failure import Failure
 from engine.train.recovery.ladder import Remedy, Standing
 from engine.train.step.optimizer import StepGuard
 
@@ -29,7 +28,7 @@ class Struck:
     """One rank's failure, as every rank knows it."""
 
     rank: int
-    failure: Failure
+    failure: OutOfMemory
     micro_batch: MicroBatch | None
     """What was in flight there."""
     capacity_bytes: int
@@ -76,7 +75,7 @@ class Knowledge:
 
 
 def tell_failure(
-    ranks: Ranks, failure: Failure | None, micro_batch: MicroBatch | None, device: Device
+    ranks: Ranks, failure: OutOfMemory | None, micro_batch: MicroBatch | None, device: Device
 ) -> list[Struck]:
     """Who failed in this stage of the step; empty when nobody did. A vote of all ranks."""
     mine = Struck(
@@ -156,7 +155,7 @@ def as_told(struck: Struck) -> dict[str, Any]:
 def from_told(rank: int, told: dict[str, Any]) -> Struck:
     """What `as_told` gave."""
     plain, group = told["failure"], told["micro_batch"]
-    held = plain["held"] and Holdings(**plain["held"], snapshot=None)
+    held = plain["held"] and MemoryBreakdown(**plain["held"], snapshot=None)
     micro_batch = group and MicroBatch(tuple(group["members"]), group["length"], group["cost_bytes"])
-    failure = Failure(**{**plain, "held": held})
+    failure = OutOfMemory(**{**plain, "held": held})
     return Struck(rank, failure, micro_batch, told["capacity_bytes"], told["elsewhere_bytes"])

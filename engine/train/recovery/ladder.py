@@ -15,9 +15,10 @@ from engine.batching.budget import CostBudget
 from engine.batching.micro_batches import MicroBatch
 from engine.data.tokens import TokenData
 from engine.device.base import Device
+from engine.device.catch_oom import ATTEMPTS
+from engine.device.oom import OutOfMemory
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
-from engine.train.recovery.failure import ATTEMPTS, Failure
 from engine.train.step.optimizer import StepGuard
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Situation:
     loaded: LoadedModel
     loss: LossFunction
     budget: CostBudget
-    failure: Failure
+    failure: OutOfMemory
     micro_batch: MicroBatch | None
     """The micro-batch that was in flight; None in clipping, the optimizer step and elsewhere."""
     static_bytes: int
@@ -222,6 +223,6 @@ def choose(ladder: Sequence[str], now: Situation) -> Remedy | None:
     return Remedy("retry") if "retry" in ladder and now.tried.count("retry") < ATTEMPTS - 1 else None
 
 
-def _helps(name: str, failure: Failure) -> bool:
+def _helps(name: str, failure: OutOfMemory) -> bool:
     """Every rung makes room on the device; host memory has only time on its side."""
     return failure.kind == "device" or name == "retry"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
-from engine.train.recovery.failure import Failure
 from engine.train.recovery.ladder import Remedy
 from engine.train.step.context import Backoff
 
@@ -31,7 +31,7 @@ class Outlived:
         self._ranks, self._record = ranks, record
         self._kept: list[Backoff] = []
 
-    def note(self, failure: Failure, remedy: str, number: int, *, step: int = 0) -> None:
+    def note(self, failure: OutOfMemory, remedy: str, number: int, *, step: int = 0) -> None:
         """`failure` struck here, in the attempt of this number; `remedy` is what was done about it."""
         backoff = Backoff(step, failure, Remedy(remedy), 0, 0, number, failed_rank=self._ranks.rank)
         if self._ranks.is_first:
@@ -60,5 +60,5 @@ def _as_json(backoff: Backoff) -> dict[str, Any]:
 
 
 def _from_json(told: dict[str, Any], rank: int) -> Backoff:
-    failure, remedy = Failure(**told["failure"]), Remedy(told["remedy"])
+    failure, remedy = OutOfMemory(**told["failure"]), Remedy(told["remedy"])
     return Backoff(told["step"], failure, remedy, 0, 0, told["attempt"], failed_rank=rank)

@@ -17,6 +17,7 @@ from typing import Any
 from engine.batching.micro_batches import MicroBatch
 from engine.budget.advice import Suggestion, advise, with_changes
 from engine.device.base import Device
+from engine.device.oom import OutOfMemory
 from engine.errors import ConfigNotHereError, UnknownArchitectureError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import now
@@ -24,7 +25,6 @@ from engine.journal.files import write_atomically
 from engine.model.loaded import LoadedModel
 from engine.model.loss import LossFunction
 from engine.spec.schema.run import RunSpec
-from engine.train.recovery.failure import Failure
 from engine.train.step.optimizer import StepGuard
 
 MOST_REPORTS = 20
@@ -43,7 +43,7 @@ class OomReports:
         """The run as it stands, remedies included."""
         self._written = 0
 
-    def write(self, facts: dict[str, Any], failure: Failure, micro_batch: MicroBatch | None) -> str | None:
+    def write(self, facts: dict[str, Any], failure: OutOfMemory, micro_batch: MicroBatch | None) -> str | None:
         """Write a report; returns its path in the run directory, or None where there are enough, or no room.
 
         `facts` are what the event says: step, remedy, before, after, attempt.
@@ -62,7 +62,7 @@ class OomReports:
         self._written += 1
         return str(path.relative_to(self._directory.path))
 
-    def _write_snapshot(self, path: Path, failure: Failure) -> str | None:
+    def _write_snapshot(self, path: Path, failure: OutOfMemory) -> str | None:
         if failure.held is None or failure.held.snapshot is None or self._written >= MOST_SNAPSHOTS:
             return None
         target = path.with_suffix(".snapshot.pickle")
@@ -70,7 +70,7 @@ class OomReports:
             pickle.dump(failure.held.snapshot, file)
         return target.name
 
-    def _report(self, facts: dict[str, Any], failure: Failure, micro_batch: MicroBatch | None) -> dict[str, Any]:
+    def _report(self, facts: dict[str, Any], failure: OutOfMemory, micro_batch: MicroBatch | None) -> dict[str, Any]:
         device = self._device
         return {
             "version": 1,
@@ -98,7 +98,7 @@ class OomReports:
         }
 
 
-def avoidance(spec: RunSpec, failure: Failure, micro_batch: MicroBatch | None) -> dict[str, Any]:
+def avoidance(spec: RunSpec, failure: OutOfMemory, micro_batch: MicroBatch | None) -> dict[str, Any]:
     """What the budget says of the failure: `plan` for this length as the run stands, and `avoided_by`, changes of the
     recipe with the peak each would have had. Both empty where memory of the host ran out, or nothing can be predicted.
     """

@@ -15,6 +15,7 @@ from engine.batching.budget import CostBudget
 from engine.batching.micro_batches import Cost, MicroBatch
 from engine.data.tokens import TokenData
 from engine.device.base import Device
+from engine.device.oom import OutOfMemory
 from engine.distributed.deepspeed import Zero
 from engine.distributed.gradient_all_reduce import GradientSum
 from engine.distributed.ranks import ALONE, Ranks
@@ -24,7 +25,6 @@ from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.model.slices import SlicedAttention
 from engine.train.recovery.consensus import Knowledge
-from engine.train.recovery.failure import Failure
 from engine.train.recovery.ladder import Remedy, Standing
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import StepGuard
@@ -41,7 +41,7 @@ class Backoff:
     """One allocation failure and what was done about it."""
 
     step: int
-    failure: Failure
+    failure: OutOfMemory
     remedy: Remedy
     rows_before: int | None
     """Sequences in the micro-batch that was in flight; 0 when none was, None where nothing is cut."""
@@ -78,7 +78,7 @@ class Parts:
     """Tells of a failure that all ranks know of."""
     outlived: Outlived
     """Tells of one that only this rank knows of."""
-    advise: Callable[[Failure, MicroBatch | None], str]
+    advise: Callable[[OutOfMemory, MicroBatch | None], str]
     """What would have helped, in words; empty where nothing can be predicted."""
     static_bytes: int = 0
     standing: list[Standing] = field(default_factory=list)

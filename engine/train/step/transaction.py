@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batching.micro_batches import STAND_IN, MicroBatch, plan_micro_batches
-from engine.device.oom import flush_autograd
+from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
+from engine.device.oom import MemoryBreakdown, OutOfMemory, flush_autograd
 from engine.distributed.assign_samples import deal
 from engine.distributed.deepspeed import EndedByMemoryError
 from engine.distributed.ranks import ALONE
 from engine.errors import DivergedError
-from engine.train.monitor.memory_breakdown import Holdings, holdings
+from engine.train.monitor.memory_breakdown import memory_breakdown
 from engine.train.recovery.consensus import Struck, decide, deciding, exhausted, pool, tell_failure
-from engine.train.recovery.failure import ATTEMPTS, Failure, attempt, retried
 from engine.train.recovery.ladder import Remedy, Situation, choose
 from engine.train.recovery.lesson import lesson_of
 from engine.train.step.computation import StepComputation
@@ -154,7 +154,7 @@ class StepTransaction:
         attempt and nothing else."""
         parts = self.parts
         tried: Tried = []
-        retried(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
+        retry_on_oom(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
         plan = self._plan(samples)
         while True:
             struck = self._attempt(step, plan, stages, phase_prefix)
@@ -191,14 +191,9 @@ class StepTransaction:
         """Run the stages until one fails on any rank; returns who failed in it."""
         self.work.begin()
         for stage in stages:
-            failure = attempt(
-                lambda stage=stage: self._all_through(stage, plan),  # type: ignore[misc]
-                self.parts.device,
-                lambda: self.work.phase,
-                self._stock,
-            )
+            failure = catch_oom(partial(self._all_through, stage, plan), self.parts.device, "", self._memory_breakdown)
             if failure is not None:
-                failure = replace(failure, phase=phase_prefix + failure.phase)
+                failure = replace(failure, phase=phase_prefix + self.work.phase)
                 if self.parts.zero:
                     raise self._over(step, failure)
             struck = tell_failure(
@@ -257,28 +252,27 @@ class StepTransaction:
     def _recover_here(self, step: int, attempts: int) -> bool:
         for _ in range(ATTEMPTS):
             undone: list[bool] = []
-            again = attempt(lambda undone=undone: undone.append(self._put_back()), self.parts.device, lambda: "recover")  # type: ignore[misc]
+            again = catch_oom(partial(self._put_back, undone), self.parts.device, "recover")
             if again is None:
                 return undone[0]
             self._reporter(step)(again, "retry", attempts)
         return False
 
-    def _put_back(self) -> bool:
+    def _put_back(self, undone: list[bool]) -> None:
         self.work.drop_gradients()
         flush_autograd()
         if self.parts.sharded:
             self.parts.sharded.recover()
         self.parts.device.release_cached()
-        if not self.parts.guard.restore():
-            return False
-        self.parts.rollback.restore()
-        return True
+        undone.append(self.parts.guard.restore())
+        if undone[-1]:
+            self.parts.rollback.restore()
 
-    def _reporter(self, step: int) -> Callable[[Failure, str, int], None]:
+    def _reporter(self, step: int) -> Callable[[OutOfMemory, str, int], None]:
         return partial(self.parts.outlived.note, step=step)
 
-    def _stock(self) -> Holdings:
-        return holdings(self.parts.loaded, self.parts.guard, self.parts.device)
+    def _memory_breakdown(self) -> MemoryBreakdown:
+        return memory_breakdown(self.parts.loaded, self.parts.guard, self.parts.device)
 
     def _choose(self, struck: Sequence[Struck], tried: Tried, step: int) -> Remedy:
         """What is done about the failure, by the rank that decides; the others follow it."""
@@ -308,7 +302,7 @@ class StepTransaction:
         parts.static_bytes, parts.data = now.static_bytes, now.data
         return remedy
 
-    def _over(self, step: int, failure: Failure) -> Exception:
+    def _over(self, step: int, failure: OutOfMemory) -> Exception:
         """Why this attempt of the run is over on all ranks: memory ran out here, where no vote can tell the others.
         With it goes what the next attempt should know, unless no remedy is left."""
         parts = self.parts

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from engine.device.catch_oom import catch_oom
 from engine.distributed.sharded import Sharded
 from engine.distributed.weight_broadcast import to_first
 from engine.errors import UsageError
 from engine.model.loaded import part_here
 from engine.train.recovery.consensus import deciding, tell_failure
-from engine.train.recovery.failure import attempt
 from engine.train.step.context import Parts
 from engine.train.step.optimizer import state_tensors
 
@@ -72,7 +72,7 @@ class Collector:
                 if whole is not None:
                     self._wholes[address] = whole
 
-        failure = attempt(lambda: self._sharded.joint.together(gather), parts.device, lambda: "checkpoint")
+        failure = catch_oom(lambda: self._sharded.joint.together(gather), parts.device, "checkpoint")
         struck = tell_failure(parts.ranks, failure, None, parts.device)
         if struck:
             self._wholes.clear()

@@ -16,11 +16,12 @@ from transformers import LogitsProcessor
 
 from engine.data.tokens import TokenData
 from engine.device.base import Device
+from engine.device.catch_oom import catch_oom
+from engine.device.oom import OutOfMemory
 from engine.distributed.sharded import Sharded
 from engine.distributed.voted_group import Joint
 from engine.evaluate.scores import Judge, answers_to, judging, loss_sum
 from engine.train.recovery.consensus import deciding, tell_failure
-from engine.train.recovery.failure import Failure, attempt
 from engine.train.step.context import Parts
 
 
@@ -30,12 +31,12 @@ class Company:
     def __init__(self, judge: Judge, data: TokenData, parts: Parts, sharded: Sharded) -> None:
         self._judge, self._data, self._parts, self._sharded = judge, data, parts, sharded
         self._asked_for: Callable[[], None] | None = None
-        self._failure: Failure | None = None
+        self._failure: OutOfMemory | None = None
         judge.perform = self.perform
         judge.choosing.append(SameTokens(sharded.joint, parts.device))
         parts.ranks.duties |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
 
-    def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> Failure | None:
+    def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
         """On rank 0: run `action` here and the same pass everywhere; the failure of any rank."""
         self._asked_for, self._failure = action, None
         self._parts.ranks.ask(kind, members=[int(member) for member in members])
@@ -61,7 +62,7 @@ class Company:
             with judging(model), self._sharded.judging(gathers_head=kind == "generate"):
                 action()
 
-        failure = attempt(lambda: self._sharded.joint.together(run), parts.device, lambda: kind)
+        failure = catch_oom(lambda: self._sharded.joint.together(run), parts.device, kind)
         struck = tell_failure(parts.ranks, failure, None, parts.device)
         if struck:
             parts.device.release_cached()

@@ -9,6 +9,7 @@ Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.budget.shards import require_shards
 from engine.device.base import Device
+from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
+from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import Head, Sharded, Whole, groups_of
 from engine.distributed.voted_group import Joint
@@ -26,7 +29,6 @@ from engine.model.loaded import plain_name
 from engine.model.loss import LossFunction, loss_of
 from engine.spec.schema.run import RunSpec
 from engine.train.recovery.consensus import exhausted, tell_failure
-from engine.train.recovery.failure import ATTEMPTS, Failure, attempt, retried
 from engine.train.recovery.ladder import Remedy
 from engine.train.step.context import Backoff
 
@@ -39,7 +41,7 @@ def load_sharded(
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
     report: Callable[[Backoff], None],
-    told: Callable[[Failure, str, int], None],
+    told: Callable[[OutOfMemory, str, int], None],
 ) -> tuple[LoadedModel, LossFunction, Sharded]:
     """The model in shards and its loss; begun anew on all ranks where memory runs out on one, a few times.
 
@@ -60,7 +62,7 @@ def load_sharded(
         def spread(loaded: LoadedModel = loaded) -> None:
             made.append(_spread(spec, device, loaded, ranks, joint))
 
-        failure = attempt(lambda spread=spread: joint.together(spread), device, lambda: "load")  # type: ignore[misc]
+        failure = catch_oom(partial(joint.together, spread), device, "load")
         struck = tell_failure(ranks, failure, None, device)
         if not struck:
             return made[0]
@@ -78,14 +80,14 @@ def _built(
     device: Device,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-    told: Callable[[Failure, str, int], None],
+    told: Callable[[OutOfMemory, str, int], None],
 ) -> LoadedModel:
     """The whole model in rank 0's host memory, without memory elsewhere."""
     read: list[LoadedModel] = []
 
     def read_first() -> None:
         with device.host_region():
-            read.append(retried(lambda: load_model(spec, device, tokenizer, HOST), "load", device, told))
+            read.append(retry_on_oom(lambda: load_model(spec, device, tokenizer, HOST), "load", device, told))
 
     ranks.behind_first(read_first)
     return read[0] if read else load_model(spec, device, tokenizer, NOWHERE)

@@ -25,6 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.data.tokens import TokenData
 from engine.device.base import Device
+from engine.device.catch_oom import catch_oom
+from engine.device.oom import OutOfMemory
 from engine.distributed.deepspeed import EndedByMemoryError, Zero, standing_in
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import Head, Whole
@@ -34,7 +36,6 @@ from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossFunction, loss_of
 from engine.spec.schema.run import RunSpec
-from engine.train.recovery.failure import Failure, attempt
 from engine.train.step.context import Parts
 from engine.train.step.optimizer import StepGuard, allocate_one, build_optimizer
 from engine.train.strategy.checkpoint_gatherer import OPTIMIZER
@@ -71,7 +72,7 @@ def load_with_deepspeed(
         LostRankError: another rank could not go on.
     """
     made: list[tuple[LoadedModel, LossFunction, StepGuard, Zero]] = []
-    failure = attempt(lambda: made.append(_load(spec, device, tokenizer, ranks)), device, lambda: "load")
+    failure = catch_oom(lambda: made.append(_load(spec, device, tokenizer, ranks)), device, "load")
     if failure is not None:
         raise MemoryExhaustedError(
             f"out of memory while the model was loaded for DeepSpeed, on rank {ranks.rank}: {failure.text}",
@@ -229,7 +230,7 @@ def keep_company(judge: Judge, data: TokenData, parts: Parts) -> None:
     """Make `judge` compute its losses on all ranks, where no rank holds the weights. Every rank calls it."""
     asked: list[Callable[[], None]] = []
 
-    def perform(kind: str, members: Sequence[int], action: Callable[[], None]) -> Failure | None:
+    def perform(kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
         asked.append(action)
         parts.ranks.ask(kind, members=[int(member) for member in members])
         return None
@@ -245,6 +246,6 @@ def keep_company(judge: Judge, data: TokenData, parts: Parts) -> None:
 
 def together(parts: Parts, phase: str, action: Callable[[], object]) -> None:
     """Run what all ranks do at once, outside of steps. Raises EndedByMemoryError where memory runs out here."""
-    failure = attempt(lambda: (action(), None)[1], parts.device, lambda: phase)
+    failure = catch_oom(lambda: (action(), None)[1], parts.device, phase)
     if failure is not None:
         raise EndedByMemoryError(f"memory ran out in {phase} on rank {parts.ranks.rank}: {failure.text}")

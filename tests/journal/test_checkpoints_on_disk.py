@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from engine.journal.checkpoints_on_disk import LEARNED, best_saved, learned, saved_steps
+from engine.journal.checkpoints_on_disk import LEARNED, best_step, find_checkpoints, learned
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import summarise
 
@@ -23,8 +23,9 @@ def test_the_checkpoints_of_a_run_are_those_on_disk(run: RunDirectory) -> None:
         put(run, step)
     (run.checkpoints / ".step-00000200.17").mkdir()
     (run.checkpoints / "best").write_text('{"step": 20}')
-    assert saved_steps(run) == summarise(run).checkpoints == [3, 20, 100]
-    assert best_saved(run) == 20
+    assert [saved.step for saved in find_checkpoints(run.checkpoints)] == [100, 20, 3]
+    assert summarise(run).checkpoints == [3, 20, 100]
+    assert best_step(run.checkpoints) == 20
 
 
 def test_what_was_learned_is_the_newest_checkpoints_that_can_be_read(run: RunDirectory) -> None:
