@@ -151,7 +151,7 @@ def transient_cost(job: Job, folder: Path, rounds: int) -> float:
         shop.step()
         in_a_step = shop.device.allocations - before  # type: ignore[attr-defined]
         watch = Stopwatch(shop.device)
-        bench.parts.device = watch  # type: ignore[assignment]
+        bench.parts.device = watch
         for _ in range(rounds):
             undisturbed = shop.step()
             shop.device.fail_at(drawn.randint(in_a_step // 10, in_a_step))  # type: ignore[attr-defined]

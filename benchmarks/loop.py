@@ -155,7 +155,7 @@ def trainer(job: Job, _device: Device, step_done: StepDone) -> None:
     rows = [{"input_ids": ids, "labels": ids} for ids in job.sequences]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(**their_arguments(job, folder), remove_unused_columns=False)
-        callbacks = [StepEnd(step_done)]
+        callbacks: list[TrainerCallback] = [StepEnd(step_done)]
         quietly(Trainer(model=model, args=arguments, train_dataset=rows, data_collator=padded, callbacks=callbacks))
 
 
@@ -207,7 +207,7 @@ def compare_memory(job: Job) -> dict[str, float]:
         device = open_device(spec_of(job, "metered"))
         peak = PeakOfRun(device)
         with device.activate():
-            contestant(job, peak, lambda: None)  # type: ignore[arg-type]
+            contestant(job, peak, lambda: None)
         peaks[name] = round(device.memory().peak_bytes / 2**20, 1)
         gc.collect()
     return peaks

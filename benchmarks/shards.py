@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.job import Job, spec_of, write_job
 from benchmarks.slices import member
@@ -55,7 +55,7 @@ def measure(ranks: int, shard: str) -> dict[str, Any]:
         port = free.getsockname()[1]
         free.close()
         job = write_job(Path(name, "job"), [TOKENS] * 64, vocabulary=512, hidden=WIDTH, steps=2)
-        mp.spawn(member, args=(ranks, port, _spec(job, ranks, shard), name), nprocs=ranks)
+        spawn(member, args=(ranks, port, _spec(job, ranks, shard), name), nprocs=ranks)
         return dict(json.loads(Path(name, "found.json").read_text()))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.job import Job, spec_of, write_job
 from engine.batching.cost import price
@@ -61,7 +61,7 @@ def measure(ranks: int, tokens: int) -> dict[str, Any]:
         port = free.getsockname()[1]
         free.close()
         job = write_job(Path(name, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
-        mp.spawn(member, args=(ranks, port, _spec(job, ranks, tokens), name), nprocs=ranks)
+        spawn(member, args=(ranks, port, _spec(job, ranks, tokens), name), nprocs=ranks)
         return dict(json.loads(Path(name, "found.json").read_text()))
 
 

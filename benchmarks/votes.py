@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.job import Job, spec_of, write_job
 from engine.device import open_device
@@ -104,7 +104,7 @@ def measure(size: str, ranks: int, steps: int) -> Cost:
         free.close()
         width, tokens = SIZES[size]
         job = write_job(Path(name, "job"), [tokens] * 32, vocabulary=512, hidden=width, steps=steps)
-        mp.spawn(_member, args=(ranks, port, job, size, name), nprocs=ranks)
+        spawn(_member, args=(ranks, port, job, size, name), nprocs=ranks)
         return Cost(**json.loads(Path(name, "cost.json").read_text()))
 
 

@@ -41,10 +41,15 @@ class Batch:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same micro-batch with every tensor passed through `move`."""
-        names = ("input_ids_BS", "labels_BS", "attention_mask_BS", "position_ids_BS")
-        tensors = {name: getattr(self, name) for name in names}
-        moved = {name: None if tensor is None else move(tensor) for name, tensor in tensors.items()}
-        return replace(self, **moved, images={name: move(tensor) for name, tensor in self.images.items()})
+        mask_BS, positions_BS = self.attention_mask_BS, self.position_ids_BS
+        return replace(
+            self,
+            input_ids_BS=move(self.input_ids_BS),
+            labels_BS=move(self.labels_BS),
+            attention_mask_BS=None if mask_BS is None else move(mask_BS),
+            position_ids_BS=None if positions_BS is None else move(positions_BS),
+            images={name: move(tensor) for name, tensor in self.images.items()},
+        )
 
 
 def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_id: int) -> Batch:

@@ -74,16 +74,20 @@ class ChatRenderer:
 
     def _render(self, messages: Sequence[dict[str, Any]], record: ChatRecord, *, prompt: bool = False) -> str:
         return str(self.tokenizer.apply_chat_template(
-            list(messages), tools=record.tools, chat_template=self.template, tokenize=False,
-            add_generation_prompt=prompt,
+            list(messages), tokenize=False, add_generation_prompt=prompt, **self._options(record)
         ))
+
+    def _options(self, record: ChatRecord) -> dict[str, Any]:
+        """Keyword arguments that every rendering of a conversation shares."""
+        return {"tools": record.tools, "chat_template": self.template}
 
     def _marked_spans(self, messages: list[dict[str, Any]], record: ChatRecord, text: str) -> list[Span]:
         """Spans inside the template's {% generation %} blocks."""
-        rendered, spans = render_jinja_template(
-            [messages], tools=record.tools, chat_template=self.template, return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
+        special: dict[str, Any] = {**self.tokenizer.special_tokens_map}
+        result: Any = render_jinja_template(  # annotated as str in transformers 5.23, which is wrong
+            [messages], return_assistant_tokens_mask=True, **special, **self._options(record)
         )
+        rendered, spans = result
         if rendered[0] != text:
             raise DataError(
                 f"{record.place}: the chat template renders the same conversation in two ways",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-"""Suffix = how to read through that compression."""
+COMPRESSED = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile, ".bz2": bz2.BZ2File}
+"""Class that reads a compressed file as bytes, by suffix."""
 
 SHOWN = 60
 """Characters of a broken line that are shown."""
@@ -60,7 +60,7 @@ def _document_problem(file: Path) -> str | None:
 
 
 def _open(file: Path) -> IO[bytes]:
-    return OPENERS[file.suffix](file, "rb") if file.suffix in OPENERS else file.open("rb")  # type: ignore[operator]
+    return COMPRESSED[file.suffix](file) if file.suffix in COMPRESSED else file.open("rb")
 
 
 def _reason(error: ValueError) -> str:

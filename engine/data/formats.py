@@ -96,17 +96,16 @@ class Format:
 
     def record(self, row: dict[str, Any], number: int) -> Record | Dropped:
         """What row `number` of the source says, or why it is left out."""
-        values = {ours: row.get(theirs) for ours, theirs in self.fields.items()}
+        values: dict[str, Any] = {ours: row.get(theirs) for ours, theirs in self.fields.items()}
         place = f"source {self.source}, row {number + 1}"
         if self.name in ("chat", "sharegpt"):
             return _conversation(values, place)
         if self.name == "alpaca":
             return _instruction(values, self.chat, place)
-        required = [values[name] for name in NEEDS[self.name]]
-        for name, value in zip(NEEDS[self.name], required, strict=True):
-            if problem := _not_text(name, value):
+        for name in NEEDS[self.name]:
+            if problem := _not_text(name, values[name]):
                 return Dropped(problem)
-        return TextRecord(*required) if self.name == "text" else PairRecord(*required)
+        return TextRecord(values["text"]) if self.name == "text" else PairRecord(values["prompt"], values["completion"])
 
 
 def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> Format:
@@ -237,7 +236,8 @@ def _message(turn: Any) -> dict[str, Any] | Dropped:
 def _joined_text(parts: list[Any]) -> Any:
     """Text of a content list whose parts are all text; anything else is handed back as it is."""
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else parts
+    strings = [text for text in texts if isinstance(text, str)]
+    return "".join(strings) if len(strings) == len(parts) else parts
 
 
 def _parsed(text: str) -> Any:

@@ -48,7 +48,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _c_resize = torch.UntypedStorage.resize_
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):
     """The dispatch mode of one thread. `state` says whether it counts, is in a host region, or is switched off."""
 
     @classmethod
@@ -57,7 +57,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __init__(self, ledger: Ledger, state: int = COUNTING) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.ledger = ledger
         self.live = ledger.live
         self.state = state

@@ -36,6 +36,7 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
         UsageError: no such checkpoint, or one that is damaged.
     """
     found = find_checkpoints(place.checkpoints)
+    chosen: list[Checkpoint]
     if wanted == "all":
         chosen = found[::-1]
     elif wanted == "best":

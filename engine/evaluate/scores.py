@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -240,13 +240,12 @@ def _answers(judge: Judge, data: TokenData, count: int) -> list[dict[str, str]]:
 
 
 def _answer(judge: Judge, question: tuple[list[int], list[int]], text: str) -> dict[str, str]:
-    prompt, reference = question
-    decode = judge.loaded.tokenizer.decode
-    return {
-        "prompt": decode(prompt, skip_special_tokens=True),
-        "answer": text.strip(),
-        "reference": decode(reference, skip_special_tokens=True).strip(),
-    }
+    prompt, reference = (_text(judge, ids) for ids in question)
+    return {"prompt": prompt, "answer": text.strip(), "reference": reference.strip()}
+
+
+def _text(judge: Judge, ids: list[int]) -> str:
+    return str(judge.loaded.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def split_question(example: Example) -> tuple[list[int], list[int]]:
@@ -271,7 +270,7 @@ def _generate(judge: Judge, prompts: Sequence[Sequence[int]]) -> list[str]:
     config = generation_config(judge.generate, tokenizer.eos_token_id, _pad_id(judge))
     ids_BS, mask_BS = judge.device.upload(ids_BS), judge.device.upload(mask_BS)
     made_BS = continued(judge.loaded, ids_BS, mask_BS, config, logits_processor=judge.choosing)
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in made_BS[:, width:].tolist()]
+    return [_text(judge, row) for row in made_BS[:, width:].tolist()]
 
 
 def continued(
@@ -282,7 +281,8 @@ def continued(
     **how: LogitsProcessorList | Cache | None,
 ) -> Tensor:
     """Prompts and their answers, as token ids; `how` is for `generate` of transformers."""
-    return loaded.model.generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **how)
+    generate = cast(Callable[..., Tensor], loaded.model.generate)
+    return generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **how)
 
 
 def generation_config(generate: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:

@@ -84,13 +84,14 @@ def _base(base: str, revision: str | None, trust_remote_code: bool) -> PreTraine
     try:
         found = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         config = AutoConfig.from_pretrained(base, **found)
-        return auto_class(config).from_pretrained(  # type: ignore[no-any-return]
+        model: PreTrainedModel = auto_class(config).from_pretrained(
             base, config=config, dtype="auto", use_safetensors=True, **found
         )
     except torch.OutOfMemoryError:
         raise
     except HUB_ERRORS as error:
         raise explain(error, base) from error
+    return model
 
 
 def _expect_room(base: str, folder: Path) -> None:

@@ -180,7 +180,7 @@ def silence_seconds(path: Path) -> float:
 def _started(pid: int) -> str | None:
     if os.path.exists("/proc/self/stat"):
         return _started_linux(pid)
-    import psutil  # type: ignore[import-untyped]  # only where there is no /proc: the import costs 20 ms
+    import psutil  # only where there is no /proc: the import costs 20 ms
 
     try:
         process = psutil.Process(pid)

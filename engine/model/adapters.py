@@ -77,7 +77,7 @@ def add_adapters(
     whole = whole_modules(model, in_full)
     config = LoraConfig(
         r=method.rank,
-        lora_alpha=method.effective_alpha,
+        lora_alpha=method.effective_alpha,  # type: ignore[arg-type]  # peft says int, and takes any number
         lora_dropout=method.dropout,
         target_modules=[name for name in chosen if name not in experts],
         target_parameters=expert_names or None,
@@ -118,7 +118,8 @@ def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tu
         torch_device=place,
     )
     set_adapter_dtype(wrapped, method)
-    return wrapped, coverage_of(wrapped, linears, experts, wrapped.peft_config["default"].modules_to_save or [])
+    in_full = getattr(wrapped.peft_config["default"], "modules_to_save", None) or []
+    return wrapped, coverage_of(wrapped, linears, experts, in_full)
 
 
 def set_adapter_dtype(model: PeftModel, method: Method) -> None:

@@ -11,6 +11,7 @@ Try: `python -m pytest tests/model/test_loss.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,13 @@ def chunked_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, shape: Shape)
     """Sum of token losses, fp32 scalar."""
     if head.scale != 1.0:
         hidden_NH = hidden_NH * head.scale
-    if head.is_plain_linear:
-        weight_VH, bias_V = head.project.weight, head.project.bias
+    if head.linear is not None:
+        weight_VH: Tensor = head.linear.weight
+        bias_V: Tensor | None = head.linear.bias
         if not torch.is_grad_enabled():  # which the function is not told: it would make the head's gradient
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
-        return _LinearLoss.apply(hidden_NH, weight_VH, bias_V, targets_N, shape)  # type: ignore[no-any-return]
+        apply: Callable[..., Tensor] = _LinearLoss.apply
+        return apply(hidden_NH, weight_VH, bias_V, targets_N, shape)
     total = hidden_NH.new_zeros((), dtype=torch.float32)
     for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, shape):
         total = total + checkpoint(_through_module, head, hidden_CH, targets_C, shape, use_reentrant=False)

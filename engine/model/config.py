@@ -46,7 +46,7 @@ def load_config(start: Starting, trust_remote_code: bool) -> PreTrainedConfig:
     _expect_config_file(start)
     require_hub(start.base, "model", start.revision)
     try:
-        config = AutoConfig.from_pretrained(
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
             start.base, revision=start.revision or "main", trust_remote_code=trust_remote_code
         )
     except HUB_ERRORS as error:

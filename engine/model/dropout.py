@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +61,8 @@ class KeyedDropout(nn.Module):
                 f"dropout of {self.name}: expected [{len(self.draw.sample_ids)}, S, F], got {tuple(input_BSF.shape)}"
             )
         keys = [row_key(self.draw.seed, self.draw.step, sample, self.name) for sample in self.draw.sample_ids]
-        return _Drop.apply(input_BSF, keys, self.draw.first_position, self.p)  # type: ignore[no-any-return]
+        apply: Callable[..., Tensor] = _Drop.apply
+        return apply(input_BSF, keys, self.draw.first_position, self.p)
 
 
 class _Drop(torch.autograd.Function):

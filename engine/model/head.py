@@ -8,6 +8,7 @@ Try: `python -m pytest tests/model/test_architectures.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -43,19 +44,19 @@ class Head:
     softcap: float | None
 
     @property
-    def is_plain_linear(self) -> bool:
-        """True when weight and bias are all there is: no adapter, no quantisation, no wrapper."""
-        return type(self.project) is nn.Linear
+    def linear(self) -> nn.Linear | None:
+        """The module where it is a plain linear layer; None with an adapter, quantisation or another wrapper on it."""
+        return self.project if type(self.project) is nn.Linear else None
 
     @property
     def vocabulary(self) -> int:
         """Columns of the logits."""
-        inner = getattr(self.project, "base_layer", None) or getattr(self.project, "original_module", self.project)
+        inner: Any = getattr(self.project, "base_layer", None) or getattr(self.project, "original_module", self.project)
         return int(inner.out_features)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] in fp32."""
-        logits_NV = self.project(hidden_NH * self.scale if self.scale != 1.0 else hidden_NH).float()
+        logits_NV: Tensor = self.project(hidden_NH * self.scale if self.scale != 1.0 else hidden_NH).float()
         return logits_NV if self.softcap is None else (logits_NV / self.softcap).tanh() * self.softcap
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of httpx or httpx2, by version
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,

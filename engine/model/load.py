@@ -25,7 +25,7 @@ from engine.model.config import auto_class, load_config
 from engine.model.dropout import key_dropout
 from engine.model.freezing import freeze_parameters
 from engine.model.hub import HUB_ERRORS, explain
-from engine.model.loaded import LoadedModel
+from engine.model.loaded import LoadedModel, embedding_rows
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
 from engine.model.tokenizer import check_vocabulary
@@ -56,7 +56,7 @@ def load_model(
     attention = resolve_attention(config, recipe.model.attention, device, precision.compute)
     with seeded(recipe.train.seed, device):
         model = _base(spec, start, config, precision, attention, device, place or device.torch_device)
-        check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0])
+        check_vocabulary(tokenizer, embedding_rows(model))
         loaded = assemble(spec, start, config, model, device, precision, attention)
     loaded.tokenizer = tokenizer
     if place is None:
@@ -86,7 +86,6 @@ def assemble(
         model=trained,
         kind="adapter" if recipe.method.kind == "lora" else "model",
         config=config,
-        tokenizer=None,
         coverage=coverage,
         device=device,
         precision=precision,
@@ -126,12 +125,13 @@ def _base(
         return _nf4(spec, start, config, precision, attention, device)
     if _made_here(spec, start) or place.type == "meta":
         with place:
-            return auto_class(config).from_config(
+            made: PreTrainedModel = auto_class(config).from_config(
                 config,
                 dtype=precision.weights,
                 attn_implementation=attention,
                 trust_remote_code=spec.limits.trust_remote_code,
             )
+        return made
     return _pretrained(spec, start, config, {"dtype": precision.weights, "attn_implementation": attention}, place)
 
 
@@ -141,6 +141,7 @@ def _pretrained(
     _expect_safetensors(start)
     if place.type != "cpu":
         options["device_map"] = {"": place}
+    model: PreTrainedModel
     try:
         model, report = auto_class(config).from_pretrained(
             start.base,
@@ -157,7 +158,7 @@ def _pretrained(
     except HUB_ERRORS as error:
         raise explain(error, start.base) from error
     _expect_complete(start, report)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _expect_complete(start: Starting, report: dict[str, Any]) -> None:

@@ -50,7 +50,6 @@ class LoadedModel:
     model: PreTrainedModel | PeftModel
     kind: Literal["adapter", "model"]
     config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
     coverage: Coverage
     device: Device
     precision: Precision
@@ -68,11 +67,15 @@ class LoadedModel:
     """How a tensor comes to the host to be saved; None for the device's own way."""
     sees_padding: bool = True
     """Whether padding on the right could change what a token before it becomes; see `attention.looks_ahead`."""
+    tokenizer: PreTrainedTokenizerBase = field(init=False)
+    """Set by `load_model`. A simulated model has none."""
 
     @property
     def base(self) -> PreTrainedModel:
         """The transformers model, adapters in place."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        if isinstance(self.model, PeftModel):
+            return cast(PreTrainedModel, self.model.get_base_model())
+        return self.model
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -133,7 +136,7 @@ class LoadedModel:
             if isinstance(self.model, PeftModel):
                 self._save_adapter(self.model, folder)
             else:
-                self.model.save_pretrained(folder, state_dict=self._on_host(self.model.state_dict()))
+                self.model.save_pretrained(str(folder), state_dict=self._on_host(self.model.state_dict()))
             self.tokenizer.save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
@@ -159,9 +162,8 @@ class LoadedModel:
             # Relative on purpose: checkpoints are renamed and results copied, and the base moves along.
             config.base_model_name_or_path = BASE_FOLDER
             self._save_base(model, folder / BASE_FOLDER)
-        state = get_peft_model_state_dict(model, save_embedding_layers=False)
-        staged = _with_adapter_prefix(model, self._on_host(state))
-        model.save_pretrained(folder, state_dict=staged, save_embedding_layers=False)
+        staged = _with_adapter_prefix(model, self._on_host(_adapter_state(model)))
+        model.save_pretrained(str(folder), state_dict=staged, save_embedding_layers=False)
 
     def _save_base(self, model: PeftModel, folder: Path) -> None:
         clean = {}
@@ -186,7 +188,7 @@ class LoadedModel:
     def _targets(self) -> dict[str, Tensor]:
         """Names as a saved file has them = the live tensors behind them."""
         if isinstance(self.model, PeftModel):
-            return get_peft_model_state_dict(self.model, save_embedding_layers=False)
+            return _adapter_state(self.model)
         tied = self.model.all_tied_weights_keys or {}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
@@ -198,6 +200,11 @@ class LoadedModel:
             raise _other_parameters(folder, set(source), set(target))
         for name, tensor in source.items():
             _copy(target[name], tensor, name)
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """How many token ids the model has an embedding for."""
+    return len(cast(Tensor, model.get_input_embeddings().weight))
 
 
 def part_here(tensor: Tensor) -> Tensor:
@@ -225,10 +232,16 @@ def _elements(parameter: Tensor) -> int:
     return int(state.shape.numel()) if state is not None else parameter.numel()
 
 
+def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
+    """The live tensors of an adapter, by the names that they have in its file."""
+    state: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return state
+
+
 def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """peft's save_pretrained takes a model's state dict and picks the adapter's entries; hand it those entries under
     every name the model has them (a tied weight has two)."""
-    originals = get_peft_model_state_dict(model, save_embedding_layers=False)
+    originals = _adapter_state(model)
     staged = {part_here(originals[name]).data_ptr(): tensor for name, tensor in state.items()}
     live = {name: part_here(tensor).data_ptr() for name, tensor in model.state_dict().items()}
     return {name: staged[address] for name, address in live.items() if address in staged}

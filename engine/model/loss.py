@@ -166,7 +166,8 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     # The tower, where there is one, belongs to the body around the decoder.
     body = loaded.base.base_model if batch.images else decoder_of(loaded.base)
     output = body(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **{**extra, **batch.images})
-    return output.last_hidden_state.reshape(*shape, -1)  # type: ignore[no-any-return]
+    hidden_BSH: Tensor = output.last_hidden_state
+    return hidden_BSH.reshape(*shape, -1)
 
 
 def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
@@ -178,7 +179,8 @@ def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """The module that maps token ids to hidden states."""
-    return model.get_decoder()  # type: ignore[no-any-return]
+    decoder: torch.nn.Module = model.get_decoder()
+    return decoder
 
 
 def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
@@ -227,26 +229,29 @@ def liger_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, label_smoothing
     """Liger's fused linear cross-entropy, summed in fp32 from per-token losses."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    return liger_fused_linear_cross_entropy(  # type: ignore[no-any-return]
+    assert head.linear is not None
+    loss: Tensor = liger_fused_linear_cross_entropy(
         hidden_NH * head.scale if head.scale != 1.0 else hidden_NH,
-        head.project.weight,
+        head.linear.weight,
         targets_N,
-        bias=head.project.bias,
+        bias=head.linear.bias,
         label_smoothing=label_smoothing,
         softcap=head.softcap,
         reduction="sum",
         accum_dtype=torch.float32,
-    ).float()
+    )
+    return loss.float()
 
 
 def torch_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
     """torch's chunked linear_cross_entropy. Per token, then an fp32 sum: its own sum comes back in the input's dtype,
     worthless in bf16."""
     scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
-    weight_VH, bias_V = head.project.weight, head.project.bias
-    losses_N = _linear_cross_entropy()(
+    assert head.linear is not None
+    bias_V: Tensor | None = head.linear.bias
+    losses_N = torch.nn.functional.linear_cross_entropy(
         scaled_NH,
-        weight_VH.to(scaled_NH.dtype),
+        head.linear.weight.to(scaled_NH.dtype),
         targets_N,
         linear_bias=None if bias_V is None else bias_V.to(scaled_NH.dtype),
         reduction="none",
@@ -254,17 +259,13 @@ def torch_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: i
             batch_chunk_size=min(chunk_tokens, len(targets_N)), chunking_method=None, acc_policy="accurate"
         ),
     )
-    return losses_N.float().sum()  # type: ignore[no-any-return]
-
-
-def _linear_cross_entropy() -> Callable[..., Tensor]:
-    return torch.nn.functional.linear_cross_entropy  # type: ignore[no-any-return]
+    return losses_N.float().sum()
 
 
 def _liger_applies(head: Head, device: Device) -> bool:
     return (
         device.torch_device.type == "cuda"
-        and head.is_plain_linear
+        and head.linear is not None
         and head.softcap is None
         and importlib.util.find_spec("liger_kernel") is not None
     )
@@ -273,7 +274,7 @@ def _liger_applies(head: Head, device: Device) -> bool:
 def _torch_obstacle(head: Head, label_smoothing: float) -> str | None:
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         return "torch's linear_cross_entropy came with 2.13, this is " + torch.__version__
-    if not head.is_plain_linear:
+    if head.linear is None:
         return "the head carries an adapter or is quantised, which no fused kernel handles"
     if head.softcap is not None:
         return "this model caps its logits, which torch's kernel cannot"

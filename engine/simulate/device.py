@@ -64,7 +64,7 @@ class SimulatedDevice(MeteredDevice):
             self._meter.ledger.sums_in_place = False
 
 
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Answers(TorchDispatchMode):
     """Answers `tensor.item()` of a fake tensor with one: no size depends on what is asked of them. And multiplies in
     groups in every dtype that torch has kernels for, of which its fakes know bf16 alone.
 
@@ -73,7 +73,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.truth = True
         """Of whether something holds."""
 
@@ -123,10 +123,12 @@ def _softmax_of_a_card() -> Iterator[None]:
     """Softmax of a half-precision tensor in fp32 as CUDA does it, forward and backward: in one pass."""
     former = functional.softmax
 
-    def softmax(x: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> torch.Tensor:
-        if dim is not None and dtype is torch.float32 and x.itemsize == 2:
-            return torch._softmax(x, dim, True)
-        return former(x, dim, _stacklevel, dtype)
+    def softmax(
+        input: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if dim is not None and dtype is torch.float32 and input.itemsize == 2:
+            return torch._softmax(input, dim, True)
+        return former(input, dim, _stacklevel, dtype)
 
     functional.softmax = softmax
     try:

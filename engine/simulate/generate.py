@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from engine.evaluate.scores import continued, generation_config
 from engine.model.loaded import LoadedModel
@@ -48,18 +49,26 @@ def simulate_generation(
 def _tokens(base: torch.nn.Module, count: int) -> Iterator[None]:
     """transformers looks after each token whether all rows have ended; fake ones cannot be looked at: so many it is."""
     left = iter(range(count))
-    base._has_unfinished_sequences = lambda *_, **__: next(left, None) is not None
+    base.__dict__["_has_unfinished_sequences"] = lambda *_, **__: next(left, None) is not None
     try:
         yield
     finally:
-        del base._has_unfinished_sequences
+        del base.__dict__["_has_unfinished_sequences"]
 
 
 def _lengthen(cache: Cache, length: int) -> None:
     """As if `length` tokens were in it; layers with a window keep what they would keep."""
     for layer in cache.layers:
-        keys, extra = layer.keys, length - layer.get_seq_length()
-        more = keys.new_empty((*keys.shape[:-2], extra, keys.shape[-1]))
-        layer.update(more, layer.values.new_empty((*layer.values.shape[:-2], extra, layer.values.shape[-1])))
+        assert isinstance(layer, DynamicLayer)
+        extra = length - layer.get_seq_length()
+        keys, values = (
+            old.new_empty((*old.shape[:-2], extra, old.shape[-1])) for old in _keys_and_values(layer)
+        )
+        layer.update(keys, values)
         if layer.is_sliding:  # a window is a view of what it was cut from, which here is longer than it ever gets
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+            layer.keys, layer.values = (made.clone() for made in _keys_and_values(layer))
+
+
+def _keys_and_values(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
