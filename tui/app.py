@@ -26,11 +26,11 @@ from engine.journal.index import runs_folder
 from engine.spec.files.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
-from tui.engines import Engines, still_running
-from tui.screens import SCREENS, ScreenRow, screen_row
+from tui.run.engine_processes import Engines, still_running
 from tui.screens.base import BaseScreen
+from tui.screens.table import SCREENS, ScreenRow, screen_row
 from tui.theme import THEMES
-from tui.widgets.in_order import OneKeyAtATime
+from tui.widgets.key_order import OneKeyAtATime
 
 HOME = "runs"
 """The screen that every way back ends at."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.journal.conftest import Spawn, own_state, spawn
-from tests.tui.harness import Desk
-from tests.tui.terminal import terminal
+from tests.tui.console_pilot import Desk
+from tests.tui.tmux_terminal import terminal
 from tui.app import TunedeckApp
 from tui.arguments import Flags
 

@@ -11,11 +11,11 @@ import pytest
 from textual.strip import Strip
 
 from tests.tui.conftest import SIZES, Opener
-from tests.tui.harness import Desk
-from tests.tui.journals import make_run
+from tests.tui.console_pilot import Desk
+from tests.tui.recorded_runs import make_run
 from tui import keys
 from tui.arguments import Flags, parse
-from tui.screens import SCREENS
+from tui.screens.table import SCREENS
 from tui.theme import STATES, THEMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ import asyncio, sys
 sys.argv = ["tunedeck"]
 from tui.app import TunedeckApp
 from tui.arguments import Flags
-from tui.screens import SCREENS
+from tui.screens.table import SCREENS
 async def main():
     app = TunedeckApp(Flags(runs=sys.argv[0] + "-nowhere"))
     async with app.run_test(size=(80, 24)) as pilot:

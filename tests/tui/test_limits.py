@@ -15,8 +15,8 @@ import pytest
 
 from tests.cli.harness import make_run as make_real_run
 from tests.cli.harness import write_recipe
-from tests.tui.journals import add, make_run
-from tests.tui.terminal import Terminal, needs_tmux
+from tests.tui.recorded_runs import add, make_run
+from tests.tui.tmux_terminal import Terminal, needs_tmux
 
 pytestmark = [needs_tmux, pytest.mark.skipif(shutil.which("prlimit") is None, reason="util-linux is not installed")]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tui.conftest import Opener
-from tests.tui.journals import make_run
+from tests.tui.recorded_runs import make_run
 
 KEPT = Path(__file__).with_name("snapshots")
 

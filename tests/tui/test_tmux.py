@@ -17,7 +17,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs
 from engine.journal.summary import RunSummary, summarise
 from engine.launch.process import force_stop
-from tests.tui.terminal import ROOT, Terminal, needs_tmux, until
+from tests.tui.tmux_terminal import ROOT, Terminal, needs_tmux, until
 
 SHORTER = (("max_steps = 300", "max_steps = 120"), ('split = "train"', 'split = "train"\nlimit = 4000'),
            ("at_start = true", "at_start = true\nlimit = 32"))  # fmt: skip

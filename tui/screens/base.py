@@ -7,7 +7,7 @@ refuse it with a sentence, which the footer shows as a grey key and a press of t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 
 from textual import events
 from textual.app import ComposeResult
@@ -17,12 +17,10 @@ from textual.screen import Screen
 from engine.errors import TunedeckError
 from engine.spec.files.text import visible
 from tui import keys
-from tui.screens import SCREENS
+from tui.console import Console
+from tui.screens.table import SCREENS
 from tui.theme import draw
-from tui.widgets.bars import FooterLine, TitleLine
-
-if TYPE_CHECKING:
-    from tui.app import TunedeckApp
+from tui.widgets.title_and_footer import FooterLine, TitleLine
 
 SMALLEST = (80, 24)
 """Below this, in either direction, one pane is shown at a time."""
@@ -39,9 +37,9 @@ class BaseScreen(Screen[None]):
     AUTO_FOCUS = "Rows"
 
     @property
-    def console(self) -> TunedeckApp:
-        """The application, by its own class."""
-        return cast("TunedeckApp", self.app)
+    def console(self) -> Console:
+        """The application."""
+        return cast(Console, self.app)
 
     def compose(self) -> ComposeResult:
         """Title, body, footer."""

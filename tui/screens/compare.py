@@ -17,12 +17,12 @@ from engine.journal.compare import Comparison, compare_summaries, shown_score, s
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, duration
 from engine.journal.summary import SummaryReader, read_spec
-from tui.compare_curves import AXES, Curve
 from tui.keys import bindings
+from tui.plot.overlay_plot import Overlay, OverlayPlot, letter_of, style_of
+from tui.plot.run_curve import AXES, Curve
 from tui.screens.base import BaseScreen
-from tui.widgets.lines import Lines
-from tui.widgets.overlay import Overlay, OverlayPlot, letter_of, style_of
-from tui.widgets.rows import Rows
+from tui.widgets.row_list import Rows
+from tui.widgets.text_lines import Lines
 
 LOOK_SECONDS = 1.0
 CATCH_UP_SECONDS = 0.02

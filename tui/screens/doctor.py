@@ -20,7 +20,7 @@ from textual.worker import get_current_worker
 from engine.journal.event_text import clean
 from engine.launch.process import COMMAND
 from tui.keys import bindings
-from tui.screens.reading import ReadingScreen
+from tui.screens.text_screen import ReadingScreen
 
 PATIENCE_SECONDS = 60.0
 """Importing torch from a cold network disk takes long; longer than this is a finding of its own."""

@@ -21,12 +21,13 @@ from engine.errors import TunedeckError
 from engine.spec.files.find import Kind
 from engine.spec.files.text import visible
 from engine.spec.load import problems_of_text
-from tui import keys, user_files
+from tui import keys
+from tui.files import user_files
+from tui.files.annotated import LABEL, below_lines, beside_lines, notes_of
 from tui.keys import Key, bindings
 from tui.screens.base import BaseScreen
-from tui.widgets.annotated import LABEL, below_lines, beside_lines, notes_of
-from tui.widgets.in_order import KeysInOrder
-from tui.widgets.lines import Lines
+from tui.widgets.key_order import KeysInOrder
+from tui.widgets.text_lines import Lines
 
 HELP = Key(keys.EVERYWHERE, "f1", "help", "help", "")
 

@@ -11,8 +11,8 @@ from textual.content import Content
 
 from tui import keys
 from tui.keys import Key, bindings
-from tui.screens import SCREENS
-from tui.screens.reading import ReadingScreen
+from tui.screens.table import SCREENS
+from tui.screens.text_screen import ReadingScreen
 
 KEY_WIDTH = 20
 

@@ -1,7 +1,7 @@
 """Launch: choose a profile and a recipe, change what should be other, see what it costs, start it.
 
 The screen turns keys into changes of a `Bench` and shows what that comes to. What a choice means is
-`tui.launch_model`, its rows are `tui.launch_fields`, how it looks is `tui.widgets.launch_view`.
+`tui.launch.choice`, its rows are `tui.launch.fields`, how it looks is `tui.launch.view`.
 
 Try: `tunedeck -p demo -r demo`
 """
@@ -22,19 +22,19 @@ from engine.budget.advice import Suggestion
 from engine.errors import TunedeckError
 from engine.spec.files.find import Kind
 from engine.spec.files.text import visible
+from tui.files.catalog import read_machine
 from tui.keys import bindings
-from tui.launch_bench import Bench
-from tui.launch_fields import OTHER, choices
-from tui.launch_model import Choice, command, command_lines, data_arguments, refusal
-from tui.machine import read_machine
-from tui.read_samples import read_samples
+from tui.launch.choice import Choice, command, command_lines, data_arguments, refusal
+from tui.launch.field_list import Fields
+from tui.launch.fields import OTHER, choices
+from tui.launch.fixes import FixLine, fix_lines
+from tui.launch.read_samples import read_samples
+from tui.launch.samples import sample_lines
+from tui.launch.state import Bench
+from tui.launch.view import FIELDS, PANEL, LaunchView
 from tui.screens.base import BaseScreen
-from tui.widgets.fields import Fields
-from tui.widgets.fixes import FixLine, fix_lines
-from tui.widgets.launch_view import FIELDS, PANEL, LaunchView
-from tui.widgets.prompt import Prompt
-from tui.widgets.rows import Rows
-from tui.widgets.samples import sample_lines
+from tui.widgets.input_prompt import Prompt
+from tui.widgets.row_list import Rows
 
 FIXES, SAMPLES, COMMAND = TABS = ("fixes", "samples", "command")
 

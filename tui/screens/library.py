@@ -17,15 +17,15 @@ from engine.errors import TunedeckError
 from engine.spec.files.find import Kind
 from engine.spec.files.text import visible
 from engine.spec.load import problems_of_text
-from tui import user_files
+from tui.files import user_files
+from tui.files.annotated import LABEL, annotated_lines, below_lines, notes_of
+from tui.files.catalog import Entry, profile_entries, read_machine, recipe_entries
 from tui.keys import bindings
-from tui.machine import Entry, profile_entries, read_machine, recipe_entries
 from tui.screens.base import BaseScreen
 from tui.screens.editor import Draft
-from tui.widgets.annotated import LABEL, annotated_lines, below_lines, notes_of
-from tui.widgets.lines import Lines
-from tui.widgets.prompt import Prompt
-from tui.widgets.rows import Rows
+from tui.widgets.input_prompt import Prompt
+from tui.widgets.row_list import Rows
+from tui.widgets.text_lines import Lines
 
 TITLES: dict[Kind, str] = {"profile": "Profiles", "recipe": "Recipes"}
 

@@ -16,7 +16,7 @@ from engine.journal.events import EventTail, decode
 from engine.journal.oom_page import page, read_report
 from engine.journal.summary import MARK_WITHIN_BYTES
 from tui.keys import bindings
-from tui.screens.reading import ReadingScreen
+from tui.screens.text_screen import ReadingScreen
 
 MOST_REPORTS = 20
 """Reports that are shown, the newest."""

@@ -22,11 +22,11 @@ from engine.journal.summary import RunSummary
 from engine.journal.trash import discard
 from engine.launch.queue_worker import start_keeper
 from tui.keys import bindings
-from tui.run_list import Entry, RunList
-from tui.run_rows import Column, heading, row
+from tui.run.listing import Entry, RunList
+from tui.run.table import Column, heading, row
 from tui.screens.base import BaseScreen
-from tui.widgets.lines import Lines
-from tui.widgets.rows import Rows
+from tui.widgets.row_list import Rows
+from tui.widgets.text_lines import Lines
 
 LOOK_SECONDS = 1.0
 SLICE_SECONDS = 0.05

@@ -23,17 +23,17 @@ from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.launch.process import force_stop
-from tui.clone import recipe_of
 from tui.keys import bindings
-from tui.resuming import why_not_resume
-from tui.run_panels import feed_lines, figures, headline, log_lines, memory
-from tui.run_ranks import ranks
-from tui.run_watch import FeedLine, LogTail, RunWatch
+from tui.plot.loss_plot import ZOOMS, LossPlot, Mark, Picture
+from tui.run.clone import recipe_of
+from tui.run.panels import feed_lines, figures, headline, log_lines, memory
+from tui.run.ranks import ranks
+from tui.run.reuse import why_not_resume
+from tui.run.watch import FeedLine, LogTail, RunWatch
 from tui.screens.base import BaseScreen
-from tui.screens.question import Question
-from tui.widgets.lines import Lines
-from tui.widgets.loss_plot import ZOOMS, LossPlot, Mark, Picture
+from tui.screens.confirm import Question
 from tui.widgets.scrollback import Scrollback
+from tui.widgets.text_lines import Lines
 
 LOOK_SECONDS = 0.5
 """Two redraws a second at most: more makes an SSH line crawl."""

@@ -17,17 +17,17 @@ from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.journal.trash import TRASH, discard
-from tui.clone import recipe_of
 from tui.keys import bindings
-from tui.resuming import why_not_resume
-from tui.run_list import Entry, RunList
-from tui.run_rows import COLUMNS, heading, matches, row
-from tui.screens import screen_row
+from tui.run.clone import recipe_of
+from tui.run.listing import Entry, RunList
+from tui.run.reuse import why_not_resume
+from tui.run.table import COLUMNS, heading, matches, row
 from tui.screens.base import BaseScreen
-from tui.screens.question import Question
-from tui.widgets.in_order import KeysInOrder
-from tui.widgets.lines import Lines
-from tui.widgets.rows import Rows
+from tui.screens.confirm import Question
+from tui.screens.table import screen_row
+from tui.widgets.key_order import KeysInOrder
+from tui.widgets.row_list import Rows
+from tui.widgets.text_lines import Lines
 
 LOOK_SECONDS = 1.0
 """Between two looks at the folder."""

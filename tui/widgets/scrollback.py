@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from textual.content import Content
 
-from tui.widgets.lines import Lines
+from tui.widgets.text_lines import Lines
 
 T = TypeVar("T")
 

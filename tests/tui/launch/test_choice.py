@@ -1,0 +1,211 @@
+"""What a choice on the Launch screen comes to, without a screen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.budget.plan import Plan
+from engine.spec.files.find import FOLDERS, SHIPPED
+from engine.spec.schema.profile import Device, Profile
+from engine.spec.schema.run import RunSpec
+from tui.files.catalog import Machine, mismatch, profile_entries
+from tui.launch.choice import Choice, command, command_lines, from_settings, refusal, split_of, work_out
+from tui.launch.fields import FIELDS, NAME, OTHER, choices, help_of, rows_of
+from tui.launch.state import Bench
+
+CPU = Machine(Device(kind="cpu", memory_gib=16.0), 1, "This machine's CPU, 2 cores", "")
+H100 = Machine(Device(kind="cuda", memory_gib=79.64, compute_capability=9.0), 1, "NVIDIA H100 80GB HBM3", "")
+DEMO = Choice("demo", "demo")
+
+
+def spec_of(choice: Choice) -> tuple[RunSpec, Plan]:
+    outcome = work_out(choice)
+    assert outcome.spec is not None and outcome.plan is not None, outcome.troubles
+    return outcome.spec, outcome.plan
+
+
+def trouble(choice: Choice, row: str) -> str:
+    return work_out(choice).trouble_of(row)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("train.batch_size", "abc", "a whole number, 1 or more is allowed"),
+        ("train.batch_size", "0", "1 or more"),
+        ("train.learning_rate", "-1", "above 0"),
+        ("train.warmup_steps", "400", "above max_steps = 300"),
+        ("method.kind", "qlora", "nf4"),
+        ("train.batch_sise", "8", "did you mean train.batch_size?"),
+        ("data.sources.main.path", "x", 'no entry named "main"'),
+        ("train.compile", "true", "does not do torch.compile yet"),
+        ("model.id", "./nowhere", "does not exist"),
+    ],
+)
+def test_what_is_wrong_stands_beside_the_row_it_was_typed_in(key: str, text: str, said: str) -> None:
+    row = "data.sources.main" if key.startswith("data.sources") else key
+    assert said in trouble(replace(DEMO, overrides={key: text}), row)
+
+
+def test_data_that_is_not_there_is_said_before_the_engine_would_find_out(tmp_path: Path) -> None:
+    choice = DEMO.put("data.sources.dates", str(tmp_path / "none.jsonl"))
+    assert trouble(choice, "data.sources.dates").startswith("no such file: ")
+    assert "cannot start" in str(refusal(work_out(choice), "start"))
+    assert refusal(work_out(choice), "queue") is None
+
+
+def test_devices_and_name_are_checked_like_any_field() -> None:
+    assert "list of devices" in trouble(replace(DEMO, devices="a,b"), "--devices")
+    assert "names 2" in trouble(Choice("24gb", "lora", devices="0,1"), "--devices")
+    assert "letters, digits" in trouble(replace(DEMO, name="a b"), NAME)
+
+
+def test_a_model_whose_config_is_not_here_is_started_without_a_plan() -> None:
+    outcome = work_out(DEMO.put("model.id", "nobody/knows"))
+    assert outcome.plan is None and "nobody/knows" in outcome.unplanned
+    assert refusal(outcome, "start") is None
+
+
+def test_what_does_not_fit_is_started_only_by_force() -> None:
+    outcome = work_out(DEMO.put("device.memory_gib", "0.001"))
+    assert "does not fit" in str(refusal(outcome, "start"))
+    assert refusal(outcome, "force") is None
+    assert refusal(work_out(DEMO), "force") == "nothing to force: s starts it"
+
+
+@pytest.mark.parametrize(("batch", "micro", "short"), [(64, 16, "16 × 4 × 1 = 64"), (64, 24, "24 × 3 × 1 ≥ 64")])
+def test_the_effective_batch_is_micro_times_accumulation_times_devices(batch: int, micro: int, short: str) -> None:
+    spec, plan = spec_of(DEMO.put("train.batch_size", str(batch)).put("train.micro_batch", str(micro)))
+    assert split_of(spec, plan).short == short
+
+
+def test_the_command_repeats_the_choice_word_for_word() -> None:
+    choice = replace(DEMO.put("train.batch_size", "32").put("model.id", "my model"), devices="0", name="n")
+    words = command(choice, runs="there", force=True)
+    assert words == [
+        "tunedeck", "train", "-p", "demo", "-r", "demo", "--set", "train.batch_size=32", "--set", "model.id=my model",
+        "--devices", "0", "--name", "n", "--runs", "there", "--force", "--detach",
+    ]  # fmt: skip
+    assert command_lines(words)[2] == "  --set 'model.id=my model' \\"
+
+
+def test_a_run_is_cloned_with_its_overrides_and_its_own_shipped_files() -> None:
+    settings = {"profile": "shipped:demo", "recipe": "demo", "overrides": ["train.seed=7", "data.max_length=48"]}
+    choice = from_settings(settings, Choice("", ""))
+    assert choice.profile == str(SHIPPED / FOLDERS["profile"] / "demo.toml")
+    assert choice.overrides == {"train.seed": "7", "data.max_length": "48"}
+    spec, _ = spec_of(choice)
+    assert (spec.recipe.train.seed, spec.recipe.data.max_length) == (7, 48)
+
+
+def test_every_field_has_words_about_it_and_its_choices_are_accepted() -> None:
+    spec, _ = spec_of(Choice("24gb", "lora"))
+    for row in rows_of(spec, {}, {}, Path.cwd()):
+        assert help_of(row.key).strip(" :"), row.key
+        for text in choices(row.key):
+            assert "is allowed" not in trouble(Choice("24gb", "lora", {row.key: text}), row.key)
+    assert len({field.key for field in FIELDS}) == len(FIELDS)
+
+
+def test_a_key_without_a_row_gets_one_while_something_is_wrong_with_it_or_it_was_set() -> None:
+    spec, _ = spec_of(DEMO)
+    keys = [row.key for row in rows_of(spec, {"train.eps": "1e-7"}, {}, Path.cwd(), ["model.revision"])]
+    assert {"train.eps", "model.revision"} <= set(keys) and keys[-1] == OTHER
+
+
+@pytest.mark.parametrize(
+    ("device", "machine", "said"),
+    [
+        (Device(kind="cuda", memory_gib=24.0), CPU, "this machine has no CUDA device"),
+        (Device(kind="cuda", memory_gib=140.4), H100, "has 79.6 GiB, not 140.4"),
+        (Device(kind="cuda", memory_gib=79.0, count=4), H100, "this machine has 1 GPU, not 4"),
+        (Device(kind="cuda", memory_gib=79.0, compute_capability=10.0), H100, "computes at 9.0, not 10.0"),
+        (Device(kind="cuda", memory_gib=23.0), H100, ""),
+        (Device(kind="metered", memory_gib=900.0), CPU, ""),
+    ],
+)
+def test_a_profile_says_why_it_is_not_this_machine(device: Device, machine: Machine, said: str) -> None:
+    found = mismatch(Profile.model_validate({"name": "x", "device": device}), machine)
+    assert said in found and bool(said) == bool(found)
+
+
+def test_this_machine_comes_first_under_the_name_of_a_profile_that_describes_it() -> None:
+    first = profile_entries(H100)[0]
+    assert (first.text, first.here) == ("80gb", True)
+
+
+def test_a_machine_no_profile_describes_gets_one_that_can_be_used() -> None:
+    first = profile_entries(CPU)[0]
+    assert first.here and first.origin == "detected"
+    spec, _ = spec_of(Choice(first.text, "demo"))
+    assert spec.profile.device.memory_gib == 16.0
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench on the demo, in a project folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    made = Bench(CPU)
+    made.begin({"profile": "demo", "recipe": "demo"})
+    return made
+
+
+def test_typing_what_the_file_says_is_no_change(bench: Bench) -> None:
+    bench.type("train.batch_size", "6")
+    bench.type("train.batch_size", "64")
+    assert bench.choice == DEMO
+
+
+def test_the_last_sound_figures_stay_until_another_recipe_is_chosen(bench: Bench) -> None:
+    plan = bench.sound.plan
+    bench.type("train.batch_size", "6x")
+    assert bench.outcome.plan is None and bench.sound.plan is plan
+    bench.change(Choice("demo", "qlora"))
+    assert bench.sound.plan is None
+    assert [row.key for row in bench.rows()] == ["model.quantize", OTHER]
+
+
+def test_applied_advice_makes_it_fit_and_can_be_taken_back(bench: Bench) -> None:
+    advice = bench.advice(work=True)
+    assert advice is not None and advice.plan.verdict == "tight"
+    bench.apply(advice.suggestions[0])
+    assert bench.outcome.plan is not None and bench.outcome.plan.verdict == "fits"
+    bench.undo()
+    assert bench.choice == DEMO
+
+
+def test_a_changed_recipe_is_saved_with_its_comments_and_becomes_the_choice(bench: Bench) -> None:
+    bench.change(Choice("24gb", "lora", {"train.batch_size": "8", "device.reserve_gib": "2.0"}))
+    assert bench.unsaved == ["recipe", "profile"]
+    path = bench.save("recipe", bench.name_for("recipe"))
+    assert path == Path("profiles/recipes/lora-2.toml").absolute()
+    text = path.read_text()
+    assert "batch_size = 8" in text and "# Your data:" in text
+    assert (bench.choice.recipe, dict(bench.choice.overrides)) == ("lora-2", {"device.reserve_gib": "2.0"})
+    bench.save("profile", "mine")
+    assert (bench.choice.profile, dict(bench.choice.overrides)) == ("mine", {})
+    spec, _ = spec_of(bench.choice)
+    assert (spec.recipe.train.batch_size, spec.profile.device.reserve_gib) == (8, 2.0)
+
+
+def test_every_recipe_gets_its_verdict_on_the_chosen_profile(bench: Bench) -> None:
+    while bench.next_verdict():
+        pass
+    verdicts = {name: outcome.plan and outcome.plan.verdict for name, outcome in bench.verdicts.items()}
+    assert (verdicts["demo"], verdicts["full"], verdicts["qlora"]) == ("tight", "does_not_fit", None)
+    bench.change(replace(bench.choice, profile="80gb"))
+    assert bench.verdicts == {}
+
+
+def test_a_profile_of_another_machine_is_planned_for_but_not_started(bench: Bench) -> None:
+    bench.change(replace(bench.choice, profile="24gb"))
+    assert bench.outcome.plan is not None
+    assert "no CUDA device" in str(refusal(bench.outcome, "start"))
+
+
+def test_a_name_that_no_file_has_is_said_with_the_names_there_are() -> None:
+    outcome = work_out(Choice("nope", "demo"))
+    assert outcome.spec is None and "no profile named" in outcome.troubles[0].text

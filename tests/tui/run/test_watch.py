@@ -1,0 +1,127 @@
+"""Following a run for the screen: bounded reading, what counts after a resume, folders in every state of damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter, encode
+from tests.journal.samples import backoff_fields, new_run, step_fields
+from tui.run.watch import LogTail, RunWatch
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return new_run(tmp_path)
+
+
+def started(run: RunDirectory, steps: int) -> None:
+    with EventWriter(run) as writer:
+        writer.write("run_started", run=run.name, pid=1, world_size=1, versions={}, device_name="a device")
+        writer.write("stage_started", max_steps=100)
+        for step in range(1, steps + 1):
+            writer.write("step", **step_fields(step))
+
+
+def looked(run: RunDirectory) -> RunWatch:
+    watch = RunWatch(run)
+    watch.look(seconds=10.0)
+    return watch
+
+
+def test_only_what_was_added_is_read(run: RunDirectory) -> None:
+    started(run, 3)
+    watch = looked(run)
+    assert not watch.look(seconds=1.0)
+    with EventWriter(run) as writer:
+        writer.write("step", **step_fields(4))
+    assert watch.look(seconds=1.0)
+    assert (watch.step, watch.curves.loss.points) == (4, 4)
+
+
+def test_a_long_history_shows_its_present_at_the_first_look_and_its_past_later(run: RunDirectory) -> None:
+    with run.events.open("wb") as file:
+        head = {"seq": 1, "time": "2026-01-01T00:00:00Z", "stage": "", "rank": 0}
+        file.writelines(encode({**head, "kind": "step", **step_fields(step)}) for step in range(1, 50_001))
+    watch = RunWatch(run)
+    watch.look(seconds=0.0)
+    assert watch.step == 50_000
+    assert 0 < watch.curves.loss.points < 50_000
+    while watch.behind:
+        watch.look(seconds=0.05)
+    assert watch.curves.loss.points == 50_000
+    assert len(watch.curves.recent) == 50
+
+
+def test_a_step_written_in_another_order_of_fields_counts_as_well(run: RunDirectory) -> None:
+    event = {"kind": "step", "seq": 1, "time": "2026-01-01T00:00:00Z", **dict(reversed(step_fields(7).items()))}
+    run.events.write_text(json.dumps(event) + "\n")
+    watch = looked(run)
+    assert (watch.step, watch.curves.loss.end) == (7, 7.0)
+
+
+def test_a_resume_voids_the_steps_after_it(run: RunDirectory) -> None:
+    started(run, 20)
+    with EventWriter(run) as writer:
+        writer.write("resumed", step=10, **{"from": "checkpoints/step-00000010"})
+        writer.write("step", **step_fields(11, loss=9.0))
+    watch = looked(run)
+    assert (watch.step, watch.curves.loss.points) == (11, 11)
+
+
+def test_a_torn_line_waits_and_a_damaged_one_is_left_out(run: RunDirectory) -> None:
+    started(run, 2)
+    with run.events.open("ab") as file:
+        file.write(b'\x00\x00\x00\n{"seq":9,"time":"","kind":"step","step":3,"epo')
+    watch = looked(run)
+    assert watch.step == 2
+    assert watch.summary is not None
+    assert watch.summary.damaged_lines == 1
+
+
+def test_steps_that_are_no_numbers_are_damaged_lines(run: RunDirectory) -> None:
+    run.events.write_bytes(b'{"seq":1,"time":"","kind":"step","step":"many","loss":{}}\n{"kind":7}\n')
+    assert looked(run).step == 0
+
+
+def test_a_folder_that_vanishes_is_said_and_what_was_known_stays(run: RunDirectory) -> None:
+    started(run, 5)
+    watch = looked(run)
+    shutil.rmtree(run.path)
+    assert watch.look(seconds=1.0)
+    assert "gone" in watch.trouble
+    assert watch.step == 5
+    assert watch.summary is not None
+
+
+def test_every_backoff_explains_itself_in_the_feed(run: RunDirectory) -> None:
+    started(run, 1)
+    with EventWriter(run) as writer:
+        writer.write("backoff", **backoff_fields(2, sequences_before=64, sequences_after=25))
+    text = looked(run).feed[-1].text
+    assert "out of memory in backward" in text
+    assert "redone with at most 25 sequences at a time; no sample lost" in text
+
+
+def test_the_latest_reading_of_each_device_is_kept(run: RunDirectory) -> None:
+    started(run, 1)
+    with EventWriter(run) as writer:
+        for index, used in ((0, 1), (1, 2), (0, 3)):
+            reading = {"utilisation_percent": 1, "temperature_celsius": 2, "power_watts": 3}
+            writer.write("gpu", index=index, used_bytes=used, **reading)
+    assert {index: event["used_bytes"] for index, event in looked(run).gpus.items()} == {0: 3, 1: 2}
+
+
+def test_of_a_log_of_megabytes_the_end_is_read_without_control_codes(run: RunDirectory) -> None:
+    with run.log.open("wb") as file:
+        file.write(b"line\n" * 1_000_000)
+        file.write(b"10 %\r20 %\r\x1b[31m30 %\x1b[0m\n  indented\n")
+    tail = LogTail(run.log)
+    assert tail.look()
+    assert tail.lines[-2:] == ["[31m30 % [0m", "  indented"]
+    assert len(tail.lines) < 10_000
+    assert not tail.look()

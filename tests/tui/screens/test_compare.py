@@ -1,0 +1,142 @@
+"""The Compare screen: curves over steps, tokens or time, only the settings that differ, the best marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.journal.directory import RunDirectory, create_run
+from engine.journal.events import EventWriter
+from tests.journal.samples import step_fields
+from tests.tui.conftest import SIZES, Opener
+from tests.tui.console_pilot import Desk
+from tui.plot.run_curve import Curve
+
+pytestmark = pytest.mark.asyncio
+
+SPEC = """name = "{name}"
+[profile]
+name = "p"
+[profile.device]
+kind = "cpu"
+[recipe]
+name = "r"
+[recipe.model]
+id = "builtin:tiny"
+[recipe.train]
+learning_rate = {rate}
+"""
+
+
+def finished(runs: Path, name: str, *, rate: float, losses: list[float], tokens: int = 100) -> RunDirectory:
+    run = create_run(runs, name, SPEC.format(name=name, rate=rate), {})
+    with EventWriter(run) as writer:
+        writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
+        for step, loss in enumerate(losses, 1):
+            writer.write("step", **{**step_fields(step), "loss": loss, "tokens": tokens, "step_seconds": 0.5})
+        writer.write("eval", step=len(losses), metrics={"loss": losses[-1]})
+        writer.write("run_finished", status="done", exit_code=0, result="model")
+    return run
+
+
+async def open_compare(desk: Desk, *runs: RunDirectory) -> None:
+    desk.app.open_screen("compare", list(runs))
+    await desk.until(lambda: desk.screen.where == "compare")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_curves_table_and_letters_are_there(console: Opener, runs: Path, size: tuple[int, int]) -> None:
+    slow = finished(runs, "slow", rate=1e-4, losses=[4.0, 3.5, 3.2])
+    fast = finished(runs, "fast", rate=1e-3, losses=[4.0, 2.0, 1.0])
+    async with console(*size) as desk:
+        await open_compare(desk, slow, fast)
+        await desk.sees("A", "B", "loss over steps")
+        if size == (60, 15):
+            await desk.sees("tab: table")
+            await desk.press("tab")
+        await desk.sees(slow.name, fast.name)
+
+
+async def test_only_what_differs_is_listed_and_the_best_carries_a_star(console: Opener, runs: Path) -> None:
+    slow = finished(runs, "slow", rate=1e-4, losses=[4.0, 3.5])
+    fast = finished(runs, "fast", rate=1e-3, losses=[4.0, 1.0])
+    async with console(120, 36) as desk:
+        await open_compare(desk, slow, fast)
+        await desk.sees("train.learning_rate", "0.0001", "0.001", "1 *")
+        assert "model.id" not in desk.text
+
+
+async def test_the_axis_goes_round_by_key(console: Opener, runs: Path) -> None:
+    run, other = (finished(runs, name, rate=1e-4, losses=[2.0, 1.0], tokens=500) for name in ("a", "b"))
+    async with console(120, 36) as desk:
+        await open_compare(desk, run, other)
+        await desk.sees("loss over steps", "2 steps")
+        await desk.press("x")
+        await desk.sees("loss over tokens", "1,000 tokens")
+        await desk.press("x")
+        await desk.sees("loss over time", "0:01")
+        await desk.press("y", "m")
+        await desk.sees("log axis", "smoothed")
+
+
+async def test_without_marked_runs_it_says_how_to_mark_them(console: Opener) -> None:
+    async with console() as desk:
+        await desk.press("5")
+        await desk.sees("mark runs on the Runs screen")
+        await desk.press("x")
+        await desk.sees("no run is marked")
+
+
+async def test_a_run_that_vanishes_leaves_the_screen_up(console: Opener, runs: Path) -> None:
+    a, b = (finished(runs, name, rate=1e-4, losses=[2.0, 1.0]) for name in ("a", "b"))
+    async with console(120, 36) as desk:
+        await open_compare(desk, a, b)
+        await desk.sees(a.name)
+        a.path.rename(runs / ".gone")
+        await desk.sees("its folder is gone", "loss over steps", "done")
+
+
+async def test_what_a_resume_voids_leaves_every_axis(runs: Path) -> None:
+    run = finished(runs, "a", rate=1e-4, losses=[4.0, 3.0, 2.0])
+    with EventWriter(run) as writer:
+        writer.write("resumed", step=1, **{"from": "checkpoints/step-00000001"})
+        writer.write("step", **{**step_fields(2), "loss": 1.5, "tokens": 100, "step_seconds": 0.5})
+    curve = Curve(run)
+    while curve.look(seconds=1.0):
+        pass
+    assert curve.over("steps").end == 2 and curve.over("tokens").end == 200 and curve.over("time").end == 1.0
+
+
+async def test_a_step_written_in_another_order_of_fields_counts_as_well(runs: Path) -> None:
+    run = finished(runs, "a", rate=1e-4, losses=[4.0])
+    with run.events.open("a") as file:
+        file.write('{"kind": "step", "loss": 3.0, "step_seconds": 2, "tokens": 50, "step": 2}\n')
+        file.write('{"kind":"step","step":3,"epoch":0,"loss":-,"tokens":5,"step_seconds":1}\n')
+    curve = Curve(run)
+    while curve.look(seconds=1.0):
+        pass
+    assert [curve.over(axis).end for axis in ("steps", "tokens", "time")] == [2.0, 150.0, 2.5]
+    assert curve.over("steps").points == 2
+
+
+async def test_runs_are_marked_on_the_list_and_compared_by_keys(console: Opener, runs: Path) -> None:
+    a, b = (finished(runs, name, rate=1e-4, losses=[2.0, 1.0]) for name in ("a", "b"))
+    async with console(120, 36) as desk:
+        await desk.sees(a.name, b.name)
+        await desk.press("c")
+        await desk.sees("mark two runs or more")
+        await desk.press("space", "space")
+        await desk.sees("2 marked", "◆")
+        await desk.press("c")
+        await desk.sees("loss over steps", a.name, b.name)
+
+
+async def test_a_mark_goes_with_its_run(console: Opener, runs: Path) -> None:
+    a = finished(runs, "a", rate=1e-4, losses=[2.0])
+    async with console() as desk:
+        await desk.sees(a.name)
+        await desk.press("space")
+        await desk.sees("1 marked")
+        a.path.rename(runs / ".gone")
+        await desk.until(lambda: "marked" not in desk.text)

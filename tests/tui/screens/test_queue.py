@@ -1,0 +1,93 @@
+"""The Queue screen: order by keys, what cannot be done says why, and a keeper that outlives the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.journal.directory import RunDirectory, create_run
+from engine.journal.queue import Queue
+from engine.journal.summary import summarise
+from tests.tui.conftest import SIZES, Opener
+from tests.tui.console_pilot import Desk
+from tui.keys import of
+
+pytestmark = pytest.mark.asyncio
+
+SPEC = 'name = "{name}"\n[profile]\nname = "demo"\n[recipe]\nname = "{name}"\n[recipe.model]\nid = "builtin:tiny"\n'
+
+
+def queued(runs: Path, *names: str) -> list[str]:
+    made = [create_run(runs, name, SPEC.format(name=name), {}) for name in names]
+    for run in made:
+        Queue(runs).add(run)
+    return [run.name for run in made]
+
+
+async def open_queue(desk: Desk) -> None:
+    await desk.press("4")
+    await desk.until(lambda: desk.screen.where == "queue")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_what_waits_is_listed_in_order(console: Opener, runs: Path, size: tuple[int, int]) -> None:
+    queued(runs, "first", "second")
+    async with console(*size) as desk:
+        await open_queue(desk)
+        await desk.sees("first", "second", "nobody works on the queue")
+        assert desk.text.index("-first") < desk.text.index("-second")
+
+
+async def test_runs_are_moved_by_keys_and_the_cursor_goes_along(console: Opener, runs: Path) -> None:
+    a, b, c = queued(runs, "a", "b", "c")
+    async with console() as desk:
+        await open_queue(desk)
+        await desk.sees(a, b, c)
+        await desk.press("J", "J")
+        assert Queue(runs).look().waiting == [b, c, a]
+        await desk.press("J")
+        await desk.sees("it is the last already")
+        await desk.press("K")
+        assert Queue(runs).look().waiting == [b, a, c]
+
+
+async def test_removing_takes_two_presses_and_keeps_the_folder_in_the_trash(console: Opener, runs: Path) -> None:
+    a, b = queued(runs, "a", "b")
+    async with console() as desk:
+        await open_queue(desk)
+        await desk.sees(a, b)
+        await desk.press("x")
+        await desk.sees("once more takes")
+        assert Queue(runs).look().waiting == [a, b]
+        await desk.press("x")
+        assert Queue(runs).look().waiting == [b]
+        assert RunDirectory(runs / ".trash" / a).exists()
+
+
+async def test_an_empty_queue_says_how_to_fill_it(console: Opener) -> None:
+    async with console() as desk:
+        await open_queue(desk)
+        await desk.sees("nothing waits", "tunedeck queue add")
+        for key in of("queue"):
+            assert desk.screen.why_not(key.action), key
+
+
+async def test_a_damaged_list_is_said_and_the_console_stays(console: Opener, runs: Path) -> None:
+    queued(runs, "a")
+    (runs / ".queue" / "order.json").write_text("{", "utf-8")
+    async with console() as desk:
+        await open_queue(desk)
+        await desk.sees("cannot be read")
+
+
+async def test_the_queue_is_worked_on_by_a_process_of_its_own(console: Opener, runs: Path) -> None:
+    (name,) = queued(runs, "broken")
+    async with console(120, 36) as desk:
+        await open_queue(desk)
+        await desk.sees(name)
+        await desk.press("s")
+        # The spec above is none that an engine accepts: the keeper notes it and goes on to the end.
+        await desk.until(lambda: "ended with" in Queue(runs).log.read_text("utf-8"))
+        await desk.sees("nothing waits")
+    assert summarise(RunDirectory(runs / name)).status != "queued"

@@ -1,0 +1,33 @@
+"""What of a message stands in the footer's few lines."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from tui.widgets.title_and_footer import SAID_LINES, in_few_lines
+
+
+def lines(*sentences: str, width: int = 20) -> list[str]:
+    return [line.plain.rstrip() for line in in_few_lines(Content("\n".join(sentences)), width)]
+
+
+def test_a_short_message_stands_as_it_is() -> None:
+    assert lines("no room", "expected: some", "fix: make some") == ["no room", "expected: some", "fix: make some"]
+
+
+def test_what_was_expected_goes_before_the_fix_does() -> None:
+    assert lines("there is no room on it", "expected: some", "fix: make some") == [
+        "there is no room on", "it", "fix: make some"
+    ]  # fmt: skip
+
+
+def test_a_long_complaint_is_cut_so_that_the_fix_is_whole() -> None:
+    kept = lines("nothing can be made in /a/very/long/path/indeed/it/is", "fix: choose another with --runs")
+    assert kept == ["nothing can be made…", "fix: choose another", "with --runs"]
+    assert len(kept) == SAID_LINES
+
+
+def test_one_long_sentence_fills_the_lines() -> None:
+    assert lines("one two three four five six seven eight nine ten eleven twelve") == [
+        "one two three four", "five six seven eight", "nine ten eleven"
+    ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""The Launch screen's parts: a choice, its evaluation into a plan, and the widgets that show both."""

@@ -1,0 +1,1 @@
+"""Loss curves: bounded series of points, braille drawing, and the two plot widgets."""

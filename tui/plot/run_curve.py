@@ -1,0 +1,106 @@
+"""Loss curves of several runs over one axis: steps, tokens or training time. Reads a little at a time; draws nothing.
+
+Try: `curve = Curve(resolve_run("last", None)); curve.look(seconds=1.0); curve.over("tokens")`
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import cast
+
+from engine.journal.directory import RunDirectory
+from engine.journal.events import Event, EventTail, decode
+from engine.journal.summary import MARK_WITHIN_BYTES, STEP_MARK
+from tui.plot.series import Series
+
+AXES = ("steps", "tokens", "time")
+"""What a curve may be drawn over; time is that spent in steps, so that pauses do not count."""
+
+
+STEP = re.compile(
+    rb'"kind":"step",.*?"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*?"tokens":(\d+),.*?"step_seconds":([\d.e+-]+)'
+)
+"""What a curve needs of a step's line, as the writer spells it. A line spelled otherwise is parsed in full."""
+
+LINES_BETWEEN_CLOCKS = 256
+"""Lines read between two looks at the clock: about a millisecond."""
+
+
+class Curve:
+    """One run's loss, followed. `trouble` says why it cannot be read."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.trouble = ""
+        self._tail = EventTail(directory.events)
+        self._series = {axis: Series() for axis in AXES}
+        self._tokens = self._seconds = 0.0
+        self._losses: list[float | None] = []
+        self._places: list[tuple[float, float, float]] = []
+
+    def over(self, axis: str) -> Series:
+        """The loss over one of AXES; tokens and seconds add up from the start of the run."""
+        return self._series[axis]
+
+    def look(self, *, seconds: float) -> bool:
+        """Read what was added, for about this long. True when anything is different from before."""
+        deadline, count, before = time.monotonic() + seconds, 0, self.trouble
+        try:
+            for count, line in enumerate(self._tail.lines(), 1):
+                step = _quick(line)
+                if step is not None:
+                    self._step(*step)
+                elif (event := decode(line)) is not None:
+                    self._take(event)
+                if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
+                    break
+            self.trouble = "" if self.directory.exists() else "its folder is gone"
+        except OSError as error:
+            self.trouble = f"cannot be read: {error.strerror or error}"
+        self._flush()
+        return count > 0 or self.trouble != before
+
+    def _take(self, event: Event) -> None:
+        if event["kind"] == "resumed":
+            self._flush()
+            self._cut_after(float(event.get("step") or 0))
+        elif event["kind"] == "step":
+            figures = [event.get(name) for name in ("step", "tokens", "step_seconds")]
+            if all(isinstance(figure, int | float) for figure in figures):  # else it is left out
+                step, tokens, seconds = map(float, cast("list[float]", figures))
+                loss = event.get("loss")
+                self._step(step, loss if isinstance(loss, int | float) else None, tokens, seconds)
+
+    def _step(self, step: float, loss: float | None, tokens: float, seconds: float) -> None:
+        self._tokens += tokens
+        self._seconds += seconds
+        self._losses.append(loss)
+        self._places.append((step, self._tokens, self._seconds))
+
+    def _flush(self) -> None:
+        """Steps into the series, which take many at once far faster than one by one."""
+        if self._places:
+            for axis, places in zip(AXES, zip(*self._places, strict=True), strict=True):
+                self._series[axis].extend(places, self._losses)
+            self._places, self._losses = [], []
+
+    def _cut_after(self, step: float) -> None:
+        """What came after this step did not happen. All axes have the same points in the same buckets, and what goes is
+        whole buckets: of a long run a few tokens and seconds before the cut, less than a dot of the plot."""
+        steps, tokens, seconds = (self._series[axis] for axis in AXES)
+        steps.cut_after(step)
+        tokens.keep(len(steps))
+        seconds.keep(len(steps))
+        self._tokens, self._seconds = tokens.end, seconds.end
+
+
+def _quick(line: bytes) -> tuple[float, float | None, float, float] | None:
+    """Step, loss, tokens and seconds of a step's line; None for any other, and for one that must be parsed."""
+    at = line.find(STEP_MARK, 0, MARK_WITHIN_BYTES)
+    found = STEP.match(line, at) if at >= 0 else None
+    try:
+        step, loss, tokens, seconds = found.groups() if found is not None else (b"", b"", b"", b"")
+        return float(step), None if loss == b"null" else float(loss), float(tokens), float(seconds)
+    except ValueError:
+        return None

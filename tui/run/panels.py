@@ -1,0 +1,259 @@
+"""What the Run screen says, pane by pane: functions from what is known of a run to lines. No widget, no file.
+
+Try: `[line.plain for line in figures(watch)]`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+from textual.content import Content
+
+from engine.journal.event_text import clean, duration, number, score, size
+from engine.journal.summary import RunSummary, read_spec
+from tui.run.ranks import in_short
+from tui.run.table import state_cell, state_of
+from tui.run.watch import ASKED_FOR, FeedLine, RunWatch
+
+Draw = Callable[[str], str]
+
+LABEL = 15
+"""Cells for the name of a figure."""
+
+EIGHTHS = "▁▂▃▄▅▆▇█"
+ASCII_EIGHTHS = "_.,-=+*#"
+
+NEXT_KEYS = {
+    "queued": "waits for its turn",
+    "paused": "r goes on with it",
+    "stopped": "r goes on from the last checkpoint",
+    "stale": "r goes on from the last checkpoint",
+    "failed": "r tries again from the last checkpoint",
+    "oom": "o shows what used the memory; r tries again",
+}
+"""What can be done about a run that does not run, by state."""
+
+FEED_STYLES = {
+    "backoff": "$caution", "warning": "$caution", "eval": "$mark", "run_finished": "bold", "resumed": "$info",
+}  # fmt: skip
+
+
+SHOWN_BYTES = 2**19
+"""Less would be shown as 0 MiB."""
+
+
+def headline(watch: RunWatch, width: int, draw: Draw, *, ascii_only: bool) -> list[Content]:
+    """Two lines, in sight at every size: the state with how far it is, and what it is about or what is wrong."""
+    summary = watch.summary
+    if summary is None:
+        return [Content.styled(f" {watch.trouble or 'reading'}", "$bad" if watch.trouble else "$muted"), Content("")]
+    state = state_cell(state_of(summary), draw, ascii_only=ascii_only)
+    simulated = " (simulated device)" if summary.simulated else ""
+    return [
+        Content.assemble(" ", state, (simulated, "$muted"), "  ", _progress(watch, summary, width, draw)),
+        _second(watch, summary),
+    ]
+
+
+def _progress(watch: RunWatch, summary: RunSummary, width: int, draw: Draw) -> Content:
+    total = summary.max_steps
+    said = f"step {watch.step:,}" + (f" of {total:,}" if total else "")
+    if not total:
+        return Content(said)
+    share = min(1.0, watch.step / total)
+    left = watch.seconds_left() if summary.status == "running" else None
+    bar = max(0, min(40, width - 70))
+    full = round(share * bar)
+    return Content.assemble(
+        f"{said}  {100 * share:.0f} %  ",
+        (draw("█" * full), "$info"), (draw("░" * (bar - full)), "$muted"),
+        (f"  {duration(left)} left" if left is not None else ""),
+    )  # fmt: skip
+
+
+def _second(watch: RunWatch, summary: RunSummary) -> Content:
+    if watch.trouble:
+        return Content.styled(f" {watch.trouble}", "bold $bad")
+    if watch.behind > 0.01:
+        return Content.styled(f" reading its history: {100 * (1 - watch.behind):.0f} %", "$muted")
+    if summary.status in NEXT_KEYS:
+        reason = "" if summary.reason == ASKED_FOR else summary.reason
+        error = " ".join((summary.last_error or reason or "").split())
+        if summary.status == "stale":
+            error = "the engine is gone without recording how the run ended"
+        said = f"  {clean(error)}" if error else ""
+        return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (said, "$bad"))
+    if summary.stopping:
+        return Content.styled(" stops after this step, with a checkpoint; s again: at once, without", "$caution")
+    if summary.status == "done":
+        said = f" {summary.reason or 'finished'}; result in {summary.result or '-'}"
+        return Content.styled(f" {clean(said)}", "$muted")
+    return Content.styled(f" {clean(summary.phase or 'starting')}", "$muted")
+
+
+def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool, with_ranks: bool = True) -> list[Content]:
+    """The numbers of the latest step; the ranks in short, where they are not in sight one by one."""
+    step = watch.latest or {}
+    rows: list[tuple[str, str | Content]] = [("loss", number(step["loss"]) if "loss" in step else "-")]
+    rows += _scores(watch)
+    rows += [
+        ("learning rate", number(step.get("learning_rate", "-"))),
+        ("gradient norm", number(step.get("grad_norm", "-"))),
+        ("tokens/s", _speed(watch, step, ascii_only)),
+        ("MFU", f"{100 * step['mfu']:.1f} %" if step.get("mfu") is not None else "not known"),
+        ("step time", _seconds(step.get("step_seconds"))),
+        ("data wait", _wait(step)),
+        ("micro-batch", draw(_micro_batch(watch, step))),
+    ]
+    if with_ranks and step.get("ranks"):
+        rows.append(("ranks", in_short(watch)))
+    if watch.summary is not None:
+        times = watch.summary.backoffs
+        rows.append(("out of memory", f"{times} {'time' if times == 1 else 'times'}, survived" if times else "never"))
+        rows.append(("samples lost", f"{watch.summary.samples_lost:,}"))
+    return [_row(name, value) for name, value in rows]
+
+
+def _row(name: str, value: str | Content) -> Content:
+    return Content.assemble((f" {name:<{LABEL}}", "$muted"), value)
+
+
+def _scores(watch: RunWatch) -> Iterable[tuple[str, str]]:
+    if watch.state.evals:
+        for name, value in list(watch.state.evals[-1]["metrics"].items())[:3]:
+            label = "eval loss" if name == "loss" else clean(name).replace("_", " ")
+            yield label[: LABEL - 1], score(name, value)
+
+
+def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Content:
+    speed = step.get("tokens_per_second")
+    if speed is None:
+        return "-"
+    recent = [event["tokens_per_second"] for event in watch.curves.recent if event.get("tokens_per_second")]
+    return Content.assemble(f"{speed:,.0f}  ", (sparkline(recent[-8:], ascii_only=ascii_only), "$band"))
+
+
+def sparkline(values: list[float], *, ascii_only: bool = False) -> str:
+    """One character a value, from zero to the greatest of them."""
+    letters = ASCII_EIGHTHS if ascii_only else EIGHTHS
+    top = max(values, default=0.0)
+    return "".join(letters[min(7, int(8 * value / top))] for value in values) if top > 0 else ""
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{1000 * value:.0f} ms" if value < 10 else duration(value)
+
+
+def _wait(step: dict[str, Any]) -> str:
+    waited, took = step.get("data_wait_seconds"), step.get("step_seconds")
+    if waited is None or not took:
+        return "-"
+    return f"{_seconds(waited)}, {100 * waited / took:.0f} %"
+
+
+def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
+    pieces, rows = step.get("micro_batches"), step.get("largest_micro_batch")
+    if pieces is None:
+        return "-"
+    batch = _dig(read_spec(watch.directory), "recipe", "train", "batch_size")
+    largest = f"{rows} × {pieces}" if rows else f"{pieces} a step"
+    return f"{largest}, batch {batch}" if batch else largest
+
+
+def memory(watch: RunWatch, width: int, draw: Draw) -> list[Content]:
+    """Predicted beside measured: the peak, then component by component; then the devices."""
+    summary = watch.summary
+    if summary is None:
+        return []
+    predicted, measured = summary.predicted, summary.measured
+    lines = _peaks(predicted, measured, max(8, min(30, width - 50)), draw)
+    lines += _now(watch)
+    foretold = measured.get("predicted") or predicted  # once it has ended: for the very micro-batch that ran
+    expected, seen = foretold.get("components") or {}, measured.get("components") or {}
+    if expected or seen:
+        lines.append(Content.styled(f" {'component':<{LABEL}}{'predicted':>11}{'measured':>11}", "$muted"))
+    for name in dict.fromkeys([*expected, *seen]):
+        if max(expected.get(name) or 0, seen.get(name) or 0) >= SHOWN_BYTES:
+            there = size(seen[name]) if name in seen else ("-" if seen else "at the end")
+            text = f"{_bytes(expected.get(name)):>11}{there:>11}"
+            lines.append(_row(clean(name)[:LABEL], text))
+    return [*lines, *devices(watch)]
+
+
+def _bytes(count: float | None) -> str:
+    return "-" if count is None else size(count)
+
+
+def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, draw: Draw) -> list[Content]:
+    capacity = predicted.get("capacity_bytes")
+    lines = []
+    peaks = [("peak planned", predicted.get("peak_bytes")), ("peak measured", measured.get("peak_bytes"))]
+    if measured.get("predicted"):
+        peaks.insert(1, ("peak predicted", measured["predicted"]["peak_bytes"]))
+    for name, count in peaks:
+        value = _bytes(count)
+        if count is None or not capacity:
+            lines.append(_row(name, value))
+            continue
+        full = round(bar * min(1.0, count / capacity))
+        over = count > capacity
+        lines.append(
+            Content.assemble(
+                (f" {name:<{LABEL}}", "$muted"), f"{value:>11} ",
+                (draw("█" * full), "$bad" if over else "$info"), (draw("░" * (bar - full)), "$muted"),
+                (f" of {size(capacity)}" + (", over" if over else ""), "$muted"),
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _now(watch: RunWatch) -> list[Content]:
+    step = watch.latest
+    if step is None or watch.summary is None or watch.summary.status != "running":
+        return []
+    return [_row("held now", f"{size(step.get('allocated_bytes'))}, reserved {size(step.get('reserved_bytes'))}")]
+
+
+def devices(watch: RunWatch) -> list[Content]:
+    """The latest reading of each device."""
+    if watch.summary is not None and watch.summary.simulated:
+        return [_row("device", "simulated: no sensors to read")]
+    return [_row(f"GPU {index}", _reading(event)) for index, event in sorted(watch.gpus.items())]
+
+
+def _reading(event: dict[str, Any]) -> str:
+    parts = [size(event.get("used_bytes"))]
+    for name, unit in (("utilisation_percent", " %"), ("temperature_celsius", " °C"), ("power_watts", " W")):
+        if event.get(name) is not None:
+            parts.append(f"{event[name]:.0f}{unit}")
+    return "  ".join(parts)
+
+
+def feed_lines(line: FeedLine, width: int) -> list[Content]:
+    """One event: the time of day, and its sentence wrapped under itself."""
+    wrapped = Content.styled(line.text, FEED_STYLES.get(line.kind, "")).wrap(max(10, width - 11))
+    clocks = [_clock(line.time), *[""] * len(wrapped)]
+    return [Content.assemble((f" {clock:<8}  ", "$muted"), part) for clock, part in zip(clocks, wrapped, strict=False)]
+
+
+def log_lines(line: str, width: int) -> list[Content]:
+    """One line of the log; a long one goes on below."""
+    return [Content.assemble(" ", part) for part in Content.styled(line, "$muted").fold(max(10, width - 1))]
+
+
+def _clock(time: str) -> str:
+    """The time of day here; empty where there is none."""
+    try:
+        return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
+    except ValueError:
+        return ""
+
+
+def _dig(table: Any, *keys: str) -> Any:
+    for key in keys:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table

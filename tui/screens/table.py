@@ -1,0 +1,38 @@
+"""The table of screens. A screen's module is imported when it is first opened, so none costs the start anything.
+
+Data only. A screen that is kept lives on when another is looked at, and is found as it was left.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ScreenRow(NamedTuple):
+    """One screen: its name in the key table, the digit that opens it (empty: reached from another), and its class."""
+
+    name: str
+    key: str
+    title: str
+    module: str
+    class_name: str
+    kept: bool
+
+
+SCREENS: tuple[ScreenRow, ...] = (
+    ScreenRow("runs", "1", "Runs", "tui.screens.runs", "RunsScreen", kept=True),
+    ScreenRow("launch", "2", "Launch", "tui.screens.launch", "LaunchScreen", kept=True),
+    ScreenRow("library", "3", "Library", "tui.screens.library", "LibraryScreen", kept=True),
+    ScreenRow("editor", "", "Edit", "tui.screens.editor", "EditorScreen", kept=False),
+    ScreenRow("queue", "4", "Queue", "tui.screens.queue", "QueueScreen", kept=True),
+    ScreenRow("compare", "5", "Compare", "tui.screens.compare", "CompareScreen", kept=True),
+    ScreenRow("run", "", "Run", "tui.screens.run", "RunScreen", kept=False),
+    ScreenRow("oom", "", "Out of memory", "tui.screens.oom", "OomScreen", kept=False),
+    ScreenRow("help", "", "Help", "tui.screens.help", "HelpScreen", kept=False),
+    ScreenRow("doctor", "6", "Doctor", "tui.screens.doctor", "DoctorScreen", kept=True),
+)
+
+
+def screen_row(name: str) -> ScreenRow:
+    """The row of this name. Raises KeyError for a name that is not in the table."""
+    return {row.name: row for row in SCREENS}[name]
