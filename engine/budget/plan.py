@@ -15,7 +15,6 @@ from typing import Any, Literal
 from engine.budget.lookup import find_architecture
 from engine.budget.predict import Budget, Prediction
 from engine.budget.setting import Setting
-from engine.budget.zero import uses_deepspeed
 from engine.spec.schema.run import RunSpec
 
 Verdict = Literal["fits", "tight", "does_not_fit"]
@@ -174,8 +173,6 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
     if spec.recipe.train.loss == "plain":
         changes["loss"] = "chunked"
         yield dict(changes)
-    if uses_deepspeed(spec.profile):
-        return
     if not spec.recipe.train.activation_offload and spec.profile.device.kind != "cpu":
         changes["activation_offload"] = True
         yield dict(changes)

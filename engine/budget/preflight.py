@@ -22,7 +22,6 @@ from engine.budget.setting import setting_of
 from engine.budget.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.slicing import refuse_slicing
 from engine.budget.static import static_bytes
-from engine.budget.zero import refuse_under_deepspeed, warnings_under_deepspeed
 from engine.errors import ConfigNotHereError
 from engine.spec.check.images import image_key
 from engine.spec.schema.run import RunSpec
@@ -40,7 +39,6 @@ def warnings_of(
     the installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
     found += _shards(spec, torch_version or installed("torch"))
-    found += warnings_under_deepspeed(spec)
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
     return found
@@ -122,7 +120,6 @@ def refuse_unsafe(spec: RunSpec) -> None:
         return  # the engine asks again once it has the model
     refuse_mixing(facts, spec)
     refuse_slicing(facts, spec)
-    refuse_under_deepspeed(facts, spec)
 
 
 def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:

@@ -17,7 +17,6 @@ from engine.budget.operations import FLOAT
 from engine.budget.setting import Setting
 from engine.budget.shards import Shards, held_by_a_rank, shards_of
 from engine.budget.static import Tensors, lasting, rounded, static_bytes
-from engine.budget.zero import PREFETCH_ELEMENTS, REDUCE_ELEMENTS, in_fp32, uses_deepspeed
 from engine.spec.schema.profile import Profile
 from engine.spec.schema.run import RunSpec
 
@@ -34,8 +33,6 @@ class Sharing(NamedTuple):
     """Weights are gathered for every use and dropped after it (ZeRO-3); else kept from forward to backward (ZeRO-2)."""
     sequence: int = 1
     """Ranks that share one sequence."""
-    deepspeed: bool = False
-    """Sharded by DeepSpeed, whose plan is that of shards and what `engine.budget.zero` adds."""
 
     @property
     def rows_apart(self) -> int:
@@ -68,29 +65,19 @@ def sharing_of(profile: Profile) -> Sharing:
     ranks, parallel = profile.device.count * profile.nodes.count, profile.parallel
     if ranks == 1:
         return ALONE
-    deepspeed = uses_deepspeed(profile)
-    sharded = deepspeed or parallel.strategy == "sharded"
-    return Sharing(ranks, sharded, parallel.shard == "parameters", parallel.sequence, deepspeed)
+    return Sharing(ranks, parallel.strategy == "sharded", parallel.shard == "parameters", parallel.sequence)
 
 
 @lru_cache(maxsize=256)
 def static_of_a_rank(arch: Architecture, setting: Setting, sharing: Sharing) -> Tensors:
     """What a rank holds at every moment, its gradients when they are complete."""
-    if sharing.deepspeed:
-        elements = -(-_trained_elements(arch, setting) // sharing.ranks)
-        return in_fp32(held_by_a_rank(arch, lasting(setting), sharing.ranks), elements, _trained_width(setting))
     if sharing.sharded:
         return held_by_a_rank(arch, lasting(setting), sharing.ranks)
     return static_bytes(arch, setting).total
 
 
 def bucket_bytes(arch: Architecture, setting: Setting, sharing: Sharing) -> int:
-    """The buffer for gradients that is there from the start to the end of a run; shards have none. DeepSpeed has one,
-    too, and ZeRO-3 another for weights that are gathered ahead."""
-    if sharing.deepspeed:
-        weights = static_bytes(arch, setting).total.weights if sharing.gathers_each_time else 0
-        ahead = min(PREFETCH_ELEMENTS * setting.base_bytes, weights)
-        return rounded(min(REDUCE_ELEMENTS, _trained_elements(arch, setting)) * FLOAT) + rounded(ahead)
+    """The buffer for gradients that is there from the start to the end of a run; shards have none."""
     if sharing.ranks == 1 or sharing.sharded:
         return 0
     return min(BUCKET_BYTES, rounded(_trained_elements(arch, setting) * FLOAT))

@@ -38,9 +38,6 @@ LOST_CODE = 75
 BEYOND_REPAIR_CODE = 74
 """Exit code of a rank whose device or driver can only be used again by a new process (EX_IOERR)."""
 
-MEMORY_CODE = 71
-"""Exit code of a rank whose memory ran out where only a new attempt helps (EX_OSERR)."""
-
 SECONDS_TO_LEAVE = 30
 """Between the agent's asking the remaining ranks of a failed attempt to end and its killing them (torch's own)."""
 
@@ -173,8 +170,6 @@ def _manner(code: int) -> str:
         return f"was ended by signal {-code} ({signal.Signals(-code).name})"
     if code == BEYOND_REPAIR_CODE:
         return "reports a device that only a new process can use again"
-    if code == MEMORY_CODE:
-        return "ran out of memory, which under DeepSpeed takes a new attempt"
     return f"exited with {code}"
 
 

@@ -88,11 +88,6 @@ class RunDirectory:
         return self.path / "oom"
 
     @property
-    def lesson(self) -> Path:
-        """What the last attempt of the run learned of memory when it ended for want of it."""
-        return self.path / "lesson.json"
-
-    @property
     def adapter(self) -> Path:
         """The result of a LoRA run."""
         return self.path / "adapter"

@@ -13,7 +13,6 @@ from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
 from engine.budget.preflight import free_bytes, refuse_unsafe, warnings_of
 from engine.budget.shards import require_shards
-from engine.budget.zero import require_deepspeed, uses_deepspeed
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.directory import RunDirectory, create_run
 from engine.journal.files import write_atomically
@@ -32,14 +31,11 @@ def new_run(
     Raises:
         UsageError: the spec asks for what this version does not do, or for what would train wrongly.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
-        EnvironmentProblem: the folder cannot be written, DeepSpeed is asked for and not there, or torch is too old
-            for shards.
+        EnvironmentProblem: the folder cannot be written, or torch is too old for sharded weights.
     """
     if not launched:
         require_launcher(spec)
     plan, notices = checked_plan(spec, folder, force=force)
-    if uses_deepspeed(spec.profile):
-        require_deepspeed()
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
     directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})

@@ -209,8 +209,6 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 def part_here(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that may be spread over ranks."""
-    if hasattr(tensor, "ds_tensor"):  # DeepSpeed's ZeRO-3 leaves nothing in the parameter itself
-        return cast(Tensor, tensor.ds_tensor)
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 

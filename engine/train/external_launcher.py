@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, MEMORY_CODE, leave_at_once, settle_as_rank
+from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, leave_at_once, settle_as_rank
 from engine.distributed.host_gather import LostRankError
 from engine.distributed.ranks import Ranks
 from engine.errors import EnvironmentProblem, TunedeckError
@@ -92,7 +92,7 @@ def train_launched(spec: RunSpec, seat: Seat, settle: Callable[[], Task], *, as_
     code = as_rank(spec, work, lambda error: _say_loss(seat, error))
     if problems and seat.is_first:
         raise problems[0]
-    if code in (LOST_CODE, BEYOND_REPAIR_CODE, MEMORY_CODE):
+    if code in (LOST_CODE, BEYOND_REPAIR_CODE):
         # Only a launcher that starts the ranks again has a use for codes that ask for it.
         leave_at_once(code if seat.restarts_left else 1)
     return code

@@ -136,8 +136,7 @@ class Training:
             return
         parts = self.parts
         spec = as_it_stands(self.bench.spec, parts.loaded, parts.loss, parts.guard)
-        # The plan is an approximation under DeepSpeed: a miss is no news.
-        predictable = parts.zero is None and not any(remedy.name in UNPLANNED for remedy in parts.standing)
+        predictable = not any(remedy.name in UNPLANNED for remedy in parts.standing)
         self.peak = Peak(peak_bytes, dearest.rows, dearest.length, spec, predictable)
 
     def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:

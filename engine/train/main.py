@@ -23,11 +23,9 @@ from engine.device import open_device
 from engine.device.base import Device
 from engine.device.catch_oom import frozen_gc
 from engine.device.oom import classify
-from engine.distributed.deepspeed import EndedByMemoryError
 from engine.distributed.elastic import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
-    MEMORY_CODE,
     is_rank,
     leave_at_once,
     local_rank,
@@ -51,12 +49,10 @@ from engine.train.loop import Ending, Training
 from engine.train.monitor.calibrate import calibrate
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.lesson import learn, noting
 from engine.train.recovery.oom_events import reporter
 from engine.train.recovery.oom_report import OomReports, as_it_stands
 from engine.train.run_requests import Wishes
 from engine.train.setup import set_up
-from engine.train.strategy.zero import PROMISE
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
 WAIT_POLL_SECONDS = 5.0
@@ -106,7 +102,7 @@ def as_rank(
             return work(ranks)
     except LostRankError as error:
         tell(error)
-        return MEMORY_CODE if isinstance(error, EndedByMemoryError) else LOST_CODE
+        return LOST_CODE
     except torch.AcceleratorError as error:
         tell(error)
         return BEYOND_REPAIR_CODE
@@ -212,11 +208,7 @@ def _train(
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)
-        elif bench.parts.zero:
-            journal.warn(*PROMISE)
-        learn(place, training.bench, training.state.step)
         with (
-            noting(place, bench),
             frozen_gc(),
             training.watchdog.watching(),
             _checkpoint_on_failure(training, ranks),
@@ -261,12 +253,9 @@ def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
     """Keep the last finished step when a run ends for want of memory or because it diverged."""
     try:
         yield
-    except (MemoryExhaustedError, DivergedError) as failure:
-        # Where weights are spread over ranks all of them raise the same error, and saving takes all of them. Under
-        # DeepSpeed memory runs out on one alone.
+    except (MemoryExhaustedError, DivergedError):
+        # Where weights are spread over ranks all of them raise the same error, and saving takes all of them.
         saves = ranks.is_first or training.parts.moves_together
-        if training.parts.zero and isinstance(failure, MemoryExhaustedError):
-            saves = False
         if saves and training.state.step and training.sound:
             training.saver.save("before giving up")
         raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from engine.batching.cost import Pricing, price, with_remedies
 from engine.budget.plan import Plan
 from engine.budget.slicing import refuse_slicing
-from engine.budget.zero import refuse_under_deepspeed
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.sources import require_files
@@ -24,7 +22,6 @@ from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import retry_on_oom
-from engine.distributed.deepspeed import Zero
 from engine.distributed.gradient_all_reduce import GradientSum, send_from_first
 from engine.distributed.ranks import ALONE, Ranks
 from engine.distributed.sharded import Sharded
@@ -47,7 +44,6 @@ from engine.train.step.optimizer import StepGuard, allocate_state, build_optimiz
 from engine.train.step.rollback import Rollback
 from engine.train.strategy.checkpoint_gatherer import Collector
 from engine.train.strategy.load_sharded import load_sharded
-from engine.train.strategy.zero import RUNGS_BETWEEN_ATTEMPTS, ZeroCollector, load_with_deepspeed
 
 
 @dataclass
@@ -74,7 +70,6 @@ class Shared:
     gradient_sum: GradientSum | None
     joint: Joint | None
     sharded: Sharded | None
-    zero: Zero | None
     slices: SlicedAttention | None
 
 
@@ -97,7 +92,6 @@ def set_up(
         prepared = _prepared(spec, tokenizer, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
     refuse_slicing(model_config_dict(spec), spec)
-    refuse_under_deepspeed(model_config_dict(spec), spec)
     spec, pricing = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
@@ -131,25 +125,21 @@ def _shared(
     """Load, and share out as the profile's strategy has it."""
     parallel, train, told = spec.profile.parallel, spec.recipe.train, outlived.note
     strategy = parallel.strategy if ranks.size > 1 else "single"
-    guard: StepGuard | None = None
-    gradient_sum = sharded = zero = joint = slices = None
+    gradient_sum = sharded = joint = slices = None
     if strategy == "sharded":
         loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, report, told)
         joint = sharded.joint
-    elif strategy == "deepspeed":
-        loaded, loss, guard, zero = load_with_deepspeed(spec, device, tokenizer, ranks)
     else:
         loaded, loss = retry_on_oom(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
-    if ranks.size > 1 and sharded is None and zero is None:
+    if ranks.size > 1 and sharded is None:
         send_from_first(_learned_tensors(loaded))
         gradient_sum = retry_on_oom(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
     if parallel.sequence > 1:
         with sharded.judging() if sharded else nullcontext():
             slices = share_sequences(loaded, ranks, parallel.sequence, joint)
         joint = slices.group.joint
-    if guard is None:
-        guard = retry_on_oom(lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, told)
-    return Shared(loaded, loss, guard, gradient_sum, joint, sharded, zero, slices)
+    guard = retry_on_oom(lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, told)
+    return Shared(loaded, loss, guard, gradient_sum, joint, sharded, slices)
 
 
 def _parts(
@@ -164,7 +154,7 @@ def _parts(
     ranks: Ranks,
 ) -> Parts:
     """What steps work on."""
-    train, backoff, loaded, zero = spec.recipe.train, spec.recipe.backoff, shared.loaded, shared.zero
+    train, backoff, loaded = spec.recipe.train, spec.recipe.backoff, shared.loaded
     parts = Parts(
         device=device,
         loaded=loaded,
@@ -176,14 +166,11 @@ def _parts(
         data=data,
         cost=pricing.cost,
         budget=pricing.budget,
-        ladder=[*backoff.ladder, *backoff.allow_learning_changes] if not zero else (
-            [rung for rung in backoff.ladder if rung in RUNGS_BETWEEN_ATTEMPTS]
-        ),
+        ladder=[*backoff.ladder, *backoff.allow_learning_changes],
         pad_id=pad_id,
         seed=train.seed,
         max_grad_norm=train.max_grad_norm,
-        # Under DeepSpeed a try that fails costs a restart.
-        may_grow=backoff.grow and device.kind != "cpu" and not zero,
+        may_grow=backoff.grow and device.kind != "cpu",
         measures=device.kind != "cpu",
         report=report,
         outlived=outlived,
@@ -191,7 +178,6 @@ def _parts(
         gradient_sum=shared.gradient_sum,
         joint=shared.joint,
         sharded=shared.sharded,
-        zero=zero,
         slices=shared.slices,
         advise=lambda failure, micro_batch: in_words(
             avoidance(as_it_stands(spec, loaded, shared.loss, shared.guard), failure, micro_batch)
@@ -199,8 +185,6 @@ def _parts(
     )
     if shared.sharded is not None:
         parts.collector = Collector(parts, shared.sharded)
-    if zero is not None:
-        parts.collector = ZeroCollector(parts, zero)
     return parts
 
 
@@ -282,9 +266,7 @@ def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tu
 def flops_per_token(loaded: LoadedModel) -> float:
     """Model FLOPs to train one token: 2 per weight forward and 2 for the input's gradient, over all matrices, and 2 for
     the weight's own gradient where it learns. Recomputation does not count (PaLM, appendix B, on MFU)."""
-    # DeepSpeed's ZeRO-3 leaves an empty tensor in a parameter's place, and its shape beside it.
-    shapes = [(getattr(p, "ds_shape", p.shape), p.requires_grad) for p in loaded.model.parameters()]
-    matrices = [(prod(shape), learns) for shape, learns in shapes if len(shape) >= 2]
+    matrices = [(p.numel(), p.requires_grad) for p in loaded.model.parameters() if p.dim() >= 2]
     return float(sum(4 * count + 2 * count * learns for count, learns in matrices))
 
 

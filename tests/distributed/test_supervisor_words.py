@@ -7,7 +7,7 @@ import signal
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, MEMORY_CODE, SECONDS_TO_LEAVE, in_words
+from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, SECONDS_TO_LEAVE, in_words
 
 
 def ended(exit_code: int, *, after_seconds: int = 0) -> ProcessFailure:
@@ -23,13 +23,12 @@ def ended(exit_code: int, *, after_seconds: int = 0) -> ProcessFailure:
         ({1: ended(-signal.SIGKILL), 0: ended(LOST_CODE)}, 2, "rank 1 was killed (SIGKILL"),
         ({2: ended(-signal.SIGSEGV), 0: ended(-signal.SIGTERM)}, 4, "rank 2 was ended by signal 11 (SIGSEGV)"),
         ({0: ended(BEYOND_REPAIR_CODE), 1: ended(LOST_CODE)}, 2, "rank 0 reports a device that only a new process"),
-        ({1: ended(MEMORY_CODE), 0: ended(LOST_CODE)}, 2, "rank 1 ran out of memory, which under DeepSpeed takes"),
         ({3: ended(1), 0: ended(LOST_CODE)}, 4, "rank 3 exited with 1"),
         ({0: ended(LOST_CODE), 1: ended(-9, after_seconds=SECONDS_TO_LEAVE)}, 2, "no answer from rank 1, which is"),
         ({0: ended(LOST_CODE), 1: ended(LOST_CODE), 3: ended(LOST_CODE)}, 4, "no answer from rank 2, which is"),
         ({0: ended(LOST_CODE), 1: ended(LOST_CODE)}, 2, "the ranks lost each other"),
     ],
-    ids=["killed", "crashed", "sticky device", "memory", "defect", "stopped", "stopped, older torch", "all lost"],
+    ids=["killed", "crashed", "sticky device", "defect", "stopped", "stopped, older torch", "all lost"],
 )
 def test_the_cause_is_named_and_not_those_it_took_along(
     failures: dict[int, ProcessFailure], size: int, words: str

@@ -6,6 +6,7 @@ peft's LoraConfig, Axolotl's config reference, LLaMA-Factory's hparams, Unsloth'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "ddp": "replicated",
         "fsdp": "sharded",
         "fsdp2": "sharded",
+        "deepspeed": "sharded",
         "zero3": "sharded",
         "none": "single",
     },
@@ -221,6 +223,11 @@ KEYS: dict[str, Foreign] = {
 PER_DEVICE = ("per_device_train_batch_size", "micro_batch_size", "per_device_batch_size")
 ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps")
 BETAS = ("adam_beta1", "adam_beta2")
+DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "deepspeed_plugin", "zero_stage")
+"""Keys of the Trainer, Accelerate, Axolotl and LLaMA-Factory that name a DeepSpeed configuration or its ZeRO stage."""
+
+ZERO_STAGE = re.compile(r"z(?:ero)?[_-]?(?:stage)?[_-]?([23])", re.IGNORECASE)
+"""The stage in the name of a DeepSpeed configuration file, such as ds_z3_config.json or zero2_torch_compile.json."""
 
 
 def translate(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:
@@ -230,11 +237,23 @@ def translate(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | Non
         return HF, _batch(siblings)
     if folded in BETAS:
         return HF, f"train.betas = {quoted([siblings.get(BETAS[0], 0.9), siblings.get(BETAS[1], 0.999)])}"
+    if folded in DEEPSPEED:
+        return "DeepSpeed", f'parallel.strategy = "sharded", parallel.shard = {quoted(_shard(value))} in the profile'
     row = KEYS.get(folded)
     if row is None:
         return None
     ours = row.value(value)
     return row.tool, row.key if ours is None or isinstance(ours, dict) else f"{row.key} = {quoted(ours)}"
+
+
+def _shard(value: Any) -> str:
+    """What ranks share at the ZeRO stage that a DeepSpeed key names: a number, a file's name, or a table with a stage
+    in it. Stage 3, which saves most memory, where it names none."""
+    if isinstance(value, dict):
+        inner = value.get("zero_optimization", value)
+        value = inner.get("stage", inner.get("zero_stage")) if isinstance(inner, dict) else None
+    found = ZERO_STAGE.search(value) if isinstance(value, str) else None
+    return "gradients" if value == 2 or (found and found[1] == "2") else "parameters"
 
 
 def _batch(siblings: Siblings) -> str:

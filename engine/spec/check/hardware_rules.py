@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from engine.spec.check.rules import Problems
 from engine.spec.files.document import Problem
@@ -56,16 +55,6 @@ def sequence_divides_devices(profile: Profile) -> Problems:
         )
 
 
-def deepspeed_has_whole_sequences(profile: Profile) -> Problems:
-    if profile.parallel.strategy == "deepspeed" and profile.parallel.sequence > 1:
-        yield Problem(
-            ("parallel", "sequence"),
-            f'{profile.parallel.sequence} with strategy = "deepspeed"',
-            '1 is allowed; strategy = "sharded" shares sequences, too',
-            (("parallel", "strategy"),),
-        )
-
-
 def cuda_facts_are_cuda(profile: Profile) -> Problems:
     for key in ("compute_capability", "allocator"):
         if profile.device.kind != "cuda" and getattr(profile.device, key) is not None:
@@ -103,37 +92,6 @@ def device_can(profile: Profile, recipe: Recipe) -> Problems:
                 "it needs a CUDA device; choose another value or profile",
             )
     yield from _before_ampere(profile, recipe)
-    if profile.parallel.strategy == "deepspeed":
-        yield from _under_deepspeed(profile, recipe)
-
-
-def _under_deepspeed(profile: Profile, recipe: Recipe) -> Problems:
-    """What the extra does not do. Experts and vision towers are refused by `engine.budget.zero`, which knows models."""
-    model, method, train = recipe.model, recipe.method, recipe.train
-    answers = recipe.eval.samples > 0 or "exact_match" in recipe.eval.metrics
-    narrow = model.dtype == "float16" or (model.dtype == "auto" and _lacks_bf16(profile))
-    table: dict[Place, tuple[bool, Any, str]] = {
-        ("model", "dtype"): (narrow, model.dtype, '"float32" is allowed, and "bfloat16" where the device has it'),
-        ("model", "quantize"): (model.quantize != "none", model.quantize, '"none" is allowed'),
-        ("method", "dora"): (method.dora, True, "false is allowed"),
-        ("method", "also_train"): (bool(method.also_train), method.also_train, "adapters alone are trained"),
-        ("train", "optimizer"): (train.optimizer not in ("adamw", "sgd"), train.optimizer, '"adamw" or "sgd"'),
-        ("train", "optimizer_offload"): (train.optimizer_offload, True, "false is allowed"),
-        ("train", "activation_offload"): (train.activation_offload, True, "false is allowed"),
-        ("eval", "samples"): (
-            answers and profile.parallel.shard == "parameters", recipe.eval.samples,
-            '0 without the metric exact_match is allowed, or parallel.shard = "gradients"',
-        ),
-    }  # fmt: skip
-    for place, (refused, written, instead) in table.items():
-        if refused:
-            fix = f'{instead}; parallel.strategy = "sharded" or "replicated" may do more'
-            yield Problem(place, f'{quoted(written)} beside parallel.strategy = "deepspeed"', fix)
-
-
-def _lacks_bf16(profile: Profile) -> bool:
-    capability = profile.device.compute_capability
-    return profile.device.kind == "cuda" and capability is not None and capability < AMPERE
 
 
 def _before_ampere(profile: Profile, recipe: Recipe) -> Problems:
@@ -158,7 +116,6 @@ PROFILE_RULES: tuple[Callable[[Profile], Iterable[Problem]], ...] = (
     reserve_within_memory,
     strategy_matches_count,
     sequence_divides_devices,
-    deepspeed_has_whole_sequences,
     cuda_facts_are_cuda,
     words_for_launchers_are_plain,
 )

@@ -41,10 +41,10 @@ class Device(Table):
 class Parallel(Table):
     """How several devices share one run."""
 
-    strategy: Literal["single", "replicated", "sharded", "deepspeed"] = "single"
-    """single device, replicated weights, sharded (FSDP2), or sharded by DeepSpeed, an extra that promises less."""
+    strategy: Literal["single", "replicated", "sharded"] = "single"
+    """A single device, replicated weights, or sharded weights (FSDP2)."""
     shard: Literal["gradients", "parameters"] = "parameters"
-    """Of "sharded" and "deepspeed": gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3)."""
+    """What "sharded" spreads over the devices: gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3)."""
     sequence: Count = 1
     """How many devices share one sequence."""
     timeout_seconds: Positive = 600.0

@@ -24,7 +24,6 @@ from engine.train.step.context import Parts
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import state_tensors
 from engine.train.strategy.checkpoint_gatherer import OPTIMIZER, read_optimizer
-from engine.train.strategy.zero import filled, put_back
 
 BUFFERS = "buffers.safetensors"
 """Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""
@@ -145,8 +144,7 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
     """
     saved = checkpoint.state()
     identity.check(saved["identity"])
-    with filled(parts):
-        parts.loaded.load_weights(checkpoint.weights)
+    parts.loaded.load_weights(checkpoint.weights)
     _restore_optimizer(checkpoint, parts)
     _restore_buffers(checkpoint, parts)
     parts.scaler = LossScaler(**saved["scaler"])
@@ -164,9 +162,6 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
 
 def _restore_optimizer(checkpoint: Checkpoint, parts: Parts) -> None:
     written_in_parts = (checkpoint.path / OPTIMIZER).is_dir()
-    if parts.zero:
-        put_back(checkpoint.path, parts, parts.zero)
-        return
     if written_in_parts or parts.sharded:
         read_optimizer(checkpoint.path / OPTIMIZER if written_in_parts else checkpoint.path, parts)
         parts.guard.forget()

@@ -26,7 +26,6 @@ from engine.train.run_requests import Wishes
 from engine.train.setup import Bench
 from engine.train.step.context import Backoff
 from engine.train.strategy.collective_evaluation import Company
-from engine.train.strategy.zero import keep_company
 
 
 class Examiner:
@@ -120,8 +119,6 @@ class Examiner:
         validation = self._bench.prepared.validation
         if validation is not None and parts.sharded:
             Company(judge, validation, parts, parts.sharded)
-        elif validation is not None and parts.zero and parts.zero.spreads_weights:
-            keep_company(judge, validation, parts)
         return judge
 
     def _failed(self, failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:

@@ -54,8 +54,6 @@ def measured(parts: Parts, peak: Peak | None) -> dict[str, Any]:
         "optimizer": 0 if on_host else bytes_of(tensor for _, tensor in state_tensors(parts.optimizer, trainable)),
         "gradients": bytes_of(p for _, p in trainable),
     }
-    if parts.zero:
-        components |= {"optimizer": bytes_of(parts.zero.held), "gradients": parts.zero.gradient_bytes}
     peak_bytes = peak.peak_bytes if peak else 0
     components["activations"] = max(0, peak_bytes - sum(components.values()))
     found: dict[str, Any] = {"peak_bytes": peak_bytes, "components": components}

@@ -60,12 +60,12 @@ class StepComputation:
         began = time.perf_counter()
         # Only work on a micro-batch asks for memory here: a failure then has something to be made smaller.
         total: torch.Tensor | None = None
-        for number, group in enumerate(plan, 1):
+        for group in plan:
             if group.members:
-                loss = self._micro_batch(step, samples, group, target_tokens, last=number == len(plan))
+                loss = self._micro_batch(step, samples, group, target_tokens)
                 total = loss if total is None else total.add_(loss)
             else:
-                self._stand_in(step, last=number == len(plan))
+                self._stand_in(step)
         self.in_flight = None
         if self.parts.ranks.size == 1:
             self._loss_here = total
@@ -86,10 +86,7 @@ class StepComputation:
 
     def sum_and_clip(self, _plan: list[MicroBatch]) -> None:
         """Gradients of all ranks into one sum, and that clipped; the step's loss and norm are known from here on. Then
-        what the optimizer needs to take its step, so that no rank takes it before all have that. DeepSpeed has summed
-        them already, and clips as it steps."""
-        if self.parts.zero:
-            return
+        what the optimizer needs to take its step, so that no rank takes it before all have that."""
         if self.parts.gradient_sum is not None:
             self.parts.gradient_sum.sum()
         self.phase = "clip"
@@ -105,9 +102,7 @@ class StepComputation:
     def apply(self, _plan: list[MicroBatch]) -> None:
         """The optimizer's update; none where loss or gradients are not finite."""
         self.phase = "optimizer"
-        if self.parts.zero:
-            self.grad_norm = self.parts.zero.step() if np.isfinite(self.mean_loss) else float("nan")
-        elif self.is_finite:
+        if self.is_finite:
             self.parts.guard.step()
         self.peak_bytes = max(self.peak_bytes, self.parts.device.memory().peak_bytes)
 
@@ -118,11 +113,9 @@ class StepComputation:
             parameter.grad = None
         if self.parts.sharded:
             self.parts.sharded.drop_gradients()
-        if self.parts.zero:
-            self.parts.zero.drop_gradients()
 
     def _micro_batch(
-        self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int, *, last: bool
+        self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int
     ) -> torch.Tensor:
         """Forward and backward of one micro-batch, adding to the gradients; returns its share of the step's loss."""
         parts = self.parts
@@ -133,26 +126,20 @@ class StepComputation:
         with self._around(step, batch):
             loss = parts.loss(batch) / target_tokens
             self.phase = "backward"
-            self._backward(loss * parts.scaler.scale, last=last)
+            (loss * parts.scaler.scale).backward()
         # Elsewhere a reading shows nothing here: what was kept for backward is free again, and it costs a system call.
         peak_bytes = parts.device.memory().peak_bytes if parts.measures else 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         parts.budget.record_success(group.cost_bytes, max(0, peak_bytes - parts.static_bytes))
         return loss.detach()
 
-    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        if self.parts.zero:
-            self.parts.zero.backward(loss, last=last)
-        else:
-            loss.backward()
-
-    def _stand_in(self, step: int, *, last: bool) -> None:
+    def _stand_in(self, step: int) -> None:
         """A micro-batch that counts for nothing: others have one more than this rank, and gathering takes everybody."""
         parts = self.parts
         self.phase, self.in_flight = "forward", None
         batch = self._load(parts.data.lengths.argmin(keepdims=True))
         with parts.sharded.stand_in() if parts.sharded else nullcontext(), self._around(step, batch):
-            self._backward(0.0 * parts.loss(batch), last=last)
+            (0.0 * parts.loss(batch)).backward()
 
     @contextmanager
     def _around(self, step: int, batch: Batch) -> Iterator[None]:

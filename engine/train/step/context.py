@@ -16,7 +16,6 @@ from engine.batching.micro_batches import Cost, MicroBatch
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory
-from engine.distributed.deepspeed import Zero
 from engine.distributed.gradient_all_reduce import GradientSum
 from engine.distributed.ranks import ALONE, Ranks
 from engine.distributed.sharded import Sharded
@@ -33,7 +32,6 @@ from engine.train.step.rollback import Rollback
 if TYPE_CHECKING:
     from engine.train.recovery.local_recoveries import Outlived
     from engine.train.strategy.checkpoint_gatherer import Collector
-    from engine.train.strategy.zero import ZeroCollector
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,7 @@ class Parts:
     """The ranks that launch collectives together within a step's micro-batches; None where there are none."""
     sharded: Sharded | None = None
     """The weights where each rank holds a part of them."""
-    zero: Zero | None = None
-    """What DeepSpeed shares out, where ranks use it."""
-    collector: Collector | ZeroCollector | None = None
+    collector: Collector | None = None
     """What puts parts together to be saved."""
     slices: SlicedAttention | None = None
     """Where several ranks share each sequence."""
@@ -105,7 +101,7 @@ class Parts:
     @property
     def moves_together(self) -> bool:
         """Whether no rank computes a micro-batch by itself."""
-        return self.sharded is not None or self.zero is not None
+        return self.sharded is not None
 
     @property
     def knowledge(self) -> Knowledge:

@@ -62,12 +62,12 @@ def allocate_state(
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            allocate_one(optimizer, group, parameter)
+            _allocate_one(optimizer, group, parameter)
             state = optimizer.state.get(parameter, {})
             state.update({key: settle(value) for key, value in state.items() if isinstance(value, torch.Tensor)})
 
 
-def allocate_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Parameter) -> None:
+def _allocate_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Parameter) -> None:
     """Allocate one parameter's state, through the optimizer's own `_init_group` with a zero gradient, so shapes, dtypes
     and devices are its own.
 

@@ -23,13 +23,10 @@ from engine.batching.micro_batches import STAND_IN, MicroBatch, plan_micro_batch
 from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
 from engine.device.oom import MemoryBreakdown, OutOfMemory, flush_autograd
 from engine.distributed.assign_samples import deal
-from engine.distributed.deepspeed import EndedByMemoryError
-from engine.distributed.ranks import ALONE
 from engine.errors import DivergedError
 from engine.train.monitor.memory_breakdown import memory_breakdown
 from engine.train.recovery.consensus import Struck, decide, deciding, exhausted, pool, tell_failure
 from engine.train.recovery.ladder import Remedy, Situation, choose
-from engine.train.recovery.lesson import lesson_of
 from engine.train.step.computation import StepComputation
 from engine.train.step.context import Backoff, Parts
 
@@ -194,8 +191,6 @@ class StepTransaction:
             failure = catch_oom(partial(self._all_through, stage, plan), self.parts.device, "", self._memory_breakdown)
             if failure is not None:
                 failure = replace(failure, phase=phase_prefix + self.work.phase)
-                if self.parts.zero:
-                    raise self._over(step, failure)
             struck = tell_failure(
                 self.parts.ranks, failure, self.work.in_flight, self.parts.device
             )
@@ -301,21 +296,6 @@ class StepTransaction:
         remedy = choose(parts.ladder, now)
         parts.static_bytes, parts.data = now.static_bytes, now.data
         return remedy
-
-    def _over(self, step: int, failure: OutOfMemory) -> Exception:
-        """Why this attempt of the run is over on all ranks: memory ran out here, where no vote can tell the others.
-        With it goes what the next attempt should know, unless no remedy is left."""
-        parts = self.parts
-        self.work.drop_gradients()
-        struck = replace(tell_failure(ALONE, failure, self.work.in_flight, parts.device)[0], rank=parts.ranks.rank)
-        remedy = self._chosen(struck, [])
-        if remedy is None:
-            self._report(step, [struck], Remedy("give_up"), 0, 1)
-            return exhausted(struck, parts.advise(failure, struck.micro_batch))
-        return EndedByMemoryError(
-            f"memory ran out in {failure.phase} of step {step} on rank {parts.ranks.rank}",
-            lesson_of(step, struck, remedy, parts.knowledge),
-        )
 
 
 def _most_rows(plan: Sequence[MicroBatch]) -> int:
