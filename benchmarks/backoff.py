@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.job import BATCH, Job, padded, quietly, spec_of, write_job
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.data.batch import collate
 from engine.device.base import Device
@@ -94,7 +94,7 @@ class Shop:
         self.growth.after_step(self.number, clean=outcome.applied and not self.transaction.failures)
         return time.process_time() - began
 
-    def with_budget(self, budget: CostBudget) -> None:
+    def with_budget(self, budget: MicroBatchBudget) -> None:
         """Go on with a copy of what was learned at some time."""
         self.bench.parts.budget = replace(budget)
 

@@ -23,7 +23,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.job import Job, spec_of, write_job
-from engine.batching.cost import price
+from engine.batching.cost import micro_batch_cost
 from engine.device import open_device
 from engine.distributed.elastic import of_one_rank
 from engine.distributed.ranks import ALONE, Ranks, joined
@@ -108,7 +108,7 @@ def _steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
             assert joint is not None
             joint.ready()
         vote_seconds = (time.perf_counter() - began) / max(1, votes)
-        plan = price(spec, int(bench.parts.data.lengths.max())).plan
+        plan = micro_batch_cost(spec, int(bench.parts.data.lengths.max())).plan
         assert plan is not None
         peaks = ranks.tell(transaction.work.peak_bytes)
     static_bytes = bench.parts.static_bytes

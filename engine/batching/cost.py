@@ -1,8 +1,9 @@
-"""How micro-batches are priced, and where a run starts: the budget's prediction turned into a cost function and a
-first budget.
+"""The cost of micro-batches, and the budget that a run starts with, both from the memory prediction.
 
-Where the budget knows the architecture, prices are its predicted bytes; elsewhere they are a published rule of thumb
-that only orders micro-batches, and the scale is learned.
+Where the memory prediction knows the architecture, a micro-batch's cost is its predicted bytes. Elsewhere it is a
+published rule of thumb that only orders micro-batches, and the scale is learned.
+
+Try: `pytest tests/batching/test_micro_batches.py`
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
 from engine.budget.architecture import from_config
 from engine.budget.plan import Plan, make_plan
@@ -22,22 +23,25 @@ from engine.spec.schema.run import RunSpec
 
 
 @dataclass(frozen=True)
-class Pricing:
-    """A cost function, the plan behind it, and the budget to start with."""
+class MicroBatchCost:
+    """The cost function of a run's micro-batches, the plan behind it, and the budget to start with."""
 
     cost: Cost
     plan: Plan | None
-    """None for an architecture that the budget has no closed form for."""
-    budget: CostBudget
+    """None for an architecture whose memory cannot be predicted."""
+    budget: MicroBatchBudget
 
 
-def price(spec: RunSpec, longest: int) -> Pricing:
-    """Price the micro-batches of a run whose longest sequence has `longest` tokens.
+def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
+    """The micro-batch cost and starting budget of a run whose longest sequence has `longest` tokens.
 
-    micro_batch = N starts at N sequences of that length, as written, and never grows above them. auto starts where the
-    prediction says that it fits, or at one sequence when in the dark, and may grow up to the whole step at once.
+    With micro_batch = N the budget starts at N sequences of that length and never grows above them. With "auto" it
+    starts where the prediction says that it fits, or at one sequence where nothing is predicted, and may grow up to
+    the whole step in one micro-batch.
     """
     config = model_config_dict(spec)
+    cost: Cost
+    plan: Plan | None
     try:
         cost, plan = cost_model(from_config(config), spec).bytes, make_plan(spec, longest=longest)
         rows, expected_slope = plan.micro_batch, 1.0
@@ -47,11 +51,12 @@ def price(spec: RunSpec, longest: int) -> Pricing:
     if spec.recipe.train.micro_batch != "auto":
         rows = top = min(spec.recipe.train.micro_batch, top)
     rows = min(rows, top)
-    return Pricing(cost, plan, CostBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope))
+    budget = MicroBatchBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope)
+    return MicroBatchCost(cost, plan, budget)
 
 
-def cost_alone(spec: RunSpec) -> Cost:
-    """What one process pays for whole sequences: the cost that evaluation goes by."""
+def cost_on_one_device(spec: RunSpec) -> Cost:
+    """The micro-batch cost where one process computes whole sequences with whole weights, as evaluation does."""
     config = model_config_dict(spec)
     try:
         return cost_model(from_config(config), on_one_device(spec)).bytes
@@ -59,15 +64,8 @@ def cost_alone(spec: RunSpec) -> Cost:
         return generic_cost(config)
 
 
-def with_remedies(spec: RunSpec, plan: Plan) -> RunSpec:
-    """The spec as a tight plan starts it: smaller micro-batches, recomputation, chunked loss; learning is unchanged."""
-    changes = {key.removeprefix("train."): value for key, value in plan.remedies.items()}
-    train = spec.recipe.train.model_copy(update=changes)
-    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})})
-
-
 def generic_cost(config: dict[str, Any]) -> Cost:
-    """Activations of a transformer nobody described: s·b·h·(34 + 5·a·s/h) per layer in 16 bits.
+    """Activation bytes of any transformer: s·b·h·(34 + 5·a·s/h) per layer in 16 bits.
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1.
     """

@@ -1,7 +1,10 @@
-"""One optimizer step's sequences cut into micro-batches, as a pure function of lengths, predicted cost and budget.
+"""One optimizer step's sequences cut into micro-batches: a pure function of their lengths, a cost and a budget.
 
-Sorted by length, cut where that wastes least, never above the budget, dearest first: when memory is short, it shows in
-the first micro-batch and costs one. Nothing here knows torch or the device.
+Sequences are sorted by length and cut where that wastes least. No micro-batch costs more than the budget. The most
+expensive one comes first: when memory is short, it shows in the first micro-batch and only that one is lost. Nothing
+here knows torch or the device.
+
+Try: `pytest tests/batching/test_micro_batches.py`
 """
 
 from __future__ import annotations
@@ -13,17 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Cost = Callable[[int, int], int]
-"""Predicted bytes above the static level of a micro-batch of (rows, padded length)."""
+"""Micro-batch cost: predicted bytes above the static level of a micro-batch of (rows, padded length)."""
 
 LAUNCH_TOKENS = 256
-"""What one more micro-batch costs, in tokens of work. On a GPU a pass over few tokens is bound by reading the weights,
-about as long as computing 300 tokens (H100 datasheet: 989 TFLOP/s over 3.35 TB/s); on a CPU Python's overhead per
-micro-batch of a small model comes to a few hundred tokens as well."""
+"""The fixed time of one more micro-batch, in tokens of work. On a GPU a pass over few tokens takes as long as reading
+the weights, which is about as long as computing 300 tokens (H100 datasheet: 989 TFLOP/s over 3.35 TB/s); on a CPU
+Python's overhead per micro-batch of a small model comes to a few hundred tokens as well."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Positions into the step's sequences, the padded length, and the predicted bytes above the static level."""
+    """Positions of its sequences in the step, their padded length, and the predicted bytes above the static level."""
 
     members: tuple[int, ...]
     length: int
@@ -31,19 +34,20 @@ class MicroBatch:
 
     @property
     def rows(self) -> int:
-        """Sequences in it."""
+        """Number of sequences in it."""
         return len(self.members)
 
 
-STAND_IN = MicroBatch((), 0, 0)
-"""Takes the place of a micro-batch on a rank that has fewer of them than others."""
+DUMMY_MICRO_BATCH = MicroBatch((), 0, 0)
+"""Zero weight: run by a rank that has fewer micro-batches than the other ranks, so that collectives match."""
 
 
 def plan_micro_batches(lengths: Sequence[int] | NDArray[np.int32], cost: Cost, budget_bytes: int) -> list[MicroBatch]:
-    """Cut sequences of `lengths` tokens into micro-batches that cost at most `budget_bytes` each, dearest first.
+    """Cut sequences of `lengths` tokens into micro-batches that cost at most `budget_bytes` each, most expensive first.
 
-    Sequences are never reordered in the data, only here; a sequence that alone exceeds the budget stands alone. Among
-    all cuts of the sorted sequences the one with the least padded work plus LAUNCH_TOKENS a micro-batch is taken.
+    The order of the data does not change. A sequence that exceeds the budget by itself gets a micro-batch of its own.
+    Among all cuts of the sorted sequences, the one with the least padded tokens plus LAUNCH_TOKENS per micro-batch is
+    taken.
     """
     order = sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position))
     sorted_lengths = [int(lengths[position]) for position in order]
@@ -79,7 +83,7 @@ def _cheapest_cuts(lengths: list[int], cost: Cost, budget_bytes: int) -> list[tu
         better = offered < work[ends]
         work[ends[better]] = offered[better]
         came_from[ends[better]] = start
-    cuts = []
+    cuts: list[tuple[int, int]] = []
     end = count
     while end:
         cuts.append((int(came_from[end]), end))

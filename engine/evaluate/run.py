@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.batching.cost import price
+from engine.batching.cost import micro_batch_cost
 from engine.budget.sharing import on_one_device
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
@@ -104,7 +104,7 @@ def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple
 def _judge(
     spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, say: Callable[[str], None]
 ) -> Judge:
-    pricing = price(on_one_device(spec), int(data.lengths.max()))
+    planned = micro_batch_cost(on_one_device(spec), int(data.lengths.max()))
     loss = make_loss(
         loaded, implementation=spec.recipe.train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
     )
@@ -112,7 +112,7 @@ def _judge(
     def report(failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
         say(f"out of memory in {failure.phase}: {remedy} {before} -> {after}")
 
-    return Judge(device, loaded, loss, pricing.cost, pricing.budget, spec.recipe.generate, report)
+    return Judge(device, loaded, loss, planned.cost, planned.budget, spec.recipe.generate, report)
 
 
 def _score(judge: Judge, data: TokenData, spec: RunSpec) -> Scores:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost, plan_micro_batches
 from engine.data.batch import collate
 from engine.data.tokens import Example, TokenData
@@ -65,7 +65,7 @@ class Judge:
     loaded: LoadedModel
     loss: LossFunction
     cost: Cost
-    budget: CostBudget
+    budget: MicroBatchBudget
     generate: Generate
     report: Callable[[OutOfMemory, str, Any, Any], None]
     """Called with each failure, the remedy's name, and the setting before and after."""

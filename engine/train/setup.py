@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from engine.batching.cost import Pricing, price, with_remedies
+from engine.batching.cost import MicroBatchCost, micro_batch_cost
+from engine.budget.advice import with_changes
 from engine.budget.plan import Plan
 from engine.budget.slicing import refuse_slicing
 from engine.data.order import SampleOrder
@@ -92,14 +93,15 @@ def set_up(
         prepared = _prepared(spec, tokenizer, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
     refuse_slicing(model_config_dict(spec), spec)
-    spec, pricing = planned(spec, device, int(prepared.train.lengths.max()), journal)
+    spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
     outlived = Outlived(ranks, report)
     shared = _shared(spec, device, tokenizer, ranks, report, outlived)
     for notice in shared.loaded.notices:
         journal.warn("model", notice)
-    parts = _parts(spec, device, shared, prepared.train, pricing, int(tokenizer.pad_token_id), report, outlived, ranks)
+    pad_id = int(tokenizer.pad_token_id)
+    parts = _parts(spec, device, shared, prepared.train, micro_batches, pad_id, report, outlived, ranks)
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
     return Bench(
@@ -147,7 +149,7 @@ def _parts(
     device: Device,
     shared: Shared,
     data: TokenData,
-    pricing: Pricing,
+    micro_batches: MicroBatchCost,
     pad_id: int,
     report: Callable[[Backoff], None],
     outlived: Outlived,
@@ -164,8 +166,8 @@ def _parts(
         rollback=Rollback(loaded.model, device, train.seed),
         scaler=LossScaler.start(loaded.needs_loss_scaling),
         data=data,
-        cost=pricing.cost,
-        budget=pricing.budget,
+        cost=micro_batches.cost,
+        budget=micro_batches.budget,
         ladder=[*backoff.ladder, *backoff.allow_learning_changes],
         pad_id=pad_id,
         seed=train.seed,
@@ -240,27 +242,27 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
     return order, order.steps(epochs, train.max_steps)
 
 
-def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, Pricing]:
+def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, MicroBatchCost]:
     """The plan for the longest kept sequence, told to the journal, and the spec as the run starts it.
 
     A tight plan starts with its remedies, except on the metered device: there a run starts as it is written, to show
     what happens, and nothing can be harmed.
     """
-    pricing = price(spec, longest)
-    if pricing.plan is None:
+    micro_batches = micro_batch_cost(spec, longest)
+    if micro_batches.plan is None:
         journal.warn(
             "unknown_architecture",
             "memory cannot be predicted for this architecture; micro-batches start small and what fits is learned",
             "set train.micro_batch to a number you know to fit",
         )
-        return spec, pricing
-    _tell_plan(pricing.plan, journal)
-    if pricing.plan.verdict != "tight" or device.simulated:
-        return spec, pricing
-    changes = ", ".join(f"{key} = {value}" for key, value in pricing.plan.remedies.items())
+        return spec, micro_batches
+    _tell_plan(micro_batches.plan, journal)
+    if micro_batches.plan.verdict != "tight" or device.simulated:
+        return spec, micro_batches
+    changes = ", ".join(f"{key} = {value}" for key, value in micro_batches.plan.remedies.items())
     journal.warn("tight", f"as written this does not fit; it starts with {changes}, which learns the same", "")
-    spec = with_remedies(spec, pricing.plan)
-    return spec, price(spec, longest)
+    spec = with_changes(spec, micro_batches.plan.remedies)
+    return spec, micro_batch_cost(spec, longest)
 
 
 def flops_per_token(loaded: LoadedModel) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.batching.cost import price
+from engine.batching.cost import micro_batch_cost
 from engine.budget.installed import installed, older
 from engine.budget.shards import SHARDS_SINCE
 from engine.distributed.ranks import Ranks
@@ -163,7 +163,7 @@ class Workbench:
 
         gloo's own thread lets go of a buffer some time after its operation, which can only add: the least counts.
         """
-        plan = price(self.spec, int(self.bench.parts.data.lengths.max())).plan
+        plan = micro_batch_cost(self.spec, int(self.bench.parts.data.lengths.max())).plan
         assert plan is not None
         self.reset()
         peaks = []

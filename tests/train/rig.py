@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.device.ledger import rounded
 from engine.device.metered import MeteredDevice
 from engine.journal.control import ControlInbox
@@ -199,7 +199,7 @@ class Rig:
         with torch.no_grad():
             for name, tensor in self._live():
                 tensor.copy_(self._tensors[name])
-        parts.budget, parts.scaler = CostBudget.from_json(self._budget), LossScaler(**self._scaler)
+        parts.budget, parts.scaler = MicroBatchBudget.from_json(self._budget), LossScaler(**self._scaler)
         parts.loaded.set_checkpointing(self._checkpointing)
         parts.loss.chunk_tokens = self._chunk_tokens
         parts.standing.clear()

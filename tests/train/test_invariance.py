@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.train.step.transaction import StepTransaction
 from tests.train.harness import Workshop, make_spec, write_samples
 
@@ -26,7 +26,7 @@ def weights_after_one_step(tmp_path, name, *, rows=12, faults=(), gib=8.0, dropo
         parts = bench.parts
         longest = int(parts.data.lengths.max())
         budget = parts.cost(rows, longest)
-        parts.budget = CostBudget(budget, top_bytes=budget)
+        parts.budget = MicroBatchBudget(budget, top_bytes=budget)
         transaction = StepTransaction(parts)
         for fault in faults:
             parts.device.fail_at(fault)

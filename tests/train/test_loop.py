@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.evaluate.scores import Judge, evaluate
 from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
 from tests.train.harness import Workshop, losses, make_spec, new_run, of_kind, train, write_samples
@@ -104,7 +104,7 @@ def test_evaluation_survives_and_counts_every_sample_once(tmp_path, samples, all
     spec = make_spec(samples, data={"valid_fraction": 0.5}, generate={"max_new_tokens": 4})
     with Workshop(spec, tmp_path / "place") as bench:
         parts, failures = bench.parts, []
-        budget = CostBudget(parts.cost(4, 64), parts.cost(4, 64))
+        budget = MicroBatchBudget(parts.cost(4, 64), parts.cost(4, 64))
         judge = Judge(
             parts.device, parts.loaded, parts.loss, parts.cost, budget, spec.recipe.generate,
             lambda failure, *_: failures.append(failure.phase),

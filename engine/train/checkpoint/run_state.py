@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.spec.schema.run import RunSpec
@@ -149,7 +149,7 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
     _restore_buffers(checkpoint, parts)
     parts.scaler = LossScaler(**saved["scaler"])
     if same_memory:
-        parts.budget = CostBudget.from_json(saved["budget"])
+        parts.budget = MicroBatchBudget.from_json(saved["budget"])
         parts.loaded.set_checkpointing(saved["remedies"]["checkpointing"])
         parts.loss.chunk_tokens = saved["remedies"]["chunk_tokens"]
         parts.loss.offload.on = saved["remedies"]["activation_offload"]

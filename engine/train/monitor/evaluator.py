@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine.batching.budget import CostBudget
-from engine.batching.cost import cost_alone
+from engine.batching.budget import MicroBatchBudget
+from engine.batching.cost import cost_on_one_device
 from engine.device.oom import OutOfMemory
 from engine.evaluate.scores import Interrupted, Judge
 from engine.evaluate.scores import evaluate as score
@@ -110,8 +110,8 @@ class Examiner:
             device=parts.device,
             loaded=parts.loaded,
             loss=parts.loss,
-            cost=parts.cost if parts.sharers == 1 else cost_alone(self._bench.spec),
-            budget=CostBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
+            cost=parts.cost if parts.sharers == 1 else cost_on_one_device(self._bench.spec),
+            budget=MicroBatchBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
             generate=self._bench.spec.recipe.generate,
             report=self._failed,
             interrupted=self._interrupted,

@@ -7,7 +7,7 @@ Try: `pytest tests/train/test_growth.py`
 
 from __future__ import annotations
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.device.catch_oom import catch_oom
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.ladder import LIFTS, Standing
@@ -55,7 +55,7 @@ class Growth:
             return False
         now = self.parts.budget
         waited = {"clean_steps": now.clean_steps, "patience_steps": now.patience_steps}
-        knew = CostBudget.from_json({**remedy.learned, **waited})
+        knew = MicroBatchBudget.from_json({**remedy.learned, **waited})
         return knew.room_is_back(room_bytes - remedy.moved_bytes, remedy.failed_bytes, remedy.room_bytes)
 
     def _lift(self, step: int, remedy: Standing) -> None:
@@ -68,7 +68,7 @@ class Growth:
             parts.budget.wait_longer()
             parts.standing.append(remedy)
         else:
-            parts.budget.think_back(remedy.learned)
+            parts.budget.recall(remedy.learned)
             self._tell(step, remedy)
         parts.device.release_cached()
         parts.static_bytes = parts.device.memory().allocated_bytes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch
 from engine.device.base import Device
 from engine.device.oom import MemoryBreakdown, OutOfMemory
@@ -46,7 +46,7 @@ class Struck:
 class Knowledge:
     """What all ranks must agree on about memory; `adopt` and `pool` keep it equal."""
 
-    budget: CostBudget
+    budget: MicroBatchBudget
     loaded: LoadedModel
     loss: LossFunction
     guard: StepGuard
@@ -108,7 +108,7 @@ def decide(ranks: Ranks, knowledge: Knowledge, decider: int, remedy: Remedy | No
     return Remedy(**told["remedy"])
 
 
-def pool(ranks: Ranks, budget: CostBudget, facts: dict[str, Any]) -> list[dict[str, Any]]:
+def pool(ranks: Ranks, budget: MicroBatchBudget, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """After a step without failure: what succeeded on every rank is proven, the dearest measurement counts.
 
     Returns every rank's `facts` about the step.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch
 from engine.data.tokens import TokenData
 from engine.device.base import Device
@@ -35,7 +35,7 @@ class Situation:
     device: Device
     loaded: LoadedModel
     loss: LossFunction
-    budget: CostBudget
+    budget: MicroBatchBudget
     failure: OutOfMemory
     micro_batch: MicroBatch | None
     """The micro-batch that was in flight; None in clipping, the optimizer step and elsewhere."""
@@ -101,7 +101,7 @@ class Standing:
             worked_before = failed_bytes <= dearest_bytes
         room_bytes = now.room_bytes - moved_bytes
         passing = now.squeezed or worked_before
-        learned = now.budget.start_over()
+        learned = now.budget.forget_measurements()
         return cls(remedy.name, remedy.before, remedy.after, failed_bytes, room_bytes, passing, learned, moved_bytes)
 
 
@@ -132,7 +132,7 @@ def cut(now: Situation) -> Remedy | None:
     if now.micro_batch is None or now.micro_batch.rows == 1:
         return None
     before = now.budget.budget_bytes
-    now.budget.cut(now.micro_batch.cost_bytes, now.room_bytes, squeezed=now.squeezed)
+    now.budget.cut(now.micro_batch.cost_bytes, now.room_bytes, beside_co_tenant=now.squeezed)
     return Remedy("cut", before, now.budget.budget_bytes)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.batching.budget import CostBudget
+from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost, MicroBatch
 from engine.data.tokens import TokenData
 from engine.device.base import Device
@@ -64,7 +64,7 @@ class Parts:
     scaler: LossScaler
     data: TokenData
     cost: Cost
-    budget: CostBudget
+    budget: MicroBatchBudget
     ladder: list[str]
     pad_id: int
     seed: int

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batching.micro_batches import STAND_IN, MicroBatch, plan_micro_batches
+from engine.batching.micro_batches import DUMMY_MICRO_BATCH, MicroBatch, plan_micro_batches
 from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
 from engine.device.oom import MemoryBreakdown, OutOfMemory, flush_autograd
 from engine.distributed.assign_samples import deal
@@ -171,7 +171,7 @@ class StepTransaction:
         if not parts.moves_together:
             return plan
         # Every pass gathers weights on all ranks, so all of them need as many.
-        return plan + [STAND_IN] * (max(parts.ranks.tell(len(plan))) - len(plan))
+        return plan + [DUMMY_MICRO_BATCH] * (max(parts.ranks.tell(len(plan))) - len(plan))
 
     def _tokens(self, samples: NDArray[np.int64]) -> int:
         return int(self.parts.data.lengths[samples].sum())

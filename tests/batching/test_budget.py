@@ -4,80 +4,80 @@ from __future__ import annotations
 
 import pytest
 
-from engine.batching.budget import CLEAN_STEPS_TO_FORGET, CLEAN_STEPS_TO_GROW, CostBudget
+from engine.batching.budget import CLEAN_STEPS_TO_FORGET, CLEAN_STEPS_TO_GROW, MicroBatchBudget
 
 
-def clean_steps(budget: CostBudget, count: int, room: int) -> None:
+def clean_steps(budget: MicroBatchBudget, count: int, room: int) -> None:
     for _ in range(count):
         budget.record_clean_step(room, may_grow=True)
 
 
-def test_a_first_failure_cuts_to_four_fifths_of_what_failed():
-    budget = CostBudget(1000, top_bytes=1000)
+def test_a_first_failure_cuts_to_four_fifths_of_what_failed() -> None:
+    budget = MicroBatchBudget(1000, top_bytes=1000)
     budget.cut(900, room_bytes=500)
     assert budget.budget_bytes == 720
     assert budget.ceiling_bytes == 900
 
 
-def test_before_anything_was_measured_a_prediction_in_bytes_is_believed():
-    budget = CostBudget(1000, top_bytes=1000, expected_slope=1.0)
+def test_before_anything_was_measured_a_prediction_in_bytes_is_believed() -> None:
+    budget = MicroBatchBudget(1000, top_bytes=1000, expected_slope=1.0)
     budget.cut(1000, room_bytes=400)
     assert budget.budget_bytes == int(0.97 * 400)
 
 
-def test_that_cheap_micro_batches_took_less_than_predicted_is_no_promise_for_dear_ones():
-    budget = CostBudget(1000, top_bytes=1000, expected_slope=1.0)
+def test_that_cheap_micro_batches_took_less_than_predicted_is_no_promise_for_dear_ones() -> None:
+    budget = MicroBatchBudget(1000, top_bytes=1000, expected_slope=1.0)
     budget.record_success(100, measured_bytes=50)
     budget.cut(1000, room_bytes=400)
     assert budget.budget_bytes == int(0.97 * 400)
 
 
-def test_a_measured_slope_cuts_further_when_it_says_so():
-    budget = CostBudget(1000, top_bytes=1000)
+def test_a_measured_slope_cuts_further_when_it_says_so() -> None:
+    budget = MicroBatchBudget(1000, top_bytes=1000)
     budget.record_success(100, measured_bytes=200)
     budget.cut(900, room_bytes=800)
     assert budget.budget_bytes == int(0.97 * 800 / 2)
 
 
-def test_cuts_reach_one_sequence_in_few_steps():
-    budget, cuts = CostBudget(2**40, top_bytes=2**40), 0
+def test_cuts_reach_one_sequence_in_few_steps() -> None:
+    budget, cuts = MicroBatchBudget(2**40, top_bytes=2**40), 0
     while budget.budget_bytes > 2**30:
         budget.cut(budget.budget_bytes, room_bytes=2**30)
         cuts += 1
     assert cuts <= 32
 
 
-def test_growth_stays_below_the_ceiling_and_the_room():
-    budget = CostBudget(500, top_bytes=2000)
+def test_growth_stays_below_the_ceiling_and_the_room() -> None:
+    budget = MicroBatchBudget(500, top_bytes=2000)
     budget.cut(1000, room_bytes=2000)
     budget.record_success(500, measured_bytes=500)
     clean_steps(budget, 40 * CLEAN_STEPS_TO_GROW, room=1_000_000)
     assert budget.budget_bytes == 950
 
 
-def test_growth_needs_measured_headroom():
-    budget = CostBudget(500, top_bytes=2000)
+def test_growth_needs_measured_headroom() -> None:
+    budget = MicroBatchBudget(500, top_bytes=2000)
     budget.record_success(500, measured_bytes=500)
     clean_steps(budget, 20 * CLEAN_STEPS_TO_GROW, room=510)
     assert budget.budget_bytes <= 510
 
 
-def neighboured() -> CostBudget:
+def neighboured() -> MicroBatchBudget:
     """1000 had succeeded in a room of 1000; then a neighbour left 400 of it."""
-    budget = CostBudget(1000, top_bytes=1000)
+    budget = MicroBatchBudget(1000, top_bytes=1000)
     budget.record_success(1000, measured_bytes=1000)
-    budget.cut(1000, room_bytes=400, squeezed=True)
+    budget.cut(1000, room_bytes=400, beside_co_tenant=True)
     return budget
 
 
-def test_under_a_neighbour_the_budget_is_what_fits_beside_it():
+def test_under_a_neighbour_the_budget_is_what_fits_beside_it() -> None:
     budget = neighboured()
     assert budget.budget_bytes == int(0.97 * 400)
     clean_steps(budget, 3 * CLEAN_STEPS_TO_GROW, room=400)
     assert budget.budget_bytes == int(0.97 * 400)
 
 
-def test_memory_that_is_seen_to_come_back_is_used_again_at_once_and_in_full():
+def test_memory_that_is_seen_to_come_back_is_used_again_at_once_and_in_full() -> None:
     budget, steps = neighboured(), 0
     while budget.budget_bytes < 1000:
         before = budget.budget_bytes
@@ -88,8 +88,8 @@ def test_memory_that_is_seen_to_come_back_is_used_again_at_once_and_in_full():
     assert steps <= 25
 
 
-def test_a_failure_nobody_explains_is_tried_again_in_time_and_each_time_later():
-    budget = CostBudget(1000, top_bytes=1000)
+def test_a_failure_nobody_explains_is_tried_again_in_time_and_each_time_later() -> None:
+    budget = MicroBatchBudget(1000, top_bytes=1000)
     budget.record_success(1000, measured_bytes=1000)
     waited = []
     for _ in range(3):
@@ -104,26 +104,26 @@ def test_a_failure_nobody_explains_is_tried_again_in_time_and_each_time_later():
     assert waited[1] > 1.5 * waited[0] and waited[2] > 1.5 * waited[1]
 
 
-def test_what_failed_while_the_device_was_ours_alone_is_never_tried_again():
-    budget = CostBudget(1000, top_bytes=1000)
+def test_what_failed_while_the_device_was_ours_alone_is_never_tried_again() -> None:
+    budget = MicroBatchBudget(1000, top_bytes=1000)
     budget.record_success(500, measured_bytes=100)
     budget.cut(900, room_bytes=5000)
     clean_steps(budget, 50 * CLEAN_STEPS_TO_FORGET, room=5000)
     assert budget.budget_bytes == int(0.95 * 900)
 
 
-def test_a_budget_cut_to_nothing_comes_back():
-    budget = CostBudget(1000, top_bytes=1000, expected_slope=1.0)
+def test_a_budget_cut_to_nothing_comes_back() -> None:
+    budget = MicroBatchBudget(1000, top_bytes=1000, expected_slope=1.0)
     budget.record_success(100, measured_bytes=100)
-    budget.cut(1000, room_bytes=-50, squeezed=True)
+    budget.cut(1000, room_bytes=-50, beside_co_tenant=True)
     assert budget.budget_bytes == 1
     budget.record_success(100, measured_bytes=100)
     clean_steps(budget, 60 * CLEAN_STEPS_TO_GROW, room=2000)
     assert budget.budget_bytes == 1000
 
 
-def test_an_allocator_that_empties_its_cache_step_after_step_gets_less_to_do():
-    budget = CostBudget(1000, top_bytes=1000)
+def test_an_allocator_that_empties_its_cache_step_after_step_gets_less_to_do() -> None:
+    budget = MicroBatchBudget(1000, top_bytes=1000)
     budget.record_success(1000, measured_bytes=900)
     assert [budget.record_thrashing(retries) for retries in (2, 1, 0, 5, 1, 3)] == [False] * 5 + [True]
     assert budget.budget_bytes == 900
@@ -131,33 +131,33 @@ def test_an_allocator_that_empties_its_cache_step_after_step_gets_less_to_do():
     assert budget.budget_bytes <= 950
 
 
-def test_a_remedy_starts_a_new_page_and_lifting_it_turns_back():
+def test_a_remedy_starts_a_new_page_and_lifting_it_turns_back() -> None:
     budget = neighboured()
     at_the_remedy = budget.budget_bytes
-    learned = budget.start_over()
+    learned = budget.forget_measurements()
     budget.record_success(400, measured_bytes=100)
     clean_steps(budget, CLEAN_STEPS_TO_GROW, room=400)
     assert budget.slope == 0.25 and budget.budget_bytes > at_the_remedy
-    budget.think_back(learned)
+    budget.recall(learned)
     assert budget.slope == 1.0 and budget.budget_bytes == at_the_remedy and budget.known_bytes == 1000
 
 
-def test_it_never_grows_when_told_not_to():
-    budget = CostBudget(500, top_bytes=2000)
+def test_it_never_grows_when_told_not_to() -> None:
+    budget = MicroBatchBudget(500, top_bytes=2000)
     budget.record_success(500, measured_bytes=500)
     for _ in range(100):
         budget.record_clean_step(1_000_000, may_grow=False)
     assert budget.budget_bytes == 500
 
 
-def test_it_survives_a_checkpoint():
-    budget = CostBudget(500, top_bytes=2000)
+def test_it_survives_a_checkpoint() -> None:
+    budget = MicroBatchBudget(500, top_bytes=2000)
     budget.record_success(500, measured_bytes=700)
     budget.cut(600, 400)
-    assert CostBudget.from_json(budget.as_json()) == budget
+    assert MicroBatchBudget.from_json(budget.as_json()) == budget
 
 
-def simulate(budget: CostBudget, rooms: list[int], *, seen: bool) -> tuple[list[int], list[int]]:
+def simulate(budget: MicroBatchBudget, rooms: list[int], *, seen: bool) -> tuple[list[int], list[int]]:
     """Micro-batches of each step of 32 sequences that cost 100 and really take 110 each, and the steps that failed.
 
     `rooms` is what there is at each step; where the neighbour is not `seen`, the budget is told of the whole room.
@@ -167,7 +167,7 @@ def simulate(budget: CostBudget, rooms: list[int], *, seen: bool) -> tuple[list[
         told = room if seen else whole
         while (rows := max(1, min(32, budget.budget_bytes // 100))) * 110 > room:
             failed.append(step)
-            budget.cut(rows * 100, told, squeezed=told < whole)
+            budget.cut(rows * 100, told, beside_co_tenant=told < whole)
         budget.record_success(rows * 100, rows * 110)
         if step not in failed:
             budget.record_clean_step(told, may_grow=True)
@@ -176,9 +176,9 @@ def simulate(budget: CostBudget, rooms: list[int], *, seen: bool) -> tuple[list[
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_squeezed_and_released_it_comes_back_to_full_speed_without_oscillating(seen):
+def test_squeezed_and_released_it_comes_back_to_full_speed_without_oscillating(seen: bool) -> None:
     rooms = [3600] * 50 + [1500] * 300 + [3600] * 500
-    counts, failed = simulate(CostBudget(3200, top_bytes=3200), rooms, seen=seen)
+    counts, failed = simulate(MicroBatchBudget(3200, top_bytes=3200), rooms, seen=seen)
 
     def tokens_per_second(count: int) -> float:
         return 32 * 100 / (32 * 100 + 256 * count)
@@ -190,8 +190,8 @@ def test_squeezed_and_released_it_comes_back_to_full_speed_without_oscillating(s
     assert [step for step in failed if step >= 350] == []
 
 
-def test_no_growth_fails_twice_at_one_ceiling():
-    budget, failures = CostBudget(1000, top_bytes=10_000), 0
+def test_no_growth_fails_twice_at_one_ceiling() -> None:
+    budget, failures = MicroBatchBudget(1000, top_bytes=10_000), 0
     budget.record_success(1000, measured_bytes=10)
     for _ in range(100 * CLEAN_STEPS_TO_GROW):
         budget.record_clean_step(100_000, may_grow=True)

@@ -1,4 +1,4 @@
-"""Planning micro-batches: every sequence once, never above the budget, dearest first, little waste."""
+"""Planning micro-batches: every sequence once, never above the budget, most expensive first, little waste."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from engine.batching.micro_batches import LAUNCH_TOKENS, plan_micro_batches, rows_within
+from engine.batching.micro_batches import LAUNCH_TOKENS, Cost, plan_micro_batches, rows_within
 
 
 def tokens(rows: int, length: int) -> int:
-    """A price that is linear in padded tokens."""
+    """A cost that is linear in padded tokens."""
     return rows * length
 
 
 def quadratic(rows: int, length: int) -> int:
-    """A price like eager attention's."""
+    """A cost like that of eager attention."""
     return rows * length * (64 + length)
 
 
@@ -26,7 +26,7 @@ def ragged(seed: int) -> list[int]:
 
 @pytest.mark.parametrize("cost", [tokens, quadratic])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_sequence_comes_exactly_once_and_costs_stay_below_the_budget(cost, seed):
+def test_every_sequence_comes_exactly_once_and_costs_stay_below_the_budget(cost: Cost, seed: int) -> None:
     lengths = ragged(seed)
     budget = random.Random(seed + 100).randint(cost(1, 1), cost(len(lengths), max(lengths)))
     plan = plan_micro_batches(lengths, cost, budget)
@@ -38,29 +38,29 @@ def test_every_sequence_comes_exactly_once_and_costs_stay_below_the_budget(cost,
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_dearest_micro_batch_comes_first(seed):
+def test_the_dearest_micro_batch_comes_first(seed: int) -> None:
     plan = plan_micro_batches(ragged(seed), quadratic, 50_000)
     costs = [group.cost_bytes for group in plan]
     assert costs == sorted(costs, reverse=True)
 
 
-def test_equal_lengths_fill_the_budget():
+def test_equal_lengths_fill_the_budget() -> None:
     plan = plan_micro_batches([100] * 16, tokens, 600)
     assert sorted(group.rows for group in plan) == [4, 6, 6]
 
 
-def test_one_long_sequence_does_not_make_the_short_ones_pay():
+def test_one_long_sequence_does_not_make_the_short_ones_pay() -> None:
     lengths = [4000] + [10] * 30
     plan = plan_micro_batches(lengths, tokens, 10**9)
     assert [group.rows for group in plan] == [1, 30]
 
 
-def test_short_sequences_are_not_split_to_save_a_few_tokens():
+def test_short_sequences_are_not_split_to_save_a_few_tokens() -> None:
     assert len(plan_micro_batches([60, 50, 40, 30], tokens, 10**9)) == 1
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_cut_is_the_best_of_all_cuts(seed):
+def test_the_cut_is_the_best_of_all_cuts(seed: int) -> None:
     drawn = random.Random(seed)
     lengths = sorted((drawn.randint(1, 900) for _ in range(9)), reverse=True)
     budget = 2000
@@ -80,7 +80,7 @@ def test_the_cut_is_the_best_of_all_cuts(seed):
     assert sum(LAUNCH_TOKENS + group.rows * group.length for group in plan) == best
 
 
-def test_rows_within_finds_the_boundary():
+def test_rows_within_finds_the_boundary() -> None:
     assert rows_within(tokens, 100, 1000, 64) == 10
     assert rows_within(tokens, 100, 50, 64) == 1
     assert rows_within(tokens, 1, 10**9, 64) == 64
