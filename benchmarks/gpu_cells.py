@@ -20,7 +20,7 @@ from typing import Any
 from engine.budget.advice import with_changes
 from engine.budget.plan import make_plan
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import read_events
 from engine.launch.process import start_engine
 from engine.spec.load import dump_run_spec
@@ -150,7 +150,7 @@ class Run:
 
 def trained(spec: RunSpec, folder: Path) -> Run:
     """Train in an engine process of its own."""
-    place = create_run(folder, spec.name, dump_run_spec(spec), {})
+    place = create_run_directory(folder, spec.name, dump_run_spec(spec), {})
     return _ended(place, start_engine(place))
 
 
@@ -192,7 +192,7 @@ def _trains(job: Job, ground: Ground, folder: Path) -> Found:
 def _sigterm(job: Job, ground: Ground, folder: Path) -> Found:
     spec = job.spec(ground, folder, max_steps=12)
     whole = trained(spec, folder / "whole")
-    place = create_run(folder / "broken", spec.name, dump_run_spec(spec), {})
+    place = create_run_directory(folder / "broken", spec.name, dump_run_spec(spec), {})
     process = start_engine(place)
     _until_step(place, 3, process)
     process.send_signal(signal.SIGTERM)

@@ -27,7 +27,7 @@ from functools import _lru_cache_wrapper
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import make_plan
 from engine.errors import SpecError
-from engine.spec.files.find import available
+from engine.spec.files.find import list_spec_files
 from engine.spec.load import resolve
 from engine.spec.schema.run import RunSpec
 
@@ -94,9 +94,9 @@ def rows(
     An answer about none of them comes first: what a process imports and compiles at the first one is its start.
     """
     make_plan(resolve(*OTHER).spec)
-    profiles = [found.name for found in available("profile")]
+    profiles = [found.name for found in list_spec_files("profile")]
     questions: list[Question] = []
-    for recipe in (found.name for found in available("recipe")):
+    for recipe in (found.name for found in list_spec_files("recipe")):
         for model in (None,) if recipe == "demo" else models:
             asked: list[RunSpec] = []
             for profile in profiles:

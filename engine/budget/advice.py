@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.budget.lookup import find_architecture
 from engine.budget.plan import Plan, make_plan
-from engine.spec.check.hardware_rules import device_can
+from engine.spec.check.hardware_rules import problems_on_device
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 
@@ -123,7 +123,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 def _levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     """Those that apply to this run, and that its hardware can pull."""
     for lever in (*_free_levers(spec, plan), *_learning_levers(spec, plan)):
-        if not any(device_can(spec.profile, with_changes(spec, dict(lever.changes)).recipe)):
+        if not any(problems_on_device(spec.profile, with_changes(spec, dict(lever.changes)).recipe)):
             yield lever
 
 

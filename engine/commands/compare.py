@@ -51,7 +51,7 @@ def _print(found: Comparison) -> None:
     from rich.text import Text
 
     from engine.commands.progress import make_console
-    from engine.journal.compare import shown_score, shown_setting
+    from engine.journal.compare import format_compared_score, format_setting
     from engine.journal.event_text import clean
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -60,13 +60,14 @@ def _print(found: Comparison) -> None:
         # One run's column must not hide another's: names are folded, never cut.
         table.add_column(Text(f"{clean(name)}\n{status}"), overflow="fold", justify="right")
     for key, values in found.settings.items():
-        table.add_row(Text(clean(key)), *(Text(clean(shown_setting(value))) for value in values))
+        table.add_row(Text(clean(key)), *(Text(clean(format_setting(value))) for value in values))
     table.add_section()
     for key, scores in found.scores.items():
         winners = found.best.get(key, [])
-        cells = [shown_score(key, score, name in winners) for name, score in zip(found.runs, scores, strict=True)]
+        cells = [
+            format_compared_score(key, score, name in winners) for name, score in zip(found.runs, scores, strict=True)
+        ]
         table.add_row(Text(clean(key)), *map(Text, cells))
     make_console().print(table)
     for warning in found.warnings:
         sys.stderr.write(f"tunedeck: {clean(warning)}\n")
-

@@ -70,7 +70,7 @@ def wait(run: RunArgument, runs: RunsOption = None) -> None:
 
 def _ask(run: str, runs: Path | None, name: str, promise: str) -> None:
     """Write a request for a run whose engine can still take it."""
-    from engine.journal.control import request
+    from engine.journal.control import send_request
     from engine.journal.index import resolve_run
     from engine.journal.summary import summarise
 
@@ -83,7 +83,7 @@ def _ask(run: str, runs: Path | None, name: str, promise: str) -> None:
             fix=f"tunedeck resume {directory.name}" if status in ("paused", "stopped", "stale") else "tunedeck runs",
         )
     try:
-        request(directory, name)
+        send_request(directory, name)
     except OSError as error:
         raise EnvironmentProblem(f"the request cannot be written into {directory.control}: {error.strerror}") from error
     _say(f"{directory.name} {promise}")

@@ -55,7 +55,7 @@ def data(
     as_json: JsonOption = False,
 ) -> None:
     """Show a recipe's data as the model will see them: loss mask, lengths, what was dropped and why."""
-    from engine.spec.check.unsupported import refuse_unbuilt
+    from engine.spec.check.unsupported import refuse_unsupported
     from engine.spec.load import resolve
 
     with importing():
@@ -63,7 +63,7 @@ def data(
         from engine.model.tokenizer import load_tokenizer
 
     spec = resolve(profile or STAND_IN_PROFILE, recipe, sets or ()).spec
-    refuse_unbuilt(spec)
+    refuse_unsupported(spec)
     tokenizer = load_tokenizer(spec.recipe.model)
     prepared = prepare_data(spec, tokenizer, say=_say_progress)
     if as_json:

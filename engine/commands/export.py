@@ -33,7 +33,7 @@ def merge(
     runs: RunsOption = None,
 ) -> None:  # fmt: skip
     """Make a LoRA run's adapter and its base one model, which opens without peft. Uses host memory only."""
-    from engine.journal.event_text import size
+    from engine.journal.event_text import format_bytes
     from engine.journal.index import resolve_run
 
     with importing():
@@ -46,7 +46,7 @@ def merge(
     adapter = resolve_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
     target = (out or directory.path / "merged").absolute()
     size_bytes = merge_adapter(adapter, target, _say, trust_remote_code=trust_remote_code)
-    sys.stdout.write(f"{target} ({size(size_bytes)}) opens with from_pretrained of transformers\n")
+    sys.stdout.write(f"{target} ({format_bytes(size_bytes)}) opens with from_pretrained of transformers\n")
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.journal.events import Event, EventTail, end_of_events
 from engine.journal.summary import RunSummary, summarise
-from engine.launch.process import DETACHED_CODE, POLL_SECONDS, follow, start_engine, wait_until_running
+from engine.launch.process import DETACHED_CODE, POLL_SECONDS, follow_engine, start_engine, wait_until_running
 
 
 def start_and_follow(
@@ -39,7 +39,7 @@ def start_and_follow(
     raise typer.Exit(_follow_with(show, directory, process, offset, log_offset, as_json))
 
 
-def view(directory: RunDirectory, offset: int, *, as_json: bool) -> None:
+def view_run(directory: RunDirectory, offset: int, *, as_json: bool) -> None:
     """Show the run from byte `offset` of its events on until stdin ends: beside a rank 0 that somebody else started.
 
     Signals of the launcher are for that rank; this process ends when it does.
@@ -57,7 +57,7 @@ def view(directory: RunDirectory, offset: int, *, as_json: bool) -> None:
         show.tick()
     show.close()
     if finished:
-        finish(directory, as_json=as_json)
+        print_ending(directory, as_json=as_json)
 
 
 def _follow_with(
@@ -69,7 +69,7 @@ def _follow_with(
     as_json: bool,
 ) -> int:
     try:
-        code = follow(
+        code = follow_engine(
             directory,
             process,
             on_event=show.event,
@@ -84,11 +84,11 @@ def _follow_with(
     finally:
         if process.returncode is not None:
             show.close()
-    finish(directory, as_json=as_json)
+    print_ending(directory, as_json=as_json)
     return code
 
 
-def finish(directory: RunDirectory, *, as_json: bool) -> None:
+def print_ending(directory: RunDirectory, *, as_json: bool) -> None:
     """The last words: the table, what to type next, and on stderr the error that ended the run."""
     summary = summarise(directory)
     if not as_json:

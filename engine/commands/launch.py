@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.commands.options import ProfileOption, RecipeOption, RunsOption, SetOption, runs_folder
-from engine.commands.train import RunName, say
+from engine.commands.train import RunName, print_notices
 from engine.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -56,16 +56,16 @@ def launch(
     """Write the script that trains on the machines of a profile's [nodes], and the resolved run spec beside it."""
     from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
     from engine.launch.create_run import checked_plan
-    from engine.launch.process import COMMAND
+    from engine.launch.process import ENTRY_FILE
     from engine.spec.load import resolve
 
     resolved = resolve(profile, recipe, sets or [], name=name)
     spec = resolved.spec
     launcher = _launcher(spec, slurm, skypilot)
-    say(resolved.notices)
-    say(checked_plan(spec, runs_folder(runs), force=force)[1])
+    print_notices(resolved.notices)
+    print_notices(checked_plan(spec, runs_folder(runs), force=force)[1])
     script = (out or Path(spec.name + SUFFIXES[launcher])).absolute()
-    job = Job(spec, script.with_suffix(".run.toml"), runs_folder(runs), sys.executable, str(COMMAND), setup)
+    job = Job(spec, script.with_suffix(".run.toml"), runs_folder(runs), sys.executable, str(ENTRY_FILE), setup)
     _write(script, slurm_script(job) if launcher == "slurm" else skypilot_task(job), job)
     sys.stdout.write(f"{script}\n{job.spec_file}\nread what it assumes, then: {SUBMIT[launcher]} {script}\n")
 

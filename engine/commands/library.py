@@ -18,7 +18,7 @@ import typer
 from engine.commands.options import JsonOption
 
 if TYPE_CHECKING:
-    from engine.spec.files.find import Kind, Located
+    from engine.spec.files.find import SpecFile, SpecKind
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME|FILE", help="A name, or a path to a TOML file.", show_default=False)
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
 
 
-def _group(kind: Kind, summary: str) -> typer.Typer:
+def _group(kind: SpecKind, summary: str) -> typer.Typer:
     group = typer.Typer(help=summary, no_args_is_help=True, rich_markup_mode=None)
 
     @group.command("list", help=f"Every {kind} that can be used by name.")
@@ -61,22 +61,22 @@ def _group(kind: Kind, summary: str) -> typer.Typer:
     def import_(
         file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)], force: ForceOption = False
     ) -> None:
-        from engine.spec.files.share import import_file
+        from engine.spec.files.share import import_spec_file
 
-        target = import_file(kind, file, force=force)
+        target = import_spec_file(kind, file, force=force)
         _say(f"imported {target.stem}: {target}")
 
     @group.command(help="The JSON Schema, for editors.")
     def schema() -> None:
-        from engine.spec.load import MODELS
+        from engine.spec.load import SPEC_TABLES
 
-        _print_json(MODELS[kind].model_json_schema(by_alias=True))
+        _print_json(SPEC_TABLES[kind].model_json_schema(by_alias=True))
 
     _add_new(group, kind)
     return group
 
 
-def _add_new(group: typer.Typer, kind: Kind) -> None:
+def _add_new(group: typer.Typer, kind: SpecKind) -> None:
     summary = f"Write a commented {kind} into ./profiles, or to --to FILE."
     if kind == "recipe":
 
@@ -115,15 +115,15 @@ def _profile_text(name: str, detect: bool) -> str:
     return templates.new_profile(name, device, title=title, notes=notes)
 
 
-def _list(kind: Kind, as_json: bool) -> None:
+def _list(kind: SpecKind, as_json: bool) -> None:
     from engine.errors import SpecError
-    from engine.spec.files.find import available
-    from engine.spec.load import read_checked
+    from engine.spec.files.find import list_spec_files
+    from engine.spec.load import load_spec_file
 
     rows: list[dict[str, str]] = []
-    for located in available(kind):
+    for located in list_spec_files(kind):
         try:
-            title = str(getattr(read_checked(kind, located), "title", ""))
+            title = str(getattr(load_spec_file(kind, located), "title", ""))
         except SpecError as error:
             count = len(error.problems)
             title = f"broken: {count} problem{'s' * (count > 1)}, see tunedeck {kind}s check {located.name}"
@@ -135,13 +135,13 @@ def _list(kind: Kind, as_json: bool) -> None:
         _say("\n".join(f"{row['name']:{width}}  {row['origin']:8}  {row['title']}" for row in rows))
 
 
-def _show(kind: Kind, name: str, as_json: bool) -> None:
-    from engine.spec.files.find import locate
+def _show(kind: SpecKind, name: str, as_json: bool) -> None:
+    from engine.spec.files.find import find_spec_file
     from engine.spec.files.text import visible
-    from engine.spec.load import read_checked
+    from engine.spec.load import load_spec_file
 
-    located = locate(kind, name)
-    table = read_checked(kind, located)
+    located = find_spec_file(kind, name)
+    table = load_spec_file(kind, located)
     if as_json:
         values = table.model_dump(by_alias=True)
         _print_json({**values, "origin": located.origin, "path": str(located.path)})
@@ -149,15 +149,15 @@ def _show(kind: Kind, name: str, as_json: bool) -> None:
         _say(f"# {located.origin}: {visible(str(located.path))}\n{visible(_text(located), keep=chr(10) + chr(9))}")
 
 
-def _check(kind: Kind, names: list[str], as_json: bool) -> None:
+def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
     from engine.errors import SpecError
-    from engine.spec.files.find import locate
-    from engine.spec.load import read_checked
+    from engine.spec.files.find import find_spec_file
+    from engine.spec.load import load_spec_file
 
     problems: list[str] = []
     for name in names:
         try:
-            read_checked(kind, locate(kind, name))
+            load_spec_file(kind, find_spec_file(kind, name))
         except SpecError as error:
             problems += error.problems
     if as_json:
@@ -170,32 +170,32 @@ def _check(kind: Kind, names: list[str], as_json: bool) -> None:
         _say(f"{len(names)} file{'s' * (len(names) > 1)} checked, no problems")
 
 
-def _export(kind: Kind, name: str, to: Path | None, force: bool) -> None:
+def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
     from engine.spec.files.document import read_document
-    from engine.spec.files.find import locate
+    from engine.spec.files.find import find_spec_file
     from engine.spec.files.paths import unshareable_paths
-    from engine.spec.files.share import write_new
+    from engine.spec.files.share import write_new_file
     from engine.spec.files.text import visible
-    from engine.spec.load import read_checked
+    from engine.spec.load import load_spec_file
 
-    located = locate(kind, name)
-    read_checked(kind, located)
+    located = find_spec_file(kind, name)
+    load_spec_file(kind, located)
     document = read_document(located.path)
     for line in document.refuse(unshareable_paths(document.data)):
         sys.stderr.write(f"warning: {line}; import will refuse it\n")
     if to is not None:
-        _say(f"exported {located.name}: {write_new(to, located.path.read_bytes(), force=force)}")
+        _say(f"exported {located.name}: {write_new_file(to, located.path.read_bytes(), force=force)}")
     else:
         text = _text(located)
         sys.stdout.write(visible(text, keep="\n\t") if sys.stdout.isatty() else text)
 
 
-def _write(kind: Kind, name: str, to: Path | None, force: bool, make: Any) -> None:
+def _write(kind: SpecKind, name: str, to: Path | None, force: bool, make: Any) -> None:
     import re
 
     from engine.errors import UsageError
-    from engine.spec.files.find import FOLDERS
-    from engine.spec.files.share import write_new
+    from engine.spec.files.find import KIND_FOLDERS
+    from engine.spec.files.share import write_new_file
     from engine.spec.files.text import quoted
     from engine.spec.schema.base import NAME_PATTERN
 
@@ -207,11 +207,11 @@ def _write(kind: Kind, name: str, to: Path | None, force: bool, make: Any) -> No
         raise UsageError(
             f"--to {quoted(to.name)}", expected=f"a file named {name}.toml: a file's name and its stem are the same"
         )
-    target = write_new(to or Path("profiles") / FOLDERS[kind] / f"{name}.toml", make(name).encode(), force=force)
-    _say(f"wrote {target}")
+    target = to or Path("profiles") / KIND_FOLDERS[kind] / f"{name}.toml"
+    _say(f"wrote {write_new_file(target, make(name).encode(), force=force)}")
 
 
-def _text(located: Located) -> str:
+def _text(located: SpecFile) -> str:
     return located.path.read_text(encoding="utf-8-sig")
 
 

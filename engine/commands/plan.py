@@ -79,7 +79,7 @@ def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
 
 def _exactly(spec: RunSpec, as_json: bool) -> None:
     """Print the simulated plan; exit code 3 when it does not fit."""
-    from engine.commands.exact_words import exact_lines
+    from engine.commands.exact_plan_text import exact_lines
 
     with importing():
         from engine.model.quiet import without_chatter
@@ -121,13 +121,13 @@ def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     """The run spec; what this version cannot do is refused as `train` would, but for several devices."""
     from engine.budget.hub import bring_config
     from engine.budget.preflight import refuse_unsafe
-    from engine.spec.check.unsupported import refuse_unbuilt
+    from engine.spec.check.unsupported import refuse_unsupported
     from engine.spec.load import resolve
 
     resolved = resolve(profile, recipe, sets or ())
     for notice in resolved.notices:
         sys.stderr.write(f"tunedeck: {notice}\n")
-    refuse_unbuilt(resolved.spec, planning=True)
+    refuse_unsupported(resolved.spec, planning=True)
     for notice in bring_config(resolved.spec):
         sys.stderr.write(f"tunedeck: {notice}\n")
     refuse_unsafe(resolved.spec)
@@ -137,33 +137,33 @@ def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
 def _write(advice: Advice, recipe: str, sets: list[str], target: Path) -> None:
     """Save the recipe with the first suggestion. Raises UsageError when there is none."""
     from engine.errors import UsageError
-    from engine.spec.files.rewrite import rewritten
-    from engine.spec.files.share import write_new
+    from engine.spec.files.rewrite import rewrite_text
+    from engine.spec.files.share import write_new_file
 
     chosen = [*advice.suggestions, *advice.room][:1]
     if not chosen:
         raise UsageError("there is no suggestion to write", fix="run fit without --write to see the plan")
     changes = {key: after for key, (_, after) in chosen[0].changes.items()}
-    write_new(target, rewritten("recipe", recipe, sets, changes, target).encode(), force=False)
+    write_new_file(target, rewrite_text("recipe", recipe, sets, changes, target).encode(), force=False)
 
 
 def _print_plan(planned: Plan, spec: RunSpec) -> None:
     """The bar, the table, the sentences."""
-    from engine.commands import plan_words as words
+    from engine.commands import plan_text as words
 
     width = shutil.get_terminal_size().columns
-    table = words.table(planned.prediction.phases, planned.prediction.deciding_phase)
-    above = [*words.wrapped([words.title(planned, spec)], width), *words.bar(planned, width)]
-    below = words.wrapped([*words.sentences(planned, spec), *words.residuals(spec)], width)
+    table = words.phase_table(planned.prediction.phases, planned.prediction.deciding_phase)
+    above = [*words.wrap_lines([words.title(planned, spec)], width), *words.capacity_bar(planned, width)]
+    below = words.wrap_lines([*words.summary_lines(planned, spec), *words.residual_lines(spec)], width)
     typer.echo("\n".join([*above, "", *table, "", *below]))
 
 
 def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
     """The plan in a line, then the suggestions as diffs."""
-    from engine.commands import plan_words as words
+    from engine.commands import plan_text as words
 
     width = shutil.get_terminal_size().columns
-    for line in words.wrapped([words.title(advice.plan, spec), *words.sentences(advice.plan, spec)[:3]], width):
+    for line in words.wrap_lines([words.title(advice.plan, spec), *words.summary_lines(advice.plan, spec)[:3]], width):
         typer.echo(line)
     if advice.plan.verdict == "fits":
         typer.echo("with the room left:" if advice.room else "nothing larger fits")
@@ -178,17 +178,17 @@ def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
 
 def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
     """One suggestion: what it costs, then the recipe's lines before and after."""
-    from engine.commands.plan_words import size, toml
+    from engine.commands.plan_text import format_size, toml_text
 
     slower = sum(lever.slower_percent for lever in suggestion.levers)
     speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
     learning = ", CHANGES WHAT IS LEARNED" if suggestion.changes_learning else ""
     plan = suggestion.plan
     lines = [
-        f"{index}. {size(plan.prediction.device_bytes, plan.capacity_bytes)}, "
-        f"{size(plan.margin_bytes, plan.capacity_bytes)} left, "
+        f"{index}. {format_size(plan.prediction.device_bytes, plan.capacity_bytes)}, "
+        f"{format_size(plan.margin_bytes, plan.capacity_bytes)} left, "
         f"micro-batch {plan.micro_batch}, {speed}{learning}"
     ]
     for key, (before, after) in suggestion.changes.items():
-        lines += [f"   - {key} = {toml(before)}", f"   + {key} = {toml(after)}"]
+        lines += [f"   - {key} = {toml_text(before)}", f"   + {key} = {toml_text(after)}"]
     return lines + [f"     {lever.note}" for lever in suggestion.levers]

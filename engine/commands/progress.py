@@ -16,8 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from engine.journal.event_text import clean, duration, number, phase_line, score, sentence, size
-from engine.journal.run_state import Folded
+from engine.journal.event_text import (
+    clean,
+    describe_event,
+    describe_phase,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_score,
+)
+from engine.journal.journal_state import JournalState
 from engine.journal.summary import RunSummary
 
 if TYPE_CHECKING:
@@ -55,7 +63,7 @@ class Progress:
 
     title: str
     simulated: bool
-    state: Folded = field(default_factory=Folded)
+    state: JournalState = field(default_factory=JournalState)
     doing: str = "starting"
     capacity_bytes: int | None = None
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))
@@ -67,7 +75,7 @@ class Progress:
         if kind in ("run_started", "plan"):
             self.capacity_bytes = event.get("capacity_bytes") or self.capacity_bytes
         if kind == "phase":
-            self.doing = phase_line(event)
+            self.doing = describe_phase(event)
         elif kind == "step":
             self.doing = "training"
             self._durations.append(float(event.get("step_seconds") or 0.0))
@@ -91,13 +99,13 @@ class Progress:
         total = self.state.max_steps
         done = f"step {self.state.step:,}" + (f" of {total:,}" if total else "")
         left = self.seconds_left()
-        return done + (f", {duration(left)} left" if left is not None else "")
+        return done + (f", {format_duration(left)} left" if left is not None else "")
 
     def _figures(self, step: dict[str, Any]) -> str:
-        held = size(step.get("peak_bytes"))
-        memory = f"{held} of {size(self.capacity_bytes)}" if self.capacity_bytes else held
+        held = format_bytes(step.get("peak_bytes"))
+        memory = f"{held} of {format_bytes(self.capacity_bytes)}" if self.capacity_bytes else held
         return (
-            f"loss {number(step.get('loss'))}, {step.get('tokens_per_second') or 0:,.0f} tokens/s, "
+            f"loss {format_number(step.get('loss'))}, {step.get('tokens_per_second') or 0:,.0f} tokens/s, "
             f"memory {memory}{' (simulated device)' if self.simulated else ''}"
         )
 
@@ -121,7 +129,7 @@ class PlainReporter:
     def event(self, event: dict[str, Any]) -> None:
         """Print lasting lines at once, progress now and then."""
         self._progress.take(event)
-        text = sentence(event)
+        text = describe_event(event)
         if text is not None:
             self._print(text)
         if event["kind"] == "step" and time.monotonic() >= self._next_line:
@@ -130,7 +138,7 @@ class PlainReporter:
         elif event["kind"] == "phase" and event["name"] != self._said and self._progress.state.last_step is None:
             # Only on the way to the first step: later on, each checkpoint would add two lines.
             self._said = event["name"]
-            self._print(phase_line(event))
+            self._print(describe_phase(event))
 
     def tick(self) -> None:
         """Nothing to redraw."""
@@ -161,7 +169,7 @@ class LiveReporter:
     def event(self, event: dict[str, Any]) -> None:
         """Print lasting lines at once; the block waits for the next tick."""
         self._progress.take(event)
-        text = sentence(event)
+        text = describe_event(event)
         if text is not None:
             self.notice(text)
 
@@ -228,18 +236,19 @@ def result_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows = [("run", clean(summary.run)), ("status", status_words(summary)), ("steps", f"{summary.step:,}{total}")]
     first = summary.metrics.get("first", {})
     if "train_loss" in summary.metrics:
-        rows.append(("loss", f"{number(first.get('train_loss'))} -> {number(summary.metrics['train_loss'])}"))
+        before, after = format_number(first.get("train_loss")), format_number(summary.metrics["train_loss"])
+        rows.append(("loss", f"{before} -> {after}"))
     for name, value in summary.metrics.items():
         if name not in ("train_loss", "tokens_per_second", "first"):
             label = {"loss": "validation loss"}.get(name, clean(name).replace("_", " "))
-            before = f"{score(name, first[name])} -> " if name in first else ""
-            rows.append((label, before + score(name, value)))
+            before = f"{format_score(name, first[name])} -> " if name in first else ""
+            rows.append((label, before + format_score(name, value)))
     times = {0: "never", 1: "once, survived"}
     rows.append(("out of memory", times.get(summary.backoffs, f"{summary.backoffs} times, survived")))
     rows.append(("samples lost", f"{summary.samples_lost:,}"))
     rows += _memory_rows(summary)
     if summary.seconds is not None:
-        rows.append(("time", duration(summary.seconds)))
+        rows.append(("time", format_duration(summary.seconds)))
     if summary.result:
         rows.append(("result", clean(Path(summary.path) / str(summary.result))))
     return rows
@@ -256,9 +265,9 @@ def _memory_rows(summary: RunSummary) -> list[tuple[str, str]]:
     capacity = summary.predicted.get("capacity_bytes")
     if measured is None:
         return []
-    said = f"{size(measured)}" + (f" of {size(capacity)}" if capacity else "")
+    said = f"{format_bytes(measured)}" + (f" of {format_bytes(capacity)}" if capacity else "")
     foretold = summary.measured.get("predicted")
     if foretold:
         shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"
-        return [("peak memory", f"{said}, predicted {size(foretold['peak_bytes'])} for {shape}")]
-    return [("peak memory", said + (f", planned {size(predicted)}" if predicted else ""))]
+        return [("peak memory", f"{said}, predicted {format_bytes(foretold['peak_bytes'])} for {shape}")]
+    return [("peak memory", said + (f", planned {format_bytes(predicted)}" if predicted else ""))]

@@ -23,12 +23,12 @@ from engine.commands.train import (
     RunSpecFile,
     Trust,
     Wait,
+    print_notices,
     resolve_arguments,
-    say,
 )
 
 if TYPE_CHECKING:
-    from engine.journal.queue import Order, Queue
+    from engine.journal.queue import Queue, QueueState
     from engine.journal.summary import RunSummary
 
 WAIT_FOR_DEVICE_SECONDS = 24 * 3600.0
@@ -68,17 +68,17 @@ def add(
 ) -> None:
     """Check and plan a run as `train` does, and put it at the end of the queue."""
     from engine.journal.queue import Queue
-    from engine.launch.create_run import new_run
+    from engine.launch.create_run import create_run
 
     resolved = resolve_arguments(
         profile, recipe, run_spec, sets or [], name,
         devices=devices, trust_remote_code=trust_remote_code, max_hours=max_hours, on_finish=on_finish,
         wait_seconds=WAIT_FOR_DEVICE_SECONDS if wait is None else wait,
     )  # fmt: skip
-    say(resolved.notices)
+    print_notices(resolved.notices)
     folder = runs_folder(runs)
-    directory, notices = new_run(resolved.spec, folder, force=force)
-    say(notices)
+    directory, notices = create_run(resolved.spec, folder, force=force)
+    print_notices(notices)
     order = Queue(folder).add(directory, first=first)
     place = order.waiting.index(directory.name) + 1
     if json:
@@ -110,12 +110,12 @@ def remove(run: RunArgument, runs: RunsOption = None) -> None:
     """Take a waiting run out of the queue, and its folder into the trash of the runs folder."""
     from engine.journal.index import resolve_run
     from engine.journal.queue import Queue
-    from engine.journal.trash import discard
+    from engine.journal.trash import move_to_trash
 
     folder = runs_folder(runs)
     directory = resolve_run(run, folder)
     Queue(folder).remove(directory.name)
-    sys.stdout.write(f"{directory.name} no longer waits; its folder is now {discard(directory)}\n")
+    sys.stdout.write(f"{directory.name} no longer waits; its folder is now {move_to_trash(directory)}\n")
 
 
 @queue.command()
@@ -136,7 +136,7 @@ def start(detach: Detach = False, runs: RunsOption = None) -> None:
     The queue is worked on by a process of its own: Ctrl-C leaves it going. Exits with the code of the first failure.
     """
     from engine.journal.queue import Queue
-    from engine.launch.queue_worker import start_keeper
+    from engine.launch.queue_worker import start_queue_worker
 
     folder = runs_folder(runs)
     waiting = Queue(folder)
@@ -144,7 +144,7 @@ def start(detach: Detach = False, runs: RunsOption = None) -> None:
     if order.keeper is None and not order.waiting:
         sys.stderr.write("the queue is empty; add a run with: tunedeck queue add\n")
         return
-    pid = start_keeper(folder)
+    pid = start_queue_worker(folder)
     if detach:
         sys.stdout.write(f"process {pid} works on the queue of {len(order.waiting)}; see: tunedeck queue list\n")
         return
@@ -171,9 +171,9 @@ def keeper(folder: str) -> None:
     """The process behind `queue start`; never started by hand."""
     from pathlib import Path
 
-    from engine.launch.queue_worker import keep
+    from engine.launch.queue_worker import run_queue
 
-    keep(Path(folder))
+    run_queue(Path(folder))
 
 
 def _follow(waiting: Queue, pid: int) -> int:
@@ -208,7 +208,7 @@ def _ending(summary: RunSummary) -> str:
     return f"{summary.status} at step {summary.step}" + (f": {error}" if error else "")
 
 
-def _rows(waiting: Queue, order: Order) -> list[dict[str, Any]]:
+def _rows(waiting: Queue, order: QueueState) -> list[dict[str, Any]]:
     """The present run at position 0, then what waits, from 1."""
     from engine.journal.directory import RunDirectory
     from engine.journal.summary import summarise
@@ -224,7 +224,7 @@ def _rows(waiting: Queue, order: Order) -> list[dict[str, Any]]:
     return rows
 
 
-def _state(order: Order) -> str:
+def _state(order: QueueState) -> str:
     if order.keeper is not None:
         return f"process {order.keeper.pid} works on the queue; {len(order.waiting)} wait"
     if not order.waiting:

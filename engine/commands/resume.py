@@ -15,12 +15,22 @@ import typer
 
 from engine.commands.importing import importing
 from engine.commands.options import JsonOption, RunArgument, RunsOption, SetOption, runs_folder
-from engine.commands.train import Detach, Devices, MaxHours, OnFinish, Profile, Trust, Wait, check_seat, say
+from engine.commands.train import (
+    Detach,
+    Devices,
+    MaxHours,
+    OnFinish,
+    Profile,
+    Trust,
+    Wait,
+    check_launcher_rank,
+    print_notices,
+)
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
-    from engine.launch.launcher_rank import Seat
+    from engine.launch.launcher_rank import LauncherRank
     from engine.spec.schema.run import RunSpec
 
 FromStep = Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="Go on from this checkpoint.")]
@@ -50,15 +60,15 @@ def resume(
     --max-hours, --on-finish, --devices, --wait and --trust-remote-code stay as they were; 0 or "" takes one back.
     """
     from engine.commands.follow import start_and_follow
-    from engine.journal.index import note_run, resolve_run
+    from engine.journal.index import record_start, resolve_run
     from engine.journal.liveness import refuse_if_claimed
     from engine.launch.create_run import require_launcher
-    from engine.launch.launcher_rank import find_seat
-    from engine.spec.check.devices import device_indices
+    from engine.launch.launcher_rank import find_launcher_rank
+    from engine.spec.check.devices import parse_device_indices
     from engine.spec.load import load_run_spec, override
 
     given: dict[str, Any] = {
-        "devices": None if devices is None else device_indices(devices or None),
+        "devices": None if devices is None else parse_device_indices(devices or None),
         "wait_seconds": wait,
         "max_hours": max_hours,
         "on_finish": on_finish,
@@ -70,14 +80,14 @@ def resume(
     def prepare() -> None:
         refuse_if_claimed(directory)
         _check_step(directory, from_step)
-        say(_respecify(directory, profile, sets or [], from_step, given))
-        warning = note_run(directory)
-        say([warning] if warning else [])
+        print_notices(_respecify(directory, profile, sets or [], from_step, given))
+        warning = record_start(directory)
+        print_notices([warning] if warning else [])
 
-    seat = find_seat()
-    if seat is not None:
+    launcher_rank = find_launcher_rank()
+    if launcher_rank is not None:
         spec = override(load_run_spec(directory.run_toml), sets or [], profile=profile).spec
-        raise typer.Exit(_resume_launched(spec, seat, directory, prepare, from_step, detach, json))
+        raise typer.Exit(_resume_launched(spec, launcher_rank, directory, prepare, from_step, detach, json))
     prepare()
     require_launcher(load_run_spec(directory.run_toml))
     start_and_follow(directory, resume=True, from_step=from_step, detach=detach, as_json=json)
@@ -85,7 +95,7 @@ def resume(
 
 def _resume_launched(
     spec: RunSpec,
-    seat: Seat,
+    launcher_rank: LauncherRank,
     directory: RunDirectory,
     prepare: Callable[[], None],
     from_step: int | None,
@@ -97,13 +107,13 @@ def _resume_launched(
         from engine.train.external_launcher import Task, take_up, train_launched, worked_on
 
     def settle() -> Task:
-        again = worked_on(seat, directory)
+        again = worked_on(launcher_rank, directory)
         if not again:
             prepare()
-        return take_up(seat, directory, resume=True, from_step=None if again else from_step)
+        return take_up(launcher_rank, directory, resume=True, from_step=None if again else from_step)
 
-    check_seat(spec, seat, detach)
-    return train_launched(spec, seat, settle, as_json=as_json)
+    check_launcher_rank(spec, launcher_rank, detach)
+    return train_launched(spec, launcher_rank, settle, as_json=as_json)
 
 
 def _check_step(directory: RunDirectory, step: int | None) -> None:
@@ -127,7 +137,7 @@ def _respecify(
     """
     from engine.commands.changes import aloud, changed, is_longer, refused
     from engine.journal.files import write_atomically
-    from engine.spec.check.unsupported import refuse_unbuilt
+    from engine.spec.check.unsupported import refuse_unsupported
     from engine.spec.load import dump_run_spec, load_run_spec, override
 
     before = load_run_spec(directory.run_toml)
@@ -139,7 +149,7 @@ def _respecify(
             "resume cannot change what the run has already learned from:\n  " + "\n  ".join(problems),
             fix="start a new run with: tunedeck train",
         )
-    refuse_unbuilt(resolved.spec)
+    refuse_unsupported(resolved.spec)
     longer = is_longer(changes)
     if not longer and from_step is None:
         _refuse_when_done(directory)
@@ -165,21 +175,21 @@ def _refuse_when_done(directory: RunDirectory) -> None:
 
 def _with_limits(directory: RunDirectory, spec: RunSpec, given: dict[str, Any]) -> tuple[RunSpec, list[str]]:
     """The spec with the limits of the last start and those given now; and what to tell the user."""
-    from engine.launch.create_run import leave_out_foreign_limits
-    from engine.spec.check.devices import check_devices
+    from engine.launch.create_run import drop_untrusted_limits
+    from engine.spec.check.devices import require_matching_devices
     from engine.spec.load import load_run_spec
 
-    foreign = leave_out_foreign_limits(directory)
+    foreign = drop_untrusted_limits(directory)
     notices = [foreign] if foreign else []
     kept = load_run_spec(directory.run_toml, own=True).limits
     if kept.devices and "devices" not in given:
         try:
-            check_devices(spec.model_copy(update={"limits": kept}))
+            require_matching_devices(spec.model_copy(update={"limits": kept}))
         except UsageError as error:
             notices.append(f"the devices of the last start are left out: {error.found}")
             kept = kept.model_copy(update={"devices": []})
     spec = spec.model_copy(update={"limits": kept.model_copy(update=given)})
-    check_devices(spec)
+    require_matching_devices(spec)
     return spec, notices
 
 

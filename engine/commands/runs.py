@@ -62,7 +62,7 @@ def _print_table(summaries: list[RunSummary]) -> None:
     from rich.text import Text
 
     from engine.commands.progress import make_console
-    from engine.journal.event_text import clean, number
+    from engine.journal.event_text import clean, format_number
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     longest = max(len(clean(summary.run)) for summary in summaries)
@@ -77,7 +77,7 @@ def _print_table(summaries: list[RunSummary]) -> None:
         )
     for summary in summaries:
         step = f"{summary.step:,}" + (f"/{summary.max_steps:,}" if summary.max_steps else "")
-        loss = number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else "-"
+        loss = format_number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else "-"
         device = "simulated" if summary.simulated else summary.profile
         cells = (summary.run, summary.status, step, loss, str(summary.backoffs), device, summary.model)
         table.add_row(*(Text(clean(cell)) for cell in cells))
@@ -91,7 +91,7 @@ def show(
     runs: RunsOption = None,
 ) -> None:
     """Show one run: progress, scores, memory predicted and measured, the result."""
-    from engine.journal.checkpoints_on_disk import best_step, learned
+    from engine.journal.checkpoints_on_disk import best_step, learned_memory
     from engine.journal.index import resolve_run
     from engine.journal.summary import SummaryReader
 
@@ -100,7 +100,7 @@ def show(
     summary = reader.refresh()
     if json:
         extra = {"oom": _oom(reader.directory, reader.state.backoffs, summary.oom_reports)} if oom else {}
-        saved = {"best": best_step(directory.checkpoints), "learned": learned(directory)}
+        saved = {"best": best_step(directory.checkpoints), "learned": learned_memory(directory)}
         _print_json({**{key: getattr(summary, key) for key in SHOWN}, **saved, **extra})
     elif oom:
         _print_oom(reader.directory, reader.state.backoffs, summary.oom_reports)
@@ -111,7 +111,7 @@ def show(
 def _print_summary(summary: RunSummary, directory: RunDirectory) -> None:
     from engine.commands.follow import next_steps
     from engine.commands.progress import print_rows, result_rows
-    from engine.journal.event_text import clean, size
+    from engine.journal.event_text import clean, format_bytes
 
     rows = result_rows(summary)
     rows += [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
@@ -119,8 +119,8 @@ def _print_summary(summary: RunSummary, directory: RunDirectory) -> None:
     measured = summary.measured.get("components", {})
     foretold = summary.measured.get("predicted") or summary.predicted
     for name, predicted in (foretold.get("components") or {}).items():
-        seen = f", measured {size(measured[name])}" if name in measured else ""
-        rows.append((f"  {clean(name)}", f"predicted {size(predicted)}{seen}"))
+        seen = f", measured {format_bytes(measured[name])}" if name in measured else ""
+        rows.append((f"  {clean(name)}", f"predicted {format_bytes(predicted)}{seen}"))
     rows += [("warning", clean(warning["text"])) for warning in summary.warnings]
     if summary.damaged_lines:
         rows.append(("warning", f"{summary.damaged_lines} damaged lines of events.jsonl were left out"))
@@ -140,19 +140,20 @@ def _oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[
 
 def _saved_rows(directory: RunDirectory, steps: list[int]) -> list[tuple[str, str]]:
     """The checkpoints that are on disk, and what the run has learned of its memory."""
-    from engine.journal.checkpoints_on_disk import best_step, learned
-    from engine.journal.event_text import size
+    from engine.journal.checkpoints_on_disk import best_step, learned_memory
+    from engine.journal.event_text import format_bytes
 
     if not steps:
         return []
     best = best_step(directory.checkpoints)
     rows = [("checkpoints", ", ".join(f"{step} (best)" if step == best else str(step) for step in steps))]
-    found = learned(directory)
+    found = learned_memory(directory)
     if found:
         failed = found["ceiling_bytes"] or found["passing_bytes"]
-        limit = f", {size(failed)} failed" if failed else ""
+        limit = f", {format_bytes(failed)} failed" if failed else ""
         slope = f"; {found['slope']:.2f} real bytes for each predicted" if found["slope"] else ""
-        rows.append(("learned", f"micro-batches of up to {size(found['budget_bytes'])} predicted{limit}{slope}"))
+        budget = format_bytes(found["budget_bytes"])
+        rows.append(("learned", f"micro-batches of up to {budget} predicted{limit}{slope}"))
         on = [name for name, value in (("recomputation", found["remedies"].get("checkpointing")),) if value]
         rows += [("in force", ", ".join(on))] if on else []
     return rows
@@ -160,13 +161,13 @@ def _saved_rows(directory: RunDirectory, steps: list[int]) -> list[tuple[str, st
 
 def _print_oom(directory: RunDirectory, backoffs: list[dict[str, Any]], reports: list[str]) -> None:
     """A line for each failure, then the newest report in full."""
-    from engine.journal.event_text import clean, sentence
-    from engine.journal.oom_page import page, read_report
+    from engine.journal.event_text import clean, describe_event
+    from engine.journal.oom_page import read_report, report_lines
 
-    lines = [sentence(event) or "" for event in backoffs] or ["memory never ran out"]
+    lines = [describe_event(event) or "" for event in backoffs] or ["memory never ran out"]
     lines += ["", *(f"report: {clean(path)}" for path in reports)] if reports else []
     newest = read_report(directory.path / reports[-1]) if reports else None
-    lines += ["", *page(newest)] if newest else []
+    lines += ["", *report_lines(newest)] if newest else []
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -214,7 +215,7 @@ def _print_log(directory: RunDirectory, offset: int) -> int:
 
 def watch(run: RunArgument, runs: RunsOption = None) -> None:
     """Follow a run on the screen without touching it; Ctrl-C leaves, and the run goes on."""
-    from engine.commands.follow import finish
+    from engine.commands.follow import print_ending
     from engine.commands.progress import reporter
     from engine.journal.events import EventTail, end_of_events
     from engine.journal.index import resolve_run
@@ -238,7 +239,7 @@ def watch(run: RunArgument, runs: RunsOption = None) -> None:
             return
         finally:
             show_run.close()
-    finish(directory, as_json=False)
+    print_ending(directory, as_json=False)
 
 
 def _print_json(document: object) -> None:

@@ -18,7 +18,7 @@ from engine.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
-    from engine.launch.launcher_rank import Seat
+    from engine.launch.launcher_rank import LauncherRank
     from engine.spec.load import Resolved
     from engine.spec.schema.run import RunSpec
 
@@ -72,27 +72,27 @@ def train(
     Started once for each device by torchrun, accelerate launch or srun, each process becomes a rank of one run.
     """
     from engine.commands.follow import start_and_follow
-    from engine.launch.create_run import new_run, require_launcher
-    from engine.launch.launcher_rank import find_seat
+    from engine.launch.create_run import create_run, require_launcher
+    from engine.launch.launcher_rank import find_launcher_rank
 
     resolved = resolve_arguments(
         profile, recipe, run_spec, sets or [], name,
         devices=devices, trust_remote_code=trust_remote_code, max_hours=max_hours, on_finish=on_finish,
         wait_seconds=wait,
     )  # fmt: skip
-    seat = find_seat()
-    if seat is not None:
-        raise typer.Exit(_train_launched(resolved, seat, runs_folder(runs), force, detach, json))
+    launcher_rank = find_launcher_rank()
+    if launcher_rank is not None:
+        raise typer.Exit(_train_launched(resolved, launcher_rank, runs_folder(runs), force, detach, json))
     require_launcher(resolved.spec)
-    say([*resolved.notices, *_config_brought(resolved.spec)])
-    directory, notices = new_run(resolved.spec, runs_folder(runs), force=force)
-    say(notices)
+    print_notices([*resolved.notices, *_config_brought(resolved.spec)])
+    directory, notices = create_run(resolved.spec, runs_folder(runs), force=force)
+    print_notices(notices)
     start_and_follow(directory, detach=detach, as_json=json)
 
 
 def _config_brought(spec: RunSpec) -> list[str]:
     """Notices about the config that the plan needs. A hub out of reach is no reason not to start: there is no plan
-    then, which `new_run` says, and the engine looks for the weights itself."""
+    then, which `create_run` says, and the engine looks for the weights itself."""
     from engine.budget.hub import bring_config
     from engine.errors import ConfigNotHereError
 
@@ -102,31 +102,35 @@ def _config_brought(spec: RunSpec) -> list[str]:
         return []
 
 
-def _train_launched(resolved: Resolved, seat: Seat, folder: Path, force: bool, detach: bool, as_json: bool) -> int:
+def _train_launched(
+    resolved: Resolved, launcher_rank: LauncherRank, folder: Path, force: bool, detach: bool, as_json: bool
+) -> int:
     """Be one rank of a new run, or of the one that an earlier start of the launcher's job began."""
-    from engine.launch.create_run import new_run
+    from engine.launch.create_run import create_run
 
     with importing():
         from engine.train.external_launcher import begin_or_go_on, train_launched
 
     def make() -> RunDirectory:
-        say([*resolved.notices, *_config_brought(resolved.spec)])
-        directory, notices = new_run(resolved.spec, folder, force=force, launched=True)
-        say(notices)
+        print_notices([*resolved.notices, *_config_brought(resolved.spec)])
+        directory, notices = create_run(resolved.spec, folder, force=force, launched=True)
+        print_notices(notices)
         return directory
 
-    check_seat(resolved.spec, seat, detach)
-    return train_launched(resolved.spec, seat, lambda: begin_or_go_on(seat, folder, make), as_json=as_json)
+    check_launcher_rank(resolved.spec, launcher_rank, detach)
+    return train_launched(
+        resolved.spec, launcher_rank, lambda: begin_or_go_on(launcher_rank, folder, make), as_json=as_json
+    )
 
 
-def check_seat(spec: RunSpec, seat: Seat, detach: bool) -> None:
+def check_launcher_rank(spec: RunSpec, launcher_rank: LauncherRank, detach: bool) -> None:
     """Raise UsageError where a launcher's processes cannot be the ranks of this run."""
-    from engine.launch.launcher_rank import require_seats
+    from engine.launch.launcher_rank import require_rank_per_device
 
-    require_seats(spec, seat)
+    require_rank_per_device(spec, launcher_rank)
     if detach:
         raise UsageError(
-            f"--detach, and {seat.launcher} started this process and waits for its end",
+            f"--detach, and {launcher_rank.launcher} started this process and waits for its end",
             fix="leave --detach out, and let the launcher run in the background",
         )
 
@@ -140,14 +144,14 @@ def resolve_arguments(
 
     Raises UsageError and what the spec raises.
     """
-    from engine.spec.check.devices import check_devices, device_indices
+    from engine.spec.check.devices import parse_device_indices, require_matching_devices
     from engine.spec.load import Resolved, load_run_spec, override, resolve
     from engine.spec.schema.run import Limits
 
     limits = Limits(
         max_hours=max_hours,
         on_finish=on_finish,
-        devices=device_indices(devices),
+        devices=parse_device_indices(devices),
         trust_remote_code=trust_remote_code,
         wait_seconds=wait_seconds,
     )
@@ -167,7 +171,7 @@ def resolve_arguments(
         resolved = override(load_run_spec(run_spec), sets, profile=profile)
         changes = {"limits": limits, **({"name": _checked_name(name)} if name else {})}
         resolved = Resolved(resolved.spec.model_copy(update=changes), resolved.notices)
-    check_devices(resolved.spec)
+    require_matching_devices(resolved.spec)
     return resolved
 
 
@@ -185,7 +189,7 @@ def _checked_name(name: str) -> str:
         ) from error
 
 
-def say(notices: list[str]) -> None:
+def print_notices(notices: list[str]) -> None:
     """Notices go to stderr: standard output is for the run."""
     for notice in notices:
         sys.stderr.write(f"tunedeck: {notice}\n")
@@ -220,7 +224,7 @@ def view_process(
     json: JsonOption = False,
 ) -> None:
     """Shows a run beside a rank 0 that a launcher started; by that rank, never by hand."""
-    from engine.commands.follow import view
+    from engine.commands.follow import view_run
     from engine.journal.directory import RunDirectory
 
-    view(RunDirectory(directory), offset, as_json=json)
+    view_run(RunDirectory(directory), offset, as_json=json)

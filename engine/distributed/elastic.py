@@ -27,8 +27,8 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, EventWriter
 from engine.journal.liveness import claim
 from engine.launch.create_run import require_launcher
-from engine.launch.on_finish import on_finish
-from engine.launch.process import COMMAND, KILLED_CODE
+from engine.launch.on_finish import run_on_finish
+from engine.launch.process import ENTRY_FILE, KILLED_CODE
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
 
@@ -93,7 +93,7 @@ def run_supervised(directory: Path, *, resume: bool = False, from_step: int | No
     require_launcher(spec)
     with claim(place):
         status, code = supervise(spec, place, resume=resume or from_step is not None, from_step=from_step)
-    on_finish(spec, place, status)
+    run_on_finish(spec, place, status)
     return code
 
 
@@ -127,7 +127,7 @@ def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: in
         max_restarts=0,
         signals_to_handle="SIGQUIT",
     )
-    arguments = ["-P", str(COMMAND), "_engine", str(directory.path)]
+    arguments = ["-P", str(ENTRY_FILE), "_engine", str(directory.path)]
     arguments += ["--resume"] if resume else []
     arguments += ["--from", str(from_step)] if from_step is not None else []
     try:
@@ -216,7 +216,7 @@ class _relaying_signals:
         self._count += 1
         if self._count > 1:
             os._exit(KILLED_CODE)
-        control.request(self._directory, "stop")
+        control.send_request(self._directory, "stop")
 
 
 def settle_as_rank(directory: RunDirectory, rank: int) -> None:

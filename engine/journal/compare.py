@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import number, size
+from engine.journal.event_text import format_bytes, format_number
 from engine.journal.summary import RunSummary, read_spec, summarise
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
@@ -80,51 +80,51 @@ def _scores(summary: RunSummary) -> dict[str, float]:
     return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
 
-NEITHER = frozenset({"step", "backoffs", "samples_lost"})
+UNRANKED = frozenset({"step", "backoffs", "samples_lost"})
 """Shown, but nobody is best in them."""
 
 
 def _best(key: str, names: Sequence[str], values: Sequence[float | None]) -> list[str]:
     """Runs with the best value; `values` are None for those out of the running."""
     known = [value for value in values if value is not None]
-    if key in NEITHER or len(known) < 2 or len(set(known)) == 1:
+    if key in UNRANKED or len(known) < 2 or len(set(known)) == 1:
         return []
     best = min(known) if key in LOWER_IS_BETTER else max(known)
     return [name for name, value in zip(names, values, strict=True) if value == best]
 
 
 def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    flat = [dict(flatten(spec)) for spec in specs]
+    flat = [dict(flatten_settings(spec)) for spec in specs]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = {key: [one.get(key) for one in flat] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
-def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_settings(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every setting; entries of a list of tables are addressed by name, as --set does."""
     for key, value in table.items():
         if key in NOT_COMPARED and prefix in ("", "profile."):
             continue
         path = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from flatten(value, "" if path == "recipe" else f"{path}.")
+            yield from flatten_settings(value, "" if path == "recipe" else f"{path}.")
         elif isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
             for number, entry in enumerate(value):
-                yield from flatten(entry, f"{path}.{entry.get('name', number)}.")
+                yield from flatten_settings(entry, f"{path}.{entry.get('name', number)}.")
         else:
             yield path, value
 
 
-def shown_setting(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """A setting in a table."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def shown_score(key: str, value: float | None, best: bool) -> str:
+def format_compared_score(key: str, value: float | None, best: bool) -> str:
     """A score in a table; the best carries a star, the others room for it."""
     if value is None:
         return "-"
-    return (size(int(value)) if key.endswith("_bytes") else number(value)) + (" *" if best else "  ")
+    return (format_bytes(int(value)) if key.endswith("_bytes") else format_number(value)) + (" *" if best else "  ")
 
 
 def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import now
+from engine.journal.events import utc_now
 from engine.journal.files import write_atomically
 
 REQUESTS = ("stop", "pause", "checkpoint")
@@ -31,14 +31,14 @@ class Request:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def request(directory: RunDirectory, name: str, **fields: Any) -> None:
+def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
     """Ask the engine of this run for `name`. Raises ValueError for an unknown name, OSError on a full disk."""
     if name not in REQUESTS:
         raise ValueError(f"no such request: {name!r}; known: {', '.join(REQUESTS)}")
     directory.control.mkdir(exist_ok=True)
     # Names sort in the order of asking; two askers in one nanosecond would ask for the same anyway.
     path = directory.control / f"{time.time_ns():020d}-{name}.json"
-    write_atomically(path, json.dumps({"request": name, "time": now(), "fields": fields}) + "\n")
+    write_atomically(path, json.dumps({"request": name, "time": utc_now(), "fields": fields}) + "\n")
     (directory.control / f"{name}.asked").touch()
 
 
@@ -47,7 +47,7 @@ def pending(directory: RunDirectory) -> list[str]:
     return [path.stem.partition("-")[2] for path in sorted(directory.control.glob("[0-9]*-*.json"))]
 
 
-def was_asked(directory: RunDirectory, name: str) -> bool:
+def was_requested(directory: RunDirectory, name: str) -> bool:
     """Whether the present engine was asked for `name`, taken or not.
 
     A mark of its own, because between the taking of a request and the event that answers it neither can be seen.
@@ -55,7 +55,7 @@ def was_asked(directory: RunDirectory, name: str) -> bool:
     return (directory.control / f"{name}.asked").exists()
 
 
-def clear(directory: RunDirectory) -> None:
+def clear_requests(directory: RunDirectory) -> None:
     """Forget every request: what was asked of an engine that is gone is not meant for its successor."""
     for path in (*directory.control.glob("[0-9]*-*.json"), *directory.control.glob("*.asked")):
         path.unlink(missing_ok=True)

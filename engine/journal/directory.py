@@ -102,7 +102,7 @@ class RunDirectory:
         return self.run_toml.is_file()
 
 
-def create_run(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
+def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
     """A new run directory `TIMESTAMP-NAME` (`-2` and so on where that is taken), complete the moment it can be seen.
 
     Raises EnvironmentProblem where `runs_dir` cannot be written.

@@ -19,62 +19,62 @@ FINAL_STATUSES = ("paused", "done", "stopped", "failed", "oom")
 """What `run_finished` may say: the others are seen from outside."""
 
 
-class Kind(NamedTuple):
+class EventKind(NamedTuple):
     """Fields of one kind of event."""
 
     required: frozenset[str]
     optional: frozenset[str]
 
 
-def _kind(required: str = "", optional: str = "") -> Kind:
-    return Kind(frozenset(required.split()), frozenset(optional.split()))
+def _event_kind(required: str = "", optional: str = "") -> EventKind:
+    return EventKind(frozenset(required.split()), frozenset(optional.split()))
 
 
-KINDS: dict[str, Kind] = {
-    "run_started": _kind(
+EVENT_KINDS: dict[str, EventKind] = {
+    "run_started": _event_kind(
         "run pid world_size versions",
         "host device device_name simulated capacity_bytes resumed seed parameters trainable",
     ),
-    "stage_started": _kind(
+    "stage_started": _event_kind(
         "",
         "name max_steps epochs batch_size samples validation_samples tokens target_tokens dropped reasons loss dtype",
     ),
-    "stage_finished": _kind("", "name steps seconds reason"),
-    "plan": _kind(
+    "stage_finished": _event_kind("", "name steps seconds reason"),
+    "plan": _event_kind(
         "predicted verdict",
         "capacity_bytes deciding_phase micro_batch accumulation tokens_per_micro_batch components phases basis budget",
     ),
-    "phase": _kind("name", "detail done total"),
-    "heartbeat": _kind("", "phase"),
-    "step": _kind(
+    "phase": _event_kind("name", "detail done total"),
+    "heartbeat": _event_kind("", "phase"),
+    "step": _event_kind(
         "step epoch loss learning_rate grad_norm tokens target_tokens tokens_per_second step_seconds data_wait_seconds"
         " mfu micro_batches allocated_bytes reserved_bytes peak_bytes",
         "expert_utilisation samples skipped loss_scale largest_micro_batch budget ranks",
     ),
-    "backoff": _kind(
+    "backoff": _event_kind(
         "step phase failed_rank cause requested_bytes allocated_bytes reserved_bytes remedy before after attempt",
         "capacity_bytes sequences_before sequences_after samples_lost report text",
     ),
-    "remedy_lifted": _kind("step remedy", "before after reason"),
-    "eval": _kind("step metrics", "samples seconds count"),
-    "checkpoint_saved": _kind("step path save_seconds size_bytes", "best reason metrics"),
-    "oom_report": _kind("path", "step"),
-    "gpu": _kind("index used_bytes utilisation_percent temperature_celsius power_watts", "name total_bytes"),
-    "control": _kind("request accepted reason", "step"),
-    "paused": _kind("", "step path reason"),
-    "resumed": _kind("step from", "path schedule"),
-    "warning": _kind("code text fix", "step"),
-    "run_finished": _kind(
+    "remedy_lifted": _event_kind("step remedy", "before after reason"),
+    "eval": _event_kind("step metrics", "samples seconds count"),
+    "checkpoint_saved": _event_kind("step path save_seconds size_bytes", "best reason metrics"),
+    "oom_report": _event_kind("path", "step"),
+    "gpu": _event_kind("index used_bytes utilisation_percent temperature_celsius power_watts", "name total_bytes"),
+    "control": _event_kind("request accepted reason", "step"),
+    "paused": _event_kind("", "step path reason"),
+    "resumed": _event_kind("step from", "path schedule"),
+    "warning": _event_kind("code text fix", "step"),
+    "run_finished": _event_kind(
         "status exit_code result", "error reason steps seconds samples_lost measured best_step best_metric"
     ),
 }
 
 
-def check(kind: str, fields: frozenset[str]) -> None:
+def check_fields(kind: str, fields: frozenset[str]) -> None:
     """Raise ValueError unless `fields` make up an event of this kind. A defect of the caller, not of a user."""
-    if kind not in KINDS:
+    if kind not in EVENT_KINDS:
         raise ValueError(f"no such event kind: {kind!r}; add it to engine/journal/event_schema.py")
-    missing = KINDS[kind].required - fields
-    unknown = fields - KINDS[kind].required - KINDS[kind].optional
+    missing = EVENT_KINDS[kind].required - fields
+    unknown = fields - EVENT_KINDS[kind].required - EVENT_KINDS[kind].optional
     if missing or unknown:
         raise ValueError(f"event {kind!r}: missing {sorted(missing)}, unknown {sorted(unknown)}")

@@ -11,7 +11,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-REMEDIES = {
+REMEDY_TEXTS = {
     "retry": "{what} is redone as it was",
     "defragment": "cached memory is given back and {what} redone",
     "cut": "{what} is redone {size}",
@@ -27,7 +27,7 @@ REMEDIES = {
 """What each rung of the ladder means for the user."""
 
 
-PLACES = {
+PHASE_NAMES = {
     "clip": "gradient clipping",
     "optimizer": "the optimizer step",
     "evaluate": "evaluation",
@@ -37,7 +37,7 @@ PLACES = {
 }
 """Phases whose name is no place a user knows."""
 
-REDONE = {
+RETRIED_PARTS = {
     "evaluation": "the evaluation",
     "evaluate": "that part of the evaluation",
     "generate": "that part of the evaluation",
@@ -54,14 +54,14 @@ def clean(text: object) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in str(text)).strip()
 
 
-def size(count: float | None) -> str:
+def format_bytes(count: float | None) -> str:
     """Bytes in the unit a reader can compare: MiB below 10 GiB, else GiB."""
     if count is None:
         return "an unknown amount"
     return f"{count / 2**20:,.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
-def number(value: object, digits: int = 4) -> str:
+def format_number(value: object, digits: int = 4) -> str:
     """A number as text; a loss that was not finite is recorded as null and shown as such."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not finite" if value is None else clean(value)
@@ -69,45 +69,45 @@ def number(value: object, digits: int = 4) -> str:
     return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """h:mm:ss, or m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def sentence(event: Event) -> str | None:
+def describe_event(event: Event) -> str | None:
     """The line an event leaves on the screen; None for events that only move the status block."""
-    speak = SENTENCES.get(event["kind"])
+    speak = EVENT_DESCRIPTIONS.get(event["kind"])
     return None if speak is None else clean(speak(event))
 
 
 def _scores(metrics: Event) -> str:
-    return ", ".join(f"{clean(name).replace('_', ' ')} {score(name, value)}" for name, value in metrics.items())
+    return ", ".join(f"{clean(name).replace('_', ' ')} {format_score(name, value)}" for name, value in metrics.items())
 
 
-def score(name: str, value: object) -> str:
+def format_score(name: str, value: object) -> str:
     """A metric's value; shares of right answers in percent."""
     if name == "exact_match" and isinstance(value, int | float):
         return f"{100 * value:.1f} %"
-    return number(value)
+    return format_number(value)
 
 
 def _eval(event: Event) -> str:
     return f"step {event['step']}: evaluation: {_scores(event['metrics'])}"
 
 
-def backoff(event: Event) -> str:
+def describe_backoff(event: Event) -> str:
     """What ran out, where, what is done about it, and what it costs."""
     phase = str(event["phase"])
-    where = PLACES.get(phase, phase)
-    what = REDONE.get(phase.split()[0] if phase else "", "the step")
-    held = size(event.get("allocated_bytes"))
+    where = PHASE_NAMES.get(phase, phase)
+    what = RETRIED_PARTS.get(phase.split()[0] if phase else "", "the step")
+    held = format_bytes(event.get("allocated_bytes"))
     capacity = event.get("capacity_bytes")
-    held = f"{held.removesuffix(' MiB')} of {size(capacity)}" if capacity and held.endswith("MiB") else held
+    held = f"{held.removesuffix(' MiB')} of {format_bytes(capacity)}" if capacity and held.endswith("MiB") else held
     wanted = event.get("requested_bytes")
-    wanted_text = f"wanted {size(wanted)}, {held} held" if wanted is not None else f"{held} held"
-    remedy = REMEDIES.get(str(event["remedy"]), f"remedy: {event['remedy']}; {{what}} is redone")
+    wanted_text = f"wanted {format_bytes(wanted)}, {held} held" if wanted is not None else f"{held} held"
+    remedy = REMEDY_TEXTS.get(str(event["remedy"]), f"remedy: {event['remedy']}; {{what}} is redone")
     lost = int(event.get("samples_lost") or 0)
     rank = f" on rank {event['failed_rank']}" if event.get("failed_rank") else ""
     return (
@@ -129,7 +129,8 @@ def _fewer(event: Event) -> str:
 
 def _checkpoint(event: Event) -> str:
     best = ", the best so far" if event.get("best") else ""
-    return f"step {event['step']}: checkpoint saved ({size(event['size_bytes'])}, {event['save_seconds']:.1f} s{best})"
+    size, seconds = format_bytes(event["size_bytes"]), event["save_seconds"]
+    return f"step {event['step']}: checkpoint saved ({size}, {seconds:.1f} s{best})"
 
 
 def _warning(event: Event) -> str:
@@ -149,8 +150,8 @@ def _plan(event: Event) -> str:
     predicted = event["predicted"]
     peak = predicted.get("peak_bytes") if isinstance(predicted, dict) else predicted
     capacity = event.get("capacity_bytes")
-    return f"plan: {str(event['verdict']).replace('_', ' ')}, predicted peak {size(peak)}" + (
-        f" of {size(capacity)}" if capacity else ""
+    return f"plan: {str(event['verdict']).replace('_', ' ')}, predicted peak {format_bytes(peak)}" + (
+        f" of {format_bytes(capacity)}" if capacity else ""
     )
 
 
@@ -160,10 +161,10 @@ def _phase(event: Event) -> str:
     return f"{event['name']}{progress}" + (f": {event['detail']}" if event.get("detail") else "")
 
 
-SENTENCES: dict[str, Callable[[Event], str]] = {
+EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "plan": _plan,
     "eval": _eval,
-    "backoff": backoff,
+    "backoff": describe_backoff,
     "remedy_lifted": lambda event: f"step {event['step']}: memory is roomy again: {event['remedy']} lifted",
     "checkpoint_saved": _checkpoint,
     "oom_report": lambda event: f"report of the memory that ran out: {event['path']}",
@@ -175,6 +176,6 @@ SENTENCES: dict[str, Callable[[Event], str]] = {
 """Kinds that leave a line. `phase` and `step` move the status block instead."""
 
 
-def phase_line(event: Event) -> str:
+def describe_phase(event: Event) -> str:
     """A phase as the status block shows it."""
     return clean(_phase(event))

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from engine.journal.directory import RunDirectory
-from engine.journal.event_schema import check
+from engine.journal.event_schema import check_fields
 
 Event = dict[str, Any]
 
@@ -44,7 +44,7 @@ class EventWriter:
         self._rank = rank
         self._lock = threading.Lock()
         self._file = os.open(directory.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._seq = _mend(self._file)
+        self._seq = _cut_torn_tail(self._file)
         self._last_write = time.monotonic()
 
     def write(self, kind: str, **fields: Any) -> Event:
@@ -52,13 +52,13 @@ class EventWriter:
 
         After an OSError the file ends where it ended before, so the same event can be written again later.
         """
-        check(kind, frozenset(fields))
+        check_fields(kind, frozenset(fields))
         with self._lock:
             return self._append(kind, fields)
 
     def write_if_quiet(self, quiet_seconds: float, kind: str, **fields: Any) -> Event | None:
         """Like `write`, but only when nothing was written for `quiet_seconds`; else None."""
-        check(kind, frozenset(fields))
+        check_fields(kind, frozenset(fields))
         with self._lock:
             if time.monotonic() - self._last_write < quiet_seconds:
                 return None
@@ -72,8 +72,15 @@ class EventWriter:
                 self._file = -1
 
     def _append(self, kind: str, fields: Event) -> Event:
-        event = {"seq": self._seq + 1, "time": now(), "kind": kind, "stage": self.stage, "rank": self._rank, **fields}
-        line = encode(event)
+        event = {
+            "seq": self._seq + 1,
+            "time": utc_now(),
+            "kind": kind,
+            "stage": self.stage,
+            "rank": self._rank,
+            **fields,
+        }
+        line = encode_event(event)
         end = os.fstat(self._file).st_size
         try:
             written = os.write(self._file, line)
@@ -97,12 +104,12 @@ class EventWriter:
         self.close()
 
 
-def now() -> str:
+def utc_now() -> str:
     """The present, UTC, ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def encode(event: Event) -> bytes:
+def encode_event(event: Event) -> bytes:
     """One line of the file, newline included. Raises TypeError for a value JSON does not know."""
     try:
         text = json.dumps(event, separators=(",", ":"), allow_nan=False)
@@ -111,7 +118,7 @@ def encode(event: Event) -> bytes:
     return text.encode("ascii") + b"\n"
 
 
-def decode(line: bytes) -> Event | None:
+def decode_event(line: bytes) -> Event | None:
     """The event of one complete line; None for a damaged one (a disk that lost power can leave zeros)."""
     try:
         event = json.loads(line)
@@ -131,7 +138,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _mend(file: int) -> int:
+def _cut_torn_tail(file: int) -> int:
     """Cut what follows the last newline; return the `seq` of the last readable line, 0 when there is none."""
     size = os.fstat(file).st_size
     kept = b""
@@ -144,7 +151,7 @@ def _mend(file: int) -> int:
             size = start + kept.rindex(b"\n") + 1
             kept = kept[: size - start]
         for line in reversed(kept.split(b"\n")[0 if start == 0 else 1 :]):
-            event = decode(line)
+            event = decode_event(line)
             if event is not None and isinstance(event.get("seq"), int):
                 os.ftruncate(file, size)
                 return int(event["seq"])
@@ -166,7 +173,7 @@ class EventTail:
         """The events completed since the last call; a torn last line waits for its newline."""
         events = []
         for line in self.lines():
-            event = decode(line)
+            event = decode_event(line)
             if event is None:
                 self.damaged += 1
             else:
@@ -193,7 +200,7 @@ class EventTail:
 def read_events(path: Path) -> Iterator[Event]:
     """Every event of the file, in order; a torn last line and damaged lines are left out."""
     for line in EventTail(path).lines():
-        event = decode(line)
+        event = decode_event(line)
         if event is not None:
             yield event
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 
 from engine.journal.events import EventWriter
 
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 """How long the file may stay silent while the engine lives. A quiet hour costs 720 lines, about 60 KB."""
 
 
 @contextmanager
-def beating(writer: EventWriter, *, every_seconds: float = BEAT_SECONDS) -> Iterator[None]:
+def heartbeats(writer: EventWriter, *, every_seconds: float = HEARTBEAT_SECONDS) -> Iterator[None]:
     """While the block runs, write a heartbeat whenever nothing else was written for `every_seconds`."""
     over = threading.Event()
     thread = threading.Thread(target=_beat, args=(writer, over, every_seconds), name="heartbeat", daemon=True)

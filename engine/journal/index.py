@@ -20,7 +20,7 @@ from pathlib import Path
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 
-STAMPED = re.compile(r"^(\d{8}T\d{6}Z)-(.+)$")
+DIRECTORY_NAME = re.compile(r"^(\d{8}T\d{6}Z)-(.+)$")
 """TIMESTAMP-NAME, as `create_run` makes it."""
 
 EXPECTED_RUN = "a path, a run's directory name, its --name, a unique prefix, or 'last'"
@@ -48,7 +48,7 @@ def _platform_folder(home: str | None, state: str | None) -> Path:
     return Path(user_state_dir("tunedeck", appauthor=False))
 
 
-def note_run(directory: RunDirectory) -> str | None:
+def record_start(directory: RunDirectory) -> str | None:
     """Note a start. Returns a warning for the user where the state folder cannot be written, else None."""
     line = json.dumps({"path": str(directory.path.absolute())}) + "\n"
     folder = state_folder()
@@ -65,7 +65,7 @@ def note_run(directory: RunDirectory) -> str | None:
     return None
 
 
-def noted_runs() -> list[RunDirectory]:
+def recorded_runs() -> list[RunDirectory]:
     """Runs started by this user that still exist, newest first. Empty where nothing can be read."""
     try:
         lines = (state_folder() / "runs.jsonl").read_text("utf-8", errors="replace").splitlines()
@@ -94,7 +94,7 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
         raise UsageError("RUN is empty", expected=EXPECTED_RUN, fix=LIST_RUNS)
     if os.sep in text or text in (".", ".."):
         return _at_path(Path(text).expanduser())
-    places: list[Callable[[], list[RunDirectory]]] = [noted_runs]
+    places: list[Callable[[], list[RunDirectory]]] = [recorded_runs]
     if runs_dir is not None:
         places.insert(0, lambda: list_runs(runs_dir))
     for runs in places:
@@ -119,13 +119,13 @@ def run_name(directory: RunDirectory) -> str:
         return directory.name
 
 
-def started_at(directory: RunDirectory) -> tuple[str, int]:
+def start_order(directory: RunDirectory) -> tuple[str, int]:
     """Sorts runs by when they were made: the stamp in the name, then the age of `plan.json`, never rewritten."""
     try:
         written_ns = (directory.plan_json if directory.plan_json.exists() else directory.run_toml).stat().st_mtime_ns
     except OSError:
         written_ns = 0
-    stamped = STAMPED.match(directory.name)
+    stamped = DIRECTORY_NAME.match(directory.name)
     if stamped:
         return stamped[1], written_ns
     return datetime.fromtimestamp(written_ns / 1e9, UTC).strftime("%Y%m%dT%H%M%SZ"), written_ns
@@ -157,7 +157,7 @@ def _the_only(text: str, runs: Sequence[RunDirectory]) -> RunDirectory:
 
 
 def _label(run: RunDirectory) -> str:
-    stamped = STAMPED.match(run.name)
+    stamped = DIRECTORY_NAME.match(run.name)
     return stamped[2] if stamped else run.name
 
 
@@ -173,7 +173,7 @@ def _at_path(path: Path) -> RunDirectory:
 
 
 def _newest_first(runs: Iterable[RunDirectory]) -> list[RunDirectory]:
-    return sorted((run for run in runs if run.exists()), key=started_at, reverse=True)
+    return sorted((run for run in runs if run.exists()), key=start_order, reverse=True)
 
 
 def _noted_path(line: str) -> Path | None:

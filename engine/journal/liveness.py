@@ -25,15 +25,15 @@ from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.journal.files import write_atomically
 
-SILENT_SECONDS = 15.0
+STALE_SECONDS = 15.0
 """Three missed heartbeats. Enough when the process is also seen to be gone from this machine: the silence only has to
 rule out that it lives where this process cannot look, such as another container with the same host name."""
 
-FOREIGN_SILENT_SECONDS = 120.0
+REMOTE_STALE_SECONDS = 120.0
 """Where only silence can be judged: NFS may show a file's old size for up to 60 s (acregmax of nfs(5)), and an engine
 that loads a large model can hold Python's lock for tens of seconds."""
 
-Sight = Literal["alive", "gone", "foreign"]
+ProcessState = Literal["alive", "gone", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def identify(pid: int) -> ProcessIdentity | None:
     return None if started is None else ProcessIdentity(pid, started, platform.node())
 
 
-def look(identity: ProcessIdentity) -> Sight:
+def process_state(identity: ProcessIdentity) -> ProcessState:
     """alive or gone on this machine, or foreign: on another one, where this process cannot look."""
     if identity.host != platform.node():
         return "foreign"
@@ -61,7 +61,7 @@ def look(identity: ProcessIdentity) -> Sight:
 
 def is_alive(identity: ProcessIdentity) -> bool:
     """Whether exactly this process is seen alive from here."""
-    return look(identity) == "alive"
+    return process_state(identity) == "alive"
 
 
 def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
@@ -77,12 +77,12 @@ def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
         ) from error
 
 
-def note_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
+def record_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
     """Write down who works on the run, so that others can judge and, if need be, kill it."""
     write_atomically(directory.engine, json.dumps(asdict(identity)) + "\n")
 
 
-def forget_engine(directory: RunDirectory) -> None:
+def clear_engine(directory: RunDirectory) -> None:
     """Nobody works on the run any more, and that is no accident."""
     directory.engine.unlink(missing_ok=True)
 
@@ -97,15 +97,15 @@ def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
         identity = identify(os.getpid())
         if identity is None:
             raise EnvironmentProblem("this process does not see itself in the process table", fix="mount /proc")
-        note_engine(directory, identity)
+        record_engine(directory, identity)
         try:
             yield identity
         finally:
-            forget_engine(directory)
+            clear_engine(directory)
 
 
 @contextmanager
-def hold_after_engine(directory: RunDirectory) -> Iterator[None]:
+def lock_after_engine(directory: RunDirectory) -> Iterator[None]:
     """Hold the run to write the last words of an engine that is gone; who worked on it stays on record."""
     with _locked(directory):
         yield
@@ -169,7 +169,7 @@ def _take(file: int, directory: RunDirectory, deadline: float) -> None:
         ) from error
 
 
-def silence_seconds(path: Path) -> float:
+def seconds_since_change(path: Path) -> float:
     """Seconds since the file last changed; infinite when it does not exist."""
     try:
         return max(0.0, time.time() - path.stat().st_mtime)

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.journal.event_text import PLACES, REMEDIES, size
+from engine.journal.event_text import PHASE_NAMES, REMEDY_TEXTS, format_bytes
 from engine.spec.files.text import visible
 
-BAR = 30
+BAR_CHARACTERS = 30
 """Characters of the longest bar."""
 
 
@@ -29,7 +29,7 @@ def read_report(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def page(report: dict[str, Any], *, bar: str = "█") -> list[str]:
+def report_lines(report: dict[str, Any], *, bar: str = "█") -> list[str]:
     """The lines of the page, without line breaks."""
     return [visible(line) for line in _lines(report, bar)]
 
@@ -37,7 +37,7 @@ def page(report: dict[str, Any], *, bar: str = "█") -> list[str]:
 def _lines(report: dict[str, Any], bar: str) -> Iterator[str]:
     name = str(report.get("device"))
     simulated = " (simulated)" if report.get("simulated") and "simulated" not in name else ""
-    place = PLACES.get(str(report.get("phase")), str(report.get("phase")))
+    place = PHASE_NAMES.get(str(report.get("phase")), str(report.get("phase")))
     yield f"step {report.get('step')}, attempt {report.get('attempt')}: out of memory in {place}"
     yield f"{name}{simulated}: {report.get('text')}"
     yield ""
@@ -58,10 +58,10 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
     ]
     for name, value in rows:
         if value is not None:
-            yield f"{name:12} {size(value)}"
+            yield f"{name:12} {format_bytes(value)}"
     elsewhere = int(report.get("capacity_bytes") or 0) - int(report.get("available_bytes") or 0)
     if report.get("available_bytes") is not None and elsewhere > 0:
-        yield f"{'elsewhere':12} {size(elsewhere)} held by others on the device"
+        yield f"{'elsewhere':12} {format_bytes(elsewhere)} held by others on the device"
     flight = report.get("micro_batch")
     if flight:
         yield f"{'in flight':12} {flight['sequences']} sequences of at most {flight['length']} tokens"
@@ -75,7 +75,7 @@ def _held(report: dict[str, Any], bar: str) -> Iterator[str]:
     yield "who held it"
     most = max(held.values())
     for name, value in sorted(held.items(), key=lambda item: -item[1]):
-        yield f"  {name:12} {size(value):>10}  {bar * max(1, round(BAR * value / most))}"
+        yield f"  {name:12} {format_bytes(value):>10}  {bar * max(1, round(BAR_CHARACTERS * value / most))}"
 
 
 def _largest(report: dict[str, Any]) -> Iterator[str]:
@@ -86,7 +86,8 @@ def _largest(report: dict[str, Any]) -> Iterator[str]:
     yield "the largest live tensors"
     for tensor in largest:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
-        yield f"  {size(tensor['size_bytes']):>10}  {shape} {tensor['dtype']}  {tensor['name'] or tensor['operation']}"
+        size, name = format_bytes(tensor["size_bytes"]), tensor["name"] or tensor["operation"]
+        yield f"  {size:>10}  {shape} {tensor['dtype']}  {name}"
 
 
 def _processes(report: dict[str, Any]) -> Iterator[str]:
@@ -96,13 +97,13 @@ def _processes(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "processes on the device"
     for process in processes:
-        used = size(process["used_bytes"]) if process.get("used_bytes") is not None else "?"
+        used = format_bytes(process["used_bytes"]) if process.get("used_bytes") is not None else "?"
         yield f"  gpu {process['gpu']}  {process['pid']:>8}  {used:>10}  {process['name']}"
 
 
 def _answer(report: dict[str, Any]) -> Iterator[str]:
     remedy = str(report.get("remedy"))
-    done = REMEDIES.get(remedy, remedy).format(what="the step", size="in smaller pieces")
+    done = REMEDY_TEXTS.get(remedy, remedy).format(what="the step", size="in smaller pieces")
     before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
     yield ""
     yield f"what was done: {done}" + (f" ({before} -> {after})" if report.get("before") is not None else "")
@@ -110,7 +111,7 @@ def _answer(report: dict[str, Any]) -> Iterator[str]:
 
 def _setting(remedy: str, value: Any) -> str:
     """A cut is of the bytes a micro-batch may cost; other remedies change settings of their own."""
-    return size(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
+    return format_bytes(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
 
 
 def _avoided(report: dict[str, Any]) -> Iterator[str]:
@@ -121,10 +122,10 @@ def _avoided(report: dict[str, Any]) -> Iterator[str]:
         for way in ways:
             changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
             learning = "; changes what is learned" if way["changes_learning"] else ""
-            yield f"  {changes}: a peak of {size(way['peak_bytes'])}{learning}"
+            yield f"  {changes}: a peak of {format_bytes(way['peak_bytes'])}{learning}"
     elif plan:
         yield (
-            f"the plan has a peak of {size(plan['peak_bytes'])} here, which fits: others held memory, "
+            f"the plan has a peak of {format_bytes(plan['peak_bytes'])} here, which fits: others held memory, "
             "it was fragmented, or the plan is wrong for this model"
         )
     if report.get("snapshot"):

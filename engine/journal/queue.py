@@ -25,7 +25,7 @@ from engine.journal.summary import summarise
 
 
 @dataclass
-class Order:
+class QueueState:
     """What is on disk: names of runs, first to go first, and the one whose turn it is."""
 
     waiting: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Queue:
         """What the keeper did, a line each."""
         return self.folder / "keeper.log"
 
-    def look(self) -> Order:
+    def look(self) -> QueueState:
         """The queue as it is, without runs that are gone or were started by hand, and without a dead keeper."""
         order = self._read()
         order.waiting = [name for name in order.waiting if self._still_waits(name)]
@@ -54,7 +54,7 @@ class Queue:
             order.keeper = None
         return order
 
-    def add(self, directory: RunDirectory, *, first: bool = False) -> Order:
+    def add(self, directory: RunDirectory, *, first: bool = False) -> QueueState:
         """Put a run at the end, or at the front; returns the queue with it.
 
         Raises UsageError for a run of another folder, or one that has been started already.
@@ -112,7 +112,7 @@ class Queue:
         directory = RunDirectory(self.runs_dir / name)
         return directory.exists() and summarise(directory).status == "queued"
 
-    def _expect(self, order: Order, name: str) -> None:
+    def _expect(self, order: QueueState, name: str) -> None:
         if name not in order.waiting:
             raise UsageError(
                 f"run {name} does not wait in the queue of {self.runs_dir}",
@@ -120,18 +120,18 @@ class Queue:
                 fix="tunedeck queue list",
             )
 
-    def _read(self) -> Order:
+    def _read(self) -> QueueState:
         path = self.folder / "order.json"
         try:
             found = json.loads(path.read_text("utf-8"))
             keeper = found["keeper"]
-            return Order(
+            return QueueState(
                 [str(name) for name in found["waiting"]],
                 found["current"],
                 None if keeper is None else ProcessIdentity(keeper["pid"], keeper["started"], keeper["host"]),
             )
         except FileNotFoundError:
-            return Order()
+            return QueueState()
         except OSError as error:
             reason = error.strerror or error
             raise EnvironmentProblem(f"{path} cannot be read: {reason}", fix="check its permissions") from error
@@ -139,7 +139,7 @@ class Queue:
             raise EnvironmentProblem(f"{path} cannot be read: {error}", fix="remove it; the runs stay") from error
 
     @contextmanager
-    def _changing(self) -> Iterator[Order]:
+    def _changing(self) -> Iterator[QueueState]:
         """The order, written back when the block ends well; nobody else changes it meanwhile."""
         with self._locked() as order:
             yield order
@@ -149,7 +149,7 @@ class Queue:
                 raise self._not_written(error) from error
 
     @contextmanager
-    def _locked(self) -> Iterator[Order]:
+    def _locked(self) -> Iterator[QueueState]:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,4 +1,4 @@
-"""What a run amounts to: status, progress, scores, memory, from its events (`engine.journal.run_state`) and its files.
+"""The summary of a run: status, progress, scores and memory, from its events and its files.
 
 `SummaryReader` keeps its place, so a console refreshes at the cost of the new lines. Opening a long run is cheap
 because nearly all of its lines are steps, and of those only the first and the last of a stretch are parsed.
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from engine.journal.checkpoints_on_disk import find_checkpoints
-from engine.journal.control import was_asked
+from engine.journal.control import was_requested
 from engine.journal.directory import RunDirectory
 from engine.journal.event_schema import FINAL_STATUSES
-from engine.journal.events import EventTail, decode
+from engine.journal.events import EventTail, decode_event
+from engine.journal.journal_state import JournalState, plan_digest
 from engine.journal.liveness import (
-    FOREIGN_SILENT_SECONDS,
-    SILENT_SECONDS,
+    REMOTE_STALE_SECONDS,
+    STALE_SECONDS,
     engine_process,
-    look,
-    silence_seconds,
+    process_state,
+    seconds_since_change,
 )
-from engine.journal.run_state import Folded, plan_digest
 
 STEP_MARK = b'"kind":"step"'
 """How the writer spells it. A step line written otherwise is parsed in full: slower, and just as right."""
@@ -39,13 +39,13 @@ STEP_MARK = b'"kind":"step"'
 PEAK = re.compile(rb'"peak_bytes":(\d+)')
 """The one field of a step whose largest value counts, so it is read without parsing the line."""
 
-QUIET = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
+QUIET_LINE = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
 """Lines that only say when they were written, so only one at the very end is parsed."""
 
-MARK_WITHIN_BYTES = 120
+KIND_WITHIN_BYTES = 120
 """`seq`, `time` and `kind` come first on a line, so the mark ends well before this."""
 
-LINES_BETWEEN_CLOCKS = 512
+LINES_PER_CLOCK_CHECK = 512
 """Lines read between two looks at the clock: about a millisecond."""
 
 
@@ -88,7 +88,7 @@ class RunSummary:
 
 
 @dataclass
-class _Stretch:
+class _UnparsedLines:
     """Lines that are not parsed yet: the ends of a row of steps, and the newest that only says when it was written."""
 
     first: bytes | None = None
@@ -101,7 +101,7 @@ class SummaryReader:
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
-        self.state = Folded()
+        self.state = JournalState()
         self._tail = EventTail(directory.events)
         self._damaged = 0
 
@@ -112,32 +112,32 @@ class SummaryReader:
 
     def summary(self) -> RunSummary:
         """What has been read amounts to this; before the end was reached, it is a past that may never have been."""
-        return compose(self.directory, self.state, self._damaged)
+        return summarise_state(self.directory, self.state, self._damaged)
 
     def read(self, *, seconds: float = math.inf) -> bool:
         """Read new lines for about this long; True when there are no more. A million steps take about a second."""
         deadline = time.monotonic() + seconds
-        stretch = _Stretch()
+        stretch = _UnparsedLines()
         for count, line in enumerate(self._tail.lines(), 1):
             self._take(line, stretch)
-            if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
+            if count % LINES_PER_CLOCK_CHECK == 0 and time.monotonic() > deadline:
                 self._close(stretch)
                 return False
         self._close(stretch)
         return True
 
-    def _take(self, line: bytes, stretch: _Stretch) -> None:
+    def _take(self, line: bytes, stretch: _UnparsedLines) -> None:
         """Fold one line; within a stretch of steps only the first and the last are parsed."""
-        if line.find(STEP_MARK, 0, MARK_WITHIN_BYTES) >= 0:
+        if line.find(STEP_MARK, 0, KIND_WITHIN_BYTES) >= 0:
             stretch.first, stretch.last, stretch.quiet = stretch.first or line, line, None
-            peak = PEAK.search(line, MARK_WITHIN_BYTES)
+            peak = PEAK.search(line, KIND_WITHIN_BYTES)
             if peak is not None and (found := int(peak[1])) > self.state.peak_bytes:
                 self.state.peak_bytes = found
             return
-        stretch.quiet = line if QUIET.search(line, 0, MARK_WITHIN_BYTES) else None
+        stretch.quiet = line if QUIET_LINE.search(line, 0, KIND_WITHIN_BYTES) else None
         if stretch.quiet is not None:
             return
-        event = decode(line)
+        event = decode_event(line)
         if event is None:
             self._damaged += 1
             return
@@ -145,22 +145,22 @@ class SummaryReader:
             self._fold_steps(stretch)
         self.state.fold(event)
 
-    def _close(self, stretch: _Stretch) -> None:
+    def _close(self, stretch: _UnparsedLines) -> None:
         """Fold what the end of a read leaves over."""
         self._fold_steps(stretch)
-        if stretch.quiet is not None and (event := decode(stretch.quiet)) is not None:
+        if stretch.quiet is not None and (event := decode_event(stretch.quiet)) is not None:
             self.state.fold(event)
 
-    def _fold_steps(self, stretch: _Stretch) -> None:
+    def _fold_steps(self, stretch: _UnparsedLines) -> None:
         first, last = stretch.first, stretch.last
         stretch.first = stretch.last = None
         if last is None:
             return
-        event = decode(last)
+        event = decode_event(last)
         if event is None:
             self._damaged += 1
             return
-        opening = decode(first) if first is not None and self.state.first_step is None else None
+        opening = decode_event(first) if first is not None and self.state.first_step is None else None
         self.state.fold_steps(opening, event)
 
 
@@ -173,10 +173,10 @@ def summarise(directory: RunDirectory) -> RunSummary:
     return SummaryReader(directory).refresh()
 
 
-def status_of(directory: RunDirectory, state: Folded) -> str:
+def status_of(directory: RunDirectory, state: JournalState) -> str:
     """The run's status, from its events and from whether its engine lives."""
     engine = engine_process(directory)
-    sight = "gone" if engine is None else look(engine)
+    sight = "gone" if engine is None else process_state(engine)
     if sight == "alive":
         # Also after `run_finished`: it holds the device until it has ended, and may be a resumed one that still loads.
         return "running"
@@ -187,15 +187,15 @@ def status_of(directory: RunDirectory, state: Folded) -> str:
         return "queued"
     if state.paused:
         return "paused"
-    return _by_silence(directory, SILENT_SECONDS if sight == "gone" else FOREIGN_SILENT_SECONDS)
+    return _by_silence(directory, STALE_SECONDS if sight == "gone" else REMOTE_STALE_SECONDS)
 
 
 def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
-    newest = min(silence_seconds(directory.events), silence_seconds(directory.engine))
+    newest = min(seconds_since_change(directory.events), seconds_since_change(directory.engine))
     return "running" if newest <= limit_seconds else "stale"
 
 
-def compose(directory: RunDirectory, state: Folded, damaged: int) -> RunSummary:
+def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) -> RunSummary:
     """The summary of a run whose events have been folded into `state`."""
     finished = state.finished or {}
     spec = read_spec(directory)
@@ -218,20 +218,20 @@ def compose(directory: RunDirectory, state: Folded, damaged: int) -> RunSummary:
         reason=str(finished.get("reason") or ""),
         last_error=finished.get("error"),
         exit_code=finished.get("exit_code"),
-        model=str(_dig(spec, "recipe", "model", "id")),
-        profile=str(_dig(spec, "profile", "name")),
-        recipe=str(_dig(spec, "recipe", "name")),
-        simulated=_dig(spec, "profile", "device", "kind") == "metered",
+        model=str(_nested(spec, "recipe", "model", "id")),
+        profile=str(_nested(spec, "profile", "name")),
+        recipe=str(_nested(spec, "recipe", "name")),
+        simulated=_nested(spec, "profile", "device", "kind") == "metered",
         phase=state.phase,
         checkpoints=[saved.step for saved in reversed(find_checkpoints(directory.checkpoints))],
         oom_reports=list(state.oom_reports),
         warnings=[{key: event.get(key) for key in ("code", "text", "fix")} for event in state.warnings],
         damaged_lines=damaged,
-        stopping=state.finished is None and was_asked(directory, "stop"),
+        stopping=state.finished is None and was_requested(directory, "stop"),
     )
 
 
-def _metrics(state: Folded) -> dict[str, Any]:
+def _metrics(state: JournalState) -> dict[str, Any]:
     """The latest evaluation's scores by name and the training loss; under `first` what they were before."""
     metrics: dict[str, Any] = dict(state.evals[-1]["metrics"]) if state.evals else {}
     first: dict[str, Any] = dict(state.evals[0]["metrics"]) if len(state.evals) > 1 else {}
@@ -243,7 +243,7 @@ def _metrics(state: Folded) -> dict[str, Any]:
     return {**metrics, "first": first} if metrics or first else {}
 
 
-def _seconds(state: Folded) -> float | None:
+def _seconds(state: JournalState) -> float | None:
     said = (state.finished or {}).get("seconds")
     if said is not None:
         return float(said)
@@ -252,7 +252,7 @@ def _seconds(state: Folded) -> float | None:
     return (datetime.fromisoformat(state.updated) - datetime.fromisoformat(state.running["time"])).total_seconds()
 
 
-def _samples_lost(state: Folded) -> int:
+def _samples_lost(state: JournalState) -> int:
     """The engine's own count at the end; until then what its backoffs report."""
     total = (state.finished or {}).get("samples_lost")
     return int(total) if total is not None else sum(int(event.get("samples_lost") or 0) for event in state.backoffs)
@@ -284,7 +284,7 @@ def _parsed_spec(path: Path, _changed_ns: int, _inode: int) -> dict[str, Any]:
         return tomllib.load(file)
 
 
-def _dig(table: Any, *keys: str) -> Any:
+def _nested(table: Any, *keys: str) -> Any:
     for key in keys:
         table = table.get(key, "") if isinstance(table, dict) else ""
     return table

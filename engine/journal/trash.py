@@ -18,7 +18,7 @@ TRASH = ".trash"
 """Its name beside the runs; a leading dot keeps it out of every list."""
 
 
-def discard(directory: RunDirectory) -> Path:
+def move_to_trash(directory: RunDirectory) -> Path:
     """Move a run into the trash; returns where it is now.
 
     Raises EnvironmentProblem when an engine works on it, or the folder cannot be written.

@@ -14,15 +14,15 @@ from engine.budget.plan import Plan, make_plan
 from engine.budget.preflight import free_bytes, refuse_unsafe, warnings_of
 from engine.budget.shards import require_shards
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.files import write_atomically
-from engine.journal.index import note_run, noted_runs
-from engine.spec.check.unsupported import refuse_unbuilt
+from engine.journal.index import record_start, recorded_runs
+from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.load import dump_run_spec, load_run_spec
 from engine.spec.schema.run import Limits, RunSpec
 
 
-def new_run(
+def create_run(
     spec: RunSpec, folder: Path, *, force: bool = False, launched: bool = False
 ) -> tuple[RunDirectory, list[str]]:
     """Plan the run and make its directory in `folder`; returns it with notices for the user. Only where a launcher has
@@ -38,17 +38,17 @@ def new_run(
     plan, notices = checked_plan(spec, folder, force=force)
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
-    directory = create_run(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
-    warning = note_run(directory)
+    directory = create_run_directory(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
+    warning = record_start(directory)
     return directory, [*notices, *([warning] if warning else [])]
 
 
 def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | None, list[str]]:
     """The plan of a run whose directory would be in `folder`, and notices; None where nothing can be predicted.
 
-    Raises UsageError and DoesNotFitError, as `new_run` does.
+    Raises UsageError and DoesNotFitError, as `create_run_directory` does.
     """
-    refuse_unbuilt(spec)
+    refuse_unsupported(spec)
     refuse_unsafe(spec)
     notices: list[str] = []
     plan: Plan | None = None
@@ -73,7 +73,7 @@ def require_launcher(spec: RunSpec) -> None:
         )
 
 
-def leave_out_foreign_limits(directory: RunDirectory) -> str | None:
+def drop_untrusted_limits(directory: RunDirectory) -> str | None:
     """Take the limits out of a run that this user did not start on this machine; a notice for the user, or None.
 
     To be called before a run is gone on with: a run directory from elsewhere could bring a command to run when it ends,
@@ -81,7 +81,7 @@ def leave_out_foreign_limits(directory: RunDirectory) -> str | None:
     """
     spec = load_run_spec(directory.run_toml, own=True)
     here = directory.path.resolve()
-    if spec.limits == Limits() or any(run.path.resolve() == here for run in noted_runs()):
+    if spec.limits == Limits() or any(run.path.resolve() == here for run in recorded_runs()):
         return None
     write_atomically(directory.run_toml, dump_run_spec(spec.model_copy(update={"limits": Limits()})))
     return (

@@ -17,7 +17,7 @@ from engine.errors import UsageError
 from engine.journal.liveness import identify
 from engine.spec.schema.run import RunSpec
 
-JOB = "TUNEDECK_JOB"
+JOB_VARIABLE = "TUNEDECK_JOB"
 """Set by scripts of `tunedeck launch`: starts with the same value go on with the same run."""
 
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -25,7 +25,7 @@ FIRST_PORT, PORTS = 20_000, 10_000
 
 
 @dataclass(frozen=True)
-class Seat:
+class LauncherRank:
     """One process among those of a launcher."""
 
     launcher: str
@@ -37,7 +37,7 @@ class Seat:
     master_port: int
     job: str = ""
     """The same for every start of one job by this launcher; empty where each start is a job of its own."""
-    again: bool = False
+    may_resume: bool = False
     """An earlier start of the job may have left a run to go on with."""
     restarts: int = 0
     """How often this launcher has started all ranks again; a job that was queued again has a new launcher."""
@@ -45,11 +45,11 @@ class Seat:
     """How often it still would."""
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Rank 0 makes the run and writes its journal."""
         return self.rank == 0
 
-    def occupy(self) -> None:
+    def export_environment(self) -> None:
         """Say it the way torch reads it."""
         os.environ.update(
             RANK=str(self.rank),
@@ -60,10 +60,10 @@ class Seat:
         )
 
 
-def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
+def find_launcher_rank(environment: Mapping[str, str] = os.environ) -> LauncherRank | None:
     """This process's seat; None when it was started alone. Raises UsageError for an environment that is incomplete."""
     # A job of one process is a job, too: queued again, it goes on with its run.
-    least = 1 if environment.get(JOB) else 2
+    least = 1 if environment.get(JOB_VARIABLE) else 2
     if _number(environment, "WORLD_SIZE", 0) >= least and "RANK" in environment:
         return _torchrun(environment) if "TORCHELASTIC_RUN_ID" in environment else _plain(environment)
     if _number(environment, "SLURM_STEP_NUM_TASKS", 0) >= least and "SLURM_PROCID" in environment:
@@ -71,7 +71,7 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
     return None
 
 
-def require_seats(spec: RunSpec, seat: Seat) -> None:
+def require_rank_per_device(spec: RunSpec, seat: LauncherRank) -> None:
     """Raise UsageError unless the launcher started one process for each device of the profile."""
     profile = spec.profile
     devices = profile.device.count * profile.nodes.count
@@ -86,13 +86,13 @@ def require_seats(spec: RunSpec, seat: Seat) -> None:
     )
 
 
-def _torchrun(environment: Mapping[str, str]) -> Seat:
+def _torchrun(environment: Mapping[str, str]) -> LauncherRank:
     restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)
     return _plain(
         environment,
         launcher="torchrun",
-        job=environment.get(JOB) or _elastic_job(environment["TORCHELASTIC_RUN_ID"]),
-        again=bool(environment.get(JOB)) or restarts > 0,
+        job=environment.get(JOB_VARIABLE) or _elastic_job(environment["TORCHELASTIC_RUN_ID"]),
+        may_resume=bool(environment.get(JOB_VARIABLE)) or restarts > 0,
         restarts=restarts,
         restarts_left=_number(environment, "TORCHELASTIC_MAX_RESTARTS", 0) - restarts,
     )
@@ -111,10 +111,10 @@ def _plain(
     *,
     launcher: str = "environment",
     job: str = "",
-    again: bool = False,
+    may_resume: bool = False,
     restarts: int = 0,
     restarts_left: int = 0,
-) -> Seat:
+) -> LauncherRank:
     rank = _number(environment, "RANK", 0)
     if not environment.get("MASTER_ADDR"):
         raise UsageError(
@@ -122,7 +122,7 @@ def _plain(
             expected="the address of rank 0's machine in MASTER_ADDR, and a free port there in MASTER_PORT",
             fix="set them, or start with torchrun; to start all ranks of one machine, unset RANK and WORLD_SIZE",
         )
-    return Seat(
+    return LauncherRank(
         launcher,
         rank,
         _number(environment, "WORLD_SIZE", 1),
@@ -130,13 +130,13 @@ def _plain(
         environment["MASTER_ADDR"],
         _number(environment, "MASTER_PORT", 29_500),
         job,
-        again,
+        may_resume,
         restarts,
         restarts_left,
     )
 
 
-def _slurm(environment: Mapping[str, str]) -> Seat:
+def _slurm(environment: Mapping[str, str]) -> LauncherRank:
     """From srun's variables (see "OUTPUT ENVIRONMENT VARIABLES" in srun(1)); a requeued job has its old id."""
     job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -146,15 +146,15 @@ def _slurm(environment: Mapping[str, str]) -> Seat:
             "srun started this process and does not say on which machines: SLURM_STEP_NODELIST is not set",
             fix="set MASTER_ADDR to the address of the first machine",
         )
-    return Seat(
+    return LauncherRank(
         "srun",
         _number(environment, "SLURM_PROCID", 0),
         _number(environment, "SLURM_STEP_NUM_TASKS", 1),
         _number(environment, "SLURM_LOCALID", 0),
         address,
         _number(environment, "MASTER_PORT", FIRST_PORT + (16 * job + step) % PORTS),
-        environment.get(JOB) or f"slurm {environment.get('SLURM_CLUSTER_NAME', '')} {job}.{step}",
-        bool(environment.get(JOB)) or _number(environment, "SLURM_RESTART_COUNT", 0) > 0,
+        environment.get(JOB_VARIABLE) or f"slurm {environment.get('SLURM_CLUSTER_NAME', '')} {job}.{step}",
+        bool(environment.get(JOB_VARIABLE)) or _number(environment, "SLURM_RESTART_COUNT", 0) > 0,
     )
 
 

@@ -12,7 +12,7 @@ from engine.spec.schema.run import RunSpec
 log = logging.getLogger(__name__)
 
 
-def on_finish(spec: RunSpec, place: RunDirectory, status: str) -> None:
+def run_on_finish(spec: RunSpec, place: RunDirectory, status: str) -> None:
     """Run the user's own --on-finish command; its failure is logged and changes nothing."""
     if not spec.limits.on_finish:
         return

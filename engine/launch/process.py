@@ -26,18 +26,18 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, EventWriter
 from engine.journal.liveness import (
     ProcessIdentity,
+    clear_engine,
     engine_process,
-    forget_engine,
-    hold_after_engine,
     identify,
     is_alive,
-    look,
-    note_engine,
+    lock_after_engine,
+    process_state,
+    record_engine,
     refuse_if_claimed,
 )
 from engine.spec.files.working_directory import working_directory
 
-COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"
+ENTRY_FILE = Path(__file__).resolve().parents[2] / "tunedeck.py"
 """The file that fixes the import path; child processes start through it, with -P."""
 
 POLL_SECONDS = 0.25
@@ -62,12 +62,12 @@ def start_engine(
     """
     refuse_if_claimed(directory)
     # What an earlier engine was asked is not meant for this one.
-    control.clear(directory)
+    control.clear_requests(directory)
     arguments = ["--resume"] if resume else []
     arguments += ["--from", str(resume_from)] if resume_from is not None else []
     with directory.log.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", str(COMMAND), "_engine", str(directory.path), *arguments],
+            [sys.executable, "-P", str(ENTRY_FILE), "_engine", str(directory.path), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -79,7 +79,7 @@ def start_engine(
     identity = identify(process.pid)
     try:
         if identity is not None:
-            note_engine(directory, identity)
+            record_engine(directory, identity)
     except OSError:
         # A full disk: an engine that nobody can find again is worse than none.
         os.killpg(process.pid, signal.SIGKILL)
@@ -122,10 +122,10 @@ def wait_until_running(
             continue
         if tail.poll():
             return
-        raise died(directory, code, log_start=log_offset)
+        raise engine_died(directory, code, log_start=log_offset)
 
 
-def follow(
+def follow_engine(
     directory: RunDirectory,
     process: subprocess.Popen[bytes],
     *,
@@ -173,7 +173,7 @@ def follow(
             return DETACHED_CODE
     code = process.returncode
     if not finished:
-        raise died(directory, code, log_start=log_offset)
+        raise engine_died(directory, code, log_start=log_offset)
     return code if code >= 0 else KILLED_CODE
 
 
@@ -181,7 +181,7 @@ def _ask_to_stop(
     directory: RunDirectory, process: subprocess.Popen[bytes], on_notice: Callable[[str], None]
 ) -> None:
     try:
-        control.request(directory, "stop")
+        control.send_request(directory, "stop")
     except OSError:
         # A full disk takes no request; the engine's own TERM handling does the same.
         process.terminate()
@@ -209,7 +209,7 @@ def force_stop(directory: RunDirectory) -> None:
 
 
 def _refuse_elsewhere(identity: ProcessIdentity) -> None:
-    if look(identity) == "foreign":
+    if process_state(identity) == "foreign":
         raise EnvironmentProblem(
             f"the engine is process {identity.pid} on {identity.host}, and only that machine can kill it",
             fix=f"run the same command on {identity.host}",
@@ -256,13 +256,13 @@ def _wait_until_gone(identity: ProcessIdentity) -> None:
 
 def record_forced_stop(directory: RunDirectory) -> None:
     """Write the last event on behalf of an engine that was killed; the lock keeps every living engine from writing."""
-    control.clear(directory)
-    with hold_after_engine(directory), EventWriter(directory) as writer:
-        forget_engine(directory)
+    control.clear_requests(directory)
+    with lock_after_engine(directory), EventWriter(directory) as writer:
+        clear_engine(directory)
         writer.write("run_finished", status="stopped", exit_code=KILLED_CODE, result=None, reason="stopped by force")
 
 
-def died(directory: RunDirectory, code: int, *, log_start: int = 0) -> TunedeckError:
+def engine_died(directory: RunDirectory, code: int, *, log_start: int = 0) -> TunedeckError:
     """The error for an engine that ended without recording how: what is known, and the end of its log."""
     tail = log_tail(directory, start=log_start)
     lines = "\n".join(["", f"last lines of {directory.log}:", *(f"  {line}" for line in tail)]) if tail else ""

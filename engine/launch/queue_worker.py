@@ -18,16 +18,16 @@ from types import FrameType
 
 from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal.directory import RunDirectory
-from engine.journal.events import now
+from engine.journal.events import utc_now
 from engine.journal.liveness import ProcessIdentity, identify
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
-from engine.launch.process import COMMAND, start_engine
+from engine.launch.process import ENTRY_FILE, start_engine
 
 POLL_SECONDS = 0.5
 
 
-def start_keeper(runs_dir: Path) -> int:
+def start_queue_worker(runs_dir: Path) -> int:
     """Start a keeper in a session of its own, unless one is at work already; returns its pid."""
     queue = Queue(runs_dir)
     keeper = queue.look().keeper
@@ -43,7 +43,7 @@ def start_keeper(runs_dir: Path) -> int:
         ) from error
     with log:
         process = subprocess.Popen(
-            [sys.executable, "-P", str(COMMAND), "_keeper", str(runs_dir)],
+            [sys.executable, "-P", str(ENTRY_FILE), "_keeper", str(runs_dir)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -53,7 +53,7 @@ def start_keeper(runs_dir: Path) -> int:
     return process.pid
 
 
-def keep(runs_dir: Path) -> None:
+def run_queue(runs_dir: Path) -> None:
     """Work the queue until it is empty. TERM ends the keeper and leaves the present run going."""
     queue = Queue(runs_dir)
     own = identify(os.getpid())
@@ -97,4 +97,4 @@ def _wait_for(directory: RunDirectory) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{now()} {text}\n")
+    sys.stdout.write(f"{utc_now()} {text}\n")

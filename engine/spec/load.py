@@ -19,11 +19,11 @@ from typing import Any
 import tomlkit
 
 from engine.errors import SpecError
-from engine.spec.check.check import check
-from engine.spec.check.hardware_rules import device_can
-from engine.spec.check.overrides import lay, lay_sets, leaves, parse_sets
+from engine.spec.check.check import check_table
+from engine.spec.check.hardware_rules import problems_on_device
+from engine.spec.check.overrides import apply_overrides, leaf_items, parse_overrides, set_value
 from engine.spec.files.document import Document, Problem, parse_document, read_document, value_at
-from engine.spec.files.find import Kind, Located, locate
+from engine.spec.files.find import SpecFile, SpecKind, find_spec_file
 from engine.spec.files.paths import make_absolute
 from engine.spec.files.text import quoted
 from engine.spec.files.working_directory import working_directory
@@ -33,12 +33,12 @@ from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import Limits, Provenance, RunSpec
 
-MODELS: dict[Kind, type[Profile] | type[Recipe]] = {"profile": Profile, "recipe": Recipe}
+SPEC_TABLES: dict[SpecKind, type[Profile] | type[Recipe]] = {"profile": Profile, "recipe": Recipe}
 
 PACKAGES = ("tunedeck", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers", "numpy")
 """What touches the numbers of a run."""
 
-LEARNING_UNCHANGED = (
+LEARNING_NEUTRAL_KEYS = (
     "train.micro_batch",
     "train.gradient_checkpointing",
     "train.activation_offload",
@@ -75,23 +75,23 @@ class Resolved:
     notices: list[str]
 
 
-def read_checked(kind: Kind, located: Located, *, any_stem: bool = False) -> Table:
+def load_spec_file(kind: SpecKind, located: SpecFile, *, any_stem: bool = False) -> Table:
     """One profile or recipe on its own. Raises SpecError with every problem of the file."""
     document = read_document(located.path)
-    table, problems = check(MODELS[kind], document.data)
+    table, problems = check_table(SPEC_TABLES[kind], document.data)
     problems += [] if any_stem else _name_problems(document, located.path.stem)
     if problems or table is None:
         raise SpecError(document.refuse(problems))
     return table
 
 
-def problems_of_text(kind: Kind, text: str, stem: str, label: str) -> list[str]:
+def check_text(kind: SpecKind, text: str, stem: str, label: str) -> list[str]:
     """What is wrong with a text that is to become the file STEM.toml, each problem as `label:line: ...`."""
     try:
         document = parse_document(text, label)
     except SpecError as error:
         return error.problems
-    _, problems = check(MODELS[kind], document.data)
+    _, problems = check_table(SPEC_TABLES[kind], document.data)
     return document.refuse([*problems, *_name_problems(document, stem)])
 
 
@@ -113,8 +113,10 @@ def resolve(
 ) -> Resolved:
     """The run spec of a profile, a recipe and overrides. Raises SpecError with the problems of all three at once."""
     here = (cwd or working_directory()).absolute()
-    profile_file, recipe_file = _both(lambda: locate("profile", profile, here), lambda: locate("recipe", recipe, here))
-    profile_document, recipe_document = _both(
+    profile_file, recipe_file = _collect_problems(
+        lambda: find_spec_file("profile", profile, here), lambda: find_spec_file("recipe", recipe, here)
+    )
+    profile_document, recipe_document = _collect_problems(
         lambda: read_document(profile_file.path), lambda: read_document(recipe_file.path)
     )
     wrong_names = [
@@ -151,7 +153,7 @@ def override(
     provenance, changed = written["provenance"], {"set": [*spec.provenance.set_, *sets], "versions": dict(_versions())}
     profile_document = Document("run.toml", written["profile"])
     if profile is not None:
-        located = locate("profile", profile, here)
+        located = find_spec_file("profile", profile, here)
         profile_document = read_document(located.path)
         changed |= {"profile_file": located.label, "profile_sha256": profile_document.sha256}
     else:
@@ -173,7 +175,7 @@ def override(
     return Resolved(resolved.spec.model_copy(update={"profile": kept}), resolved.notices)
 
 
-def _both(first: Any, second: Any) -> tuple[Any, Any]:
+def _collect_problems(first: Any, second: Any) -> tuple[Any, Any]:
     """Both results, or one SpecError with the problems of both."""
     results, problems, fixes = [], [], []
     for attempt in (first, second):
@@ -199,13 +201,13 @@ def _assemble(
     provenance: Provenance,
 ) -> Resolved:
     """Lay the layers, check the whole, make paths absolute."""
-    overrides, set_problems = parse_sets(sets)
-    notices = _lay_profile(profile, recipe, {".".join(override.key) for override in overrides})
-    problems = [*problems, *set_problems, *lay_sets(profile, recipe, overrides)]
-    checked_profile, profile_problems = check(Profile, profile.data)
-    checked_recipe, recipe_problems = check(Recipe, recipe.data)
+    overrides, set_problems = parse_overrides(sets)
+    notices = _apply_profile_overrides(profile, recipe, {".".join(override.key) for override in overrides})
+    problems = [*problems, *set_problems, *apply_overrides(profile, recipe, overrides)]
+    checked_profile, profile_problems = check_table(Profile, profile.data)
+    checked_recipe, recipe_problems = check_table(Recipe, recipe.data)
     if checked_profile is not None and checked_recipe is not None:
-        recipe_problems += device_can(checked_profile, checked_recipe)
+        recipe_problems += problems_on_device(checked_profile, checked_recipe)
     problems += profile.refuse(profile_problems) + recipe.refuse(recipe_problems) + _run_name_problems(name)
     if problems or checked_profile is None or checked_recipe is None:
         raise SpecError(list(dict.fromkeys(problems)))
@@ -225,18 +227,18 @@ def _run_name_problems(name: str | None) -> list[str]:
     ]
 
 
-def _lay_profile(profile: Document, recipe: Document, on_command_line: set[str]) -> list[str]:
+def _apply_profile_overrides(profile: Document, recipe: Document, on_command_line: set[str]) -> list[str]:
     """Lay the profile's [overrides] over the recipe; a notice for each that changes what is learned."""
     table = profile.data.get("overrides")
     notices = []
-    for key, value in leaves(table) if isinstance(table, dict) else ():
+    for key, value in leaf_items(table) if isinstance(table, dict) else ():
         dotted = ".".join(key)
         before = value_at(recipe.data, key)
         before = _default(key) if before is None else before
         if describe.type_at(Recipe, key) is None:
             continue  # an unknown key is reported at its line in the profile
-        lay(recipe, key, value, profile.written_at(("overrides", *key)))
-        silent = dotted.startswith(LEARNING_UNCHANGED) or dotted in on_command_line
+        set_value(recipe, key, value, profile.written_at(("overrides", *key)))
+        silent = dotted.startswith(LEARNING_NEUTRAL_KEYS) or dotted in on_command_line
         if value != before and not silent:
             was = "unset" if before is None else quoted(before)
             notices.append(f"the profile sets {dotted} = {quoted(value)} (was {was}): this changes what is learned")
@@ -268,7 +270,7 @@ def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
     they are dropped: a file may neither allow remote code nor bring a command to run.
     """
     document = read_document(path)
-    spec, problems = check(RunSpec, document.data)
+    spec, problems = check_table(RunSpec, document.data)
     if problems or spec is None:
         raise SpecError(document.refuse(problems))
     return spec if own else spec.model_copy(update={"limits": Limits()})

@@ -35,9 +35,9 @@ from engine.journal.files import write_atomically
 from engine.journal.index import list_runs
 from engine.journal.liveness import claim
 from engine.journal.summary import summarise
-from engine.launch.launcher_rank import Seat
-from engine.launch.on_finish import on_finish
-from engine.launch.process import COMMAND
+from engine.launch.launcher_rank import LauncherRank
+from engine.launch.on_finish import run_on_finish
+from engine.launch.process import ENTRY_FILE
 from engine.spec.files.text import visible
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
@@ -69,9 +69,9 @@ class RefusedError(TunedeckError):
     """Rank 0 cannot begin; it has said why."""
 
 
-def train_launched(spec: RunSpec, seat: Seat, settle: Callable[[], Task], *, as_json: bool) -> int:
+def train_launched(spec: RunSpec, seat: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
     """Be one rank of the run that `settle` makes on rank 0; returns this process's exit code. Raises TunedeckError."""
-    seat.occupy()
+    seat.export_environment()
     log_to_stderr()
     problems: list[TunedeckError] = []
 
@@ -87,10 +87,10 @@ def train_launched(spec: RunSpec, seat: Seat, settle: Callable[[], Task], *, as_
         except TunedeckError as problem:
             problems.append(problem)
             return problem.exit_code
-        return _lead(ranks, seat, place, task, as_json) if seat.is_first else _follow(ranks, seat, place, task)
+        return _lead(ranks, seat, place, task, as_json) if seat.is_rank0 else _follow(ranks, seat, place, task)
 
     code = as_rank(spec, work, lambda error: _say_loss(seat, error))
-    if problems and seat.is_first:
+    if problems and seat.is_rank0:
         raise problems[0]
     if code in (LOST_CODE, BEYOND_REPAIR_CODE):
         # Only a launcher that starts the ranks again has a use for codes that ask for it.
@@ -98,7 +98,7 @@ def train_launched(spec: RunSpec, seat: Seat, settle: Callable[[], Task], *, as_
     return code
 
 
-def begin_or_go_on(seat: Seat, folder: Path, make: Callable[[], RunDirectory]) -> Task:
+def begin_or_go_on(seat: LauncherRank, folder: Path, make: Callable[[], RunDirectory]) -> Task:
     """The run that an earlier start of this job began in `folder`, else a new one. On rank 0."""
     place = next((place for place in list_runs(folder) if worked_on(seat, place)), None)
     if place is None:
@@ -109,12 +109,12 @@ def begin_or_go_on(seat: Seat, folder: Path, make: Callable[[], RunDirectory]) -
     return take_up(seat, place, resume=True)
 
 
-def worked_on(seat: Seat, place: RunDirectory) -> bool:
+def worked_on(seat: LauncherRank, place: RunDirectory) -> bool:
     """Whether an earlier start of this job worked on the run."""
-    return seat.again and bool(seat.job) and _note(place).get("job") == seat.job
+    return seat.may_resume and bool(seat.job) and _note(place).get("job") == seat.job
 
 
-def take_up(seat: Seat, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
+def take_up(seat: LauncherRank, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
     """Work on `place`, noted there as this job's. A run that ended is not begun again by a restart of its ranks, but by
     a job that was queued again."""
     restarted = seat.restarts > 0 and worked_on(seat, place)
@@ -183,11 +183,11 @@ def require_shared(
     raise problem
 
 
-def _lead(ranks: Ranks, seat: Seat, place: RunDirectory, task: Task, as_json: bool) -> int:
+def _lead(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task, as_json: bool) -> int:
     """Rank 0: the claim, the journal, and what the user sees."""
     spec = load_run_spec(place.run_toml, own=True)
     with _shown(place, as_json), claim(place):
-        if task.resume and seat.again:
+        if task.resume and seat.may_resume:
             _tell_of_restart(place, seat)
         try:
             status, code = run_first(spec, place, ranks, task.resume, task.from_step)
@@ -198,12 +198,12 @@ def _lead(ranks: Ranks, seat: Seat, place: RunDirectory, task: Task, as_json: bo
         ranks.say_over()
         if status in EXIT_CODES:
             _leave_together(ranks)
-    on_finish(spec, place, status)
+    run_on_finish(spec, place, status)
     # An elastic agent takes every other code for a failure, and would start the ranks of a stopped run again.
     return 0 if status in EXIT_CODES and seat.restarts_left else code
 
 
-def _follow(ranks: Ranks, seat: Seat, place: RunDirectory, task: Task) -> int:
+def _follow(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task) -> int:
     settle_as_rank(place, ranks.rank)
     spec = load_run_spec(place.run_toml, own=True)
     try:
@@ -223,12 +223,12 @@ def _leave_together(ranks: Ranks) -> None:
         ranks.tell("over")
 
 
-def _say_loss(seat: Seat, error: Exception) -> None:
+def _say_loss(seat: LauncherRank, error: Exception) -> None:
     """On the launcher's terminal, where a traceback has no place."""
     sys.stderr.write(f"tunedeck: rank {seat.rank}: {visible(str(error).splitlines()[0])}\n")
 
 
-def _tell_of_restart(place: RunDirectory, seat: Seat) -> None:
+def _tell_of_restart(place: RunDirectory, seat: LauncherRank) -> None:
     left = f", {seat.restarts_left} more to come" if seat.launcher == "torchrun" else ""
     with EventWriter(place) as writer:
         writer.write(
@@ -239,7 +239,7 @@ def _tell_of_restart(place: RunDirectory, seat: Seat) -> None:
         )
 
 
-def _tell_of_loss(place: RunDirectory, seat: Seat, lost: LostRankError | torch.AcceleratorError) -> None:
+def _tell_of_loss(place: RunDirectory, seat: LauncherRank, lost: LostRankError | torch.AcceleratorError) -> None:
     """Before the launcher starts the ranks again; where it will not, the run ends here."""
     text = lost.found if isinstance(lost, LostRankError) else f"rank 0's device needs a new process: {lost}"
     with EventWriter(place) as writer:
@@ -256,7 +256,7 @@ def _shown(place: RunDirectory, as_json: bool) -> Iterator[None]:
     flags = ["--from", str(end_of_events(place.events)), *(["--json"] if as_json else [])]
     # Nothing is ever written into the pipe: its end tells the child that this process is done, or dead.
     viewer = subprocess.Popen(
-        [sys.executable, "-P", str(COMMAND), "_view", str(place.path), *flags], stdin=subprocess.PIPE
+        [sys.executable, "-P", str(ENTRY_FILE), "_view", str(place.path), *flags], stdin=subprocess.PIPE
     )
     try:
         with _printing_to(place.log):

@@ -39,9 +39,9 @@ from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, 
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.journal.heartbeat import beating
+from engine.journal.heartbeat import heartbeats
 from engine.journal.liveness import claim
-from engine.launch.on_finish import on_finish
+from engine.launch.on_finish import run_on_finish
 from engine.model.quiet import without_bars
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
@@ -71,7 +71,7 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
         return _run_rank(spec, place, resume, from_step)
     with claim(place):
         status, code = run_first(spec, place, ALONE, resume, from_step)
-    on_finish(spec, place, status)
+    run_on_finish(spec, place, status)
     return code
 
 
@@ -112,7 +112,7 @@ def run_first(
     spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None
 ) -> tuple[str, int]:
     """The process that writes events: the only one, or rank 0."""
-    with EventWriter(place) as writer, beating(writer):
+    with EventWriter(place) as writer, heartbeats(writer):
         wishes = Wishes(ControlInbox(place), writer, spec.limits.max_hours)
         with wishes.listening():
             return _recorded(spec, place, Journal(writer), wishes, ranks, resume, from_step)

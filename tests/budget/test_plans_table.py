@@ -6,18 +6,18 @@ import pytest
 
 from benchmarks import plans
 from benchmarks.plans import MODELS, Refused, Row, rows, table
-from engine.spec.files.find import available
+from engine.spec.files.find import list_spec_files
 
 
 def test_every_shipped_profile_and_recipe_is_answered_or_refused_with_the_reason() -> None:
     found = list(rows(["Qwen/Qwen2.5-0.5B"], rounds=1, more_rounds=1))
     pairs = {(one.profile, one.recipe) for one in found}
-    assert pairs == {(p.name, r.name) for p in available("profile") for r in available("recipe")}
+    assert pairs == {(p.name, r.name) for p in list_spec_files("profile") for r in list_spec_files("recipe")}
     refused = {(one.profile, one.recipe): one.reason for one in found if isinstance(one, Refused)}
     assert set(refused) == {(name, "qlora") for name in ("demo", "demo-2", "demo-4")}
     assert "CUDA" in refused["demo", "qlora"]
     lines = table(found)
-    assert sum(line.startswith("lora ") for line in lines) == len(available("profile"))
+    assert sum(line.startswith("lora ") for line in lines) == len(list_spec_files("profile"))
     assert any("asked again: median" in line for line in lines)
 
 

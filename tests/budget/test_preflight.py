@@ -13,7 +13,7 @@ from engine.budget.lookup import find_architecture
 from engine.budget.preflight import checkpoints_bytes, warnings_of
 from engine.cli import app
 from engine.errors import EnvironmentProblem, SpecError, UsageError
-from engine.launch.create_run import new_run
+from engine.launch.create_run import create_run
 from engine.spec.load import resolve
 from engine.spec.schema.run import RunSpec
 
@@ -121,6 +121,6 @@ def test_a_torch_that_is_too_old_for_shards_is_said_by_the_plan_and_refused_by_t
     assert "cannot train this" in "\n".join(warnings_of(find_architecture(spec), spec, torch_version="2.12.1"))
     monkeypatch.setattr(shards, "installed", lambda package: "2.12.1+cu130")
     with pytest.raises(EnvironmentProblem) as refused:
-        new_run(spec, tmp_path)
+        create_run(spec, tmp_path)
     assert "2.13" in refused.value.found and "replicated" in refused.value.fix
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.budget.plan import make_plan
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.spec.load import dump_run_spec, resolve
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -118,4 +118,4 @@ def write_profile(folder: Path, *changes: tuple[str, str], name: str = "here") -
 def make_run(folder: Path, recipe: Path, *sets: str) -> RunDirectory:
     """A run directory as `train` makes it, with its engine not started."""
     spec = resolve(str(write_profile(folder)), str(recipe), sets).spec
-    return create_run(folder / "runs", spec.name, dump_run_spec(spec), make_plan(spec).as_json())
+    return create_run_directory(folder / "runs", spec.name, dump_run_spec(spec), make_plan(spec).as_json())

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.process import COMMAND
+from engine.launch.process import ENTRY_FILE
 from tests.cli.conftest import Tunedeck
 from tests.cli.harness import CONTROL, assert_block, write_profile, write_recipe
 
-TUNEDECK = [sys.executable, "-P", str(COMMAND)]
+TUNEDECK = [sys.executable, "-P", str(ENTRY_FILE)]
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.process import COMMAND
+from engine.launch.process import ENTRY_FILE
 from tests.cli.harness import write_profile, write_recipe
 
 
@@ -41,7 +41,7 @@ def test_a_full_disk_makes_the_run_wait_and_room_lets_it_go_on(small_disk: Path,
     room = os.statvfs(small_disk)
     # Room for the journal, none for a checkpoint of 3 MiB.
     ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - (2 << 20)))
-    command = [sys.executable, "-P", COMMAND, "train", "-p", write_profile(tmp_path), "-r", write_recipe(tmp_path)]
+    command = [sys.executable, "-P", ENTRY_FILE, "train", "-p", write_profile(tmp_path), "-r", write_recipe(tmp_path)]
     with subprocess.Popen([*command, "--runs", small_disk / "runs", "--json"], stdout=subprocess.PIPE) as process:
         kinds = []
         for line in process.stdout or ():

@@ -18,7 +18,7 @@ from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import read_events
 from engine.journal.summary import summarise
-from engine.launch.process import COMMAND
+from engine.launch.process import ENTRY_FILE
 from tests.cli.harness import write_profile, write_recipe
 from tests.train.harness import of_kind
 
@@ -77,7 +77,7 @@ def pids_of_ranks(launcher: subprocess.Popen[str]) -> dict[int, int]:
 
 @pytest.fixture
 def torchrun(tmp_path: Path, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = started([*TORCHRUN, "--max-restarts", "1", str(COMMAND), *arguments], tmp_path)
+    process = started([*TORCHRUN, "--max-restarts", "1", str(ENTRY_FILE), *arguments], tmp_path)
     yield process
     process.terminate()
     process.wait(timeout=LIMIT_SECONDS)
@@ -107,7 +107,7 @@ def test_torchrun_starts_one_run_and_restarts_it_after_a_killed_rank_and_srun_go
     assert of_kind(told, "resumed")[0]["step"] >= 5
     assert summarise(place).status == "done" and summarise(place).step == 30
 
-    longer = [sys.executable, "-P", str(COMMAND), "resume", str(place.path), "--set", "train.max_steps=32", "--json"]
+    longer = [sys.executable, "-P", str(ENTRY_FILE), "resume", str(place.path), "--set", "train.max_steps=32", "--json"]
     assert srun(longer, tmp_path) == [0, 0]
     shown = [json.loads(line) for line in (tmp_path / "out-0").read_text().splitlines() if line.startswith("{")]
     assert shown == events(place)[len(told) :] and shown[-1]["status"] == "done"
@@ -132,7 +132,7 @@ def test_a_run_that_is_stopped_is_not_started_again_by_its_launcher(
 ) -> None:
     place = the_run(tmp_path)
     wait_for_step(place, 6)
-    control.request(place, "stop")
+    control.send_request(place, "stop")
     assert torchrun.wait(timeout=LIMIT_SECONDS) == 0
     assert summarise(place).status == "stopped"
     assert len(of_kind(events(place), "run_started")) == 1

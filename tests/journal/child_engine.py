@@ -13,14 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.journal.heartbeat import beating
+from engine.journal.heartbeat import heartbeats
 from engine.journal.liveness import claim
 from tests.journal.samples import step_fields
 
 
 def main(path: str, mode: str) -> int:
     directory = RunDirectory(Path(path))
-    with claim(directory), EventWriter(directory) as writer, beating(writer):
+    with claim(directory), EventWriter(directory) as writer, heartbeats(writer):
         writer.write("run_started", run=directory.name, pid=os.getpid(), world_size=1, versions={})
         writer.write("stage_started", max_steps=5)
         if mode == "finish":

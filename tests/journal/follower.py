@@ -1,6 +1,7 @@
 """A process that starts a child engine and follows it, as `tunedeck train` does: signals need a process of their own.
 
-Run as `python follower.py DIR MODE`. Prints the child's pid, then each event's kind; exits with what `follow` returns.
+Run as `python follower.py DIR MODE`. Prints the pid of the child, then the kind of each event; exits with the code that
+`follow_engine` returns.
 """
 
 import signal
@@ -12,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
-from engine.launch.process import follow
+from engine.launch.process import follow_engine
 
 
 def say(text: str) -> None:
@@ -21,7 +22,7 @@ def say(text: str) -> None:
 
 
 def main(path: str, mode: str) -> int:
-    # Tests that a shell runs in the background ignore it, and so would this process; `follow` leaves it at that.
+    # Tests that a shell runs in the background ignore it, and so would this process; `follow_engine` leaves it at that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = RunDirectory(Path(path))
     child_file = Path(__file__).with_name("child_engine.py")
@@ -35,7 +36,7 @@ def main(path: str, mode: str) -> int:
         )
     say(str(child.pid))
     try:
-        return follow(directory, child, on_event=lambda event: say(event["kind"]), on_notice=say)
+        return follow_engine(directory, child, on_event=lambda event: say(event["kind"]), on_notice=say)
     except TunedeckError as error:
         sys.stderr.write(error.render())
         return error.exit_code

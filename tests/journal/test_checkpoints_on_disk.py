@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from engine.journal.checkpoints_on_disk import LEARNED, best_step, find_checkpoints, learned
+from engine.journal.checkpoints_on_disk import LEARNED, best_step, find_checkpoints, learned_memory
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import summarise
 
@@ -29,9 +29,9 @@ def test_the_checkpoints_of_a_run_are_those_on_disk(run: RunDirectory) -> None:
 
 
 def test_what_was_learned_is_the_newest_checkpoints_that_can_be_read(run: RunDirectory) -> None:
-    assert learned(run) is None
+    assert learned_memory(run) is None
     put(run, 10)
     put(run, 20, budget="torn")
-    found = learned(run)
+    found = learned_memory(run)
     assert found is not None
     assert (found["step"], found["slope"], found["remedies"]) == (10, 1.25, {"checkpointing": True})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.journal.compare import Comparison, compare, flatten
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.compare import Comparison, compare, flatten_settings
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
 from tests.journal.samples import step_fields
 
@@ -16,7 +16,7 @@ def finished(folder: Path, name: str, loss: float, speed: float = 10.0, *, rate:
         f'name = "{name}"\n[profile]\nname = "p"\n[profile.device]\nkind = "cpu"\n[recipe]\nname = "{name}"\n'
         f"[recipe.train]\nlearning_rate = {rate}\nseed = 1\n{more}"
     )
-    run = create_run(folder, name, text, {})
+    run = create_run_directory(folder, name, text, {})
     with EventWriter(run) as writer:
         writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
         writer.write("step", **{**step_fields(1), "tokens_per_second": speed})
@@ -44,7 +44,7 @@ def test_the_best_is_the_lowest_loss_and_the_highest_match(tmp_path: Path) -> No
 def test_nobody_is_best_on_a_draw_or_alone(tmp_path: Path) -> None:
     a, b = finished(tmp_path, "a", 0.5), finished(tmp_path, "b", 0.5)
     assert "loss" not in compared(a, b).best
-    never_started = create_run(tmp_path, "c", 'name = "c"\n', {})
+    never_started = create_run_directory(tmp_path, "c", 'name = "c"\n', {})
     assert compared(a, never_started).best == {}
 
 
@@ -56,4 +56,4 @@ def test_other_validation_samples_are_warned_of(tmp_path: Path) -> None:
 
 def test_entries_of_lists_are_addressed_by_name() -> None:
     spec = {"recipe": {"data": {"sources": [{"name": "x", "limit": 5}]}, "name": "r"}}
-    assert dict(flatten(spec)) == {"data.sources.x.name": "x", "data.sources.x.limit": 5}
+    assert dict(flatten_settings(spec)) == {"data.sources.x.name": "x", "data.sources.x.limit": 5}

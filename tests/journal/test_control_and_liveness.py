@@ -15,13 +15,13 @@ import pytest
 
 from engine.errors import EnvironmentProblem
 from engine.journal import control
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.liveness import (
     claim,
     engine_process,
     identify,
     is_alive,
-    look,
+    process_state,
     refuse_if_claimed,
 )
 from tests.journal.conftest import Spawn
@@ -30,8 +30,8 @@ from tests.journal.waiting import until
 
 
 def test_a_request_is_handed_out_once_in_the_order_of_asking(run: RunDirectory) -> None:
-    control.request(run, "checkpoint")
-    control.request(run, "stop", reason="by hand")
+    control.send_request(run, "checkpoint")
+    control.send_request(run, "stop", reason="by hand")
     assert control.pending(run) == ["checkpoint", "stop"]
     inbox = control.ControlInbox(run)
     taken = inbox.poll()
@@ -42,7 +42,7 @@ def test_a_request_is_handed_out_once_in_the_order_of_asking(run: RunDirectory) 
 
 def test_an_unknown_request_is_refused_and_a_foreign_file_is_not_obeyed(run: RunDirectory) -> None:
     with pytest.raises(ValueError, match="no such request"):
-        control.request(run, "explode")
+        control.send_request(run, "explode")
     (run.control / "00000000000000000001-stop.json").write_text('{"request": "explode"}')
     (run.control / "00000000000000000002-stop.json").write_text("not json")
     assert control.ControlInbox(run).poll() == []
@@ -58,7 +58,7 @@ def test_a_claim_names_its_process_and_keeps_others_out(run: RunDirectory, spawn
     assert caught.value.exit_code == 6
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert look(identity) == "gone"
+    assert process_state(identity) == "gone"
     with claim(run) as ours:
         assert ours.pid == os.getpid()
 
@@ -83,9 +83,9 @@ def test_a_zombie_is_not_alive(tmp_path: Path) -> None:
 def test_another_process_with_the_same_pid_is_not_the_engine() -> None:
     ours = identify(os.getpid())
     assert ours is not None and is_alive(ours)
-    assert look(replace(ours, started=ours.started + "1")) == "gone"
-    assert look(replace(ours, started="another-boot:1")) == "gone"
-    assert look(replace(ours, host="elsewhere")) == "foreign"
+    assert process_state(replace(ours, started=ours.started + "1")) == "gone"
+    assert process_state(replace(ours, started="another-boot:1")) == "gone"
+    assert process_state(replace(ours, host="elsewhere")) == "foreign"
 
 
 def test_a_forked_worker_that_outlives_its_engine_does_not_keep_the_claim(run: RunDirectory) -> None:
@@ -118,5 +118,5 @@ def test_a_new_run_is_complete_and_a_collision_gets_a_number(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_written_is_exit_6(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem) as caught:
-        create_run(tmp_path / "file" / "runs", "x", "", {})
+        create_run_directory(tmp_path / "file" / "runs", "x", "", {})
     assert caught.value.exit_code == 6

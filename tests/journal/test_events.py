@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.event_schema import KINDS
+from engine.journal.event_schema import EVENT_KINDS
 from engine.journal.events import EventTail, EventWriter, end_of_events, read_events
-from engine.journal.heartbeat import beating
+from engine.journal.heartbeat import heartbeats
 from tests.journal.samples import backoff_fields, step_fields
 
 
@@ -26,15 +26,15 @@ def test_every_line_has_the_common_fields_and_seq_counts_from_one(run: RunDirect
     assert all(line["stage"] == "01-sft" and line["rank"] == 0 and line["time"].endswith("Z") for line in lines)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(EVENT_KINDS))
 def test_a_kind_without_a_required_field_is_refused(run: RunDirectory, kind: str) -> None:
     with EventWriter(run) as writer:
-        for missing in KINDS[kind].required:
-            fields = dict.fromkeys(KINDS[kind].required - {missing}, 0)
+        for missing in EVENT_KINDS[kind].required:
+            fields = dict.fromkeys(EVENT_KINDS[kind].required - {missing}, 0)
             with pytest.raises(ValueError, match=missing):
                 writer.write(kind, **fields)
         with pytest.raises(ValueError, match="lossy"):
-            writer.write(kind, **dict.fromkeys(KINDS[kind].required, 0), lossy=1)
+            writer.write(kind, **dict.fromkeys(EVENT_KINDS[kind].required, 0), lossy=1)
     assert run.events.read_bytes() == b""
 
 
@@ -165,7 +165,7 @@ def test_a_full_disk_is_reported_and_leaves_no_half_line(run: RunDirectory) -> N
 
 def test_the_heart_beats_in_silence_and_only_then(run: RunDirectory) -> None:
     beaten = threading.Event()
-    with EventWriter(run) as writer, beating(writer, every_seconds=0.02):
+    with EventWriter(run) as writer, heartbeats(writer, every_seconds=0.02):
         tail = EventTail(run.events)
         while not any(event["kind"] == "heartbeat" for event in tail.poll()):
             beaten.wait(0.005)
@@ -177,7 +177,7 @@ def test_the_heart_beats_in_silence_and_only_then(run: RunDirectory) -> None:
 
 def test_a_full_disk_does_not_end_the_heart(run: RunDirectory) -> None:
     writer = EventWriter(run)
-    with beating(writer, every_seconds=0.01):
+    with heartbeats(writer, every_seconds=0.01):
         writer.close()
         threading.Event().wait(0.05)
         alive = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]

@@ -15,9 +15,9 @@ from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.journal.liveness import claim, engine_process, identify, is_alive, note_engine
+from engine.journal.liveness import claim, engine_process, identify, is_alive, record_engine
 from engine.journal.summary import summarise
-from engine.launch.process import follow, force_stop, log_tail, start_engine, wait_until_running
+from engine.launch.process import follow_engine, force_stop, log_tail, start_engine, wait_until_running
 from tests.journal.conftest import Spawn
 from tests.journal.waiting import until
 
@@ -57,19 +57,19 @@ def engine_of(directory: RunDirectory) -> int:
 
 def test_every_event_is_relayed_and_the_engines_code_returned(run: RunDirectory, spawn: Spawn) -> None:
     seen: list[str] = []
-    code = follow(run, spawn(run, "finish"), on_event=lambda event: seen.append(event["kind"]))
+    code = follow_engine(run, spawn(run, "finish"), on_event=lambda event: seen.append(event["kind"]))
     assert code == 0
     assert seen == ["run_started", "stage_started", *["step"] * 5, "run_finished"]
 
 
 def test_an_engine_that_failed_gives_its_code(run: RunDirectory, spawn: Spawn) -> None:
-    assert follow(run, spawn(run, "fail"), on_event=lambda event: None) == 5
+    assert follow_engine(run, spawn(run, "fail"), on_event=lambda event: None) == 5
     assert summarise(run).last_error == "nothing to train on"
 
 
 def test_an_engine_that_vanished_is_an_error_with_the_end_of_its_log(run: RunDirectory, spawn: Spawn) -> None:
     with pytest.raises(TunedeckError) as caught:
-        follow(run, spawn(run, "vanish"), on_event=lambda event: None)
+        follow_engine(run, spawn(run, "vanish"), on_event=lambda event: None)
     assert caught.value.exit_code == 3
     assert "the last thing it said" in caught.value.render() and "resume" in caught.value.fix
 
@@ -147,7 +147,7 @@ def test_force_spares_a_process_that_only_has_the_engines_pid(run: RunDirectory,
     bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     identity = identify(bystander.pid)
     assert identity is not None
-    note_engine(run, type(identity)(identity.pid, identity.started + "0", identity.host))
+    record_engine(run, type(identity)(identity.pid, identity.started + "0", identity.host))
     force_stop(run)
     assert bystander.poll() is None
     bystander.communicate(b"\n")
@@ -157,14 +157,14 @@ def test_force_spares_a_process_that_only_has_the_engines_pid(run: RunDirectory,
 def test_an_engine_on_another_machine_is_not_killed_from_here(run: RunDirectory) -> None:
     ours = identify(os.getpid())
     assert ours is not None
-    note_engine(run, type(ours)(ours.pid, ours.started, "elsewhere"))
+    record_engine(run, type(ours)(ours.pid, ours.started, "elsewhere"))
     with pytest.raises(EnvironmentProblem, match="elsewhere"):
         force_stop(run)
     assert not run.events.exists()
 
 
 def test_a_started_engine_has_its_own_session_and_is_on_record(run: RunDirectory) -> None:
-    control.request(run, "stop")
+    control.send_request(run, "stop")
     process = start_engine(run)
     try:
         assert os.getsid(process.pid) == process.pid
@@ -209,5 +209,5 @@ def test_following_a_resumed_run_begins_with_its_news(run: RunDirectory, spawn: 
         writer.write("run_finished", status="stopped", exit_code=130, result=None)
     seen: list[str] = []
     offset = run.events.stat().st_size
-    follow(run, spawn(run, "finish"), on_event=lambda event: seen.append(event["kind"]), offset=offset)
+    follow_engine(run, spawn(run, "finish"), on_event=lambda event: seen.append(event["kind"]), offset=offset)
     assert seen[0] == "run_started" and seen.count("run_finished") == 1

@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
-from engine.journal.index import list_runs, note_run, noted_runs, resolve_run
+from engine.journal.index import list_runs, record_start, recorded_runs, resolve_run
 from tests.journal.samples import RUN_TOML
 
 
@@ -70,15 +70,15 @@ def test_what_is_no_run_is_a_usage_error(tmp_path: Path, text: str) -> None:
 
 def test_a_noted_run_is_found_from_any_directory(folder: Path, tmp_path: Path) -> None:
     run = RunDirectory(folder / "20261120T100000Z-exp")
-    assert note_run(run) is None
+    assert record_start(run) is None
     assert resolve_run("exp", tmp_path / "nowhere").path == run.path
     assert resolve_run("last", tmp_path / "nowhere").path == run.path
     shutil.rmtree(run.path)
-    assert noted_runs() == []
+    assert recorded_runs() == []
 
 
 def test_the_runs_folder_goes_before_earlier_runs(folder: Path, tmp_path: Path) -> None:
-    note_run(make(tmp_path / "elsewhere", "20270101T000000Z-exp", "exp"))
+    record_start(make(tmp_path / "elsewhere", "20270101T000000Z-exp", "exp"))
     assert resolve_run("exp", folder).name == "20261120T100002Z-exp-2"
     assert resolve_run("last", folder).name == "20261121T100000Z-other"
 
@@ -88,16 +88,16 @@ def test_a_state_folder_that_cannot_be_written_is_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "file" / "state"))
-    warning = note_run(RunDirectory(folder / "20261120T100000Z-exp"))
+    warning = record_start(RunDirectory(folder / "20261120T100000Z-exp"))
     assert warning is not None and "20261120T100000Z-exp" in warning
-    assert noted_runs() == []
+    assert recorded_runs() == []
 
 
 def test_damaged_notes_are_passed_over(folder: Path) -> None:
-    note_run(RunDirectory(folder / "20261120T100000Z-exp"))
+    record_start(RunDirectory(folder / "20261120T100000Z-exp"))
     with (Path(os.environ["TUNEDECK_STATE"]) / "runs.jsonl").open("a") as file:
         file.write('{"path": "/to\n[]\n')
-    assert len(noted_runs()) == 1
+    assert len(recorded_runs()) == 1
 
 
 def test_half_made_runs_are_not_listed(folder: Path) -> None:

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from engine.commands.changes import aloud, changed, is_longer, refused
 from engine.commands.progress import LiveReporter, PlainReporter, Progress
-from engine.journal.event_schema import KINDS
-from engine.journal.event_text import SENTENCES, clean, sentence, size
+from engine.journal.event_schema import EVENT_KINDS
+from engine.journal.event_text import EVENT_DESCRIPTIONS, clean, describe_event, format_bytes
 from tests.journal.samples import backoff_fields, step_fields
 
 
@@ -19,7 +19,7 @@ def event(kind: str, **fields: object) -> dict[str, object]:
 
 
 def test_a_backoff_is_a_sentence() -> None:
-    text = sentence(event("backoff", **backoff_fields(12, sequences_after=8, capacity_bytes=256 << 20)))
+    text = describe_event(event("backoff", **backoff_fields(12, sequences_after=8, capacity_bytes=256 << 20)))
     assert text == (
         "step 12: out of memory in backward (wanted 24 MiB, 230 of 256 MiB held); "
         "the step is redone with at most 8 sequences at a time; no sample lost"
@@ -40,14 +40,14 @@ def test_a_backoff_is_a_sentence() -> None:
     ],
 )
 def test_a_backoff_says(fields: dict[str, object], words: str) -> None:
-    assert words in str(sentence(event("backoff", **backoff_fields(1, **fields))))
+    assert words in str(describe_event(event("backoff", **backoff_fields(1, **fields))))
 
 
-@pytest.mark.parametrize("kind", sorted(SENTENCES))
+@pytest.mark.parametrize("kind", sorted(EVENT_DESCRIPTIONS))
 def test_a_sentence_needs_no_more_than_the_required_fields(kind: str) -> None:
-    fields: dict[str, object] = dict.fromkeys(KINDS[kind].required, 1)
+    fields: dict[str, object] = dict.fromkeys(EVENT_KINDS[kind].required, 1)
     fields |= {"metrics": {"loss": None}} if kind == "eval" else {}
-    text = sentence(event(kind, **fields))
+    text = describe_event(event(kind, **fields))
     assert text and "\n" not in text
 
 
@@ -57,7 +57,7 @@ def test_every_rung_of_the_ladder_has_words() -> None:
     from engine.spec.schema.recipe import Rung
 
     for remedy in get_args(Rung):
-        assert "remedy:" not in str(sentence(event("backoff", **backoff_fields(1, remedy=remedy))))
+        assert "remedy:" not in str(describe_event(event("backoff", **backoff_fields(1, remedy=remedy))))
 
 
 def test_text_from_files_cannot_move_the_cursor() -> None:
@@ -65,7 +65,11 @@ def test_text_from_files_cannot_move_the_cursor() -> None:
 
 
 def test_sizes_are_comparable() -> None:
-    assert (size(230 << 20), size(80 << 30), size(None)) == ("230 MiB", "80.0 GiB", "an unknown amount")
+    assert (format_bytes(230 << 20), format_bytes(80 << 30), format_bytes(None)) == (
+        "230 MiB",
+        "80.0 GiB",
+        "an unknown amount",
+    )
 
 
 def test_the_status_says_step_loss_speed_memory_and_time_left() -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
 from engine.journal.liveness import ProcessIdentity, identify
 from engine.journal.queue import Queue
-from engine.journal.trash import discard, empty_trash
+from engine.journal.trash import empty_trash, move_to_trash
 
 
 def waiting_run(folder: Path, name: str) -> RunDirectory:
-    return create_run(folder, name, f'name = "{name}"\n', {})
+    return create_run_directory(folder, name, f'name = "{name}"\n', {})
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_run_that_was_started_by_hand_no_longer_waits(three: tuple[Queue, list
 
 def test_a_run_that_vanished_no_longer_waits(three: tuple[Queue, list[str]], tmp_path: Path) -> None:
     queue, (a, b, c) = three
-    discard(RunDirectory(tmp_path / a))
+    move_to_trash(RunDirectory(tmp_path / a))
     assert queue.look().waiting == [b, c]
 
 
@@ -104,9 +104,9 @@ def test_a_damaged_list_is_said_and_nothing_is_overwritten(three: tuple[Queue, l
 
 def test_discarded_runs_lie_in_the_trash_until_it_is_emptied(tmp_path: Path) -> None:
     run = waiting_run(tmp_path, "a")
-    place = discard(run)
+    place = move_to_trash(run)
     assert RunDirectory(place).exists() and not run.exists()
     run.path.mkdir()
     run.run_toml.write_text("", "utf-8")
-    assert discard(run).name == f"{run.name}-2"
+    assert move_to_trash(run).name == f"{run.name}-2"
     assert empty_trash(tmp_path) == 2 and not place.exists()

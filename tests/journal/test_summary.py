@@ -10,8 +10,8 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.event_schema import FINAL_STATUSES
-from engine.journal.events import EventWriter, encode, read_events
-from engine.journal.liveness import FOREIGN_SILENT_SECONDS, SILENT_SECONDS, claim, identify, note_engine
+from engine.journal.events import EventWriter, encode_event, read_events
+from engine.journal.liveness import REMOTE_STALE_SECONDS, STALE_SECONDS, claim, identify, record_engine
 from engine.journal.summary import SummaryReader, summarise
 from tests.journal.conftest import Spawn
 from tests.journal.samples import backoff_fields, step_fields
@@ -100,9 +100,9 @@ def test_stale_needs_a_dead_engine_and_a_silent_heart(run: RunDirectory, spawn: 
     until(lambda: summarise(run).step > 0)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    age(run, SILENT_SECONDS - 5)
+    age(run, STALE_SECONDS - 5)
     assert summarise(run).status == "running"
-    age(run, SILENT_SECONDS + 1)
+    age(run, STALE_SECONDS + 1)
     assert summarise(run).status == "stale"
 
 
@@ -111,10 +111,10 @@ def test_an_engine_on_another_machine_is_judged_by_its_heart_alone(run: RunDirec
         start(writer)
     ours = identify(os.getpid())
     assert ours is not None
-    note_engine(run, type(ours)(ours.pid, ours.started, "elsewhere"))
-    age(run, SILENT_SECONDS + 1)
+    record_engine(run, type(ours)(ours.pid, ours.started, "elsewhere"))
+    age(run, STALE_SECONDS + 1)
     assert summarise(run).status == "running"
-    age(run, FOREIGN_SILENT_SECONDS + 1)
+    age(run, REMOTE_STALE_SECONDS + 1)
     assert summarise(run).status == "stale"
 
 
@@ -138,7 +138,7 @@ def test_a_long_run_is_summarised_without_parsing_every_line(run: RunDirectory) 
     lines = []
     for step in range(1, 100_001):
         common = {"seq": step, "time": "2026-11-20T20:58:00.123Z", "kind": "step", "stage": "", "rank": 0}
-        lines.append(encode({**common, **step_fields(step)}))
+        lines.append(encode_event({**common, **step_fields(step)}))
     run.events.write_bytes(b"".join(lines))
     begun = time.process_time()
     summary = summarise(run)

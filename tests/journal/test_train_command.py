@@ -12,7 +12,7 @@ from engine.commands import resume, train
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.journal.index import list_runs, note_run
+from engine.journal.index import list_runs, record_start
 from engine.journal.liveness import claim
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import Limits
@@ -122,7 +122,7 @@ on_finish = "echo done"
 
 
 def test_the_limits_of_the_last_start_stay_unless_said_otherwise(ended: RunDirectory) -> None:
-    note_run(ended)
+    record_start(ended)
     ended.run_toml.write_text(SPEC + LIMITS)
     kept, notices = limits_after(ended, max_hours=5.0)
     assert (kept.max_hours, kept.on_finish) == (5.0, "echo done")
@@ -137,7 +137,7 @@ def test_a_run_directory_from_elsewhere_brings_no_command_to_run(ended: RunDirec
 
 
 def test_devices_that_the_new_profile_does_not_have_are_left_out_and_said(ended: RunDirectory) -> None:
-    note_run(ended)
+    record_start(ended)
     ended.run_toml.write_text(SPEC + "\n[limits]\ndevices = [3]\n")
     kept, notices = limits_after(ended)
     assert kept.devices == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.spec.files.find import available
+from engine.spec.files.find import list_spec_files
 from engine.spec.files.working_directory import working_directory
 
 
@@ -31,4 +31,4 @@ def test_without_a_name_it_is_the_root(deleted: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_shipped_files_are_found_from_there(deleted: Path) -> None:
-    assert {located.origin for located in available("recipe")} == {"shipped"}
+    assert {located.origin for located in list_spec_files("recipe")} == {"shipped"}

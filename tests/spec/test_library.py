@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from engine.commands import library
 from engine.errors import SpecError, TunedeckError
 from engine.spec.files.detect import detect_device
-from engine.spec.files.share import import_file
+from engine.spec.files.share import import_spec_file
 
 app = typer.Typer()
 library.register(app)
@@ -154,7 +154,7 @@ def test_a_profiles_overrides_may_not_reach_out_either(tmp_path: Path) -> None:
     override = '[overrides.model]\nadapter = "/x"\n'
     file.write_text(f'kind = "profile"\nname = "p"\n[device]\nkind = "cpu"\nmemory_gib = 1.0\n{override}')
     with pytest.raises(SpecError, match="absolute path"):
-        import_file("profile", file)
+        import_spec_file("profile", file)
 
 
 @pytest.mark.parametrize("group", ["profiles", "recipes"])

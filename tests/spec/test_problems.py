@@ -14,8 +14,8 @@ import pytest
 import tomlkit
 
 from engine.errors import SpecError
-from engine.spec.files.find import Located
-from engine.spec.load import read_checked, resolve
+from engine.spec.files.find import SpecFile
+from engine.spec.load import load_spec_file, resolve
 
 RECIPE = """schema = 1
 kind = "recipe"
@@ -130,7 +130,7 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
 
 def check(path: Path, kind: str = "recipe") -> list[str]:
     with pytest.raises(SpecError) as caught:
-        read_checked(kind, Located(path, "path", path.parent))  # type: ignore[arg-type]
+        load_spec_file(kind, SpecFile(path, "path", path.parent))  # type: ignore[arg-type]
     assert caught.value.exit_code == 2
     return caught.value.problems
 
@@ -154,7 +154,7 @@ def test_a_broken_key_is_answered_with_line_and_remedy(
 
 def test_the_empty_frame_of_the_table_is_sound(tmp_path: Path) -> None:
     path = write(tmp_path, RECIPE.format(**dict.fromkeys(LINES, "#")))
-    assert read_checked("recipe", Located(path, "path", tmp_path)).model_fields_set
+    assert load_spec_file("recipe", SpecFile(path, "path", tmp_path)).model_fields_set
 
 
 def test_all_problems_of_a_file_come_at_once_in_its_order(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_no_damage_to_a_file_escapes_the_checker(tmp_path: Path, seed: int) -> N
             table[key] = value
     path = write(tmp_path, tomlkit.dumps(data))
     try:
-        read_checked("recipe", Located(path, "path", tmp_path), any_stem=True)
+        load_spec_file("recipe", SpecFile(path, "path", tmp_path), any_stem=True)
     except SpecError as error:
         assert all(problem.startswith(str(path)) and problem.isprintable() for problem in error.problems), (
             error.problems

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from engine.errors import SpecError
-from engine.spec.check.unsupported import refuse_unbuilt
-from engine.spec.files.find import available, locate
+from engine.spec.check.unsupported import refuse_unsupported
+from engine.spec.files.find import find_spec_file, list_spec_files
 from engine.spec.files.lines import key_lines
-from engine.spec.load import dump_run_spec, load_run_spec, override, read_checked, resolve
+from engine.spec.load import dump_run_spec, load_run_spec, load_spec_file, override, resolve
 from engine.spec.schema.run import Limits
 
 RECIPE = """schema = 1
@@ -59,27 +59,27 @@ def problems(*arguments: Any, **keywords: Any) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["profile", "recipe"])
 def test_every_shipped_file_checks_clean(kind: Any) -> None:
-    shipped = [located for located in available(kind) if located.origin == "shipped"]
+    shipped = [located for located in list_spec_files(kind) if located.origin == "shipped"]
     assert {"demo"} < {located.name for located in shipped}
     for located in shipped:
-        table = read_checked(kind, located)
+        table = load_spec_file(kind, located)
         assert [getattr(table, "title", ""), getattr(table, "notes", "")].count("") == 0
 
 
 def test_shipped_recipes_have_no_dropout_and_run_on_their_profiles() -> None:
     for recipe in ("lora", "full", "attention-lora", "qlora"):
         spec = resolve("24gb", recipe).spec
-        refuse_unbuilt(spec)
+        refuse_unsupported(spec)
         assert spec.recipe.method.dropout == 0.0
-    refuse_unbuilt(resolve("demo", "demo").spec)
+    refuse_unsupported(resolve("demo", "demo").spec)
 
 
 def test_a_name_is_found_in_the_project_before_the_user_before_the_shipped(tmp_path: Path) -> None:
-    assert locate("recipe", "lora").origin == "shipped"
+    assert find_spec_file("recipe", "lora").origin == "shipped"
     put(tmp_path / "config/profiles/recipes/lora.toml", "")
-    assert locate("recipe", "lora").origin == "user"
+    assert find_spec_file("recipe", "lora").origin == "user"
     put(tmp_path / "profiles/recipes/lora.toml", "")
-    assert locate("recipe", "lora").origin == "project"
+    assert find_spec_file("recipe", "lora").origin == "project"
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_known() -> None:
@@ -333,7 +333,7 @@ LATER = {
 def test_what_is_not_built_yet_is_checked_and_then_refused(recipe: str, key: str) -> None:
     spec = resolve("demo", recipe, [f"{key}={LATER[key]}"]).spec
     with pytest.raises(SpecError, match="this version does not do") as caught:
-        refuse_unbuilt(spec)
+        refuse_unsupported(spec)
     assert key.split(".")[-1] in caught.value.render()
 
 

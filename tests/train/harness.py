@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.device import open_device
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter, read_events
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
@@ -60,7 +60,7 @@ def make_spec(
 
 def new_run(runs: Path, spec: RunSpec) -> RunDirectory:
     """A run directory, ready for an engine."""
-    return create_run(runs, spec.name, dump_run_spec(spec), {})
+    return create_run_directory(runs, spec.name, dump_run_spec(spec), {})
 
 
 def train(place: RunDirectory, *, resume: bool = False) -> tuple[int, list[dict[str, Any]]]:

@@ -19,7 +19,7 @@ from engine.cli import app
 from engine.device.co_tenant import NEIGHBOUR_VARIABLE, SharedCount
 from engine.errors import EnvironmentProblem, MemoryExhaustedError
 from engine.journal import control
-from engine.journal.checkpoints_on_disk import learned
+from engine.journal.checkpoints_on_disk import learned_memory
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, EventWriter, read_events
 from engine.launch.process import start_engine
@@ -110,7 +110,7 @@ def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(t
         hold(0)
         recovered = run.until(lambda step: step["micro_batches"] == 1)
         run.until(lambda step: step["step"] >= recovered + 20)
-        control.request(place, "stop")
+        control.send_request(place, "stop")
         assert process.wait() == 130, place.log.read_text()
     events = list(read_events(place.events))
     steps = of_kind(events, "step")
@@ -231,7 +231,7 @@ def test_what_was_learned_is_saved_shown_and_used_again(tmp_path):
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
     assert code == 0
-    told = learned(place)
+    told = learned_memory(place)
     assert told["budget_bytes"] == of_kind(events, "step")[-1]["budget"]
     assert told["slope"] > 0
     shown = CliRunner().invoke(app, ["show", str(place.path), "--json"])

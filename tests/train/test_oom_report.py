@@ -10,7 +10,7 @@ import pytest
 from engine.device import open_device
 from engine.device.oom import OutOfMemory
 from engine.journal.directory import RunDirectory
-from engine.journal.oom_page import page, read_report
+from engine.journal.oom_page import read_report, report_lines
 from engine.spec.load import load_run_spec
 from engine.train.monitor.memory_breakdown import LARGEST, memory_breakdown
 from engine.train.recovery.oom_report import MOST_REPORTS, OomReports
@@ -64,7 +64,7 @@ def test_what_would_have_avoided_it_fits_by_the_plan(survived: Survived) -> None
 
 def test_the_page_says_all_of_it_and_obeys_no_escape_code(survived: Survived) -> None:
     _, _, report = survived
-    lines = page(report | {"device": "\x1b[31mred", "text": "a\nb"})
+    lines = report_lines(report | {"device": "\x1b[31mred", "text": "a\nb"})
     text = "\n".join(lines)
     for words in ("out of memory in", "who held it", "activations", "what was done", "what would have avoided it"):
         assert words in text

@@ -82,7 +82,7 @@ def test_an_asked_for_end_writes_a_checkpoint_and_exits_130(undisturbed, tmp_pat
     if how == "signal":
         os.kill(process.pid, signal.SIGTERM)
     else:
-        control.request(place, how)
+        control.send_request(place, how)
     assert process.wait() == 130
     events = list(read_events(place.events))
     last = of_kind(events, "step")[-1]["step"]
@@ -113,7 +113,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(undisturbed, tm
 def test_a_checkpoint_on_request_is_answered_and_written(undisturbed, tmp_path):
     place = new_run(tmp_path, undisturbed[0])
     process = started_until_step(place, 2)
-    control.request(place, "checkpoint")
+    control.send_request(place, "checkpoint")
     assert process.wait() == 0
     events = list(read_events(place.events))
     assert of_kind(events, "control")[0]["accepted"] is True

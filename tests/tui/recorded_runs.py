@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
-from engine.journal.liveness import ProcessIdentity, note_engine
+from engine.journal.liveness import ProcessIdentity, record_engine
 from tests.journal.samples import backoff_fields, step_fields
 
 SPEC = """schema = 1
@@ -45,7 +45,7 @@ def make_run(
     kind: str = "metered", error: str | None = None,
 ) -> RunDirectory:  # fmt: skip
     """A run with this status: some steps, a backoff, an evaluation, a checkpoint."""
-    run = create_run(runs, name, SPEC.format(name=name, model=model, kind=kind), PLAN)
+    run = create_run_directory(runs, name, SPEC.format(name=name, model=model, kind=kind), PLAN)
     if status != "queued":
         with EventWriter(run) as writer:
             _history(run, writer, steps)
@@ -69,7 +69,7 @@ def _history(run: RunDirectory, writer: EventWriter, steps: int) -> None:
 
 def _end(run: RunDirectory, writer: EventWriter, status: str, error: str | None) -> None:
     if status == "stale":
-        note_engine(run, ProcessIdentity(2**22 + 1, "gone", platform.node()))
+        record_engine(run, ProcessIdentity(2**22 + 1, "gone", platform.node()))
         an_hour_ago = time.time() - 3600
         for path in (run.events, run.engine):
             os.utime(path, (an_hour_ago, an_hour_ago))

@@ -15,10 +15,10 @@ from pathlib import Path
 from engine.errors import TunedeckError
 from engine.journal.index import state_folder
 from engine.spec.files.detect import count_devices, detect_device
-from engine.spec.files.find import Kind, Located, available, locate
-from engine.spec.files.share import write_new
+from engine.spec.files.find import SpecFile, SpecKind, find_spec_file, list_spec_files
+from engine.spec.files.share import write_new_file
 from engine.spec.files.templates import new_profile
-from engine.spec.load import read_checked
+from engine.spec.load import load_spec_file
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.recipe import Recipe
 
@@ -70,13 +70,13 @@ def detected_profile(machine: Machine) -> Path:
     text = new_profile(machine.stem, device, title=machine.title, notes=machine.notes).encode()
     target = state_folder() / "machine" / f"{machine.stem}.toml"
     if not target.is_file() or target.read_bytes() != text:
-        write_new(target, text, force=True)
+        write_new_file(target, text, force=True)
     return target
 
 
 def profile_entries(machine: Machine) -> list[Entry]:
     """Every profile, this machine first, then those it can stand for, then the others with what does not match."""
-    entries = [_entry("profile", located, machine) for located in available("profile")]
+    entries = [_entry("profile", located, machine) for located in list_spec_files("profile")]
     if not any(entry.here for entry in entries):
         entries.append(_detected(machine))
     return sorted(entries, key=lambda entry: (not entry.here, entry.broken, bool(entry.trouble)))
@@ -84,14 +84,14 @@ def profile_entries(machine: Machine) -> list[Entry]:
 
 def recipe_entries() -> list[Entry]:
     """Every recipe: the project's and the user's own before the shipped ones."""
-    entries = [_entry("recipe", located, None) for located in available("recipe")]
+    entries = [_entry("recipe", located, None) for located in list_spec_files("recipe")]
     return sorted(entries, key=lambda entry: (entry.broken, entry.origin == "shipped"))
 
 
-def entry_of(kind: Kind, text: str, machine: Machine) -> Entry:
+def entry_of(kind: SpecKind, text: str, machine: Machine) -> Entry:
     """The entry of a name or path that is in no list."""
     try:
-        located = locate(kind, text)
+        located = find_spec_file(kind, text)
     except TunedeckError as error:
         return Entry(text, "", "path", Path(text), error.found, broken=True)
     entry = _entry(kind, located, machine if kind == "profile" else None)
@@ -107,9 +107,9 @@ def _detected(machine: Machine) -> Entry:
     return Entry(str(path), machine.title, "detected", path, here=True)
 
 
-def _entry(kind: Kind, located: Located, machine: Machine | None) -> Entry:
+def _entry(kind: SpecKind, located: SpecFile, machine: Machine | None) -> Entry:
     try:
-        table = read_checked(kind, located)
+        table = load_spec_file(kind, located)
     except TunedeckError as error:
         return Entry(located.name, "", located.origin, located.path, error.found.splitlines()[0], broken=True)
     title = table.title if isinstance(table, (Profile, Recipe)) else ""

@@ -12,42 +12,42 @@ from pathlib import Path
 
 from engine.errors import UsageError
 from engine.spec.files.document import read_document
-from engine.spec.files.find import FOLDERS, SHIPPED, Kind, available, user_folder
+from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER, SpecKind, list_spec_files, user_folder
 from engine.spec.files.paths import unshareable_paths
-from engine.spec.files.rewrite import rewritten
-from engine.spec.files.share import import_file, write_new
+from engine.spec.files.rewrite import rewrite_text
+from engine.spec.files.share import import_spec_file, write_new_file
 from engine.spec.files.text import UNSAFE, quoted, visible
 from engine.spec.files.working_directory import working_directory
 from engine.spec.schema.base import NAME_PATTERN
 
 
-def own_folder(kind: Kind, cwd: Path | None = None) -> Path:
+def own_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
     """./profiles/..., or the user's own folder where ./profiles is the shipped one (inside Tunedeck's checkout)."""
     project = (cwd or working_directory()).absolute() / "profiles"
-    shipped = project.resolve() == SHIPPED
-    return (user_folder() if shipped else project) / FOLDERS[kind]
+    shipped = project.resolve() == SHIPPED_FOLDER
+    return (user_folder() if shipped else project) / KIND_FOLDERS[kind]
 
 
-def free_name(kind: Kind, name: str) -> str:
+def free_name(kind: SpecKind, name: str) -> str:
     """The name, or the first of NAME-2, NAME-3 ... that no file of this kind has."""
-    taken = {located.name for located in available(kind)}
+    taken = {located.name for located in list_spec_files(kind)}
     number = 2
     while f"{name}-{number}" in taken:
         number += 1
     return name if name not in taken else f"{name}-{number}"
 
 
-def own_path(kind: Kind, name: str) -> Path:
+def own_path(kind: SpecKind, name: str) -> Path:
     """The file a new profile or recipe of this name becomes. Raises UsageError for what cannot be a name."""
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80:
         raise UsageError(f"{name!r} is no name", expected="lower-case letters, digits, '.', '_' and '-', 80 at most")
     return own_folder(kind) / f"{name}.toml"
 
 
-def save_as(kind: Kind, source: str, sets: Sequence[str], name: str) -> Path:
+def save_as(kind: SpecKind, source: str, sets: Sequence[str], name: str) -> Path:
     """Write `source` with the overrides laid over it as a new file. Raises UsageError or SpecError."""
     target = own_path(kind, name)
-    return write_new(target, rewritten(kind, source, sets, {}, target).encode(), force=False)
+    return write_new_file(target, rewrite_text(kind, source, sets, {}, target).encode(), force=False)
 
 
 def read_text(path: Path) -> str:
@@ -69,16 +69,16 @@ def write_text(path: Path, text: str, *, before: str | None) -> None:
         raise UsageError(
             f"{visible(str(path))} was changed by someone else meanwhile", fix="copy your text, open the file again"
         )
-    write_new(path, text.encode(), force=before is not None)
+    write_new_file(path, text.encode(), force=before is not None)
 
 
-def take_in(text: str) -> tuple[Kind, Path]:
+def take_in(text: str) -> tuple[SpecKind, Path]:
     """Import a file as what its own `kind` says it is. Raises SpecError or UsageError."""
     source = Path(text).expanduser()
     kind = read_document(source).data.get("kind")
     if kind not in ("profile", "recipe"):
         raise UsageError(f"kind = {quoted(kind)}" if kind else "no kind", expected='kind = "profile" or "recipe"')
-    return kind, import_file(kind, source)
+    return kind, import_spec_file(kind, source)
 
 
 def pass_on(source: Path, text: str) -> tuple[Path, list[str]]:
@@ -86,4 +86,4 @@ def pass_on(source: Path, text: str) -> tuple[Path, list[str]]:
     document = read_document(source)
     target = Path(text).expanduser().absolute()
     target = target / source.name if target.is_dir() else target
-    return write_new(target, source.read_bytes(), force=False), document.refuse(unshareable_paths(document.data))
+    return write_new_file(target, source.read_bytes(), force=False), document.refuse(unshareable_paths(document.data))

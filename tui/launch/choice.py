@@ -20,9 +20,9 @@ from typing import NamedTuple
 from engine.budget.plan import Plan, make_plan
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
 from engine.launch.create_run import require_launcher
-from engine.spec.check.devices import check_devices, device_indices
-from engine.spec.check.unsupported import refuse_unbuilt
-from engine.spec.files.find import FOLDERS, SHIPPED, Kind
+from engine.spec.check.devices import parse_device_indices, require_matching_devices
+from engine.spec.check.unsupported import refuse_unsupported
+from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER, SpecKind
 from engine.spec.files.working_directory import working_directory
 from engine.spec.load import resolve
 from engine.spec.schema.run import Limits, RunSpec
@@ -113,11 +113,11 @@ def work_out(choice: Choice, cwd: Path | None = None) -> Outcome:
     """Resolve, check and plan a choice. Never raises for what a user can type."""
     here = (cwd or working_directory()).absolute()
     try:
-        limits = Limits(devices=device_indices(choice.devices or None))
+        limits = Limits(devices=parse_device_indices(choice.devices or None))
         resolved = resolve(
             choice.profile, choice.recipe, choice.sets, name=choice.name or None, limits=limits, cwd=here
         )
-        check_devices(resolved.spec)
+        require_matching_devices(resolved.spec)
     except SpecError as error:
         return Outcome(troubles=tuple(map(_placed, error.problems)))
     except UsageError as error:
@@ -154,7 +154,7 @@ def _placed(problem: str) -> Trouble:
 
 def _unbuilt(spec: RunSpec) -> list[Trouble]:
     try:
-        refuse_unbuilt(spec)
+        refuse_unsupported(spec)
     except SpecError as error:
         return [Trouble(match["key"] if (match := _NAMED.match(text)) else "", text) for text in error.problems]
     try:
@@ -251,8 +251,8 @@ def from_settings(settings: object, default: Choice) -> Choice:
     )
 
 
-def _plain(text: str, kind: Kind) -> str:
+def _plain(text: str, kind: SpecKind) -> str:
     """Provenance's "shipped:NAME" as the shipped file's path, which no file of the same name can hide."""
     if not text.startswith("shipped:"):
         return text
-    return str(SHIPPED / FOLDERS[kind] / f"{text.removeprefix('shipped:')}.toml")
+    return str(SHIPPED_FOLDER / KIND_FOLDERS[kind] / f"{text.removeprefix('shipped:')}.toml")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.spec.files.rewrite import belongs_to
+from engine.spec.files.rewrite import kind_of_table
 from engine.spec.files.text import visible
 from engine.spec.schema import describe
 from engine.spec.schema.recipe import Source
@@ -176,7 +176,7 @@ def _stand_in(key: str, spec: RunSpec | None) -> str:
 
 def value_of(spec: RunSpec, key: str) -> Any:
     """The value under a dotted key of profile or recipe; None where the key leads nowhere."""
-    node: Any = spec.profile if belongs_to(key.partition(".")[0]) == "profile" else spec.recipe
+    node: Any = spec.profile if kind_of_table(key.partition(".")[0]) == "profile" else spec.recipe
     for part in key.split("."):
         node = getattr(node, part, None)
     return node
@@ -221,4 +221,4 @@ def _model(key: str) -> Any:
     from engine.spec.schema.profile import Profile
     from engine.spec.schema.recipe import Recipe
 
-    return Profile if belongs_to(key.partition(".")[0]) == "profile" else Recipe
+    return Profile if kind_of_table(key.partition(".")[0]) == "profile" else Recipe

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import TunedeckError
-from engine.launch.process import COMMAND
+from engine.launch.process import ENTRY_FILE
 
 SAMPLES = 8
 
@@ -24,7 +24,7 @@ async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
     """
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(COMMAND), "data", *arguments, "--show", str(SAMPLES), "--json",
+            sys.executable, "-P", str(ENTRY_FILE), "data", *arguments, "--show", str(SAMPLES), "--json",
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
     except OSError as error:

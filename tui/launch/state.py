@@ -15,9 +15,9 @@ from engine.budget.advice import Advice, Suggestion, advise
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.queue import Queue
-from engine.launch.create_run import new_run
-from engine.spec.files.find import Kind
-from engine.spec.files.rewrite import belongs_to
+from engine.launch.create_run import create_run
+from engine.spec.files.find import SpecKind
+from engine.spec.files.rewrite import kind_of_table
 from engine.spec.files.working_directory import working_directory
 from engine.spec.schema.run import RunSpec
 from tui.files import user_files
@@ -168,13 +168,13 @@ class Bench:
 
     def make_run(self, runs_dir: Path, *, force: bool = False) -> tuple[RunDirectory, list[str]]:
         """A run directory that an engine can be started on, with notices. Raises TunedeckError."""
-        return new_run(self._spec_now(), runs_dir, force=force)
+        return create_run(self._spec_now(), runs_dir, force=force)
 
     def enqueue_run(self, runs_dir: Path) -> tuple[str, int]:
         """Put the run at the end of the queue; its name and its place. Raises TunedeckError."""
         spec = self._spec_now()
         limits = spec.limits.model_copy(update={"wait_seconds": QUEUE_WAIT_SECONDS})
-        directory, _ = new_run(spec.model_copy(update={"limits": limits}), runs_dir)
+        directory, _ = create_run(spec.model_copy(update={"limits": limits}), runs_dir)
         return directory.name, Queue(runs_dir).add(directory).waiting.index(directory.name) + 1
 
     def _spec_now(self) -> RunSpec:
@@ -184,21 +184,22 @@ class Bench:
         return spec
 
     @property
-    def unsaved(self) -> list[Kind]:
+    def unsaved(self) -> list[SpecKind]:
         """The kinds of file that were changed."""
-        kinds: set[Kind] = {belongs_to(key.partition(".")[0]) for key in self.choice.overrides}
+        kinds: set[SpecKind] = {kind_of_table(key.partition(".")[0]) for key in self.choice.overrides}
         return sorted(kinds, reverse=True)
 
-    def name_for(self, kind: Kind) -> str:
+    def name_for(self, kind: SpecKind) -> str:
         """A free name for the changed file."""
         entry = self.profiles[self.places[0]] if kind == "profile" else self.recipes[self.places[1]]
         return user_files.free_name(kind, entry.path.stem)
 
-    def save(self, kind: Kind, name: str) -> Path:
+    def save(self, kind: SpecKind, name: str) -> Path:
         """Write the changed file under a new name and go on with it. Raises UsageError or SpecError."""
         source = self.choice.profile if kind == "profile" else self.choice.recipe
         path = user_files.save_as(kind, source, self.choice.sets, name)
-        kept = {key: text for key, text in self.choice.overrides.items() if belongs_to(key.partition(".")[0]) != kind}
+        overrides = self.choice.overrides.items()
+        kept = {key: text for key, text in overrides if kind_of_table(key.partition(".")[0]) != kind}
         self.remember()
         self.choice = replace(self.choice, overrides=kept, **{kind: path.stem})
         self._list()

@@ -10,8 +10,8 @@ import time
 from typing import cast
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import Event, EventTail, decode
-from engine.journal.summary import MARK_WITHIN_BYTES, STEP_MARK
+from engine.journal.events import Event, EventTail, decode_event
+from engine.journal.summary import KIND_WITHIN_BYTES, STEP_MARK
 from tui.plot.series import Series
 
 AXES = ("steps", "tokens", "time")
@@ -51,7 +51,7 @@ class Curve:
                 step = _quick(line)
                 if step is not None:
                     self._step(*step)
-                elif (event := decode(line)) is not None:
+                elif (event := decode_event(line)) is not None:
                     self._take(event)
                 if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
                     break
@@ -97,7 +97,7 @@ class Curve:
 
 def _quick(line: bytes) -> tuple[float, float | None, float, float] | None:
     """Step, loss, tokens and seconds of a step's line; None for any other, and for one that must be parsed."""
-    at = line.find(STEP_MARK, 0, MARK_WITHIN_BYTES)
+    at = line.find(STEP_MARK, 0, KIND_WITHIN_BYTES)
     found = STEP.match(line, at) if at >= 0 else None
     try:
         step, loss, tokens, seconds = found.groups() if found is not None else (b"", b"", b"", b"")

@@ -13,9 +13,9 @@ from pathlib import Path
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, end_of_events
-from engine.journal.index import list_runs, note_run
+from engine.journal.index import list_runs, record_start
 from engine.journal.liveness import engine_process, is_alive
-from engine.launch.process import died, log_tail, start_engine
+from engine.launch.process import engine_died, log_tail, start_engine
 
 
 def still_running(runs_dir: Path) -> list[str]:
@@ -47,14 +47,14 @@ class Engines:
 
     def start(self, directory: RunDirectory, *, resume: bool) -> str | None:
         """Start an engine on a run; a warning for the user, or None. Raises EnvironmentProblem, OSError."""
-        from engine.launch.create_run import leave_out_foreign_limits  # reads specs: too dear before the first paint
+        from engine.launch.create_run import drop_untrusted_limits  # reads specs: too dear before the first paint
 
-        foreign = leave_out_foreign_limits(directory) if resume else None
+        foreign = drop_untrusted_limits(directory) if resume else None
         log_start = directory.log.stat().st_size if directory.log.exists() else 0
         events_start = end_of_events(directory.events)
         process = start_engine(directory, resume=resume)
         self._children.append(_Child(directory, process, log_start, events_start))
-        notices = [notice for notice in (foreign, note_run(directory)) if notice]
+        notices = [notice for notice in (foreign, record_start(directory)) if notice]
         return "; ".join(notices) or None
 
     def ended_badly(self) -> list[str]:
@@ -74,7 +74,7 @@ def _recorded(child: _Child) -> bool:
 
 def _last_words(child: _Child) -> str:
     """How it ended, and the line of its log that most likely says why."""
-    how = died(child.directory, child.process.returncode).found.splitlines()[0]
+    how = engine_died(child.directory, child.process.returncode).found.splitlines()[0]
     said = log_tail(child.directory, start=child.log_start)
     complaints = [line for line in said if line.startswith("tunedeck: ")] or said[-1:]
     return "; ".join([how, *complaints[:1]])

@@ -11,7 +11,7 @@ from typing import Any
 
 from textual.content import Content
 
-from engine.journal.event_text import clean, duration, number, score, size
+from engine.journal.event_text import clean, format_bytes, format_duration, format_number, format_score
 from engine.journal.summary import RunSummary, read_spec
 from tui.run.ranks import in_short
 from tui.run.table import state_cell, state_of
@@ -69,7 +69,7 @@ def _progress(watch: RunWatch, summary: RunSummary, width: int, draw: Draw) -> C
     return Content.assemble(
         f"{said}  {100 * share:.0f} %  ",
         (draw("█" * full), "$info"), (draw("░" * (bar - full)), "$muted"),
-        (f"  {duration(left)} left" if left is not None else ""),
+        (f"  {format_duration(left)} left" if left is not None else ""),
     )  # fmt: skip
 
 
@@ -96,11 +96,11 @@ def _second(watch: RunWatch, summary: RunSummary) -> Content:
 def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool, with_ranks: bool = True) -> list[Content]:
     """The numbers of the latest step; the ranks in short, where they are not in sight one by one."""
     step = watch.latest or {}
-    rows: list[tuple[str, str | Content]] = [("loss", number(step["loss"]) if "loss" in step else "-")]
+    rows: list[tuple[str, str | Content]] = [("loss", format_number(step["loss"]) if "loss" in step else "-")]
     rows += _scores(watch)
     rows += [
-        ("learning rate", number(step.get("learning_rate", "-"))),
-        ("gradient norm", number(step.get("grad_norm", "-"))),
+        ("learning rate", format_number(step.get("learning_rate", "-"))),
+        ("gradient norm", format_number(step.get("grad_norm", "-"))),
         ("tokens/s", _speed(watch, step, ascii_only)),
         ("MFU", f"{100 * step['mfu']:.1f} %" if step.get("mfu") is not None else "not known"),
         ("step time", _seconds(step.get("step_seconds"))),
@@ -124,7 +124,7 @@ def _scores(watch: RunWatch) -> Iterable[tuple[str, str]]:
     if watch.state.evals:
         for name, value in list(watch.state.evals[-1]["metrics"].items())[:3]:
             label = "eval loss" if name == "loss" else clean(name).replace("_", " ")
-            yield label[: LABEL - 1], score(name, value)
+            yield label[: LABEL - 1], format_score(name, value)
 
 
 def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Content:
@@ -145,7 +145,7 @@ def sparkline(values: list[float], *, ascii_only: bool = False) -> str:
 def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{1000 * value:.0f} ms" if value < 10 else duration(value)
+    return f"{1000 * value:.0f} ms" if value < 10 else format_duration(value)
 
 
 def _wait(step: dict[str, Any]) -> str:
@@ -178,14 +178,14 @@ def memory(watch: RunWatch, width: int, draw: Draw) -> list[Content]:
         lines.append(Content.styled(f" {'component':<{LABEL}}{'predicted':>11}{'measured':>11}", "$muted"))
     for name in dict.fromkeys([*expected, *seen]):
         if max(expected.get(name) or 0, seen.get(name) or 0) >= SHOWN_BYTES:
-            there = size(seen[name]) if name in seen else ("-" if seen else "at the end")
+            there = format_bytes(seen[name]) if name in seen else ("-" if seen else "at the end")
             text = f"{_bytes(expected.get(name)):>11}{there:>11}"
             lines.append(_row(clean(name)[:LABEL], text))
     return [*lines, *devices(watch)]
 
 
 def _bytes(count: float | None) -> str:
-    return "-" if count is None else size(count)
+    return "-" if count is None else format_bytes(count)
 
 
 def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, draw: Draw) -> list[Content]:
@@ -205,7 +205,7 @@ def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, draw: 
             Content.assemble(
                 (f" {name:<{LABEL}}", "$muted"), f"{value:>11} ",
                 (draw("█" * full), "$bad" if over else "$info"), (draw("░" * (bar - full)), "$muted"),
-                (f" of {size(capacity)}" + (", over" if over else ""), "$muted"),
+                (f" of {format_bytes(capacity)}" + (", over" if over else ""), "$muted"),
             )
         )  # fmt: skip
     return lines
@@ -215,7 +215,8 @@ def _now(watch: RunWatch) -> list[Content]:
     step = watch.latest
     if step is None or watch.summary is None or watch.summary.status != "running":
         return []
-    return [_row("held now", f"{size(step.get('allocated_bytes'))}, reserved {size(step.get('reserved_bytes'))}")]
+    allocated, reserved = format_bytes(step.get("allocated_bytes")), format_bytes(step.get("reserved_bytes"))
+    return [_row("held now", f"{allocated}, reserved {reserved}")]
 
 
 def devices(watch: RunWatch) -> list[Content]:
@@ -226,7 +227,7 @@ def devices(watch: RunWatch) -> list[Content]:
 
 
 def _reading(event: dict[str, Any]) -> str:
-    parts = [size(event.get("used_bytes"))]
+    parts = [format_bytes(event.get("used_bytes"))]
     for name, unit in (("utilisation_percent", " %"), ("temperature_celsius", " °C"), ("power_watts", " W")):
         if event.get(name) is not None:
             parts.append(f"{event[name]:.0f}{unit}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from textual.content import Content
 
-from engine.journal.event_text import duration, size
+from engine.journal.event_text import format_bytes, format_duration
 from tui.run.watch import RunWatch
 
 SLOW = 1.5
@@ -142,7 +142,7 @@ def _line(
         (f" {row.rank:>4}  ", "bold" if row.is_noteworthy else "$muted"),
         (f"{_time(row.busy_seconds):>8}", "bold $caution" if slow else ""),
         *_bar(row.busy_seconds / longest if longest else 0.0, bar, "$caution" if slow else "$info", draw),
-        f"  {_time(row.wait_seconds):>7}  {draw(row.micro_batch):>11}  {size(row.peak_bytes):>9}",
+        f"  {_time(row.wait_seconds):>7}  {draw(row.micro_batch):>11}  {format_bytes(row.peak_bytes):>9}",
         *_bar(row.peak_bytes / capacity if capacity else 0.0, bar, "$bad" if short else "$info", draw),
     )
     return Content.assemble(figures, *_remarks(row, width - figures.cell_length, draw))
@@ -170,7 +170,7 @@ def _bar(share: float, cells: int, style: str, draw: Callable[[str], str]) -> li
 
 
 def _time(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 10 else duration(seconds)
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else format_duration(seconds)
 
 
 def _capacity(watch: RunWatch) -> int | None:

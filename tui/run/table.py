@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from textual.content import Content
 
-from engine.journal.event_text import clean, duration, number
+from engine.journal.event_text import clean, format_duration, format_number
 from engine.journal.summary import RunSummary
 from tui.run.listing import Entry
 from tui.theme import STATES
@@ -35,15 +35,15 @@ def _steps(_entry: Entry, summary: RunSummary) -> str:
 
 
 def _loss(_entry: Entry, summary: RunSummary) -> str:
-    return number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else ""
+    return format_number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else ""
 
 
 def _score(_entry: Entry, summary: RunSummary) -> str:
-    return number(summary.metrics["loss"]) if "loss" in summary.metrics else ""
+    return format_number(summary.metrics["loss"]) if "loss" in summary.metrics else ""
 
 
 def _time(_entry: Entry, summary: RunSummary) -> str:
-    return duration(summary.seconds) if summary.seconds is not None else ""
+    return format_duration(summary.seconds) if summary.seconds is not None else ""
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -141,4 +141,4 @@ def ago(then: str | None, now: datetime | None = None) -> str:
     if not then:
         return ""
     seconds = ((now or datetime.now(UTC)) - datetime.fromisoformat(then)).total_seconds()
-    return f"{duration(max(0.0, seconds))} ago"
+    return f"{format_duration(max(0.0, seconds))} ago"

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import clean, sentence
-from engine.journal.events import Event, EventTail, decode, end_of_events
-from engine.journal.run_state import Folded
+from engine.journal.event_text import clean, describe_event
+from engine.journal.events import Event, EventTail, decode_event, end_of_events
+from engine.journal.journal_state import JournalState
 from engine.journal.summary import (
-    LINES_BETWEEN_CLOCKS,
-    MARK_WITHIN_BYTES,
-    QUIET,
+    KIND_WITHIN_BYTES,
+    LINES_PER_CLOCK_CHECK,
+    QUIET_LINE,
     STEP_MARK,
     RunSummary,
-    compose,
+    summarise_state,
 )
 from tui.plot.series import Series
 
@@ -71,7 +71,7 @@ class RunWatch:
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
-        self.state = Folded()
+        self.state = JournalState()
         self.curves = Curves()
         self.feed: deque[FeedLine] = deque(maxlen=FEED_LINES)
         self.saved: list[int] = []
@@ -96,7 +96,7 @@ class RunWatch:
             if not self.version:
                 self._peek()
             news = self._read(time.monotonic() + seconds)
-            summary = compose(self.directory, self.state, self._damaged)
+            summary = summarise_state(self.directory, self.state, self._damaged)
             trouble = "" if self.directory.exists() else f"the run's folder is gone: {clean(self.directory.path)}"
         except TunedeckError as error:
             news, summary, trouble = True, self.summary, clean(error.found)
@@ -149,33 +149,33 @@ class RunWatch:
         count = 0
         for line in self._tail.lines():
             count += 1
-            if line.find(STEP_MARK, 0, MARK_WITHIN_BYTES) >= 0:
+            if line.find(STEP_MARK, 0, KIND_WITHIN_BYTES) >= 0:
                 if not batch.take(line):
                     self._damaged += 1
-            elif not QUIET.search(line, 0, MARK_WITHIN_BYTES):
+            elif not QUIET_LINE.search(line, 0, KIND_WITHIN_BYTES):
                 self._fold(batch)
                 batch = _Batch()
                 self._other(line)
             elif GPU_MARK in line:
-                self._gpu(decode(line))
-            if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
+                self._gpu(decode_event(line))
+            if count % LINES_PER_CLOCK_CHECK == 0 and time.monotonic() > deadline:
                 break
         self._fold(batch)
         return count > 0
 
     def _fold(self, batch: _Batch) -> None:
         """Take a stretch of steps into the curve, the latest steps, and by its ends into the state."""
-        latest = [event for event in map(decode, batch.latest) if event is not None]
+        latest = [event for event in map(decode_event, batch.latest) if event is not None]
         if not latest:
             return
         self.curves.loss.extend(batch.steps, batch.losses)
         self.curves.recent.extend(latest)
         self.state.peak_bytes = max(self.state.peak_bytes, batch.peak_bytes)
-        self.state.fold_steps(decode(batch.first), latest[-1])
+        self.state.fold_steps(decode_event(batch.first), latest[-1])
 
     def _other(self, line: bytes) -> None:
         """Take in one line that is not one of a stretch of steps."""
-        event = decode(line)
+        event = decode_event(line)
         try:
             text = None if event is None else self._meaning(event, line)
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -239,7 +239,7 @@ class _Batch:
 
 def _parsed(line: bytes) -> tuple[Any, Any, Any]:
     """Step, loss and peak of a line that the quick look does not understand. Raises ValueError for a damaged one."""
-    event = decode(line)
+    event = decode_event(line)
     if event is None or not isinstance(event.get("step"), int):
         raise ValueError("no step")
     loss = event.get("loss")
@@ -257,7 +257,7 @@ def _words(event: Event) -> str | None:
         if event.get("status") == "paused" and why in (None, ASKED_FOR):
             return None  # its own event has said so
         return clean(f"{event.get('status')}" + (f": {why}" if why else ""))
-    return sentence(event)
+    return describe_event(event)
 
 
 class LogTail:

@@ -13,9 +13,9 @@ from textual.app import ComposeResult
 from textual.content import Content
 
 from engine.errors import TunedeckError
-from engine.journal.compare import Comparison, compare_summaries, shown_score, shown_setting
+from engine.journal.compare import Comparison, compare_summaries, format_compared_score, format_setting
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import clean, duration
+from engine.journal.event_text import clean, format_duration
 from engine.journal.summary import SummaryReader, read_spec
 from tui.keys import bindings
 from tui.plot.overlay_plot import Overlay, OverlayPlot, letter_of, style_of
@@ -108,7 +108,7 @@ class CompareScreen(BaseScreen):
         self._stale, self._paint_due = False, time.monotonic() + PAINT_SECONDS
         series = [curve.over(self._axis) for curve in self._curves]
         end = max((each.end for each in series), default=0.0)
-        label = duration(end) if self._axis == "time" else f"{end:,.0f}"
+        label = format_duration(end) if self._axis == "time" else f"{end:,.0f}"
         self.query_one(OverlayPlot).put(Overlay(series, self._axis, label, self._log, self._smooth))
         over = f"loss over {self._axis}" + (", log axis" if self._log else "") + (", smoothed" if self._smooth else "")
         there = "table" if self.query_one(OverlayPlot).has_class("-front") else "plot"
@@ -139,11 +139,11 @@ class CompareScreen(BaseScreen):
         letters = "".join(f"{letter_of(number):>{COLUMN_WIDTH}}" for number in range(len(found.runs)))
         lines = [Content.styled(" " * NAME_WIDTH + letters, "bold")]
         for key, values in found.settings.items():
-            lines.append(_line(key, [(shown_setting(value), "") for value in values]))
+            lines.append(_line(key, [(format_setting(value), "") for value in values]))
         for key, scores in found.scores.items():
             winners = found.best.get(key, [])
             best = [run in winners for run in found.runs]
-            cells = [shown_score(key, score, wins) for score, wins in zip(scores, best, strict=True)]
+            cells = [format_compared_score(key, score, wins) for score, wins in zip(scores, best, strict=True)]
             lines.append(_line(key, [(cell, "bold" * wins) for cell, wins in zip(cells, best, strict=True)]))
         return [*lines, *(Content.styled(f"  {clean(warning)}", "$caution") for warning in found.warnings)]
 

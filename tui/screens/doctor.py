@@ -18,7 +18,7 @@ from textual.content import Content
 from textual.worker import get_current_worker
 
 from engine.journal.event_text import clean
-from engine.launch.process import COMMAND
+from engine.launch.process import ENTRY_FILE
 from tui.keys import bindings
 from tui.screens.text_screen import ReadingScreen
 
@@ -78,7 +78,7 @@ class DoctorScreen(ReadingScreen):
     def _ask(self) -> None:
         """In a thread: run the command and read its answer."""
         worker = get_current_worker()
-        command = [sys.executable, "-P", str(COMMAND), "doctor", "--json", "--runs", str(self.console.runs_dir)]
+        command = [sys.executable, "-P", str(ENTRY_FILE), "doctor", "--json", "--runs", str(self.console.runs_dir)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,

@@ -18,9 +18,9 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from engine.errors import TunedeckError
-from engine.spec.files.find import Kind
+from engine.spec.files.find import SpecKind
 from engine.spec.files.text import visible
-from engine.spec.load import problems_of_text
+from engine.spec.load import check_text
 from tui import keys
 from tui.files import user_files
 from tui.files.annotated import LABEL, below_lines, beside_lines, notes_of
@@ -36,7 +36,7 @@ HELP = Key(keys.EVERYWHERE, "f1", "help", "help", "")
 class Draft:
     """What is edited: a text that is to become the file `target`."""
 
-    kind: Kind
+    kind: SpecKind
     text: str
     target: Path
     exists: bool
@@ -72,7 +72,7 @@ class EditorScreen(BaseScreen):
         self._warned = False
 
     def _problems(self, text: str) -> list[str]:
-        return problems_of_text(self._draft.kind, text, self._draft.target.stem, LABEL)
+        return check_text(self._draft.kind, text, self._draft.target.stem, LABEL)
 
     def body(self) -> ComposeResult:
         """Side by side where there is room, else one above the other."""

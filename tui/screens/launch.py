@@ -20,7 +20,7 @@ from textual.timer import Timer
 
 from engine.budget.advice import Suggestion
 from engine.errors import TunedeckError
-from engine.spec.files.find import Kind
+from engine.spec.files.find import SpecKind
 from engine.spec.files.text import visible
 from tui.files.catalog import read_machine
 from tui.keys import bindings
@@ -347,7 +347,7 @@ class LaunchScreen(BaseScreen):
         ask = self.query_one(Prompt).ask
         ask(f"save as a new {kind}, named", self._bench.name_for(kind), lambda name: self._save(kind, name))
 
-    def _save(self, kind: Kind, name: str) -> None:
+    def _save(self, kind: SpecKind, name: str) -> None:
         try:
             path = self._bench.save(kind, name)
         except TunedeckError as error:

@@ -14,9 +14,9 @@ from textual.containers import Container, Vertical
 from textual.content import Content
 
 from engine.errors import TunedeckError
-from engine.spec.files.find import Kind
+from engine.spec.files.find import SpecKind
 from engine.spec.files.text import visible
-from engine.spec.load import problems_of_text
+from engine.spec.load import check_text
 from tui.files import user_files
 from tui.files.annotated import LABEL, annotated_lines, below_lines, notes_of
 from tui.files.catalog import Entry, profile_entries, read_machine, recipe_entries
@@ -27,7 +27,7 @@ from tui.widgets.input_prompt import Prompt
 from tui.widgets.row_list import Rows
 from tui.widgets.text_lines import Lines
 
-TITLES: dict[Kind, str] = {"profile": "Profiles", "recipe": "Recipes"}
+TITLES: dict[SpecKind, str] = {"profile": "Profiles", "recipe": "Recipes"}
 
 SUMMARY_LINES = 6
 """Of what is wrong, above the text."""
@@ -37,7 +37,7 @@ SUMMARY_LINES = 6
 class Item:
     """A row of the list: a file, or the heading over those of its kind."""
 
-    kind: Kind
+    kind: SpecKind
     entry: Entry | None = None
 
 
@@ -79,7 +79,7 @@ class LibraryScreen(BaseScreen):
 
     def _list(self, stem: str) -> None:
         """Read the folders again, and put the cursor on a file of this name, if one was given."""
-        found: dict[Kind, list[Entry]] = {"profile": profile_entries(self._machine), "recipe": recipe_entries()}
+        found: dict[SpecKind, list[Entry]] = {"profile": profile_entries(self._machine), "recipe": recipe_entries()}
         self._items = []
         for kind, entries in found.items():
             self._items += [Item(kind), *(Item(kind, entry) for entry in entries)]
@@ -110,7 +110,7 @@ class LibraryScreen(BaseScreen):
         except TunedeckError as error:
             rows.show([Content.styled(visible(line), "$bad") for line in error.render().splitlines()])
             return
-        notes = notes_of(problems_of_text(item.kind, text, entry.path.stem, LABEL))
+        notes = notes_of(check_text(item.kind, text, entry.path.stem, LABEL))
         where = Content.styled(f"{entry.origin}: {visible(str(entry.path))}", "$muted")
         ascii_only = self.console.ascii_only
         lines = annotated_lines(text, notes, rows.size.width, ascii_only=ascii_only)
@@ -146,7 +146,7 @@ class LibraryScreen(BaseScreen):
         self.set_focus(self.query_one("#text" if on_list else "#files", Rows))
         self.call_after_refresh(self._show_text)
 
-    def _entry(self) -> tuple[Kind, Entry]:
+    def _entry(self) -> tuple[SpecKind, Entry]:
         item = self.chosen
         assert item.entry is not None  # why_not has refused headings
         return item.kind, item.entry
@@ -158,7 +158,7 @@ class LibraryScreen(BaseScreen):
         target = user_files.own_folder(kind) / entry.path.name if shipped else entry.path
         self._open(kind, entry.path, target)
 
-    def _open(self, kind: Kind, source: Path, target: Path) -> None:
+    def _open(self, kind: SpecKind, source: Path, target: Path) -> None:
         try:
             text = user_files.read_text(source)
         except TunedeckError as error:
@@ -179,7 +179,7 @@ class LibraryScreen(BaseScreen):
         name = user_files.free_name(kind, entry.path.stem)
         self.query_one(Prompt).ask(f"name of the new {kind}", name, lambda text: self._new(kind, entry, text))
 
-    def _new(self, kind: Kind, entry: Entry, name: str) -> None:
+    def _new(self, kind: SpecKind, entry: Entry, name: str) -> None:
         try:
             target = user_files.own_path(kind, name)
         except TunedeckError as error:

@@ -11,10 +11,10 @@ from pathlib import Path
 from textual.content import Content
 
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import clean, sentence
-from engine.journal.events import EventTail, decode
-from engine.journal.oom_page import page, read_report
-from engine.journal.summary import MARK_WITHIN_BYTES
+from engine.journal.event_text import clean, describe_event
+from engine.journal.events import EventTail, decode_event
+from engine.journal.oom_page import read_report, report_lines
+from engine.journal.summary import KIND_WITHIN_BYTES
 from tui.keys import bindings
 from tui.screens.text_screen import ReadingScreen
 
@@ -48,9 +48,9 @@ class OomScreen(ReadingScreen):
     def _sentences(self) -> Iterable[Content]:
         try:
             for line in EventTail(self._directory.events).lines():
-                event = decode(line) if line.find(BACKOFF_MARK, 0, MARK_WITHIN_BYTES) >= 0 else None
+                event = decode_event(line) if line.find(BACKOFF_MARK, 0, KIND_WITHIN_BYTES) >= 0 else None
                 if event is not None:
-                    yield Content(sentence(event) or "")
+                    yield Content(describe_event(event) or "")
         except OSError as error:
             yield Content.styled(f"the events cannot be read: {error.strerror or error}", "$bad")
 
@@ -73,6 +73,6 @@ def _report(path: Path, bar: str) -> list[Content]:
     if report is None:
         return [Content.styled("cannot be read: it may have been cut off", "$caution")]
     try:
-        return [Content(line) for line in page(report, bar=bar)]
+        return [Content(line) for line in report_lines(report, bar=bar)]
     except (KeyError, TypeError, ValueError, AttributeError):
         return [Content.styled("is no report as this version writes them", "$caution")]

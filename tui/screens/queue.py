@@ -16,11 +16,11 @@ from textual.content import Content
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import clean, number
-from engine.journal.queue import Order, Queue
+from engine.journal.event_text import clean, format_number
+from engine.journal.queue import Queue, QueueState
 from engine.journal.summary import RunSummary
-from engine.journal.trash import discard
-from engine.launch.queue_worker import start_keeper
+from engine.journal.trash import move_to_trash
+from engine.launch.queue_worker import start_queue_worker
 from tui.keys import bindings
 from tui.run.listing import Entry, RunList
 from tui.run.table import Column, heading, row
@@ -40,7 +40,7 @@ class QueueScreen(BaseScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._order = Order()
+        self._order = QueueState()
         self._trouble = ""
         self._doomed = ""
         """The run that the next press of the same key takes out."""
@@ -85,9 +85,9 @@ class QueueScreen(BaseScreen):
         try:
             self._order, self._trouble = self._queue.look(), ""
         except TunedeckError as error:
-            self._order, self._trouble = Order(), error.found
+            self._order, self._trouble = QueueState(), error.found
         except OSError as error:
-            self._order, self._trouble = Order(), f"a run that waits cannot be read: {error.strerror or error}"
+            self._order, self._trouble = QueueState(), f"a run that waits cannot be read: {error.strerror or error}"
         names = [*([self._order.current] if self._at_work else []), *self._order.waiting]
         return [RunDirectory(self.console.runs_dir / str(name)) for name in names]
 
@@ -171,7 +171,7 @@ class QueueScreen(BaseScreen):
     def do_start(self) -> None:
         """Work on the queue."""
         try:
-            pid = start_keeper(self.console.runs_dir)
+            pid = start_queue_worker(self.console.runs_dir)
         except TunedeckError as error:
             self.say(f"{error.found}; {error.fix}", "$bad")
         else:
@@ -218,7 +218,7 @@ class QueueScreen(BaseScreen):
             self.say(f"once more takes {clean(name)} out; its folder goes to the trash", "$caution")
             return
         self._doomed = ""
-        if self._try(lambda: self._queue.remove(name)) and self._try(lambda: discard(chosen.directory)):
+        if self._try(lambda: self._queue.remove(name)) and self._try(lambda: move_to_trash(chosen.directory)):
             self.say(f"{clean(name)} is in the trash of the runs folder")
 
     def _try(self, change: Callable[[], object]) -> bool:
@@ -234,4 +234,4 @@ class QueueScreen(BaseScreen):
 
 
 def _loss(_entry: Entry, summary: RunSummary) -> str:
-    return number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else ""
+    return format_number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else ""

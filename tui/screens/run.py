@@ -240,7 +240,7 @@ class RunScreen(BaseScreen):
 
     def _ask_engine(self, name: str, promise: str) -> None:
         try:
-            control.request(self.directory, name)
+            control.send_request(self.directory, name)
         except OSError as error:
             self.say(f"the request cannot be written: {error.strerror or error}", "bold $bad")
         else:

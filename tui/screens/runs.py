@@ -16,7 +16,7 @@ from textual.widgets import Input
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
-from engine.journal.trash import TRASH, discard
+from engine.journal.trash import TRASH, move_to_trash
 from tui.keys import bindings
 from tui.run.clone import recipe_of
 from tui.run.listing import Entry, RunList
@@ -174,7 +174,7 @@ class RunsScreen(BaseScreen):
 
     def _delete(self, directory: RunDirectory) -> None:
         try:
-            place = discard(directory)
+            place = move_to_trash(directory)
         except TunedeckError as error:
             self.say(error.render().replace("\n", "; "), "bold $bad")
             return

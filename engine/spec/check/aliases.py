@@ -18,7 +18,7 @@ Siblings = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Foreign:
+class Alias:
     """Another tool's key: whose it is, our key, and our value for theirs (None: only the key is known)."""
 
     tool: str
@@ -68,7 +68,7 @@ ATTENTION = {
     "math": "eager",
 }
 
-CHOICES: dict[str, dict[str, str]] = {
+CHOICE_ALIASES: dict[str, dict[str, str]] = {
     "model.dtype": DTYPES,
     "method.adapter_dtype": DTYPES,
     "model.attention": ATTENTION,
@@ -95,7 +95,7 @@ def _dtype_if(name: str) -> Callable[[Any], Any]:
     return lambda theirs: name if theirs is True else "auto" if theirs is False else DTYPES.get(str(theirs), theirs)
 
 
-def _word(table: dict[str, str]) -> Callable[[Any], Any]:
+def _choice(table: dict[str, str]) -> Callable[[Any], Any]:
     return lambda theirs: table.get(str(theirs), theirs)
 
 
@@ -103,7 +103,7 @@ def _nf4(theirs: Any) -> str:
     return "nf4" if theirs else "none"
 
 
-def _steps(theirs: Any) -> Any:
+def _positive_or_none(theirs: Any) -> Any:
     return theirs if isinstance(theirs, int) and theirs > 0 else None
 
 
@@ -111,112 +111,112 @@ def _as_list(theirs: Any) -> Any:
     return theirs if isinstance(theirs, list) or theirs in ("all-linear", "attention") else [theirs]
 
 
-def _turned(theirs: Any) -> bool:
+def _negated(theirs: Any) -> bool:
     return not theirs
 
 
-KEYS: dict[str, Foreign] = {
-    "num_train_epochs": Foreign(HF, "train.epochs"),
-    "num_epochs": Foreign(AXOLOTL, "train.epochs"),
-    "lr": Foreign(TORCHTUNE, "train.learning_rate"),
-    "lr_scheduler_type": Foreign(HF, "train.scheduler", _word(SCHEDULERS)),
-    "lr_scheduler": Foreign(AXOLOTL, "train.scheduler", _word(SCHEDULERS)),
-    "num_warmup_steps": Foreign(TORCHTUNE, "train.warmup_steps"),
-    "min_lr": Foreign(HF, "train.min_learning_rate"),
-    "cosine_min_lr": Foreign(AXOLOTL, "train.min_learning_rate"),
-    "optim": Foreign(HF, "train.optimizer", _word(OPTIMIZERS)),
-    "adam_epsilon": Foreign(HF, "train.eps"),
-    "max_norm": Foreign(TORCHTUNE, "train.max_grad_norm"),
-    "clip_grad_norm": Foreign(TORCHTUNE, "train.max_grad_norm"),
-    "gradient_clipping": Foreign(AXOLOTL, "train.max_grad_norm"),
-    "label_smoothing_factor": Foreign(HF, "train.label_smoothing"),
-    "enable_activation_checkpointing": Foreign(TORCHTUNE, "train.gradient_checkpointing"),
-    "enable_activation_offloading": Foreign(TORCHTUNE, "train.activation_offload"),
-    "use_gradient_checkpointing": Foreign(UNSLOTH, "train.gradient_checkpointing", bool),
-    "disable_gradient_checkpointing": Foreign(FACTORY, "train.gradient_checkpointing", _turned),
-    "torch_compile": Foreign(HF, "train.compile"),
-    "full_determinism": Foreign(HF, "train.deterministic"),
-    "data_seed": Foreign(HF, "train.seed"),
-    "random_state": Foreign(UNSLOTH, "train.seed"),
-    "logging_steps": Foreign(HF, "train.log_every_steps"),
-    "log_every_n_steps": Foreign(TORCHTUNE, "train.log_every_steps"),
-    "max_steps_per_epoch": Foreign(TORCHTUNE, "train.max_steps"),
-    "use_liger_kernel": Foreign(HF, "train.loss", lambda theirs: "fused" if theirs else "auto"),
-    "lora_r": Foreign(AXOLOTL, "method.rank"),
-    "lora_rank": Foreign(FACTORY, "method.rank"),
-    "r": Foreign(PEFT, "method.rank"),
-    "lora_alpha": Foreign(PEFT, "method.alpha"),
-    "lora_dropout": Foreign(PEFT, "method.dropout"),
-    "lora_target": Foreign(
+KEY_ALIASES: dict[str, Alias] = {
+    "num_train_epochs": Alias(HF, "train.epochs"),
+    "num_epochs": Alias(AXOLOTL, "train.epochs"),
+    "lr": Alias(TORCHTUNE, "train.learning_rate"),
+    "lr_scheduler_type": Alias(HF, "train.scheduler", _choice(SCHEDULERS)),
+    "lr_scheduler": Alias(AXOLOTL, "train.scheduler", _choice(SCHEDULERS)),
+    "num_warmup_steps": Alias(TORCHTUNE, "train.warmup_steps"),
+    "min_lr": Alias(HF, "train.min_learning_rate"),
+    "cosine_min_lr": Alias(AXOLOTL, "train.min_learning_rate"),
+    "optim": Alias(HF, "train.optimizer", _choice(OPTIMIZERS)),
+    "adam_epsilon": Alias(HF, "train.eps"),
+    "max_norm": Alias(TORCHTUNE, "train.max_grad_norm"),
+    "clip_grad_norm": Alias(TORCHTUNE, "train.max_grad_norm"),
+    "gradient_clipping": Alias(AXOLOTL, "train.max_grad_norm"),
+    "label_smoothing_factor": Alias(HF, "train.label_smoothing"),
+    "enable_activation_checkpointing": Alias(TORCHTUNE, "train.gradient_checkpointing"),
+    "enable_activation_offloading": Alias(TORCHTUNE, "train.activation_offload"),
+    "use_gradient_checkpointing": Alias(UNSLOTH, "train.gradient_checkpointing", bool),
+    "disable_gradient_checkpointing": Alias(FACTORY, "train.gradient_checkpointing", _negated),
+    "torch_compile": Alias(HF, "train.compile"),
+    "full_determinism": Alias(HF, "train.deterministic"),
+    "data_seed": Alias(HF, "train.seed"),
+    "random_state": Alias(UNSLOTH, "train.seed"),
+    "logging_steps": Alias(HF, "train.log_every_steps"),
+    "log_every_n_steps": Alias(TORCHTUNE, "train.log_every_steps"),
+    "max_steps_per_epoch": Alias(TORCHTUNE, "train.max_steps"),
+    "use_liger_kernel": Alias(HF, "train.loss", lambda theirs: "fused" if theirs else "auto"),
+    "lora_r": Alias(AXOLOTL, "method.rank"),
+    "lora_rank": Alias(FACTORY, "method.rank"),
+    "r": Alias(PEFT, "method.rank"),
+    "lora_alpha": Alias(PEFT, "method.alpha"),
+    "lora_dropout": Alias(PEFT, "method.dropout"),
+    "lora_target": Alias(
         FACTORY, "method.targets", lambda theirs: "all-linear" if theirs == "all" else _as_list(theirs)
     ),
-    "target_modules": Foreign(PEFT, "method.targets", _as_list),
-    "lora_target_modules": Foreign(AXOLOTL, "method.targets", _as_list),
-    "lora_target_linear": Foreign(AXOLOTL, "method.targets", lambda theirs: "all-linear" if theirs else None),
-    "lora_attn_modules": Foreign(TORCHTUNE, "method.targets", _as_list),
-    "exclude_modules": Foreign(PEFT, "method.exclude", _as_list),
-    "modules_to_save": Foreign(PEFT, "method.also_train", _as_list),
-    "lora_modules_to_save": Foreign(AXOLOTL, "method.also_train", _as_list),
-    "use_rslora": Foreign(PEFT, "method.rslora"),
-    "use_dora": Foreign(PEFT, "method.dora"),
-    "peft_use_dora": Foreign(AXOLOTL, "method.dora"),
-    "finetuning_type": Foreign(FACTORY, "method.kind"),
-    "full_finetuning": Foreign(UNSLOTH, "method.kind", lambda theirs: "full" if theirs else "lora"),
-    "use_peft": Foreign(TRL, "method.kind", lambda theirs: "lora" if theirs else "full"),
-    "unfrozen_parameters": Foreign(AXOLOTL, "method.train_only", _as_list),
-    "base_model": Foreign(AXOLOTL, "model.id"),
-    "model_name_or_path": Foreign(HF, "model.id"),
-    "model_name": Foreign(UNSLOTH, "model.id"),
-    "pretrained_model_name_or_path": Foreign(HF, "model.id"),
-    "tokenizer_name": Foreign(HF, "model.tokenizer"),
-    "tokenizer_name_or_path": Foreign(TRL, "model.tokenizer"),
-    "model_revision": Foreign(TRL, "model.revision"),
-    "adapter_name_or_path": Foreign(FACTORY, "model.adapter"),
-    "lora_model_dir": Foreign(AXOLOTL, "model.adapter"),
-    "torch_dtype": Foreign(HF, "model.dtype", _word(DTYPES)),
-    "bf16": Foreign(HF, "model.dtype", _dtype_if("bfloat16")),
-    "fp16": Foreign(HF, "model.dtype", _dtype_if("float16")),
-    "attn_implementation": Foreign(HF, "model.attention", _word(ATTENTION)),
-    "flash_attention": Foreign(AXOLOTL, "model.attention", lambda theirs: "flash" if theirs else "auto"),
-    "flash_attn": Foreign(FACTORY, "model.attention", _word({**ATTENTION, "disabled": "eager"})),
-    "load_in_4bit": Foreign(HF, "model.quantize", _nf4),
-    "quantization_bit": Foreign(FACTORY, "model.quantize", lambda theirs: "nf4" if theirs == 4 else None),
-    "max_seq_length": Foreign(TRL, "data.max_length"),
-    "max_seq_len": Foreign(TORCHTUNE, "data.max_length"),
-    "sequence_len": Foreign(AXOLOTL, "data.max_length"),
-    "cutoff_len": Foreign(FACTORY, "data.max_length"),
-    "model_max_length": Foreign(HF, "data.max_length"),
-    "sample_packing": Foreign(AXOLOTL, "data.packing"),
-    "packed": Foreign(TORCHTUNE, "data.packing"),
-    "val_set_size": Foreign(AXOLOTL, "data.valid_fraction"),
-    "val_size": Foreign(FACTORY, "data.valid_fraction"),
-    "train_on_inputs": Foreign(AXOLOTL, "data.loss_on", lambda theirs: "all" if theirs else "completion"),
-    "train_on_prompt": Foreign(FACTORY, "data.loss_on", lambda theirs: "all" if theirs else "completion"),
-    "train_on_input": Foreign(TORCHTUNE, "data.loss_on", lambda theirs: "all" if theirs else "completion"),
-    "completion_only_loss": Foreign(TRL, "data.loss_on", lambda theirs: "completion" if theirs else "all"),
-    "assistant_only_loss": Foreign(TRL, "data.loss_on", lambda theirs: "completion" if theirs else "all"),
-    "default_system_message": Foreign(AXOLOTL, "data.system_prompt"),
-    "default_system": Foreign(FACTORY, "data.system_prompt"),
-    "preprocessing_num_workers": Foreign(FACTORY, "data.workers"),
-    "dataset_num_proc": Foreign(TRL, "data.workers"),
-    "dataset_processes": Foreign(AXOLOTL, "data.workers"),
-    "dataloader_num_workers": Foreign(HF, "data.workers"),
-    "max_samples": Foreign(FACTORY, "data.sources.NAME.limit"),
-    "dataset_name": Foreign(TRL, "data.sources.NAME.hub"),
-    "dataset_config_name": Foreign(HF, "data.sources.NAME.config"),
-    "train_file": Foreign(HF, "data.sources.NAME.path"),
-    "validation_file": Foreign(HF, "data.validation.NAME.path"),
-    "dataset_text_field": Foreign(TRL, "data.sources.NAME.columns.text"),
-    "save_steps": Foreign(HF, "checkpoint.every_steps"),
-    "save_total_limit": Foreign(HF, "checkpoint.keep"),
-    "metric_for_best_model": Foreign(HF, "checkpoint.best_metric", lambda theirs: str(theirs).removeprefix("eval_")),
-    "load_best_model_at_end": Foreign(HF, "checkpoint.result", lambda theirs: "best" if theirs else "last"),
-    "eval_steps": Foreign(HF, "eval.every_steps", _steps),
-    "eval_on_start": Foreign(HF, "eval.at_start"),
-    "early_stopping_patience": Foreign(HF, "eval.early_stopping_patience"),
-    "report_to": Foreign(HF, "trackers.use", lambda theirs: [] if theirs == "none" else _as_list(theirs)),
-    "wandb_project": Foreign(AXOLOTL, "trackers.project"),
-    "router_aux_loss_coef": Foreign(HF, "moe.aux_loss_weight"),
+    "target_modules": Alias(PEFT, "method.targets", _as_list),
+    "lora_target_modules": Alias(AXOLOTL, "method.targets", _as_list),
+    "lora_target_linear": Alias(AXOLOTL, "method.targets", lambda theirs: "all-linear" if theirs else None),
+    "lora_attn_modules": Alias(TORCHTUNE, "method.targets", _as_list),
+    "exclude_modules": Alias(PEFT, "method.exclude", _as_list),
+    "modules_to_save": Alias(PEFT, "method.also_train", _as_list),
+    "lora_modules_to_save": Alias(AXOLOTL, "method.also_train", _as_list),
+    "use_rslora": Alias(PEFT, "method.rslora"),
+    "use_dora": Alias(PEFT, "method.dora"),
+    "peft_use_dora": Alias(AXOLOTL, "method.dora"),
+    "finetuning_type": Alias(FACTORY, "method.kind"),
+    "full_finetuning": Alias(UNSLOTH, "method.kind", lambda theirs: "full" if theirs else "lora"),
+    "use_peft": Alias(TRL, "method.kind", lambda theirs: "lora" if theirs else "full"),
+    "unfrozen_parameters": Alias(AXOLOTL, "method.train_only", _as_list),
+    "base_model": Alias(AXOLOTL, "model.id"),
+    "model_name_or_path": Alias(HF, "model.id"),
+    "model_name": Alias(UNSLOTH, "model.id"),
+    "pretrained_model_name_or_path": Alias(HF, "model.id"),
+    "tokenizer_name": Alias(HF, "model.tokenizer"),
+    "tokenizer_name_or_path": Alias(TRL, "model.tokenizer"),
+    "model_revision": Alias(TRL, "model.revision"),
+    "adapter_name_or_path": Alias(FACTORY, "model.adapter"),
+    "lora_model_dir": Alias(AXOLOTL, "model.adapter"),
+    "torch_dtype": Alias(HF, "model.dtype", _choice(DTYPES)),
+    "bf16": Alias(HF, "model.dtype", _dtype_if("bfloat16")),
+    "fp16": Alias(HF, "model.dtype", _dtype_if("float16")),
+    "attn_implementation": Alias(HF, "model.attention", _choice(ATTENTION)),
+    "flash_attention": Alias(AXOLOTL, "model.attention", lambda theirs: "flash" if theirs else "auto"),
+    "flash_attn": Alias(FACTORY, "model.attention", _choice({**ATTENTION, "disabled": "eager"})),
+    "load_in_4bit": Alias(HF, "model.quantize", _nf4),
+    "quantization_bit": Alias(FACTORY, "model.quantize", lambda theirs: "nf4" if theirs == 4 else None),
+    "max_seq_length": Alias(TRL, "data.max_length"),
+    "max_seq_len": Alias(TORCHTUNE, "data.max_length"),
+    "sequence_len": Alias(AXOLOTL, "data.max_length"),
+    "cutoff_len": Alias(FACTORY, "data.max_length"),
+    "model_max_length": Alias(HF, "data.max_length"),
+    "sample_packing": Alias(AXOLOTL, "data.packing"),
+    "packed": Alias(TORCHTUNE, "data.packing"),
+    "val_set_size": Alias(AXOLOTL, "data.valid_fraction"),
+    "val_size": Alias(FACTORY, "data.valid_fraction"),
+    "train_on_inputs": Alias(AXOLOTL, "data.loss_on", lambda theirs: "all" if theirs else "completion"),
+    "train_on_prompt": Alias(FACTORY, "data.loss_on", lambda theirs: "all" if theirs else "completion"),
+    "train_on_input": Alias(TORCHTUNE, "data.loss_on", lambda theirs: "all" if theirs else "completion"),
+    "completion_only_loss": Alias(TRL, "data.loss_on", lambda theirs: "completion" if theirs else "all"),
+    "assistant_only_loss": Alias(TRL, "data.loss_on", lambda theirs: "completion" if theirs else "all"),
+    "default_system_message": Alias(AXOLOTL, "data.system_prompt"),
+    "default_system": Alias(FACTORY, "data.system_prompt"),
+    "preprocessing_num_workers": Alias(FACTORY, "data.workers"),
+    "dataset_num_proc": Alias(TRL, "data.workers"),
+    "dataset_processes": Alias(AXOLOTL, "data.workers"),
+    "dataloader_num_workers": Alias(HF, "data.workers"),
+    "max_samples": Alias(FACTORY, "data.sources.NAME.limit"),
+    "dataset_name": Alias(TRL, "data.sources.NAME.hub"),
+    "dataset_config_name": Alias(HF, "data.sources.NAME.config"),
+    "train_file": Alias(HF, "data.sources.NAME.path"),
+    "validation_file": Alias(HF, "data.validation.NAME.path"),
+    "dataset_text_field": Alias(TRL, "data.sources.NAME.columns.text"),
+    "save_steps": Alias(HF, "checkpoint.every_steps"),
+    "save_total_limit": Alias(HF, "checkpoint.keep"),
+    "metric_for_best_model": Alias(HF, "checkpoint.best_metric", lambda theirs: str(theirs).removeprefix("eval_")),
+    "load_best_model_at_end": Alias(HF, "checkpoint.result", lambda theirs: "best" if theirs else "last"),
+    "eval_steps": Alias(HF, "eval.every_steps", _positive_or_none),
+    "eval_on_start": Alias(HF, "eval.at_start"),
+    "early_stopping_patience": Alias(HF, "eval.early_stopping_patience"),
+    "report_to": Alias(HF, "trackers.use", lambda theirs: [] if theirs == "none" else _as_list(theirs)),
+    "wandb_project": Alias(AXOLOTL, "trackers.project"),
+    "router_aux_loss_coef": Alias(HF, "moe.aux_loss_weight"),
 }
 """Another tool's key (lower case, '-' as '_') = ours. Keys spelt like ours need no row."""
 
@@ -230,7 +230,7 @@ ZERO_STAGE = re.compile(r"z(?:ero)?[_-]?(?:stage)?[_-]?([23])", re.IGNORECASE)
 """The stage in the name of a DeepSpeed configuration file, such as ds_z3_config.json or zero2_torch_compile.json."""
 
 
-def translate(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:
+def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:
     """(whose key it is, "our.key = value") for another tool's key, or None for a word nobody uses."""
     folded = key.lower().replace("-", "_")
     if folded in PER_DEVICE or folded in ACCUMULATION:
@@ -239,7 +239,7 @@ def translate(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | Non
         return HF, f"train.betas = {quoted([siblings.get(BETAS[0], 0.9), siblings.get(BETAS[1], 0.999)])}"
     if folded in DEEPSPEED:
         return "DeepSpeed", f'parallel.strategy = "sharded", parallel.shard = {quoted(_shard(value))} in the profile'
-    row = KEYS.get(folded)
+    row = KEY_ALIASES.get(folded)
     if row is None:
         return None
     ours = row.value(value)

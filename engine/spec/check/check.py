@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from engine.spec.check.aliases import CHOICES, translate
+from engine.spec.check.aliases import CHOICE_ALIASES, translate_key
 from engine.spec.check.hardware_rules import problems_of_profile
 from engine.spec.check.rules import problems_of_recipe
-from engine.spec.files.document import WHOLE_NUMBERS, Problem, key_text, merge_tables, value_at
+from engine.spec.files.document import INTEGER_RANGE, Problem, key_text, merge_tables, value_at
 from engine.spec.files.lines import Place
-from engine.spec.files.text import UNSAFE, nearest, quoted, visible
+from engine.spec.files.text import UNSAFE, closest_match, quoted, visible
 from engine.spec.schema import describe
 from engine.spec.schema.base import SCHEMA_VERSION, Table
 from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 
-Spec = TypeVar("Spec", bound=Table)
+CheckedTable = TypeVar("CheckedTable", bound=Table)
 Data = dict[str, Any]
 
-EXAMPLES: dict[tuple[type[Table], str], tuple[str, Any]] = {
+REQUIRED_KEY_EXAMPLES: dict[tuple[type[Table], str], tuple[str, Any]] = {
     (Recipe, "name"): ('name = "my-recipe"', "example"),
     (Recipe, "model"): ('[model] with id = "Qwen/Qwen2.5-0.5B-Instruct"', {"id": "example"}),
     (Recipe, "data"): ('[[data.sources]] with name = "main" and path = "train.jsonl"', None),
@@ -35,7 +35,7 @@ EXAMPLES: dict[tuple[type[Table], str], tuple[str, Any]] = {
 }
 """Required key of a table = how to write it, and a stand-in with which the rest of the file can be checked."""
 
-BY_KEY: dict[str, tuple[str, Any]] = {
+EXAMPLES_BY_KEY: dict[str, tuple[str, Any]] = {
     "id": ('id = "Qwen/Qwen2.5-0.5B-Instruct"', "example"),
     "sources": (
         '[[data.sources]] with name = "main" and path = "train.jsonl"',
@@ -52,7 +52,7 @@ FREE_TEXT = {"title": "", "notes": "\n\t"}
 ANY_TEXT = frozenset({"system_prompt", "chat_template", "on_finish", "set"})
 """Keys that may hold any character; they are never shown unescaped."""
 
-LAYERED = (
+OVERRIDABLE_TABLES = (
     "model",
     "method",
     "data",
@@ -75,7 +75,7 @@ MINIMAL_RECIPE: Data = {
 }
 
 
-def check(model: type[Spec], data: Data) -> tuple[Spec | None, list[Problem]]:
+def check_table(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | None, list[Problem]]:
     """The checked table, or None and everything wrong with `data`."""
     if foreign_file := _wrong_file(model, data):
         return None, foreign_file
@@ -118,14 +118,14 @@ def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator
     if isinstance(node, str) and (hit := UNSAFE.search(node)):
         yield Problem(place, f"{quoted(node)} holds the control character {visible(hit[0])}", "plain text is allowed")
     if isinstance(node, int) and not -(2**63) <= node < 2**63:
-        yield Problem(place, quoted(node), WHOLE_NUMBERS)
+        yield Problem(place, quoted(node), INTEGER_RANGE)
     children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for part, child in children:
         if part not in FREE_TEXT and part not in ANY_TEXT:
             yield from _unsafe_values(model, child, (*place, part))
 
 
-def _validated(model: type[Spec], data: Data) -> tuple[Spec | None, list[Problem]]:
+def _validated(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | None, list[Problem]]:
     """The table made of what is right in `data`, and what is wrong with its fields."""
     try:
         return model.model_validate(data), []
@@ -150,7 +150,7 @@ def _place(location: Place, data: Any, kind: str) -> Place:
 def _problem(model: type[Table], data: Data, place: Place, kind: str) -> Problem:
     if kind == "missing":
         table = describe.table_at(model, place[:-1])
-        example = EXAMPLES.get((table, str(place[-1])), BY_KEY.get(str(place[-1])))  # type: ignore[arg-type]
+        example = REQUIRED_KEY_EXAMPLES.get((table, str(place[-1])), EXAMPLES_BY_KEY.get(str(place[-1])))  # type: ignore[arg-type]
         how = f", such as {example[0]}" if example else ""
         return Problem(place, "missing", f"{describe.allowed_at(model, place)} is needed{how}")
     value = value_at(data, place)
@@ -189,7 +189,7 @@ def _choice(model: type[Table], data: Data, place: Place, value: Any) -> str:
     )
     if bare == "method.kind" and value.lower() == "qlora":
         return f'{allowed}; QLoRA is method.kind = "lora" with model.quantize = "nf4"'
-    meant = CHOICES.get(bare, {}).get(value.lower()) or nearest(value, words)
+    meant = CHOICE_ALIASES.get(bare, {}).get(value.lower()) or closest_match(value, words)
     return f"{allowed}; did you mean {quoted(meant)}?" if meant else allowed
 
 
@@ -200,13 +200,13 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
         return Problem(
             place, "a file can never allow remote code", "only --trust-remote-code on your own command line does"
         )
-    if answer := translate(key, value, _scalars(data)):
+    if answer := translate_key(key, value, _scalars(data)):
         return Problem(place, f"unknown key, {answer[0]}'s name", f"here it is {answer[1]}")
-    if meant := nearest(key, known):
+    if meant := closest_match(key, known):
         return Problem(place, "unknown key", f"did you mean {key_text((*place[:-1], meant), data)}?")
     if homes := _homes(model, key):
         return Problem(place, "unknown key here", f"it belongs in {' or '.join(homes)}")
-    if meant := nearest(key, (leaf for leaf in _leaves(model) if leaf)):
+    if meant := closest_match(key, (leaf for leaf in _leaves(model) if leaf)):
         return Problem(place, "unknown key", f"did you mean {' or '.join(_homes(model, meant))}?")
     return Problem(place, "unknown key", f"allowed here: {', '.join(known)}")
 
@@ -243,7 +243,7 @@ def _touches(place: Place, bad: set[Place]) -> bool:
     return any(place[: len(other)] == other or other[: len(place)] == place for other in bad)
 
 
-def _validated_remainder(model: type[Spec], data: Data) -> Spec | None:
+def _validated_remainder(model: type[CheckedTable], data: Data) -> CheckedTable | None:
     """The table made of what is right in `data`: wrong keys left out, missing ones stood in for."""
     for _ in range(4):
         try:
@@ -259,13 +259,13 @@ def _with_stand_in(model: type[Table], data: Data, place: Place) -> Data:
     table, key = describe.table_at(model, place[:-1]), str(place[-1])
     stand_in = {
         Profile: {"device": {"kind": "cpu", "memory_gib": 1.0}},
-        Recipe: {"model": {"id": "example"}, "data": {"sources": BY_KEY["sources"][1]}},
+        Recipe: {"model": {"id": "example"}, "data": {"sources": EXAMPLES_BY_KEY["sources"][1]}},
         RunSpec: {
             "profile": {"name": "example", "device": {"kind": "cpu", "memory_gib": 1.0}},
             "recipe": MINIMAL_RECIPE,
         },
     }.get(table, {})  # type: ignore[arg-type]
-    value = stand_in.get(key, BY_KEY.get(key, ("", "example"))[1])
+    value = stand_in.get(key, EXAMPLES_BY_KEY.get(key, ("", "example"))[1])
     return dict(_changed(data, place, lambda node: node.update({key: value})))
 
 
@@ -307,12 +307,12 @@ def _partial(base: Data, extra: Data) -> list[Problem]:
     if not extra:
         return []
     strange = [
-        Problem((key,), "unknown key", f"tables of a recipe are allowed: {', '.join(LAYERED)}")
+        Problem((key,), "unknown key", f"tables of a recipe are allowed: {', '.join(OVERRIDABLE_TABLES)}")
         for key in extra
-        if key not in LAYERED
+        if key not in OVERRIDABLE_TABLES
     ]
-    known = {key: value for key, value in extra.items() if key in LAYERED}
-    _, problems = check(Recipe, merge_tables(base, known))
+    known = {key: value for key, value in extra.items() if key in OVERRIDABLE_TABLES}
+    _, problems = check_table(Recipe, merge_tables(base, known))
     return strange + [
         problem for problem in problems if value_at(known, problem.place[:1]) is not None and _written(known, problem)
     ]
@@ -328,7 +328,8 @@ def _base_of(data: Data) -> Data:
 
 def _stage_problems(recipe: Recipe, data: Data) -> Iterator[Problem]:
     for index, stage in enumerate(recipe.stages):
-        own = {key: table for key in LAYERED if (table := getattr(stage, key, None)) and isinstance(table, dict)}
+        tables = {key: getattr(stage, key, None) for key in OVERRIDABLE_TABLES}
+        own = {key: table for key, table in tables.items() if table and isinstance(table, dict)}
         yield from (problem.under(("stages", index)) for problem in _partial(_base_of(data), own))
 
 

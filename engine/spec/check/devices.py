@@ -9,7 +9,7 @@ from engine.errors import UsageError
 from engine.spec.schema.run import RunSpec
 
 
-def device_indices(text: str | None) -> list[int]:
+def parse_device_indices(text: str | None) -> list[int]:
     """`2,3` as [2, 3]. Raises UsageError for anything else."""
     if text is None:
         return []
@@ -19,7 +19,7 @@ def device_indices(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def check_devices(spec: RunSpec) -> None:
+def require_matching_devices(spec: RunSpec) -> None:
     """Raise UsageError where the devices chosen are not what the profile is made for."""
     given, count = spec.limits.devices, spec.profile.device.count
     if given and spec.profile.device.kind != "cuda":

@@ -76,7 +76,7 @@ def words_for_launchers_are_plain(profile: Profile) -> Problems:
             )
 
 
-def device_can(profile: Profile, recipe: Recipe) -> Problems:
+def problems_on_device(profile: Profile, recipe: Recipe) -> Problems:
     """What a recipe asks of the hardware, with places in the recipe."""
     needs_cuda: dict[Place, tuple[str, str]] = {
         ("model", "quantize"): (recipe.model.quantize, "nf4"),

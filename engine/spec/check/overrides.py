@@ -15,9 +15,9 @@ from typing import Any
 
 import tomli
 
-from engine.spec.files.document import BY_SET, Document, value_at
+from engine.spec.files.document import FROM_COMMAND_LINE, Document, value_at
 from engine.spec.files.lines import Place
-from engine.spec.files.text import nearest, quoted, visible
+from engine.spec.files.text import closest_match, quoted, visible
 
 EXCLUSIVE = {"path": "hub", "hub": "path", "warmup_ratio": "warmup_steps", "warmup_steps": "warmup_ratio"}
 """Keys of which only one may be set: a higher layer's choice takes the place of a lower layer's other one."""
@@ -42,7 +42,7 @@ class Override:
     value: Any
 
 
-def parse_sets(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
+def parse_overrides(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
     """The overrides, and the problems of those that are none."""
     overrides, problems = [], []
     for text in sets:
@@ -85,29 +85,29 @@ def _value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def lay_sets(profile: Document, recipe: Document, overrides: Sequence[Override]) -> list[str]:
+def apply_overrides(profile: Document, recipe: Document, overrides: Sequence[Override]) -> list[str]:
     """Lay `--set` values over both documents. Returns the problems of keys that lead nowhere."""
     problems = []
     for override in overrides:
         document = profile if override.key[0] in PROFILE_TABLES else recipe
-        problem = lay(document, override.key, override.value, BY_SET)
+        problem = set_value(document, override.key, override.value, FROM_COMMAND_LINE)
         problems += [f"--set {'.'.join(map(visible, override.key))}: {problem}"] if problem else []
     return problems
 
 
-def lay(document: Document, key: tuple[str, ...], value: Any, label: str) -> str:
+def set_value(document: Document, key: tuple[str, ...], value: Any, label: str) -> str:
     """Lay a value over a document and over the stages that set the same key; tables merge. Returns a problem or ''."""
     if isinstance(value, dict) and isinstance(value_at(document.data, key), dict):
-        results = [lay(document, (*key, part), inner, label) for part, inner in value.items()]
+        results = [set_value(document, (*key, part), inner, label) for part, inner in value.items()]
         return next((problem for problem in results if problem), "")
     if key[0] != "stages":
         stages = document.data.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
             if isinstance(stage, dict) and value_at(stage, _found(stage, key) or ("?",)) is not None:
-                _lay_at(document, ("stages", index, *(_found(stage, key) or ())), value, label)
+                _set_at(document, ("stages", index, *(_found(stage, key) or ())), value, label)
     place, problem = resolve_key(document.data, key)
     if not problem:
-        _lay_at(document, place, value, label)
+        _set_at(document, place, value, label)
     return problem
 
 
@@ -126,7 +126,7 @@ def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]
             index, taken = _entry(node, rest)
             if index is None:
                 names = [str(item["name"]) for item in node if isinstance(item, dict) and "name" in item]
-                meant = nearest(rest[0], names)
+                meant = closest_match(rest[0], names)
                 hint = f"; did you mean {meant}?" if meant else ""
                 known = ", ".join(map(visible, names)) or (f"numbers from 0 to {len(node) - 1}" if node else "none")
                 return place, f"no entry named {quoted(rest[0])}{hint}; there is: {known}"
@@ -147,7 +147,7 @@ def _entry(entries: list[Any], rest: tuple[str, ...]) -> tuple[int | None, int]:
     return (number, 1) if 0 <= number < len(entries) else (None, 0)
 
 
-def _lay_at(document: Document, place: Place, value: Any, label: str) -> None:
+def _set_at(document: Document, place: Place, value: Any, label: str) -> None:
     node: Any = document.data
     for depth, part in enumerate(place[:-1], start=1):
         child = node.get(part) if isinstance(node, dict) else node[part]
@@ -161,7 +161,7 @@ def _lay_at(document: Document, place: Place, value: Any, label: str) -> None:
         _remove(node, place[-1])
     else:
         node[place[-1]] = copy.deepcopy(value)
-        _displace(document, node, place, label)
+        _remove_exclusive(document, node, place, label)
     document.where[place] = label
 
 
@@ -172,7 +172,7 @@ def _remove(node: Any, part: str | int) -> None:
         del node[part]
 
 
-def _displace(document: Document, node: Any, place: Place, label: str) -> None:
+def _remove_exclusive(document: Document, node: Any, place: Place, label: str) -> None:
     other = EXCLUSIVE.get(str(place[-1]))
     if other and isinstance(node, dict) and other in node and document.where.get((*place[:-1], other)) != label:
         del node[other]
@@ -184,9 +184,9 @@ def _forget(document: Document, place: Place) -> None:
         del document.where[written]
 
 
-def leaves(table: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+def leaf_items(table: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """Every (key, value) of nested tables."""
     found: list[tuple[tuple[str, ...], Any]] = []
     for key, value in table.items():
-        found += leaves(value, (*prefix, key)) if isinstance(value, dict) else [((*prefix, key), value)]
+        found += leaf_items(value, (*prefix, key)) if isinstance(value, dict) else [((*prefix, key), value)]
     return found

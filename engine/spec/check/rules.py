@@ -11,7 +11,7 @@ from itertools import chain
 
 from engine.spec.files.document import Problem
 from engine.spec.files.lines import Place
-from engine.spec.files.text import nearest, quoted
+from engine.spec.files.text import closest_match, quoted
 from engine.spec.schema.recipe import Recipe, Source
 
 BUILTIN_SOURCES = ("builtin:dates",)
@@ -67,7 +67,7 @@ def builtins_exist(recipe: Recipe) -> Problems:
     ]
     for place, text, known in named:
         if text is not None and text.startswith("builtin:") and text not in known:
-            meant = nearest(text, known)
+            meant = closest_match(text, known)
             allowed = f"{' or '.join(quoted(word) for word in known)} is allowed"
             yield Problem(
                 place, f"{quoted(text)} is not built in", f"{allowed}; did you mean {meant}?" if meant else allowed

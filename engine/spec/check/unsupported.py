@@ -28,7 +28,7 @@ def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) 
     return _when(sharded and written in unbuilt, f'{key} = "{written}" beside parallel.strategy = "sharded"')
 
 
-ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
+UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (lambda spec: _when(bool(spec.recipe.stages), "stages"), "runs of several stages"),
     (lambda spec: _when(bool(spec.recipe.sweep), "sweep"), "sweeps"),
     (lambda spec: image_key(spec.recipe), "images"),
@@ -53,19 +53,19 @@ ROWS: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
 """(what the user wrote, or None) and the feature that is not there yet."""
 
 
-PLANNED_FOR = ("images",)
+PLANNABLE_FEATURES = ("images",)
 """What the budget predicts although no run does it yet."""
 
 
-def refuse_unbuilt(spec: RunSpec, *, planning: bool = False) -> None:
+def refuse_unsupported(spec: RunSpec, *, planning: bool = False) -> None:
     """Raise SpecError (exit 2) naming every key whose feature this version does not have.
 
     With `planning` only what a plan cannot answer for is refused.
     """
     problems = [
         f"{written}: this version does not do {feature} yet"
-        for asks, feature in ROWS
-        if (written := asks(spec)) and not (planning and feature in PLANNED_FOR)
+        for asks, feature in UNSUPPORTED_FEATURES
+        if (written := asks(spec)) and not (planning and feature in PLANNABLE_FEATURES)
     ]
     if problems:
         raise SpecError(problems, fix="remove these keys, or restore their defaults with --set KEY=")

@@ -30,9 +30,9 @@ MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 100
 """Levels of tables and lists; a spec has five."""
 
-WHOLE_NUMBERS = "TOML's whole numbers have 64 bits, at most 9223372036854775807"
+INTEGER_RANGE = "TOML's whole numbers have 64 bits, at most 9223372036854775807"
 
-BY_SET = "--set"
+FROM_COMMAND_LINE = "--set"
 """Label of values that came from the command line."""
 
 
@@ -69,10 +69,10 @@ class Document:
 
     def render(self, problem: Problem) -> str:
         """`file:line: key: found; allowed`, or `--set key: found; allowed` where the command line is to blame."""
-        to_blame = [place for place in (problem.place, *problem.beside) if self.written_at(place) == BY_SET]
+        to_blame = [place for place in (problem.place, *problem.beside) if self.written_at(place) == FROM_COMMAND_LINE]
         place = to_blame[0] if to_blame else problem.place
         label, key = self.written_at(place), key_text(place, self.data)
-        head = f"{label} {key}" if label == BY_SET else f"{label}: {key}"
+        head = f"{label} {key}" if label == FROM_COMMAND_LINE else f"{label}: {key}"
         return f"{head}: {problem.found}; {problem.allowed}"
 
     def refuse(self, problems: Iterable[Problem]) -> list[str]:
@@ -120,7 +120,7 @@ def parse_document(text: str, label: str, sha256: str = "") -> Document:
         raise SpecError([_syntax_problem(label, error, text)], fix="see https://toml.io for the format") from None
     except ValueError:
         # The only one tomli passes on: Python refuses to read whole numbers of thousands of digits.
-        raise SpecError([f"{label}: a whole number too long to read; {WHOLE_NUMBERS}"]) from None
+        raise SpecError([f"{label}: a whole number too long to read; {INTEGER_RANGE}"]) from None
     except RecursionError:
         raise SpecError([f"{label}:1: tables or lists nested too deeply; no key of Tunedeck needs that"]) from None
     where = {place: f"{label}:{line}" for place, line in key_lines(text.replace("\r\n", "\n")).items()}

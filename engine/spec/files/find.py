@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Literal
 
 from engine.errors import SpecError
-from engine.spec.files.text import nearest, quoted, visible
+from engine.spec.files.text import closest_match, quoted, visible
 from engine.spec.files.working_directory import working_directory
 from engine.spec.schema.base import NAME_PATTERN
 
-Kind = Literal["profile", "recipe"]
-FOLDERS: dict[Kind, str] = {"profile": "hardware", "recipe": "recipes"}
-SHIPPED = Path(__file__).resolve().parents[3] / "profiles"
+SpecKind = Literal["profile", "recipe"]
+KIND_FOLDERS: dict[SpecKind, str] = {"profile": "hardware", "recipe": "recipes"}
+SHIPPED_FOLDER = Path(__file__).resolve().parents[3] / "profiles"
 
 
 @dataclass(frozen=True)
-class Located:
+class SpecFile:
     """A file, where it came from ("project", "user", "shipped" or "path"), and the folder its data paths start from."""
 
     path: Path
@@ -52,47 +52,47 @@ def user_folder() -> Path:
     return Path(platformdirs.user_config_dir("tunedeck")) / "profiles"
 
 
-def search_path(kind: Kind, cwd: Path) -> dict[str, Path]:
+def search_path(kind: SpecKind, cwd: Path) -> dict[str, Path]:
     """Origin = folder, in the order they are searched."""
-    folder = FOLDERS[kind]
-    return {"project": cwd / "profiles" / folder, "user": user_folder() / folder, "shipped": SHIPPED / folder}
+    folder = KIND_FOLDERS[kind]
+    return {"project": cwd / "profiles" / folder, "user": user_folder() / folder, "shipped": SHIPPED_FOLDER / folder}
 
 
-def available(kind: Kind, cwd: Path | None = None) -> list[Located]:
+def list_spec_files(kind: SpecKind, cwd: Path | None = None) -> list[SpecFile]:
     """Every file that can be addressed by its name, sorted; one hidden behind an earlier folder is left out."""
     here = (cwd or working_directory()).absolute()
-    found: dict[str, Located] = {}
+    found: dict[str, SpecFile] = {}
     for origin, folder in search_path(kind, here).items():
         for path in sorted(folder.glob("*.toml")) if os.access(folder, os.R_OK) else ():
             if re.fullmatch(NAME_PATTERN, path.stem) and path.is_file():
-                found.setdefault(path.stem, Located(path, _origin(origin, folder), here))
+                found.setdefault(path.stem, SpecFile(path, _origin(origin, folder), here))
     return [found[name] for name in sorted(found)]
 
 
 def _origin(origin: str, folder: Path) -> str:
     """Inside Tunedeck's own checkout ./profiles is the shipped folder."""
-    return "shipped" if folder.resolve().parent == SHIPPED else origin
+    return "shipped" if folder.resolve().parent == SHIPPED_FOLDER else origin
 
 
-def locate(kind: Kind, text: str, cwd: Path | None = None) -> Located:
+def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFile:
     """The file a name or path stands for. Raises SpecError with the known names when there is none."""
     here = (cwd or working_directory()).absolute()
     if "/" in text or os.sep in text or text.endswith(".toml"):
         path = here / Path(text).expanduser()
         if not path.exists():
             raise SpecError([f"{visible(text)}: no such file; the path of a {kind}'s TOML file is needed"])
-        return Located(path, "path", Path(os.path.abspath(path.parent)))
+        return SpecFile(path, "path", Path(os.path.abspath(path.parent)))
     for origin, folder in search_path(kind, here).items():
         if re.fullmatch(NAME_PATTERN, text) and (folder / f"{text}.toml").is_file():
-            return Located(folder / f"{text}.toml", _origin(origin, folder), here)
+            return SpecFile(folder / f"{text}.toml", _origin(origin, folder), here)
     raise SpecError([_unknown(kind, text, here)], fix=f"tunedeck {kind}s list")
 
 
-def _unknown(kind: Kind, text: str, cwd: Path) -> str:
-    names = [located.name for located in available(kind, cwd)]
-    other: Kind = "recipe" if kind == "profile" else "profile"
-    meant = nearest(text, names)
+def _unknown(kind: SpecKind, text: str, cwd: Path) -> str:
+    names = [located.name for located in list_spec_files(kind, cwd)]
+    other: SpecKind = "recipe" if kind == "profile" else "profile"
+    meant = closest_match(text, names)
     hint = f"; did you mean {meant}?" if meant else ""
-    if not meant and any(located.name == text for located in available(other, cwd)):
+    if not meant and any(located.name == text for located in list_spec_files(other, cwd)):
         hint = f"; there is a {other} of that name, for -{other[0]}"
     return f"no {kind} named {quoted(text)}{hint}; known: {', '.join(names)}; a path holds a slash or ends in .toml"

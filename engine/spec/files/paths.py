@@ -10,41 +10,41 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from engine.spec.files.document import BY_SET, Document, Problem
+from engine.spec.files.document import FROM_COMMAND_LINE, Document, Problem
 from engine.spec.files.lines import Place
 from engine.spec.files.text import quoted
 
-ALWAYS_PATH = frozenset({"path", "image_root"})
-MAYBE_PATH = frozenset({"id", "tokenizer", "adapter", "chat_template"})
-ELSEWHERE = ("builtin:", "run:")
+PATH_KEYS = frozenset({"path", "image_root"})
+POSSIBLE_PATH_KEYS = frozenset({"id", "tokenizer", "adapter", "chat_template"})
+NON_FILE_PREFIXES = ("builtin:", "run:")
 
 
-def text_fields(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
+def path_values(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
     """Every text below `node` whose key may hold a path, with its place."""
     children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for part, child in children:
-        if isinstance(child, str) and part in ALWAYS_PATH | MAYBE_PATH:
+        if isinstance(child, str) and part in PATH_KEYS | POSSIBLE_PATH_KEYS:
             yield (*place, part), child
         elif isinstance(child, (dict, list)):
-            yield from text_fields(child, (*place, part))
+            yield from path_values(child, (*place, part))
 
 
 def make_absolute(recipe: Document, folder: Path, cwd: Path) -> None:
     """Resolve the recipe's paths in place: against `folder`, those typed as --set against `cwd`."""
-    for place, text in list(text_fields(recipe.data)):
-        base = cwd if recipe.written_at(place) == BY_SET else folder
+    for place, text in list(path_values(recipe.data)):
+        base = cwd if recipe.written_at(place) == FROM_COMMAND_LINE else folder
         node: Any = recipe.data
         for part in place[:-1]:
             node = node[part]
-        node[place[-1]] = absolute(str(place[-1]), text, base)
+        node[place[-1]] = absolute_path(str(place[-1]), text, base)
 
 
-def absolute(key: str, text: str, base: Path) -> str:
+def absolute_path(key: str, text: str, base: Path) -> str:
     """`text` as an absolute path where it is one; built-ins, runs, URLs and hub ids stay as they are."""
-    if text.startswith(ELSEWHERE) or "://" in text or not text.strip():
+    if text.startswith(NON_FILE_PREFIXES) or "://" in text or not text.strip():
         return text
     path = os.path.normpath(base / Path(text).expanduser())
-    if key in ALWAYS_PATH:
+    if key in PATH_KEYS:
         return path
     if key == "chat_template":
         return path if _is_template_file(text) else text
@@ -60,7 +60,7 @@ def unshareable_paths(data: dict[str, Any]) -> list[Problem]:
     """Absolute and climbing paths, which reach into the machine of whoever imports the file."""
     return [
         Problem(place, f"{quoted(text)} {reason}", "a path below the recipe's own folder is allowed in a shared file")
-        for place, text in text_fields(data)
+        for place, text in path_values(data)
         if (place[-1] != "chat_template" or _is_template_file(text)) and (reason := _reach(text))
     ]
 

@@ -15,17 +15,17 @@ from typing import Any
 import tomlkit
 
 from engine.errors import SpecError, UsageError
-from engine.spec.check.overrides import lay, parse_sets
-from engine.spec.files.document import BY_SET, read_document
-from engine.spec.files.find import Kind, locate
-from engine.spec.files.paths import make_absolute, text_fields
+from engine.spec.check.overrides import parse_overrides, set_value
+from engine.spec.files.document import FROM_COMMAND_LINE, read_document
+from engine.spec.files.find import SpecKind, find_spec_file
+from engine.spec.files.paths import make_absolute, path_values
 from engine.spec.files.working_directory import working_directory
 from engine.spec.schema.base import NAME_PATTERN
 from engine.spec.schema.profile import Profile
 
 
-def rewritten(
-    kind: Kind, source: str, sets: Sequence[str], changes: dict[str, Any], target: Path, *, cwd: Path | None = None
+def rewrite_text(
+    kind: SpecKind, source: str, sets: Sequence[str], changes: dict[str, Any], target: Path, *, cwd: Path | None = None
 ) -> str:
     """The text of `source` (a name or path) with `--set` values and `changes` (dotted key = value) laid over it.
 
@@ -37,18 +37,20 @@ def rewritten(
             f"{target} is no name for a {kind}", expected=f"a file such as my-{kind}.toml, in lower-case letters"
         )
     here = cwd or working_directory()
-    located = locate(kind, source, here)
+    located = find_spec_file(kind, source, here)
     document = read_document(located.path)
-    overrides, problems = parse_sets(sets)
+    overrides, problems = parse_overrides(sets)
     for override in overrides:
-        if belongs_to(override.key[0]) == kind:
-            problems += [problem for problem in [lay(document, override.key, override.value, BY_SET)] if problem]
+        if kind_of_table(override.key[0]) == kind:
+            problems += [
+                problem for problem in [set_value(document, override.key, override.value, FROM_COMMAND_LINE)] if problem
+            ]
     for key, value in changes.items():
-        problems += [problem for problem in [lay(document, tuple(key.split(".")), value, "fit")] if problem]
+        problems += [problem for problem in [set_value(document, tuple(key.split(".")), value, "fit")] if problem]
     if problems:
         raise SpecError(problems)
     moved = target.absolute().parent != Path(located.path).absolute().parent
-    if kind == "recipe" and moved and list(text_fields(document.data)):
+    if kind == "recipe" and moved and list(path_values(document.data)):
         make_absolute(document, located.folder, here)
     document.data["name"] = target.stem
     text = tomlkit.parse(Path(located.path).read_text(encoding="utf-8"))
@@ -56,7 +58,7 @@ def rewritten(
     return tomlkit.dumps(text)
 
 
-def belongs_to(table: str) -> Kind:
+def kind_of_table(table: str) -> SpecKind:
     """The kind of file whose first-level key this is."""
     return "profile" if table in Profile.model_fields else "recipe"
 

@@ -12,15 +12,15 @@ import tempfile
 from pathlib import Path
 
 from engine.errors import SpecError, UsageError
-from engine.spec.check.check import check
+from engine.spec.check.check import check_table
 from engine.spec.files.document import read_document
-from engine.spec.files.find import FOLDERS, Kind, user_folder
+from engine.spec.files.find import KIND_FOLDERS, SpecKind, user_folder
 from engine.spec.files.paths import unshareable_paths
 from engine.spec.files.text import visible
-from engine.spec.load import MODELS
+from engine.spec.load import SPEC_TABLES
 
 
-def import_file(kind: Kind, source: Path, *, force: bool = False) -> Path:
+def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Path:
     """Check a stranger's file and copy it into the user's folder under its own name. Returns where it lies.
 
     Raises SpecError for anything the checker refuses and for absolute or climbing paths, UsageError for a link or a
@@ -29,15 +29,15 @@ def import_file(kind: Kind, source: Path, *, force: bool = False) -> Path:
     if source.is_symlink():
         raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")
     document = read_document(source)
-    table, problems = check(MODELS[kind], document.data)
+    table, problems = check_table(SPEC_TABLES[kind], document.data)
     problems += unshareable_paths(document.data)
     if problems or table is None:
         raise SpecError(document.refuse(problems), fix="mend the file, or use it by its path: nothing was imported")
-    target = user_folder() / FOLDERS[kind] / f"{table.name}.toml"
-    return write_new(target, source.read_bytes(), force=force)
+    target = user_folder() / KIND_FOLDERS[kind] / f"{table.name}.toml"
+    return write_new_file(target, source.read_bytes(), force=force)
 
 
-def write_new(target: Path, content: bytes, *, force: bool) -> Path:
+def write_new_file(target: Path, content: bytes, *, force: bool) -> Path:
     """Write a file whole or not at all; an existing one only with `force`."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

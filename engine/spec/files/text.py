@@ -47,7 +47,7 @@ def _literal(value: Any) -> str:
     return visible(str(value))
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
+def closest_match(word: str, choices: Iterable[str]) -> str | None:
     """The choice a typo of `word` was most likely meant to be, or None."""
     by_folded = {choice.lower().replace("-", "_"): choice for choice in choices}
     folded = word.lower().replace("-", "_")

@@ -20,7 +20,7 @@ from engine.device.base import Device
 from engine.device.oom import OutOfMemory
 from engine.errors import ConfigNotHereError, UnknownArchitectureError
 from engine.journal.directory import RunDirectory
-from engine.journal.events import now
+from engine.journal.events import utc_now
 from engine.journal.files import write_atomically
 from engine.model.loaded import LoadedModel
 from engine.model.loss import LossFunction
@@ -74,7 +74,7 @@ class OomReports:
         device = self._device
         return {
             "version": 1,
-            "time": now(),
+            "time": utc_now(),
             **facts,
             "phase": failure.phase,
             "cause": failure.kind,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.budget.plan import Plan
-from engine.spec.files.find import FOLDERS, SHIPPED
+from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.run import RunSpec
 from tui.files.catalog import Machine, mismatch, profile_entries
@@ -95,7 +95,7 @@ def test_the_command_repeats_the_choice_word_for_word() -> None:
 def test_a_run_is_cloned_with_its_overrides_and_its_own_shipped_files() -> None:
     settings = {"profile": "shipped:demo", "recipe": "demo", "overrides": ["train.seed=7", "data.max_length=48"]}
     choice = from_settings(settings, Choice("", ""))
-    assert choice.profile == str(SHIPPED / FOLDERS["profile"] / "demo.toml")
+    assert choice.profile == str(SHIPPED_FOLDER / KIND_FOLDERS["profile"] / "demo.toml")
     assert choice.overrides == {"train.seed": "7", "data.max_length": "48"}
     spec, _ = spec_of(choice)
     assert (spec.recipe.train.seed, spec.recipe.data.max_length) == (7, 48)

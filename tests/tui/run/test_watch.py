@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter, encode
+from engine.journal.events import EventWriter, encode_event
 from tests.journal.samples import backoff_fields, new_run, step_fields
 from tui.run.watch import LogTail, RunWatch
 
@@ -46,7 +46,7 @@ def test_only_what_was_added_is_read(run: RunDirectory) -> None:
 def test_a_long_history_shows_its_present_at_the_first_look_and_its_past_later(run: RunDirectory) -> None:
     with run.events.open("wb") as file:
         head = {"seq": 1, "time": "2026-01-01T00:00:00Z", "stage": "", "rank": 0}
-        file.writelines(encode({**head, "kind": "step", **step_fields(step)}) for step in range(1, 50_001))
+        file.writelines(encode_event({**head, "kind": "step", **step_fields(step)}) for step in range(1, 50_001))
     watch = RunWatch(run)
     watch.look(seconds=0.0)
     assert watch.step == 50_000

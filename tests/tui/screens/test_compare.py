@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
 from tests.journal.samples import step_fields
 from tests.tui.conftest import SIZES, Opener
@@ -30,7 +30,7 @@ learning_rate = {rate}
 
 
 def finished(runs: Path, name: str, *, rate: float, losses: list[float], tokens: int = 100) -> RunDirectory:
-    run = create_run(runs, name, SPEC.format(name=name, rate=rate), {})
+    run = create_run_directory(runs, name, SPEC.format(name=name, rate=rate), {})
     with EventWriter(run) as writer:
         writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
         for step, loss in enumerate(losses, 1):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.journal.directory import RunDirectory, create_run
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
 from tests.tui.conftest import SIZES, Opener
@@ -19,7 +19,7 @@ SPEC = 'name = "{name}"\n[profile]\nname = "demo"\n[recipe]\nname = "{name}"\n[r
 
 
 def queued(runs: Path, *names: str) -> list[str]:
-    made = [create_run(runs, name, SPEC.format(name=name), {}) for name in names]
+    made = [create_run_directory(runs, name, SPEC.format(name=name), {}) for name in names]
     for run in made:
         Queue(runs).add(run)
     return [run.name for run in made]

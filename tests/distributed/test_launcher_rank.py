@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.errors import UsageError
-from engine.launch.launcher_rank import find_seat, first_host, require_seats
+from engine.launch.launcher_rank import find_launcher_rank, first_host, require_rank_per_device
 from engine.spec.schema.run import RunSpec
 from tests.distributed.steps import spec_of
 
@@ -23,10 +23,10 @@ SRUN = {
 
 @pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
 def test_rank_size_and_meeting_place_are_read(environment: dict[str, str]) -> None:
-    seat = find_seat(environment)
+    seat = find_launcher_rank(environment)
     assert seat is not None
     assert (seat.rank, seat.size, seat.local_rank, seat.master_address) == (5, 8, 1, "gpu01")
-    assert not seat.is_first and not seat.again
+    assert not seat.is_rank0 and not seat.may_resume
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,13 @@ def test_rank_size_and_meeting_place_are_read(environment: dict[str, str]) -> No
     ids=["alone", "in a batch script", "in an interactive allocation", "one of one"],
 )
 def test_a_process_that_was_started_alone_has_no_seat(environment: dict[str, str]) -> None:
-    assert find_seat(environment) is None
+    assert find_launcher_rank(environment) is None
 
 
 def test_all_ranks_of_a_slurm_step_meet_at_one_port_and_other_steps_at_another() -> None:
-    ports = [find_seat(SRUN | change).master_port for change in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"})]  # type: ignore[union-attr]
+    found = [find_launcher_rank(SRUN | change) for change in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"})]
+    ports = [rank.master_port for rank in found if rank is not None]
+    assert len(ports) == 3
     assert ports[0] == ports[1] != ports[2]
     assert all(1024 < port < 32768 for port in ports)
 
@@ -54,19 +56,19 @@ def test_all_ranks_of_a_slurm_step_meet_at_one_port_and_other_steps_at_another()
     [(TORCHRUN, {"TORCHELASTIC_RESTART_COUNT": "1"}), (SRUN, {"SLURM_RESTART_COUNT": "1"})],
 )
 def test_a_restarted_job_is_the_same_job_again(environment: dict[str, str], restarts: dict[str, str]) -> None:
-    before, after = find_seat(environment), find_seat(environment | restarts)
+    before, after = find_launcher_rank(environment), find_launcher_rank(environment | restarts)
     assert before is not None and after is not None
-    assert before.job == after.job != "" and (before.again, after.again) == (False, True)
+    assert before.job == after.job != "" and (before.may_resume, after.may_resume) == (False, True)
 
 
 def test_torchruns_default_run_id_does_not_make_two_jobs_one() -> None:
-    seat = find_seat(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"})
+    seat = find_launcher_rank(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"})
     assert seat is not None and "none" not in seat.job and seat.job
 
 
 def test_a_script_names_its_job_for_every_launcher() -> None:
-    seats = [find_seat(environment | {"TUNEDECK_JOB": "mine"}) for environment in (TORCHRUN, SRUN)]
-    assert [(seat.job, seat.again) for seat in seats if seat] == [("mine", True)] * 2
+    seats = [find_launcher_rank(environment | {"TUNEDECK_JOB": "mine"}) for environment in (TORCHRUN, SRUN)]
+    assert [(seat.job, seat.may_resume) for seat in seats if seat] == [("mine", True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_the_first_machine_of_a_node_list(nodes: str, host: str) -> None:
 def test_an_environment_that_is_incomplete_is_refused(change: dict[str, str], words: str) -> None:
     plain = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     with pytest.raises(UsageError, match=words):
-        find_seat(plain | change)
+        find_launcher_rank(plain | change)
 
 
 def two_devices(tmp_path: Any) -> RunSpec:
@@ -92,10 +94,10 @@ def two_devices(tmp_path: Any) -> RunSpec:
 
 
 def test_as_many_processes_as_devices_are_demanded(tmp_path: Any) -> None:
-    seat = find_seat(TORCHRUN)
+    seat = find_launcher_rank(TORCHRUN)
     assert seat is not None
     with pytest.raises(UsageError, match=r"8 processes.* 2 devices"):
-        require_seats(two_devices(tmp_path), seat)
-    fitting = find_seat(TORCHRUN | {"WORLD_SIZE": "2", "RANK": "1"})
+        require_rank_per_device(two_devices(tmp_path), seat)
+    fitting = find_launcher_rank(TORCHRUN | {"WORLD_SIZE": "2", "RANK": "1"})
     assert fitting is not None
-    require_seats(two_devices(tmp_path), fitting)
+    require_rank_per_device(two_devices(tmp_path), fitting)

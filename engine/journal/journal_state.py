@@ -14,7 +14,7 @@ from engine.journal.events import Event
 
 
 @dataclass
-class Folded:
+class JournalState:
     """Events folded so far. Plain values only."""
 
     step: int = 0
@@ -48,25 +48,25 @@ class Folded:
         self.fold(last)
 
 
-def _run_started(state: Folded, event: Event) -> None:
+def _run_started(state: JournalState, event: Event) -> None:
     state.started = state.started or event.get("time")
     state.running, state.finished = event, None
     state.paused = False
 
 
-def _stage_started(state: Folded, event: Event) -> None:
+def _stage_started(state: JournalState, event: Event) -> None:
     state.max_steps = event.get("max_steps", state.max_steps)
 
 
-def _plan(state: Folded, event: Event) -> None:
+def _plan(state: JournalState, event: Event) -> None:
     state.predicted = plan_digest(event)
 
 
-def _phase(state: Folded, event: Event) -> None:
+def _phase(state: JournalState, event: Event) -> None:
     state.phase = str(event.get("name", ""))
 
 
-def _step(state: Folded, event: Event) -> None:
+def _step(state: JournalState, event: Event) -> None:
     state.first_step = state.first_step or event
     state.last_step = event
     state.step = int(event["step"])
@@ -74,27 +74,27 @@ def _step(state: Folded, event: Event) -> None:
     state.peak_bytes = max(state.peak_bytes, int(event.get("peak_bytes") or 0))
 
 
-def _eval(state: Folded, event: Event) -> None:
+def _eval(state: JournalState, event: Event) -> None:
     state.evals.append(event)
 
 
-def _backoff(state: Folded, event: Event) -> None:
+def _backoff(state: JournalState, event: Event) -> None:
     state.backoffs.append(event)
 
 
-def _oom_report(state: Folded, event: Event) -> None:
+def _oom_report(state: JournalState, event: Event) -> None:
     state.oom_reports.append(str(event["path"]))
 
 
-def _warning(state: Folded, event: Event) -> None:
+def _warning(state: JournalState, event: Event) -> None:
     state.warnings.append(event)
 
 
-def _paused(state: Folded, _event: Event) -> None:
+def _paused(state: JournalState, _event: Event) -> None:
     state.paused = True
 
 
-def _resumed(state: Folded, event: Event) -> None:
+def _resumed(state: JournalState, event: Event) -> None:
     """Everything after the step it goes on from did not happen."""
     step = int(event["step"])
     for kept in (state.evals, state.backoffs):
@@ -108,7 +108,7 @@ def _resumed(state: Folded, event: Event) -> None:
     state.paused = False
 
 
-def _run_finished(state: Folded, event: Event) -> None:
+def _run_finished(state: JournalState, event: Event) -> None:
     state.finished = event
     state.phase = ""
 

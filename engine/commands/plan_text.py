@@ -36,7 +36,7 @@ VERDICTS = {
 }
 
 
-def wrapped(lines: Iterable[str], width: int) -> list[str]:
+def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
     """Sentences broken at spaces, what follows indented."""
     width = max(NARROWEST, width)
     return [
@@ -52,7 +52,7 @@ def title(planned: Plan, spec: RunSpec) -> str:
     return f"{visible(spec.recipe.model.id)}, recipe {spec.recipe.name} on profile {spec.profile.name}{simulated}"
 
 
-def bar(planned: Plan, width: int) -> list[str]:
+def capacity_bar(planned: Plan, width: int) -> list[str]:
     """What is used of the capacity, a letter per component, and what the letters mean. "!" marks the capacity."""
     cells_wide = max(NARROWEST, width) - SHARE
     used = {name: size for name, size in planned.prediction.components.items() if size}
@@ -67,11 +67,11 @@ def bar(planned: Plan, width: int) -> list[str]:
         cells[min(round(planned.capacity_bytes * scale), cells_wide - 1)] = "!"
         legend += "  !\N{NO-BREAK SPACE}capacity"
     share = 100 * planned.prediction.device_bytes / planned.capacity_bytes
-    lines = wrapped([legend], width)
+    lines = wrap_lines([legend], width)
     return [f"[{''.join(cells)}] {share:.0f} %", *(line.strip().replace("\N{NO-BREAK SPACE}", " ") for line in lines)]
 
 
-def table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
+def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
     """Rows are phases, columns the components that occur; what the device holds beside tensors is the same in each."""
     names = [name for name in HEADS if any(parts.get(name) for parts in phases.values())]
     large = sum(phases[deciding].values()) >= GIB
@@ -94,32 +94,32 @@ def _cell(size: float, digits: int) -> str:
     return text if float(text) else f"<{10**-digits:.{digits}f}".replace("0.", ".")
 
 
-def sentences(planned: Plan, spec: RunSpec) -> list[str]:
+def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     """Verdict and what decides it, margin, how the batch is cut, and the remedy where there is one."""
     from engine.budget.levers import lever_of
 
     used, capacity = planned.prediction.device_bytes, planned.capacity_bytes
     over = "left" if planned.margin_bytes >= 0 else "missing"
     each = f" on each of {planned.ranks} devices" if planned.ranks > 1 else ""
-    tensors = f"; {size(planned.peak_bytes, capacity)} are torch's tensors" if used != planned.peak_bytes else ""
+    tensors = f"; {format_size(planned.peak_bytes, capacity)} are torch's tensors" if used != planned.peak_bytes else ""
     lines = [
         f"{VERDICTS[planned.verdict]}",
-        f"{size(used, capacity)} of {size(capacity, capacity)}{each}, "
-        f"{size(abs(planned.margin_bytes), capacity)} {over}{tensors}",
+        f"{format_size(used, capacity)} of {format_size(capacity, capacity)}{each}, "
+        f"{format_size(abs(planned.margin_bytes), capacity)} {over}{tensors}",
         f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
     ]
     if planned.image_tokens:
         lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is kept")
     if planned.remedies:
-        changes = ", ".join(f"{key} = {toml(value)}" for key, value in planned.remedies.items())
+        changes = ", ".join(f"{key} = {toml_text(value)}" for key, value in planned.remedies.items())
         lines.append(f"fits with {changes}; what is learned stays the same")
     if planned.verdict == "does_not_fit":
         lines.append("see what would help: tunedeck fit with the same arguments")
     return lines
 
 
-def residuals(spec: RunSpec) -> Iterator[str]:
+def residual_lines(spec: RunSpec) -> Iterator[str]:
     """Where the figures for what torch does not allocate come from."""
     from engine.budget.calibration import residuals_for
 
@@ -131,14 +131,14 @@ def residuals(spec: RunSpec) -> Iterator[str]:
         yield "context, workspace and fragmentation as runs on this machine had them"
 
 
-def toml(value: Any) -> str:
+def toml_text(value: Any) -> str:
     """A value as it stands in a recipe."""
     import tomlkit
 
     return tomlkit.item(value).as_string() if value is not None else "(not set)"
 
 
-def size(size_bytes: int, beside_bytes: int) -> str:
+def format_size(size_bytes: int, beside_bytes: int) -> str:
     """Bytes for a reader, in the unit of what they stand beside."""
     if beside_bytes >= GIB:
         return f"{size_bytes / GIB:,.2f} GiB"

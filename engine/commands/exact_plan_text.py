@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from engine.commands.plan_words import VERDICTS, size, table, wrapped
+from engine.commands.plan_text import VERDICTS, format_size, phase_table, wrap_lines
 from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
@@ -22,16 +22,16 @@ def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
     over = "left" if found.margin_bytes >= 0 else "missing"
     sentences = [
         VERDICTS[found.verdict],
-        f"{size(found.device_bytes, capacity)} of {size(capacity, capacity)}, "
-        f"{size(abs(found.margin_bytes), capacity)} {over}; {simulation.deciding_phase} decides (*)",
+        f"{format_size(found.device_bytes, capacity)} of {format_size(capacity, capacity)}, "
+        f"{format_size(abs(found.margin_bytes), capacity)} {over}; {simulation.deciding_phase} decides (*)",
         f"micro-batch {found.micro_batch} × {found.length} tokens, {found.accumulation} per optimizer step",
     ]
     if any(found.beside.values()):
-        beside = ", ".join(f"{name} {size(held, capacity)}" for name, held in found.beside.items())
+        beside = ", ".join(f"{name} {format_size(held, capacity)}" for name, held in found.beside.items())
         sentences.append(f"beside tensors, as the plan has it: {beside}")
     head = f"{visible(spec.recipe.model.id)}: the engine's own step, simulated; nothing was allocated"
-    rows = table(simulation.phases, simulation.deciding_phase)
-    return [*wrapped([head], width), "", *rows, "", *_compared(found), *wrapped(sentences, width)]
+    rows = phase_table(simulation.phases, simulation.deciding_phase)
+    return [*wrap_lines([head], width), "", *rows, "", *_compared(found), *wrap_lines(sentences, width)]
 
 
 def _compared(found: ExactPlan) -> Iterator[str]:
@@ -45,8 +45,9 @@ def _compared(found: ExactPlan) -> Iterator[str]:
     for phase, row in found.closed_form.items():
         predicted_bytes = sum(row.values())
         if phase in sums:
-            off = 100 * (predicted_bytes / sums[phase] - 1)
-            yield f" {phase:<18}{size(sums[phase], capacity):>14}{size(predicted_bytes, capacity):>14}{off:>+9.2f} %"
+            simulated, predicted = format_size(sums[phase], capacity), format_size(predicted_bytes, capacity)
+            error_percent = 100 * (predicted_bytes / sums[phase] - 1)
+            yield f" {phase:<18}{simulated:>14}{predicted:>14}{error_percent:>+9.2f} %"
         elif phase != "load":
-            yield f" {phase:<18}{'not simulated':>14}{size(predicted_bytes, capacity):>14}"
+            yield f" {phase:<18}{'not simulated':>14}{format_size(predicted_bytes, capacity):>14}"
     yield ""
