@@ -37,7 +37,7 @@ from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.data.batch import collate
 from engine.device.base import Device
 from engine.device.catch_oom import frozen_gc
-from engine.device.co_tenant import SharedCount
+from engine.device.co_tenant import SharedByteCount
 from engine.device.metered import MeteredDevice
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
@@ -66,7 +66,7 @@ class Shop:
     """A bench on a device whose room can be changed, and a step at a time."""
 
     def __init__(self, job: Job, folder: Path, *, kind: str = "metered", micro_batch: int | str = 8) -> None:
-        self.count = SharedCount.create(folder / "neighbour")
+        self.count = SharedByteCount.create(folder / "neighbour")
         self.device: Device = _cpu() if kind == "cpu" else MeteredDevice(ROOMY_BYTES, self.count)
         spec = spec_of(job, kind)
         train = spec.recipe.train.model_copy(update={"micro_batch": micro_batch})

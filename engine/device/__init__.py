@@ -1,9 +1,9 @@
-"""Devices: where a run's tensors live, how much room there is, and what was measured.
+"""Devices: where a run's tensors live, how much memory there is, and how much is in use.
 
-`open_device` turns a run spec into one `Device` (see `engine.device.base`): a CUDA card, the plain CPU, or the metered
-device, which counts host memory as if it were a small accelerator. Everything else of the engine talks to that protocol
-and never asks which of them it got. What may not live here: budgets (`engine.budget`), and what to do about an
-out-of-memory error (`engine.train`); `engine.device.oom` only recognises one.
+`open_device` turns a run spec into one `Device` (the protocol in `engine.device.base`): a CUDA card, the plain CPU, or
+the metered device, a simulated accelerator that counts bytes of host memory. The rest of the engine works with the
+protocol alone. Memory predictions are in `engine.budget`; what is done about an out-of-memory error is decided in
+`engine.train`, while `engine.device.oom` recognises one and `engine.device.catch_oom` catches it.
 
 Try: `tunedeck doctor`.
 """
@@ -25,7 +25,7 @@ def open_device(spec: RunSpec) -> Device:
     Raises EnvironmentProblem: no such device, fewer than asked for, a busy one, or a torch build without its kind.
     """
     kind = spec.profile.device.kind
-    # Imported per kind: a CUDA run has no use for the meter's patches, and a CPU run must not need NVML.
+    # Imported per kind: a CUDA run must not load the metered device's patches of torch, nor a CPU run NVML.
     if kind == "cuda":
         from engine.device.cuda import open_cuda
 

@@ -1,4 +1,4 @@
-"""What every device offers, and the readings it returns. No behaviour lives here.
+"""The protocol that every device implements, and the records it returns. No behaviour lives here.
 
 Try: `python -c "from engine.device.base import MemoryReading; print(MemoryReading(1, 2, 3, 0))"`.
 """
@@ -16,16 +16,16 @@ if TYPE_CHECKING:  # NVML readings must work where torch does not import
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What the allocator holds, in bytes."""
+    """Bytes that the device's allocator holds."""
 
     allocated_bytes: int
     """Held by live tensors."""
     reserved_bytes: int
-    """Taken from the driver, free blocks of the cache included. Equals allocated where there is no cache."""
+    """Taken from the driver, free cached blocks included. Equals `allocated_bytes` on devices without a cache."""
     peak_bytes: int
     """Largest `allocated_bytes` since the last `reset_peak()`."""
     alloc_retries: int
-    """How often the allocator had to empty its cache to serve a request; a rising figure means thrashing."""
+    """Requests for which the allocator had to empty its cache first; a rising number means thrashing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class GpuProcess:
 
     pid: int
     used_bytes: int | None
-    """None where the driver does not say (containers, WSL)."""
+    """None where the driver does not report it (containers, WSL)."""
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One GPU as NVML sees it. None where the driver does not answer."""
+    """One GPU as NVML reports it. A field is None where the driver does not answer."""
 
     index: int
     name: str
@@ -55,18 +55,18 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """One live allocation, described by the first tensor that was seen on it."""
+    """One live allocation, described by the first tensor that was created on it."""
 
     operation: str
     shape: tuple[int, ...]
     dtype: str
     size_bytes: int
     key: int
-    """Address of its storage object (`_cdata`), by which a tensor that is known by name is found among these."""
+    """Address of its storage object (`_cdata`), which identifies the parameter or buffer that it belongs to."""
 
 
 class Device(Protocol):
-    """Where a run's tensors live. Everything the engine allocates happens inside `activate()`."""
+    """The memory that a run's tensors live in. The engine allocates only inside `activate()`."""
 
     @property
     def kind(self) -> str:
@@ -75,27 +75,27 @@ class Device(Protocol):
 
     @property
     def simulated(self) -> bool:
-        """True for the metered device; whatever shows its figures says so."""
+        """True for the metered device; every display of its figures says that they are simulated."""
         ...
 
     @property
     def name(self) -> str:
-        """A name for people, such as "NVIDIA H200"."""
+        """Display name, such as "NVIDIA H200"."""
         ...
 
     @property
     def torch_device(self) -> torch.device:
-        """What tensors are created on."""
+        """The torch device that tensors are created on."""
         ...
 
     @property
     def capacity_bytes(self) -> int:
-        """What the run may hold: the profile's memory minus its reserve."""
+        """Bytes the run may hold: the profile's memory minus its reserve."""
         ...
 
     @property
     def available_bytes(self) -> int:
-        """What the run could hold right now: the capacity, or less while others hold memory of the same device."""
+        """Bytes the run could hold now: the capacity, or less while other processes hold memory of this device."""
         ...
 
     @property
@@ -105,23 +105,23 @@ class Device(Protocol):
 
     @property
     def notices(self) -> list[str]:
-        """Sentences the user should see before the run starts."""
+        """Messages to show the user before the run starts."""
         ...
 
     def activate(self) -> AbstractContextManager[None]:
-        """Make this the device in force in the calling thread and in threads started meanwhile. May be re-entered."""
+        """Use this device in the calling thread, and in threads started inside the block. May be nested."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything queued has run, so that asynchronous errors surface here."""
+        """Wait until all queued work has run, so that asynchronous errors are raised here."""
         ...
 
     def memory(self) -> MemoryReading:
-        """The allocator's figures now."""
+        """The allocator's current figures."""
         ...
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
+        """Restart peak tracking from the bytes allocated now."""
         ...
 
     def release_cached(self) -> None:
@@ -129,11 +129,7 @@ class Device(Protocol):
         ...
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Allocations inside are host memory: snapshots, batches, offload."""
-        ...
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor in page-locked memory where that speeds up copies, else the tensor itself."""
+        """Do not count allocations inside the block: they are host memory (snapshots, batches, offload)."""
         ...
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,29 +141,29 @@ class Device(Protocol):
         ...
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor of the same values, to be read and dropped: the tensor itself where host and device are one."""
+        """A host tensor with the same values, for reading only: a copy, or on the plain CPU the tensor itself."""
         ...
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take note of device tensors that came about where the device could not see (a memory-mapped file)."""
+        """Count device tensors whose allocation the device could not observe, such as a memory-mapped file."""
         ...
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of every random generator the run draws from, as uint8 host tensors."""
+        """State of every random generator that the run uses, as uint8 host tensors."""
         ...
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `rng_state` returned."""
+        """Restore states that `rng_state` returned."""
         ...
 
     def readings(self) -> list[GpuReading]:
-        """What NVML says about the run's GPUs; empty where there are none."""
+        """NVML's readings of the run's GPUs; empty on devices that are not GPUs."""
         ...
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """The largest live allocations; empty where the device does not know them one by one."""
+        """The largest live allocations; empty on devices that do not track single allocations."""
         ...
 
     def snapshot(self) -> Any:
-        """The allocator's own picture of its blocks, for pytorch.org/memory_viz; None where there is none."""
+        """The allocator's own snapshot of its blocks, for pytorch.org/memory_viz; None where it cannot take one."""
         ...

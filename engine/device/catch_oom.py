@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from engine.device.base import Device
-from engine.device.oom import MemoryBreakdown, OutOfMemory, classify, flush_autograd, forget_frames
+from engine.device.oom import MemoryBreakdown, OutOfMemory, classify, clear_frames, flush_autograd
 from engine.errors import MemoryExhaustedError
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def catch_oom(
             reserved_bytes=memory.reserved_bytes,
             held=breakdown() if breakdown else None,
         )
-        forget_frames(error)
+        clear_frames(error)
         return failure
     return None
 

@@ -1,10 +1,11 @@
-"""Another process on the metered device: a file with one number, the bytes that it holds there at this moment.
+"""A simulated co-tenant of the metered device: another process that holds some of its memory.
 
-On a shared card the room a run has comes and goes with its neighbours. Here that can be rehearsed: an engine started
-with $TUNEDECK_NEIGHBOUR has so much less to allocate from. Nothing else of the device is known here, nor torch.
+On a shared card, the memory available to a run changes with the other processes on the card. To rehearse that, the
+co-tenant writes the bytes it holds into a file of one number, and an engine whose $TUNEDECK_NEIGHBOUR names this file
+subtracts them from its capacity. This file knows neither torch nor the rest of the device.
 
-Try: `python -m engine.device.co_tenant neighbour.count`, and beside it
-`TUNEDECK_NEIGHBOUR=neighbour.count tunedeck train -p demo -r demo`; then type 0.02 to hold 0.02 GiB, 0 to let go.
+Try: `python -m engine.device.co_tenant held-bytes`, and in another terminal
+`TUNEDECK_NEIGHBOUR=held-bytes tunedeck train -p demo -r demo`; then type 0.02 to hold 0.02 GiB, 0 to free it.
 """
 
 from __future__ import annotations
@@ -17,49 +18,49 @@ from typing import Self
 
 from engine.errors import EnvironmentProblem
 
-NEIGHBOUR_VARIABLE = "TUNEDECK_NEIGHBOUR"
+CO_TENANT_VARIABLE = "TUNEDECK_NEIGHBOUR"
 COUNT_BYTES = 8
-"""One little-endian unsigned number."""
+"""Size of the file: one little-endian unsigned number."""
 
 
-class SharedCount:
-    """Bytes held by the neighbour, in memory that both processes map: read at every allocation."""
+class SharedByteCount:
+    """The bytes that the co-tenant holds, in memory mapped by both processes. Read at every allocation."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map an existing file. Raises EnvironmentProblem where there is none, or one of another size."""
+        """Map an existing file. Raises EnvironmentProblem: no such file, or one of the wrong size."""
         try:
             with path.open("r+b") as file:
                 return cls(mmap.mmap(file.fileno(), COUNT_BYTES))
         except (OSError, ValueError) as error:
             raise EnvironmentProblem(
-                f"${NEIGHBOUR_VARIABLE} names {path}, which cannot be used: {error}",
+                f"${CO_TENANT_VARIABLE} names {path}, which cannot be used: {error}",
                 expected=f"a file of {COUNT_BYTES} bytes",
-                fix=f"start the neighbour first (python -m engine.device.co_tenant), or unset {NEIGHBOUR_VARIABLE}",
+                fix=f"start the co-tenant first (python -m engine.device.co_tenant), or unset {CO_TENANT_VARIABLE}",
             ) from error
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Make the file, holding nothing, and map it."""
+        """Create the file with a count of 0 and map it."""
         path.write_bytes(bytes(COUNT_BYTES))
         return cls.open(path)
 
     @property
     def held_bytes(self) -> int:
-        """What the neighbour holds now."""
+        """Bytes that the co-tenant holds now."""
         return int.from_bytes(self._memory[:COUNT_BYTES], "little")
 
     def hold(self, size_bytes: int) -> None:
-        """Hold this much from now on."""
+        """Set the bytes that the co-tenant holds."""
         self._memory[:COUNT_BYTES] = size_bytes.to_bytes(COUNT_BYTES, "little")
 
 
-def live_beside(path: Path, amounts: Iterable[str]) -> None:
-    """Hold each of `amounts` (GiB) until the next comes; nothing after the last."""
-    count = SharedCount.create(path)
+def hold_amounts(path: Path, amounts: Iterable[str]) -> None:
+    """Hold each of `amounts` (GiB) until the next one is read; hold nothing after the last."""
+    count = SharedByteCount.create(path)
     try:
         for amount in amounts:
             count.hold(int(float(amount) * 2**30))
@@ -68,4 +69,4 @@ def live_beside(path: Path, amounts: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    live_beside(Path(sys.argv[1]), sys.stdin)
+    hold_amounts(Path(sys.argv[1]), sys.stdin)

@@ -1,8 +1,8 @@
-"""The plain CPU: no cap, no count of tensors; what is measured is the process.
+"""The plain CPU as a device: memory is neither capped nor counted by tensor; the process's resident memory is read.
 
-`allocated_bytes` is what the process gained in resident memory since the device was opened, so that interpreter and
-libraries are not charged to the run. It is the operating system's figure: freed tensors may linger in it, and the peak
-is the largest reading taken, not a high-water mark. For exact counts use a metered profile.
+`allocated_bytes` is the resident memory that the process gained since the device was opened, so interpreter and
+libraries are left out. It is the operating system's figure: it may include freed tensors, and the peak is the largest
+reading taken, not a true high-water mark. For exact counts use a metered profile.
 
 Try: `tunedeck doctor`.
 """
@@ -47,16 +47,16 @@ class CpuDevice:
 
     @property
     def available_bytes(self) -> int:
-        """The capacity: how much of host memory others leave says little, it is paged."""
+        """The capacity. Free host memory says little: the operating system pages."""
         return self.capacity_bytes
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Nothing to prepare."""
+        """Does nothing: the CPU needs no preparation."""
         yield
 
     def synchronize(self) -> None:
-        """Nothing is queued here."""
+        """Does nothing: operations on the CPU are not queued."""
 
     def memory(self) -> MemoryReading:
         """Resident memory gained since the device was opened; the peak is the largest such reading."""
@@ -65,7 +65,7 @@ class CpuDevice:
         return MemoryReading(gained_bytes, gained_bytes, self._peak_bytes, 0)
 
     def reset_peak(self) -> None:
-        """Forget earlier readings."""
+        """Forget the readings taken so far."""
         self._peak_bytes = 0
 
     def release_cached(self) -> None:
@@ -74,12 +74,8 @@ class CpuDevice:
 
     @contextmanager
     def host_region(self) -> Iterator[None]:
-        """Host and device are one here."""
+        """Does nothing: the device is host memory."""
         yield
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
-        return tensor
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, so that the caller may change either."""
@@ -90,32 +86,32 @@ class CpuDevice:
         return tensor.detach().clone()
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself: a checkpoint needs no second copy of the model."""
+        """The tensor itself, so that writing a checkpoint needs no second copy of the model."""
         return tensor.detach()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing is counted one by one here."""
+        """Does nothing: single tensors are not counted."""
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """The CPU generator's state."""
         return {"cpu": torch.get_rng_state()}
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `rng_state` returned."""
+        """Restore states that `rng_state` returned."""
         torch.set_rng_state(state["cpu"])
 
     def readings(self) -> list[GpuReading]:
-        """Empty: no GPU is involved."""
+        """Empty: there is no GPU."""
         return []
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """Empty: tensors are not counted one by one here."""
+        """Empty: single tensors are not counted."""
         return []
 
     def snapshot(self) -> None:
-        """None: the C library keeps no such picture."""
+        """None: the C library's allocator offers no snapshot."""
 
 
 def open_cpu(spec: RunSpec) -> CpuDevice:
-    """The CPU, with the profile's capacity as a figure for planning only."""
+    """The CPU as a device. The profile's capacity is used for planning and not enforced."""
     return CpuDevice(spec.profile.device.capacity_bytes)

@@ -1,8 +1,8 @@
-"""A CUDA card: choosing it, capping it, and reading its allocator.
+"""A CUDA card as a device: choosing it, capping its memory, and reading torch's allocator.
 
-The cap is `set_per_process_memory_fraction`, so that a large card can rehearse a smaller profile. It limits what the
-allocator of torch takes from the driver; the CUDA context, cuBLAS workspaces outside it and NCCL come on top, which is
-what a profile's `reserve_gib` is for. MIG slices are used as they are found, never changed.
+The cap is `set_per_process_memory_fraction`, so a large card can rehearse a smaller profile. It limits only what
+torch's allocator takes from the driver; the CUDA context, NCCL and other libraries come on top, and the profile's
+`reserve_gib` leaves memory for them. MIG slices are used as they are, never reconfigured.
 
 Try: `tunedeck doctor`.
 """
@@ -35,7 +35,7 @@ class CudaDevice:
     simulated = False
 
     def __init__(self, index: int, capacity_bytes: int, uuid: str, notices: list[str]) -> None:
-        """Cap card `index` at `capacity_bytes`, at most what it has."""
+        """Cap the memory of card `index` at `capacity_bytes` or its total, whichever is smaller."""
         self.torch_device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(index)
         self.name: str = properties.name
@@ -46,13 +46,13 @@ class CudaDevice:
 
     @property
     def available_bytes(self) -> int:
-        """What the allocator holds and what the driver has free, up to the cap."""
+        """Bytes that the allocator holds plus those that the driver has free, up to the cap."""
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
         return min(self.capacity_bytes, torch.cuda.memory_reserved(self.torch_device) + free_bytes)
 
     @property
     def supports_bfloat16(self) -> bool:
-        """True from Ampere on; emulation does not count, it is slower than fp16."""
+        """True from Ampere on. Emulated bf16 does not count: it is slower than fp16."""
         return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     @contextmanager
@@ -62,7 +62,7 @@ class CudaDevice:
             yield
 
     def synchronize(self) -> None:
-        """Wait for the card; errors of earlier kernels surface here."""
+        """Wait for the card's queued kernels, whose errors are raised here."""
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> MemoryReading:
@@ -76,7 +76,7 @@ class CudaDevice:
         )
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
+        """Restart peak tracking from the bytes allocated now."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def release_cached(self) -> None:
@@ -86,15 +86,11 @@ class CudaDevice:
 
     @contextmanager
     def host_region(self) -> Iterator[None]:
-        """Host tensors are told apart by their own device here."""
+        """Does nothing: torch's allocator never counts host tensors."""
         yield
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A page-locked copy of a host tensor."""
-        return tensor.pin_memory()
-
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the card; asynchronous where the source is pinned."""
+        """A copy on the card; asynchronous where the source is in pinned memory."""
         return tensor.detach().to(self.torch_device, non_blocking=tensor.is_pinned(), copy=True)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,24 +102,24 @@ class CudaDevice:
         return self.download(tensor)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The caching allocator counts everything by itself."""
+        """Does nothing: the caching allocator counts every tensor on the card."""
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of the CPU's and this card's generator."""
+        """States of the CPU's generator and this card's."""
         return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.torch_device)}
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `rng_state` returned; a state taken without a card restores the CPU's generator only."""
+        """Restore states that `rng_state` returned; where no card's is among them, only the CPU's generator."""
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.torch_device)
 
     def readings(self) -> list[GpuReading]:
-        """What NVML says about this card; empty where the driver does not know it by its UUID."""
+        """NVML's reading of this card; empty where NVML does not find its UUID."""
         return read_gpus([self._uuid])
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """Empty: the allocator knows blocks, not tensors."""
+        """Empty: the caching allocator tracks blocks, not tensors."""
         return []
 
     def snapshot(self) -> Any:
@@ -132,7 +128,7 @@ class CudaDevice:
 
 
 def open_cuda(spec: RunSpec) -> CudaDevice:
-    """Check that the profile's cards exist and are free, and open the first of them.
+    """Check that the profile's cards exist and the first of them is free, and open that one.
 
     Raises EnvironmentProblem: no CUDA, fewer cards than asked for, or one whose memory others hold.
     """
@@ -150,7 +146,7 @@ def open_cuda(spec: RunSpec) -> CudaDevice:
 
 
 def choose_allocator(setting: str | None) -> list[str]:
-    """Put the profile's allocator setting into the environment, unless the user's own is there. Before CUDA starts."""
+    """Set the profile's allocator setting in the environment, unless the user has set one. Call before CUDA starts."""
     if not setting:
         return []
     present = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_ALLOC_CONF")
@@ -177,7 +173,7 @@ def _require_cuda() -> None:
 
 
 def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
-    """The indices of the `count` cards to use out of `present`: those asked for, else the first ones.
+    """Indices of the `count` cards to use out of `present`: those asked for, else the first ones.
 
     Raises EnvironmentProblem: fewer cards than `count`, or an index that does not exist.
     """
@@ -197,7 +193,7 @@ def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
     others = [process for process in reading.processes if process.pid != os.getpid()]
     holders = ", ".join(f"pid {process.pid} ({process.name}, {_gib(process.used_bytes)})" for process in others)
     free_bytes = reading.total_bytes - reading.used_bytes
-    # Without a visible process the driver's own few hundred MiB are no reason to refuse.
+    # The driver itself uses a few hundred MiB: with no other process visible, that is not a busy card.
     held = bool(others) or reading.used_bytes > 2**30
     if held and free_bytes < capacity_bytes:
         raise DeviceBusyError(

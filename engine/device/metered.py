@@ -1,8 +1,9 @@
-"""The metered device: host memory counted as if it were an accelerator of a given size. Simulated, and says so.
+"""The metered device: a simulated accelerator of a given size that counts bytes of host memory.
 
-Every storage torch makes inside `activate()` is counted in 512-byte blocks and refused above the capacity with
-torch.OutOfMemoryError, wherever that happens: forward, backward, optimizer step, evaluation. Workspace inside one
-operation is not counted, so its peaks are those of tensors, not of kernels. How it sees: `engine.device.meter`.
+Every storage that torch creates inside `activate()` is counted in 512-byte blocks, and refused with
+torch.OutOfMemoryError above the capacity, in any phase: forward, backward, optimizer step, evaluation. Workspace inside
+one operation is not counted, so peaks are those of tensors, not of kernels. `engine.device.meter` observes allocations,
+`engine.device.allocation_tracker` counts them.
 
 Try: `tunedeck train -p demo -r demo`.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
-from engine.device.co_tenant import NEIGHBOUR_VARIABLE, SharedCount
+from engine.device.co_tenant import CO_TENANT_VARIABLE, SharedByteCount
 from engine.device.meter import Meter
 
 if TYPE_CHECKING:
@@ -33,62 +34,58 @@ class MeteredDevice:
     simulated = True
     supports_bfloat16 = True
 
-    def __init__(self, capacity_bytes: int, neighbour: SharedCount | None = None) -> None:
-        """A device of `capacity_bytes`, less what `neighbour` counts at each moment."""
+    def __init__(self, capacity_bytes: int, co_tenant: SharedByteCount | None = None) -> None:
+        """A device of `capacity_bytes`, minus what `co_tenant` holds at each moment."""
         self.name = "metered host memory (simulated)"
         self.torch_device = torch.device("cpu")
         self.notices: list[str] = []
-        self._meter = Meter(capacity_bytes, neighbour)
+        self._meter = Meter(capacity_bytes, co_tenant)
 
     @property
     def capacity_bytes(self) -> int:
-        """What may be allocated at once."""
-        return self._meter.ledger.capacity_bytes
+        """Bytes that may be allocated at once."""
+        return self._meter.tracker.capacity_bytes
 
     @property
     def available_bytes(self) -> int:
-        """The capacity, less what a neighbour holds of it."""
-        return self._meter.ledger.available_bytes
+        """The capacity minus what the co-tenant holds."""
+        return self._meter.tracker.available_bytes
 
     @property
     def allocations(self) -> int:
-        """Requests so far, refused ones included."""
-        return self._meter.ledger.allocations
+        """Allocations requested so far, including refused ones."""
+        return self._meter.tracker.allocations
 
     @property
     def host_allocations(self) -> int:
-        """Host allocations made in host regions so far, refused ones included."""
-        return self._meter.ledger.host_allocations
+        """Host allocations requested in host regions so far, including refused ones."""
+        return self._meter.tracker.host_allocations
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Count in this thread and in threads started meanwhile."""
+        """Count in this thread and in threads started inside the block."""
         with _one_thread(), self._meter.active():
             yield
 
     def synchronize(self) -> None:
-        """Nothing is queued here."""
+        """Does nothing: operations on the CPU are not queued."""
 
     def memory(self) -> MemoryReading:
         """Allocated and peak as counted; there is no cache, so reserved equals allocated."""
-        ledger = self._meter.ledger
-        return MemoryReading(ledger.allocated_bytes, ledger.allocated_bytes, ledger.peak_bytes, 0)
+        tracker = self._meter.tracker
+        return MemoryReading(tracker.allocated_bytes, tracker.allocated_bytes, tracker.peak_bytes, 0)
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
-        self._meter.ledger.reset_peak()
+        """Restart peak tracking from the bytes allocated now."""
+        self._meter.tracker.reset_peak()
 
     def release_cached(self) -> None:
         """Collect garbage; there is no cache to empty."""
         gc.collect()
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Storages made inside are host memory and stay so: never counted, and freeing them gives nothing back."""
+        """Storages created inside the block are host memory for their whole life and are never counted."""
         return self._meter.host_region()
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself: nothing is copied to a card, so there is nothing to pin."""
-        return tensor
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A counted copy. Raises torch.OutOfMemoryError."""
@@ -105,46 +102,46 @@ class MeteredDevice:
         return self.download(tensor)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count storages that came about unseen, or in a host region. Raises torch.OutOfMemoryError."""
+        """Count storages that were created unobserved or in a host region. Raises torch.OutOfMemoryError."""
         self._meter.adopt(tensors)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        """The CPU generator's state, as host memory."""
+        """The CPU generator's state, in host memory."""
         with self._meter.host_region():
             return {"cpu": torch.get_rng_state()}
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `rng_state` returned."""
+        """Restore states that `rng_state` returned."""
         with self._meter.host_region():
             torch.set_rng_state(state["cpu"])
 
     def readings(self) -> list[GpuReading]:
-        """Empty: no GPU is involved."""
+        """Empty: there is no GPU."""
         return []
 
     def fail_at(self, allocation: int | None, *then: int) -> None:
-        """Refuse the `allocation`-th request from now (1 is the next), once, then the `then`-th after that refusal, and
-        so on; None takes it back. For torture tests."""
-        self._meter.ledger.fail_at(allocation, *then)
+        """Refuse the `allocation`-th request from now (1 is the next), once; each of `then` is counted from the refusal
+        before it. None cancels all. For fault-injection tests."""
+        self._meter.tracker.fail_at(allocation, *then)
 
     def fail_host_at(self, allocation: int | None) -> None:
-        """Let the `allocation`-th host allocation from now fail, once; None takes it back. For torture tests."""
-        self._meter.ledger.fail_host_at(allocation)
+        """Refuse the `allocation`-th host allocation from now, once; None cancels that. For fault-injection tests."""
+        self._meter.tracker.fail_host_at(allocation)
 
     def largest(self, count: int) -> list[LiveTensor]:
         """The largest counted allocations, largest first."""
-        return self._meter.ledger.largest(count)
+        return self._meter.tracker.largest(count)
 
     def snapshot(self) -> None:
-        """None: the books are in `largest`."""
+        """None: `largest` lists the single allocations."""
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one core, unless OMP_NUM_THREADS says otherwise: a simulated run has the same bits on every machine.
+    """Compute on one thread, unless OMP_NUM_THREADS is set: a simulated run has the same bits on every machine.
 
-    Its models are small, too: on two idle cores a second thread makes demo steps a tenth faster, and beside other busy
-    processes two to four times slower, because one always waits for the other to be scheduled.
+    A second thread gains little for its small models: demo steps on two idle cores get a tenth faster, and with other
+    busy processes two to four times slower, because each thread waits for the other to be scheduled.
     """
     if "OMP_NUM_THREADS" in os.environ:
         yield
@@ -158,13 +155,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def open_metered(spec: RunSpec) -> MeteredDevice:
-    """The metered device with the profile's capacity, shared with a neighbour where $TUNEDECK_NEIGHBOUR names its file.
+    """The metered device with the profile's capacity, minus what a co-tenant holds.
 
-    Raises EnvironmentProblem when that file is none that a neighbour made.
+    $TUNEDECK_NEIGHBOUR names the file that the co-tenant writes; without it there is none.
+
+    Raises EnvironmentProblem: no such file, or not one that a co-tenant wrote.
     """
-    shared = os.environ.get(NEIGHBOUR_VARIABLE)
-    neighbour = SharedCount.open(Path(shared)) if shared else None
-    device = MeteredDevice(spec.profile.device.capacity_bytes, neighbour)
+    shared = os.environ.get(CO_TENANT_VARIABLE)
+    co_tenant = SharedByteCount.open(Path(shared)) if shared else None
+    device = MeteredDevice(spec.profile.device.capacity_bytes, co_tenant)
     if shared:
-        device.notices.append(f"the device is shared with whoever writes {shared} (${NEIGHBOUR_VARIABLE})")
+        device.notices.append(f"the device is shared with the co-tenant that writes {shared} (${CO_TENANT_VARIABLE})")
     return device

@@ -1,7 +1,7 @@
-"""What NVML, the driver's own library, says about GPUs. Never raises for a machine without one; needs no torch.
+"""Readings of GPUs from NVML, the driver's library. Never raises on a machine without a GPU; needs no torch.
 
-NVML counts what torch cannot: contexts, other processes, memory the driver keeps. Readings that a driver, a container
-or a MIG slice withholds come back as None.
+NVML counts memory that torch cannot see: contexts, other processes, the driver's own. Values that a driver, a container
+or a MIG slice withholds are None.
 
 Try: `python -c "from engine.device.nvml import read_gpus; print(read_gpus())"`.
 """
@@ -36,7 +36,7 @@ def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
 
 
 def _started() -> bool:
-    """Start NVML; it counts its starts, and one that is never ended costs nothing."""
+    """Whether NVML could be started. It counts its starts; one that is never ended costs nothing."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -45,13 +45,13 @@ def _started() -> bool:
 
 
 def _by_uuid(uuid: str) -> Any:
-    return _answer(lambda: pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    return _query(lambda: pynvml.nvmlDeviceGetHandleByUUID(uuid))
 
 
-def _answer(question: Callable[[], Value]) -> Value | None:
-    """The answer, or None where this driver, card or container does not give it."""
+def _query(call: Callable[[], Value]) -> Value | None:
+    """The result of an NVML call, or None where the driver, card or container does not support it."""
     try:
-        return question()
+        return call()
     except pynvml.NVMLError:
         return None
 
@@ -61,27 +61,27 @@ def _text(value: str | bytes) -> str:
 
 
 def _read(handle: Any) -> GpuReading | None:
-    memory = _answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
-    index = _answer(lambda: pynvml.nvmlDeviceGetIndex(handle))
+    memory = _query(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
+    index = _query(lambda: pynvml.nvmlDeviceGetIndex(handle))
     if memory is None or index is None:
         return None  # fallen off the bus, or not ours to ask about
-    milliwatts = _answer(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
-    utilisation = _answer(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
+    milliwatts = _query(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
+    utilisation = _query(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
     return GpuReading(
         index=index,
-        name=_text(_answer(lambda: pynvml.nvmlDeviceGetName(handle)) or "unnamed GPU"),
-        uuid=_text(_answer(lambda: pynvml.nvmlDeviceGetUUID(handle)) or ""),
+        name=_text(_query(lambda: pynvml.nvmlDeviceGetName(handle)) or "unnamed GPU"),
+        uuid=_text(_query(lambda: pynvml.nvmlDeviceGetUUID(handle)) or ""),
         total_bytes=int(memory.total),
         used_bytes=int(memory.used),
         utilisation_percent=None if utilisation is None else int(utilisation.gpu),
-        temperature_celsius=_answer(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+        temperature_celsius=_query(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
         power_watts=None if milliwatts is None else milliwatts / 1000,
         processes=tuple(_processes(handle)),
     )
 
 
 def _processes(handle: Any) -> list[GpuProcess]:
-    running = _answer(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    running = _query(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
     return [GpuProcess(process.pid, process.usedGpuMemory, _process_name(process.pid)) for process in running]
 
 

@@ -1,7 +1,7 @@
-"""Recognising memory that ran out, in every form torch and its libraries report it, and errors that poison the process.
+"""Recognising out-of-memory errors in every form that torch and its libraries raise, and errors that end the process.
 
-One table of patterns; no policy. The texts are those of the sources named beside them; `tests/device/test_oom.py` holds
-whole messages from the field. What to do about an OOM is decided in `engine.train`.
+Tables of patterns, no policy. The patterns quote the sources named beside them; `tests/device/test_oom.py` holds whole
+messages from real runs. What to do about an OOM is decided in `engine.train`.
 
 Try: `python -c "from engine.device.oom import classify; print(classify(MemoryError()))"`.
 """
@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-Kind = Literal["device", "host", "pinned"]
+MemoryKind = Literal["device", "host", "pinned"]
+"""Which memory ran out: the device's, the host's, or page-locked host memory."""
 
 _PINNED = (
     r"cudaHostAlloc",
@@ -42,9 +43,9 @@ _HOST = (
     r"unable to mmap \d+ bytes from file",
     r"unable to allocate shared memory|No space left on device.*(shm|torch_)",  # DataLoader workers and /dev/shm
     r"std::bad_alloc",
-    r"can't start new thread",  # Python: no room for another stack, or no more threads allowed
+    r"can't start new thread",  # Python: no memory for another stack, or no more threads allowed
 )
-# cuBLAS and cuDNN report a handle they had no memory for as not initialized. It is that only without other evidence.
+# cuBLAS and cuDNN say "not initialized" of a handle they had no memory for, but also for other causes: checked last.
 _MAYBE_DEVICE = (r"CUBLAS_STATUS_NOT_INITIALIZED", r"CUDNN_STATUS_NOT_INITIALIZED")
 _STICKY = (
     r"illegal memory access|CUDA_ERROR_ILLEGAL_ADDRESS|cudaErrorIllegalAddress",
@@ -71,6 +72,9 @@ _REQUEST_RE = re.compile(
     r"|failed to CUDA \w*alloc(?: async)? (\d+) bytes",
     re.IGNORECASE,
 )
+REQUESTED_BYTES = "requested_bytes"
+"""Attribute of an error of the metered device with the exact size of the request, which its message rounds."""
+
 _UNIT_BYTES = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -88,7 +92,7 @@ class OutOfMemory:
     """One allocation failure. `classify` fills the first three fields, from the exception; `catch_oom` the others, with
     what the device held at that moment."""
 
-    kind: Kind
+    kind: MemoryKind
     """Which memory ran out. On the plain CPU, host memory is the device's."""
     requested_bytes: int | None
     """None where the message does not say."""
@@ -101,10 +105,10 @@ class OutOfMemory:
 
 
 def classify(error: BaseException) -> OutOfMemory | None:
-    """What `error` says about memory, or None when it is about something else. Looks at the error, not at its causes.
+    """The allocation failure that `error` reports, or None for any other error. Its causes are not looked at.
 
-    A kernel that wants more shared memory than an SM has (Triton's OutOfResources) is not out of memory: no smaller
-    batch helps it. A sticky error never is, even when its text mentions memory.
+    A kernel that needs more shared memory than an SM has (Triton's OutOfResources) does not count: a smaller batch does
+    not help it. Neither does a sticky error (see `is_sticky`), even when its text mentions memory.
     """
     text = str(error)
     if is_sticky(error):
@@ -113,7 +117,7 @@ def classify(error: BaseException) -> OutOfMemory | None:
     return OutOfMemory(kind, _requested_bytes(error, text), text) if kind else None
 
 
-def _kind(error: BaseException, text: str) -> Kind | None:
+def _kind(error: BaseException, text: str) -> MemoryKind | None:
     # A MemoryError is Python's own; RuntimeError covers torch.OutOfMemoryError, AcceleratorError and DistBackendError.
     if isinstance(error, MemoryError):
         return "host"
@@ -129,7 +133,7 @@ def _kind(error: BaseException, text: str) -> Kind | None:
 
 
 def _requested_bytes(error: BaseException, text: str) -> int | None:
-    exact = getattr(error, "requested_bytes", None)  # the metered device knows to the byte
+    exact = getattr(error, REQUESTED_BYTES, None)
     if isinstance(exact, int):
         return exact
     found = _REQUEST_RE.search(text)
@@ -142,23 +146,23 @@ def _requested_bytes(error: BaseException, text: str) -> int | None:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether `error` leaves the CUDA context or a communicator unusable: nothing may be retried in this process."""
+    """Whether `error` leaves the CUDA context or a communicator unusable, so that this process can retry nothing."""
     return isinstance(error, RuntimeError) and _STICKY_RE.search(str(error)) is not None
 
 
 def flush_autograd() -> None:
-    """Run a one-element backward, which makes the autograd engine drop what a failed backward left behind.
+    """Run a one-element backward pass, which makes the autograd engine free the graph of a failed one.
 
-    After an exception inside backward the engine's queue still holds the failed graph with all its saved activations;
-    the next backward of the thread empties it. Call it outside the `except` block. It takes a few host bytes, outside
-    every dispatch mode, so that a full metered device cannot refuse it.
+    After an exception inside backward, the engine's queue holds the failed graph with all its saved activations until
+    the thread's next backward pass. Call it outside the `except` block. Its few bytes are allocated outside every
+    dispatch mode, so a full metered device cannot refuse them.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True).add(0))
 
 
-def forget_frames(error: BaseException) -> None:
-    """Drop the locals of every frame that the error, or one it was raised during, passed through."""
+def clear_frames(error: BaseException) -> None:
+    """Clear the local variables of every frame in the tracebacks of `error` and of the errors it was raised from."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

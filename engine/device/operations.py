@@ -1,6 +1,6 @@
-"""What an operation of torch can do to storages, read off its schema once and remembered.
+"""How an operator of torch can allocate memory, derived from its schema and cached.
 
-Pure facts about operators; counting is `engine.device.meter`.
+Facts about operators only; counting is in `engine.device.meter`.
 
 Try: `python -c "import torch; from engine.device.operations import behaviour as b; print(b(torch.ops.aten.mm.out))"`
 """
@@ -19,21 +19,21 @@ RESIZES = "may resize or swap the storage of a tensor it writes to"
 DECOMPOSE = "is made of other operations"
 
 behaviours: dict[int, str] = {}
-"""Filled by `behaviour`, by `id` of each operator overload met: hashing an overload runs Python, and this is looked up
-for every operation. `_known` keeps the overloads alive, so that an id stays theirs."""
-_known: list[Any] = []
+"""Cache of `behaviour`, read for every operation. Its keys are `id`s of operator overloads, as hashing an overload runs
+Python code; `_kept_alive` holds the overloads, so that an id is not reused."""
+_kept_alive: list[Any] = []
 
 _SWAPPERS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_"}
-# A copy that looks like a view to its schema: torch.tensor() and from_numpy() announce their new storage through it.
+# Views by their schema, but they return new storage: torch.tensor() and from_numpy() call them.
 _FRESH_DESPITE_SCHEMA = {"aten::lift_fresh", "aten::lift"}
-ANNOUNCERS = {*_FRESH_DESPITE_SCHEMA, "aten::set_"}
-"""Operations through which memory that is there already turns up."""
+WRAPPERS_OF_EXISTING_MEMORY = {*_FRESH_DESPITE_SCHEMA, "aten::set_"}
+"""Operations that return a tensor over memory which was allocated before, outside of torch's operations."""
 
 
 def behaviour(func: Any) -> str:
-    """One of the constants above for an operator overload."""
+    """How an operator overload allocates: one of the constants above."""
     does = behaviours[id(func)] = _read(func)
-    _known.append(func)
+    _kept_alive.append(func)
     return does
 
 
@@ -55,7 +55,7 @@ def _read(func: Any) -> str:
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among `args` and `kwargs` that `func` says it writes to."""
+    """The tensors among `args` and `kwargs` that the schema of `func` marks as written to."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from engine.device.oom import forget_frames
+from engine.device.oom import clear_frames
 from engine.distributed.host_gather import LostRankError, losing_a_rank_ends_it
 
 
@@ -67,7 +67,7 @@ class Joint:
             action()
             self.ready()
         except PeerFailedError as error:
-            forget_frames(error)
+            clear_frames(error)
             return False
         except LostRankError:
             raise

@@ -1,9 +1,9 @@
 """A metered device whose tensors are fake: shapes, dtypes and lifetimes are real, memory is not.
 
-The books are those of the metered device (`engine.device.ledger`), so a simulation and a metered run are counted by the
-same rules. Two differences to a card can be undone (`like_a_card`): under any dispatch mode autograd adds up gradients
-that meet at a fork out of place, on a card in place; and softmax in fp32 casts its input first, where a card has a
-kernel that reads it as it is.
+Bytes are counted by the metered device's own `engine.device.allocation_tracker`, so a simulation and a metered run
+follow the same rules. With `like_a_card`, two differences to a card are removed: under any dispatch mode autograd sums
+gradients of the same tensor out of place, on a card in place; and softmax in fp32 casts its input first, where a card
+has a kernel that reads half precision.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -34,7 +34,7 @@ class SimulatedDevice(MeteredDevice):
         super().__init__(ROOMY_BYTES)
         self.name = "simulated"
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self._meter.ledger.counts_fakes = True
+        self._meter.tracker.counts_fake_tensors = True
         self._like_a_card = like_a_card
         self._answers = _Answers()
 
@@ -57,11 +57,11 @@ class SimulatedDevice(MeteredDevice):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward pass."""
-        self._meter.ledger.sums_in_place = self._like_a_card
+        self._meter.tracker.sums_gradients_in_place = self._like_a_card
         try:
             yield
         finally:
-            self._meter.ledger.sums_in_place = False
+            self._meter.tracker.sums_gradients_in_place = False
 
 
 class _Answers(TorchDispatchMode):

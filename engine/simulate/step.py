@@ -23,7 +23,7 @@ from engine.budget.predict import Budget
 from engine.budget.setting import chunk_tokens, image_patches, resolved_dtype, setting_of
 from engine.budget.tower import TOWERS
 from engine.data.batch import Batch
-from engine.device.ledger import bytes_of
+from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError, UsageError
 from engine.model.attention import resolve_attention
 from engine.model.config import auto_class

@@ -59,8 +59,8 @@ class Witness(MeteredDevice):
         super().__init__(capacity_bytes)
         self.asked: list[str] = []
         self.refused: list[str] = []
-        ledger = self._meter.ledger
-        charge = ledger._charge
+        tracker = self._meter.tracker
+        charge = tracker._charge
 
         def noting(size_bytes: int, operation: Any) -> None:
             self.asked.append(place_of(sys._getframe(1)))
@@ -70,7 +70,7 @@ class Witness(MeteredDevice):
                 self.refused.append(self.asked[-1])
                 raise
 
-        ledger._charge = noting  # type: ignore[method-assign]
+        tracker._charge = noting  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

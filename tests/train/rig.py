@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.batching.budget import MicroBatchBudget
-from engine.device.ledger import rounded
+from engine.device.allocation_tracker import round_to_blocks
 from engine.device.metered import MeteredDevice
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
@@ -191,7 +191,7 @@ class Rig:
     def optimizer_bytes(self) -> int:
         """What optimizer state takes on the device."""
         state = state_tensors(self.parts.optimizer, self.parts.loaded.trainable())
-        return sum(rounded(tensor.untyped_storage().nbytes()) for _, tensor in state)
+        return sum(round_to_blocks(tensor.untyped_storage().nbytes()) for _, tensor in state)
 
     def reset(self) -> None:
         """Everything as it was after the probe."""

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.cli import app
-from engine.device.co_tenant import NEIGHBOUR_VARIABLE, SharedCount
+from engine.device.co_tenant import CO_TENANT_VARIABLE, SharedByteCount
 from engine.errors import EnvironmentProblem, MemoryExhaustedError
 from engine.journal import control
 from engine.journal.checkpoints_on_disk import learned_memory
@@ -100,7 +100,7 @@ def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(t
     counted = tmp_path / "neighbour"
     place = new_run(tmp_path / "runs", make_spec(samples, memory_gib=CAPACITY_GIB, **TABLES))
     with neighbour(counted) as hold:
-        monkeypatch.setenv(NEIGHBOUR_VARIABLE, str(counted))
+        monkeypatch.setenv(CO_TENANT_VARIABLE, str(counted))
         process = start_engine(place)
         run = Watched(place)
         run.until(lambda step: step["step"] >= 5)
@@ -127,8 +127,8 @@ def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(t
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
     """What a neighbour of this process's own device holds."""
-    count = SharedCount.create(tmp_path / "neighbour")
-    monkeypatch.setenv(NEIGHBOUR_VARIABLE, str(tmp_path / "neighbour"))
+    count = SharedByteCount.create(tmp_path / "neighbour")
+    monkeypatch.setenv(CO_TENANT_VARIABLE, str(tmp_path / "neighbour"))
     return count
 
 
@@ -240,4 +240,4 @@ def test_what_was_learned_is_saved_shown_and_used_again(tmp_path):
 
 def test_a_neighbour_that_does_not_exist_is_an_error_that_says_so(tmp_path):
     with pytest.raises(EnvironmentProblem, match="NEIGHBOUR"):
-        SharedCount.open(tmp_path / "nobody")
+        SharedByteCount.open(tmp_path / "nobody")

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from engine.device.allocation_tracker import bytes_of, storage_key
 from engine.device.base import Device, LiveTensor
-from engine.device.ledger import bytes_of, storage_key
 from engine.device.oom import MemoryBreakdown
 from engine.model.loaded import LoadedModel
 from engine.train.step.optimizer import StepGuard, state_tensors

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.budget.architecture import from_config
 from engine.budget.predict import predict
-from engine.device.ledger import bytes_of
+from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict
 from engine.spec.schema.run import RunSpec

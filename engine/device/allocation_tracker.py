@@ -1,10 +1,10 @@
-"""The metered device's books: which storages are live, how many bytes that is, and when the next one is refused.
+"""The metered device's record of live storages: their bytes, the peak, and the refusal of what exceeds the capacity.
 
-Arithmetic only. Where allocations are noticed (dispatch mode, patches, threads) is `engine.device.meter`.
+Bookkeeping only. How allocations are observed (dispatch mode, patches, threads) is in `engine.device.meter`.
 
 Sizes are rounded up to 512 bytes, the block granularity of CUDA's caching allocator (`kMinBlockSize` in
-c10/cuda/CUDACachingAllocator.cpp), so that figures compare with predictions for a card. Memory an operation takes for
-its own workspace and gives back before it returns is not seen.
+c10/cuda/CUDACachingAllocator.cpp), so that figures compare with predictions for a card. Workspace that an operation
+frees before it returns is not counted.
 
 Try: `pytest tests/device/test_meter.py`.
 """
@@ -19,30 +19,31 @@ from typing import Any
 import torch
 
 from engine.device.base import LiveTensor
-from engine.device.co_tenant import SharedCount
+from engine.device.co_tenant import SharedByteCount
+from engine.device.oom import REQUESTED_BYTES
 
 BLOCK_BYTES = 512
 _NEVER = -1
 
 
-def rounded(size_bytes: int) -> int:
-    """`size_bytes` rounded up to whole 512-byte blocks."""
-    return (size_bytes + 511) & -512
+def round_to_blocks(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole blocks."""
+    return (size_bytes + BLOCK_BYTES - 1) & -BLOCK_BYTES
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages of `tensors`, each rounded up to whole blocks."""
     sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(map(rounded, sizes.values()))
+    return sum(map(round_to_blocks, sizes.values()))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The address of the tensor's storage object, by which `LiveTensor.key` names it, too."""
+    """Address of the tensor's storage object, the same as `LiveTensor.key`."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def amount(size_bytes: int) -> str:
-    """Bytes for people, in the units CUDA's own message uses: "1.50 MiB"."""
+def format_bytes(size_bytes: int) -> str:
+    """Bytes as text in the units of CUDA's own message, such as "1.50 MiB"."""
     size: float = size_bytes
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
@@ -51,11 +52,11 @@ def amount(size_bytes: int) -> str:
     return f"{size:.2f} GiB"
 
 
-class _Entry(weakref.ref[Any]):
-    """A weak reference to one storage that remembers what was counted for it.
+class _TrackedStorage(weakref.ref[Any]):
+    """A weak reference to one storage, with the bytes counted for it.
 
-    torch keeps a storage's Python object alive for as long as C++ holds the storage (a tensor saved for backward), so
-    the callback runs exactly when the memory is freed, before its address can be used again.
+    torch keeps a storage's Python object alive as long as C++ holds the storage (for a tensor saved for backward), so
+    the callback runs exactly when the memory is freed, before its address can be reused.
     """
 
     __slots__ = ("dtype", "key", "operation", "shape", "size_bytes")
@@ -66,41 +67,41 @@ class _Entry(weakref.ref[Any]):
     shape: tuple[int, ...]
     dtype: Any
 
-    def described(self) -> LiveTensor:
-        """For reports."""
+    def as_live_tensor(self) -> LiveTensor:
+        """The storage as a record for reports."""
         dtype = str(self.dtype).removeprefix("torch.")
         return LiveTensor(str(self.operation), tuple(self.shape), dtype, self.size_bytes, self.key)
 
 
-class Ledger:
-    """Live storages by address, their total, its peak, and the limit."""
+class AllocationTracker:
+    """Live storages by address, their total bytes, the peak of that total, and its limit."""
 
-    def __init__(self, capacity_bytes: int, neighbour: SharedCount | None = None) -> None:
+    def __init__(self, capacity_bytes: int, co_tenant: SharedByteCount | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        self._neighbour = neighbour
+        self._co_tenant = co_tenant
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.allocations = 0
-        """Allocations asked for so far, refused ones included."""
+        """Allocations requested so far, including refused ones."""
         self.host_allocations = 0
-        """Storages that came about as host memory so far, refused ones included."""
-        self.live: dict[int, _Entry] = {}
-        self.host: dict[int, _Entry] = {}
+        """Host allocations requested so far, including refused ones."""
+        self.live: dict[int, _TrackedStorage] = {}
+        self.host: dict[int, _TrackedStorage] = {}
         self._fail_at, self._host_fail_at = _NEVER, _NEVER
         self._then: tuple[int, ...] = ()
-        self.counts_fakes = False
-        """Count fake tensors as if they had memory (`engine.simulate`)."""
-        self.sums_in_place = False
-        """Count the sum of two gradients as taking the first one's place."""
-        # Re-entrant: the collector may run the release callback while this thread holds the lock.
+        self.counts_fake_tensors = False
+        """Whether fake tensors are counted as if they had memory (`engine.simulate`)."""
+        self.sums_gradients_in_place = False
+        """Whether the sum of two gradients is counted as written into the first one, as on a card."""
+        # Re-entrant: garbage collection may run the release callback while this thread holds the lock.
         self._lock = threading.RLock()
         self._on_release = self._make_release(self.live)
         self._on_host_release = self._make_release(self.host)
 
-    def _make_release(self, book: dict[int, _Entry]) -> Callable[[_Entry], None]:
+    def _make_release(self, book: dict[int, _TrackedStorage]) -> Callable[[_TrackedStorage], None]:
         lock, counted = self._lock, book is self.live
 
-        def release(entry: _Entry) -> None:
+        def release(entry: _TrackedStorage) -> None:
             with lock:
                 if book.get(entry.key) is entry:
                     del book[entry.key]
@@ -110,24 +111,24 @@ class Ledger:
         return release
 
     def fail_at(self, allocation: int | None, *then: int) -> None:
-        """Refuse the `allocation`-th request from now (1 is the next), once; each of `then` counts from the refusal
-        before it. None takes all of it back."""
+        """Refuse the `allocation`-th request from now (1 is the next), once. Each of `then` is counted from the refusal
+        before it. None cancels all planned refusals."""
         self._fail_at = _NEVER if allocation is None else self.allocations + allocation
         self._then = then
 
     def fail_host_at(self, allocation: int | None) -> None:
-        """Let the `allocation`-th host allocation from now fail, once; None takes it back."""
+        """Refuse the `allocation`-th host allocation from now, once. None cancels that."""
         self._host_fail_at = _NEVER if allocation is None else self.host_allocations + allocation
 
     @property
     def available_bytes(self) -> int:
-        """The limit at this moment: the capacity, less what a neighbour holds."""
-        if self._neighbour is None:
+        """The current limit: the capacity minus what the co-tenant holds."""
+        if self._co_tenant is None:
             return self.capacity_bytes
-        return max(0, self.capacity_bytes - self._neighbour.held_bytes)
+        return max(0, self.capacity_bytes - self._co_tenant.held_bytes)
 
     def _charge(self, size_bytes: int, operation: Any) -> None:
-        """Count one request of `size_bytes` (rounded), or raise torch.OutOfMemoryError and count no bytes."""
+        """Count a request of `size_bytes`, already rounded. Raises torch.OutOfMemoryError and counts no bytes."""
         self.allocations += 1
         total = self.allocated_bytes + size_bytes
         if total > self.available_bytes or self.allocations == self._fail_at:
@@ -142,22 +143,23 @@ class Ledger:
         available = self.available_bytes
         free = available - self.allocated_bytes
         elsewhere = self.capacity_bytes - available
-        neighbour = f" A neighbour holds {amount(elsewhere)}." if elsewhere else ""
+        co_tenant = f" A co-tenant holds {format_bytes(elsewhere)}." if elsewhere else ""
         planned = " This request was refused on purpose (fault injection)." if size_bytes <= free else ""
+        requested, total, left = (format_bytes(size) for size in (size_bytes, self.capacity_bytes, max(free, 0)))
         error = torch.OutOfMemoryError(
-            f"The metered (simulated) device is out of memory. Tried to allocate {amount(size_bytes)} in {operation}. "
-            f"The device has a total capacity of {amount(self.capacity_bytes)} of which {amount(max(free, 0))} is "
-            f"free; {amount(self.allocated_bytes)} is allocated in {len(self.live)} blocks.{neighbour}{planned}"
+            f"The metered (simulated) device is out of memory. Tried to allocate {requested} in {operation}. "
+            f"The device has a total capacity of {total} of which {left} is free; "
+            f"{format_bytes(self.allocated_bytes)} is allocated in {len(self.live)} blocks.{co_tenant}{planned}"
         )
-        error.requested_bytes = size_bytes  # type: ignore[attr-defined]  # the text is rounded; the backoff arithmetic should not be
+        setattr(error, REQUESTED_BYTES, size_bytes)
         return error
 
     def add(self, storage: torch.UntypedStorage, size_bytes: int, operation: Any, shape: Any, dtype: Any) -> None:
-        """Count `storage`, which is in neither book, at `size_bytes`. Raises torch.OutOfMemoryError: no room."""
-        size_bytes = rounded(size_bytes)
+        """Count the new `storage` with `size_bytes`. Raises torch.OutOfMemoryError."""
+        size_bytes = round_to_blocks(size_bytes)
         with self._lock:
             self._charge(size_bytes, operation)
-            entry = _Entry(storage, self._on_release)
+            entry = _TrackedStorage(storage, self._on_release)
             entry.key = key = storage._cdata
             entry.size_bytes = size_bytes
             entry.operation = operation
@@ -165,35 +167,35 @@ class Ledger:
             entry.dtype = dtype
             self.live[key] = entry
 
-    def add_host(self, storage: torch.UntypedStorage, *, asked_for: bool = True) -> None:
-        """Remember `storage` as host memory: never counted, whatever operation returns it later.
+    def add_host(self, storage: torch.UntypedStorage, *, is_new: bool = True) -> None:
+        """Record `storage` as host memory, which is never counted, whatever operation returns it later.
 
-        Raises RuntimeError, worded as torch's host allocator does, where `fail_host_at` asked for it. `asked_for` is
-        False for memory that was there already and is only announced.
+        `is_new` is False for memory that existed before and is only wrapped in a tensor. Raises RuntimeError, with the
+        message of torch's host allocator, where `fail_host_at` planned a failure.
         """
         with self._lock:
-            self.host_allocations += asked_for
-            if asked_for and self.host_allocations == self._host_fail_at:
+            self.host_allocations += is_new
+            if is_new and self.host_allocations == self._host_fail_at:
                 raise RuntimeError(
                     f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {storage.nbytes()} bytes. "
                     "This host allocation was refused on purpose (fault injection)."
                 )
-            entry = _Entry(storage, self._on_host_release)
+            entry = _TrackedStorage(storage, self._on_host_release)
             entry.key = storage._cdata
             self.host[entry.key] = entry
 
     def forget_host(self, storage: torch.UntypedStorage) -> None:
-        """Host memory no longer (it is about to be adopted)."""
+        """Stop treating `storage` as host memory, before it is counted."""
         with self._lock:
             self.host.pop(storage._cdata, None)
 
-    def resize(self, entry: _Entry, size_bytes: int, operation: Any) -> None:
-        """A counted storage changes size. Raises torch.OutOfMemoryError, and counts the old size still.
+    def resize(self, entry: _TrackedStorage, size_bytes: int, operation: Any) -> None:
+        """Change the size counted for a storage. Raises torch.OutOfMemoryError, and then keeps the old size.
 
-        Counted as on CUDA (`resize_bytes_cuda`): a new block is taken, the old one copied, then given back, so that
-        both are part of the peak for a moment.
+        Counted as on CUDA (`resize_bytes_cuda`): a new block is allocated, the old one copied and then freed, so that
+        for a moment both are part of the peak.
         """
-        size_bytes = rounded(size_bytes)
+        size_bytes = round_to_blocks(size_bytes)
         with self._lock:
             if size_bytes == entry.size_bytes:
                 return
@@ -202,26 +204,26 @@ class Ledger:
             self.allocated_bytes -= entry.size_bytes
             entry.size_bytes = size_bytes
 
-    def correct(self, entry: _Entry, size_bytes: int) -> None:
-        """Set what is counted for a storage, with no request made: a resize that did not happen after all."""
+    def undo_resize(self, entry: _TrackedStorage, size_bytes: int) -> None:
+        """Set a storage back to the size counted before a resize that failed; no allocation is requested."""
         with self._lock:
             self.allocated_bytes += size_bytes - entry.size_bytes
             entry.size_bytes = size_bytes
 
-    def take_over(self, old: torch.UntypedStorage, new: torch.UntypedStorage, operation: Any, shape: Any) -> None:
-        """`new` stands where `old` stood, which is about to go: nothing is requested."""
+    def transfer(self, old: torch.UntypedStorage, new: torch.UntypedStorage, operation: Any, shape: Any) -> None:
+        """Transfer the bytes counted for `old`, which is about to be freed, to `new` without a new allocation."""
         with self._lock:
             former = self.live.get(old._cdata)
             if former is None or new._cdata in self.live:
                 return
-            entry = _Entry(new, self._on_release)
+            entry = _TrackedStorage(new, self._on_release)
             entry.key, entry.size_bytes = new._cdata, former.size_bytes
             entry.operation, entry.shape, entry.dtype = operation, shape, former.dtype
             former.size_bytes = 0
             self.live[entry.key] = entry
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
+        """Restart peak tracking from the bytes allocated now."""
         with self._lock:
             self.peak_bytes = self.allocated_bytes
 
@@ -229,4 +231,4 @@ class Ledger:
         """The `count` largest live storages, largest first."""
         with self._lock:
             entries = sorted(self.live.values(), key=lambda entry: entry.size_bytes, reverse=True)[:count]
-        return [entry.described() for entry in entries]
+        return [entry.as_live_tensor() for entry in entries]
