@@ -1,4 +1,4 @@
-"""Scoring a finished or running run's weights, or a model that was never trained here, on a recipe's data.
+"""Scoring the checkpoints of a run, or a model that was not trained here, on a recipe's validation data.
 
 Try: `tunedeck eval last --checkpoint best`.
 """
@@ -18,7 +18,7 @@ from engine.device import open_device
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory
 from engine.errors import DataError, UsageError
-from engine.evaluate.scores import Judge, Scores, evaluate
+from engine.evaluate.scores import EvaluationContext, Scores, evaluate
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.model.load import LoadedModel, load_model
@@ -30,7 +30,7 @@ from engine.spec.schema.run import RunSpec
 
 
 def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkpoint]:
-    """The checkpoints that `--checkpoint` names: a step, "best", "all", or None for the newest.
+    """Checkpoints that `--checkpoint` selects: a step, "best", "all", or None for the newest.
 
     Raises:
         UsageError: no such checkpoint, or one that is damaged.
@@ -61,21 +61,21 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
 
 
 def score_run(place: RunDirectory, wanted: str | None, say: Callable[[str], None]) -> list[tuple[int, Scores]]:
-    """(step, scores) of the chosen checkpoints of a run, on its validation data. The model is loaded once.
+    """(step, scores) of each selected checkpoint of a run, on its validation data. The model is loaded once.
 
     Raises:
-        TunedeckError: from the rooms that do the work.
+        TunedeckError: the run's spec, device, data or model cannot be opened, or memory ran out.
     """
     chosen = checkpoints_to_score(place, wanted)
     spec = load_run_spec(place.run_toml, own=True)
     device = open_device(spec)
     with device.activate():
-        judge, data = _prepare(spec, device, say)
+        context, data = _prepare(spec, device, say)
         results = []
         for checkpoint in chosen:
             say(f"scoring step {checkpoint.step}")
-            judge.loaded.load_weights(checkpoint.weights)
-            results.append((checkpoint.step, _score(judge, data, spec)))
+            context.loaded.load_weights(checkpoint.weights)
+            results.append((checkpoint.step, _score(context, data, spec)))
     return results
 
 
@@ -83,11 +83,11 @@ def score_model(spec: RunSpec, say: Callable[[str], None]) -> Scores:
     """Scores of the model that `spec` starts from, untrained, on the recipe's validation data."""
     device = open_device(spec)
     with device.activate():
-        judge, data = _prepare(spec, device, say)
-        return _score(judge, data, spec)
+        context, data = _prepare(spec, device, say)
+        return _score(context, data, spec)
 
 
-def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple[Judge, TokenData]:
+def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple[EvaluationContext, TokenData]:
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     with device.host_region():
         prepared = prepare_data(spec, tokenizer, say=say)
@@ -98,12 +98,12 @@ def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple
         )
     say("loading model")
     loaded = load_model(spec, device, tokenizer)
-    return _judge(spec, device, loaded, prepared.validation, say), prepared.validation
+    return _make_context(spec, device, loaded, prepared.validation, say), prepared.validation
 
 
-def _judge(
+def _make_context(
     spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, say: Callable[[str], None]
-) -> Judge:
+) -> EvaluationContext:
     planned = micro_batch_cost(on_one_device(spec), int(data.lengths.max()))
     loss = make_loss(
         loaded, implementation=spec.recipe.train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
@@ -112,23 +112,23 @@ def _judge(
     def report(failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
         say(f"out of memory in {failure.phase}: {remedy} {before} -> {after}")
 
-    return Judge(device, loaded, loss, planned.cost, planned.budget, spec.recipe.generate, report)
+    return EvaluationContext(device, loaded, loss, planned.cost, planned.budget, spec.recipe.generate, report)
 
 
-def _score(judge: Judge, data: TokenData, spec: RunSpec) -> Scores:
+def _score(context: EvaluationContext, data: TokenData, spec: RunSpec) -> Scores:
     asked = spec.recipe.evaluate
     metrics = sorted({*asked.metrics, *spec.recipe.eval.metrics})
-    return evaluate(judge, data, metrics, limit=asked.limit, samples=asked.log_samples)
+    return evaluate(context, data, metrics, limit=asked.limit, samples=asked.log_samples)
 
 
-def spec_for_model(model: str, recipe: str, profile: str, sets: list[str]) -> RunSpec:
-    """The spec that scores `model` (hub id, folder, builtin:NAME) on a recipe's data.
+def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:
+    """The run spec that scores `model` (hub id, folder, builtin:NAME) on a recipe's data.
 
-    What the recipe says of its own model (random weights, an adapter, a tokenizer) does not hold for this one; the
-    user's `sets` come last.
+    The recipe's settings of its own model (random weights, adapter, tokenizer) are dropped. The user's
+    `overrides` come last.
     """
     chosen = str(Path(model).absolute()) if Path(model).is_dir() else model
     own = ["model.adapter=", "model.revision="]
     if not model.startswith(BUILTIN_PREFIX):
         own += ["model.init=", "model.tokenizer="]
-    return resolve(profile, recipe, [*own, f"model.id={json.dumps(chosen)}", *sets]).spec
+    return resolve(profile, recipe, [*own, f"model.id={json.dumps(chosen)}", *overrides]).spec

@@ -1,16 +1,19 @@
-"""Evaluation with a memory budget of its own: loss and perplexity, exact match of greedy answers, samples to read.
+"""Evaluation: loss and perplexity, exact match of greedily generated answers, and sample answers to read.
 
-A sample is counted when its result is in, and only then: when memory runs out the micro-batch is redone smaller and
-nothing is counted twice. Logits are never kept. Used by the training loop and by `tunedeck eval`.
+Evaluation learns a micro-batch budget of its own. A sample counts once its result is complete: after an OOM the
+micro-batch is repeated smaller, and nothing is counted twice. Logits are never kept. Used by the training loop and by
+`tunedeck eval`.
+
+Try: `tunedeck eval last`
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,45 +24,45 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost, plan_micro_batches
 from engine.data.batch import collate
-from engine.data.tokens import Example, TokenData
+from engine.data.tokens import IGNORED, Example, TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import ATTEMPTS, catch_oom
 from engine.device.oom import OutOfMemory
 from engine.errors import MemoryExhaustedError
 from engine.model.load import LoadedModel
-from engine.model.loss import LossFunction
+from engine.model.loss import LossFunction, eval_mode
 from engine.spec.schema.recipe import Generate
 
 GENERATION_ROWS = 64
-"""Answers generated at once to begin with."""
+"""Answers generated at once to begin with; also the most."""
+
+T = TypeVar("T")
 
 
 @dataclass
-class Rows:
-    """How many answers are generated at once: halved when memory runs out, doubled again where that is not known to
-    fail."""
+class GenerationBatchSize:
+    """How many answers are generated at once: halved on an OOM, doubled after a clean evaluation."""
 
-    now: int = GENERATION_ROWS
-    proven: int = 0
-    """The most that succeeded."""
-    ceiling: int | None = None
-    """The fewest that failed, and more than had succeeded before."""
+    rows: int = GENERATION_ROWS
+    largest_success: int = 0
+    smallest_failure: int | None = None
+    """Only failures above `largest_success` count: the others were passing shortages."""
 
     def halve(self, failed: int) -> None:
-        """`failed` rows at once did not fit."""
-        if failed > self.proven:
-            self.ceiling = min(failed, self.ceiling or failed)
-        self.now = max(1, failed // 2)
+        """Go on with half of the `failed` rows that did not fit."""
+        if failed > self.largest_success:
+            self.smallest_failure = min(failed, self.smallest_failure or failed)
+        self.rows = max(1, failed // 2)
 
     def grow(self) -> None:
-        """All answers were generated without a failure."""
-        if self.ceiling is None or 2 * self.now < self.ceiling:
-            self.now = min(GENERATION_ROWS, 2 * self.now)
+        """Double the rows, unless as many are known to fail. Call after an evaluation without an OOM."""
+        if self.smallest_failure is None or 2 * self.rows < self.smallest_failure:
+            self.rows = min(GENERATION_ROWS, 2 * self.rows)
 
 
 @dataclass
-class Judge:
-    """What evaluation works with. `budget` and `rows` are its own, learned separately from training's."""
+class EvaluationContext:
+    """Everything an evaluation needs. `budget` and `batch_size` are learned separately from training's."""
 
     device: Device
     loaded: LoadedModel
@@ -68,39 +71,49 @@ class Judge:
     budget: MicroBatchBudget
     generate: Generate
     report: Callable[[OutOfMemory, str, Any, Any], None]
-    """Called with each failure, the remedy's name, and the setting before and after."""
-    interrupted: Callable[[], bool] = lambda: False
-    """Asked between micro-batches: True ends the evaluation early."""
-    rows: Rows = field(default_factory=Rows)
-    perform: Callable[[str, Sequence[int], Callable[[], None]], OutOfMemory | None] | None = None
-    """How a pass over samples is tried, given its kind, their indices, and the pass; None for this process alone. Where
-    ranks hold parts of the weights, all of them take part (`engine.train.strategy.collective_evaluation`)."""
+    """Called for each OOM with the remedy's name and the setting before and after it."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Asked before each micro-batch; True ends the evaluation early."""
+    batch_size: GenerationBatchSize = field(default_factory=GenerationBatchSize)
+    run_on_all_ranks: Callable[[str, Sequence[int], Callable[[], None]], OutOfMemory | None] | None = None
+    """Runs a forward pass on every rank, where ranks hold parts of the weights: given its kind, the sample indices, and
+    the pass itself. None runs it in this process only."""
     failed_rank: int = 0
-    """Where memory ran out last."""
-    choosing: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    """What has the last word on the next token of an answer."""
+    """Rank on which the last OOM happened."""
+    logits_processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    """Applied last to the logits of every generated token."""
 
-    def attempt(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
-        """None when `action`, a pass of the `kind` "evaluate" or "generate" over `members`, went through."""
-        if self.perform is not None:
-            return self.perform(kind, members, action)
-        return catch_oom(action, self.device, kind)
+    def attempt(self, kind: str, members: Sequence[int], action: Callable[[], T]) -> T | OutOfMemory:
+        """The result of `action`, or the failure when memory ran out.
+
+        `action` is a pass of the kind "evaluate" or "generate" over the samples `members`.
+        """
+        results: list[T] = []
+
+        def run() -> None:
+            results.append(action())
+
+        collective = self.run_on_all_ranks
+        failure = collective(kind, members, run) if collective else catch_oom(run, self.device, kind)
+        return results[0] if failure is None else failure
 
 
 @dataclass
 class Scores:
-    """Metrics by name, and generated samples (prompt, answer, reference) to read."""
+    """Metrics by name, sample answers (prompt, answer, reference), and the number of samples scored."""
 
     metrics: dict[str, float]
     samples: list[dict[str, str]] = field(default_factory=list)
     count: int = 0
 
 
-class Interrupted(Exception):
-    """The evaluation was ended early; there is no result."""
+class EvaluationStopped(Exception):
+    """The evaluation ended early, on request, without a result."""
 
 
-def evaluate(judge: Judge, data: TokenData, metrics: Sequence[str], *, limit: int | None, samples: int) -> Scores:
+def evaluate(
+    context: EvaluationContext, data: TokenData, metrics: Sequence[str], *, limit: int | None, samples: int
+) -> Scores:
     """Score the first `limit` samples of `data`.
 
     loss is the mean over target tokens, perplexity its exponential. exact_match generates greedily from the tokens
@@ -108,149 +121,140 @@ def evaluate(judge: Judge, data: TokenData, metrics: Sequence[str], *, limit: in
 
     Raises:
         MemoryExhaustedError: not even one sample at a time fits.
-        Interrupted: `judge.interrupted` said so.
+        EvaluationStopped: `context.should_stop` returned True.
     """
     count = min(len(data), limit or len(data))
     result = Scores({}, count=count)
-    with judging(judge.loaded.model):
+    with eval_mode(context.loaded.model):
         if "loss" in metrics:
-            loss = _mean_loss(judge, data, np.arange(count))
+            loss = _mean_loss(context, data, np.arange(count))
             result.metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if "exact_match" in metrics or samples:
             asked = count if "exact_match" in metrics else min(samples, count)
-            answers = _answers(judge, data, asked)
+            answers = _answer_first(context, data, asked)
             if "exact_match" in metrics:
                 result.metrics["exact_match"] = sum(a["answer"] == a["reference"] for a in answers) / len(answers)
             result.samples = answers[:samples]
     return result
 
 
-@contextmanager
-def judging(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; training mode comes back however this ends."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def _mean_loss(judge: Judge, data: TokenData, indices: NDArray[np.int64]) -> float:
-    """Sum of token losses over their number, for `indices` of `data`."""
-    device, budget = judge.device, judge.budget
+def _mean_loss(context: EvaluationContext, data: TokenData, indices: NDArray[np.int64]) -> float:
+    """Mean loss per target token of the samples `indices`."""
+    device, budget = context.device, context.budget
     held_bytes = device.memory().allocated_bytes
     total, targets, failures, clean = 0.0, int(data.target_counts[indices].sum()), 0, True
-    waiting = _planned(judge, data, indices)
+    waiting = _planned(context, data, indices)
     while waiting:
-        if judge.interrupted():
-            raise Interrupted
+        if context.should_stop():
+            raise EvaluationStopped
         chosen, cost_bytes = waiting[0]
-        sums: list[float] = []
         device.reset_peak()
-        failure = judge.attempt(
-            "evaluate", chosen.tolist(), lambda chosen=chosen, sums=sums: sums.append(loss_sum(judge, data, chosen))  # type: ignore[misc]
-        )
-        if failure is None:
-            total, failures = total + sums[0], 0
+        result = context.attempt("evaluate", chosen.tolist(), partial(loss_sum, context, data, chosen))
+        if not isinstance(result, OutOfMemory):
+            total, failures = total + result, 0
             budget.record_success(cost_bytes, _measured(device, held_bytes))
             del waiting[0]
             continue
         failures, clean = failures + 1, False
         device.release_cached()
-        if _again(judge, failure, failures, proven=cost_bytes <= budget.proven_bytes, rows=len(chosen)):
+        if _retries_unchanged(context, result, failures, proven=cost_bytes <= budget.proven_bytes, rows=len(chosen)):
             continue
         before = budget.budget_bytes
         budget.cut(cost_bytes, device.available_bytes - held_bytes)
-        judge.report(failure, "cut", before, budget.budget_bytes)
-        waiting = _planned(judge, data, np.concatenate([members for members, _ in waiting]))
+        context.report(result, "cut", before, budget.budget_bytes)
+        waiting = _planned(context, data, np.concatenate([members for members, _ in waiting]))
     if clean:
         budget.record_clean_step(device.available_bytes - held_bytes, may_grow=True)
     return total / max(1, targets)
 
 
-def _planned(judge: Judge, data: TokenData, indices: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], int]]:
-    """(members, predicted cost) of the micro-batches of `indices`."""
-    groups = plan_micro_batches(data.lengths[indices], judge.cost, judge.budget.budget_bytes)
+def _planned(
+    context: EvaluationContext, data: TokenData, indices: NDArray[np.int64]
+) -> list[tuple[NDArray[np.int64], int]]:
+    """(sample indices, predicted bytes) of each micro-batch of the samples `indices`."""
+    groups = plan_micro_batches(data.lengths[indices], context.cost, context.budget.budget_bytes)
     return [(indices[list(group.members)], group.cost_bytes) for group in groups]
 
 
 def _measured(device: Device, held_bytes: int) -> int:
+    """Peak bytes above `held_bytes`; 0 on the plain CPU, which cannot measure it."""
     return 0 if device.kind == "cpu" else max(0, device.memory().peak_bytes - held_bytes)
 
 
-def _again(judge: Judge, failure: OutOfMemory, failures: int, *, proven: bool, rows: int) -> bool:
-    """Whether to try the same once more: what has succeeded before, once; one sample, which cannot be made smaller, and
-    host memory, which smaller batches do not give back, a few times.
+def _retries_unchanged(
+    context: EvaluationContext, failure: OutOfMemory, failures: int, *, proven: bool, rows: int
+) -> bool:
+    """Whether to repeat the failed pass with the same number of samples.
 
-    Raises MemoryExhaustedError when that was tried.
+    A size that succeeded before is repeated once. A single sample cannot be made smaller, and a smaller batch does not
+    help against a shortage of host memory: both are repeated until ATTEMPTS failures in a row.
+
+    Raises MemoryExhaustedError after those.
     """
     stuck = rows == 1 or failure.kind != "device"
     if stuck and failures >= ATTEMPTS:
-        judge.report(failure, "give_up", rows, rows)
+        context.report(failure, "give_up", rows, rows)
         raise MemoryExhaustedError(
             f"out of memory in {failure.phase} with {'one sample' if rows == 1 else f'{rows} samples'} at a time",
             fix="lower data.max_length or generate.max_new_tokens, or use a profile with more memory",
         )
     if not stuck and not (proven and failures == 1):
         return False
-    judge.report(failure, "retry", rows, rows)
+    context.report(failure, "retry", rows, rows)
     return True
 
 
-def loss_sum(judge: Judge, data: TokenData, chosen: NDArray[np.int64]) -> float:
-    """Sum of the token losses of these samples."""
-    with judge.device.host_region():
-        batch = collate(data, chosen, pad_id=_pad_id(judge))
-    return float(judge.loss(batch.moved(judge.device.upload)))
+def loss_sum(context: EvaluationContext, data: TokenData, chosen: NDArray[np.int64]) -> float:
+    """Sum of the token losses of the samples `chosen`."""
+    with context.device.host_region():
+        batch = collate(data, chosen, pad_id=_pad_id(context))
+    return float(context.loss(batch.moved(context.device.upload)))
 
 
-def answers_to(judge: Judge, data: TokenData, chosen: Sequence[int]) -> list[str]:
-    """What is generated for these samples, as text."""
-    return _generate(judge, [split_question(data[index])[0] for index in chosen])
+def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:
+    """Generated answers of the samples `chosen`, as text."""
+    return _generate(context, [split_question(data[index])[0] for index in chosen])
 
 
-def _answers(judge: Judge, data: TokenData, count: int) -> list[dict[str, str]]:
-    """Generate for the first `count` samples; results in their order. Longest prompts first, like training."""
+def _answer_first(context: EvaluationContext, data: TokenData, count: int) -> list[dict[str, str]]:
+    """Answers of the first `count` samples, in their order. Generated with the longest prompts first."""
     questions = [split_question(data[index]) for index in range(count)]
     order = sorted(range(len(questions)), key=lambda index: -len(questions[index][0]))
     texts: list[str] = []
-    failures, clean, rows = 0, True, judge.rows
+    failures, clean, size = 0, True, context.batch_size
     while len(texts) < len(order):
-        if judge.interrupted():
-            raise Interrupted
-        chosen = order[len(texts) : len(texts) + rows.now]
-        made: list[str] = []
-        failure = judge.attempt(
-            "generate", chosen, lambda chosen=chosen, made=made: made.extend(answers_to(judge, data, chosen))  # type: ignore[misc]
-        )
-        if failure is None:
-            texts, failures, rows.proven = texts + made, 0, max(rows.proven, len(chosen))
+        if context.should_stop():
+            raise EvaluationStopped
+        chosen = order[len(texts) : len(texts) + size.rows]
+        result = context.attempt("generate", chosen, partial(generate_answers, context, data, chosen))
+        if not isinstance(result, OutOfMemory):
+            texts, failures = texts + result, 0
+            size.largest_success = max(size.largest_success, len(chosen))
             continue
         failures, clean = failures + 1, False
-        judge.device.release_cached()
-        if not _again(judge, failure, failures, proven=len(chosen) <= rows.proven, rows=len(chosen)):
-            rows.halve(len(chosen))
-            judge.report(failure, "cut", len(chosen), rows.now)
+        context.device.release_cached()
+        proven = len(chosen) <= size.largest_success
+        if not _retries_unchanged(context, result, failures, proven=proven, rows=len(chosen)):
+            size.halve(len(chosen))
+            context.report(result, "cut", len(chosen), size.rows)
     if clean:
-        rows.grow()
+        size.grow()
     by_index = dict(zip(order, texts, strict=True))
-    return [_answer(judge, question, by_index[index]) for index, question in enumerate(questions)]
+    return [_answer(context, question, by_index[index]) for index, question in enumerate(questions)]
 
 
-def _answer(judge: Judge, question: tuple[list[int], list[int]], text: str) -> dict[str, str]:
-    prompt, reference = (_text(judge, ids) for ids in question)
+def _answer(context: EvaluationContext, question: tuple[list[int], list[int]], text: str) -> dict[str, str]:
+    prompt, reference = (_text(context, ids) for ids in question)
     return {"prompt": prompt, "answer": text.strip(), "reference": reference.strip()}
 
 
-def _text(judge: Judge, ids: list[int]) -> str:
-    return str(judge.loaded.tokenizer.decode(ids, skip_special_tokens=True))
+def _text(context: EvaluationContext, ids: list[int]) -> str:
+    return str(context.loaded.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def split_question(example: Example) -> tuple[list[int], list[int]]:
     """(tokens before the last answer, the last answer's tokens). The last answer is the last run of target tokens."""
-    is_target = example.labels != -100
+    is_target = example.labels != IGNORED
     last = int(np.flatnonzero(is_target)[-1])
     before = np.flatnonzero(~is_target[: last + 1])
     first = int(before[-1]) + 1 if len(before) else 1
@@ -258,35 +262,35 @@ def split_question(example: Example) -> tuple[list[int], list[int]]:
     return ids[:first].tolist(), ids[first : last + 1].tolist()
 
 
-def _generate(judge: Judge, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Answers to `prompts` as text, padded on the left so that all continue at the same column."""
-    width, tokenizer = max(map(len, prompts)), judge.loaded.tokenizer
-    with judge.device.host_region():
-        ids_BS = torch.full((len(prompts), width), _pad_id(judge), dtype=torch.long)
+def _generate(context: EvaluationContext, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Answers to `prompts` as text. Prompts are padded on the left, so that all end at the same position."""
+    width, tokenizer = max(map(len, prompts)), context.loaded.tokenizer
+    with context.device.host_region():
+        ids_BS = torch.full((len(prompts), width), _pad_id(context), dtype=torch.long)
         mask_BS = torch.zeros_like(ids_BS)
         for row, prompt in enumerate(prompts):
             ids_BS[row, width - len(prompt) :] = torch.tensor(prompt)
             mask_BS[row, width - len(prompt) :] = 1
-    config = generation_config(judge.generate, tokenizer.eos_token_id, _pad_id(judge))
-    ids_BS, mask_BS = judge.device.upload(ids_BS), judge.device.upload(mask_BS)
-    made_BS = continued(judge.loaded, ids_BS, mask_BS, config, logits_processor=judge.choosing)
-    return [_text(judge, row) for row in made_BS[:, width:].tolist()]
+    config = generation_config(context.generate, tokenizer.eos_token_id, _pad_id(context))
+    ids_BS, mask_BS = context.device.upload(ids_BS), context.device.upload(mask_BS)
+    made_BS = generate_tokens(context.loaded, ids_BS, mask_BS, config, logits_processor=context.logits_processors)
+    return [_text(context, row) for row in made_BS[:, width:].tolist()]
 
 
-def continued(
+def generate_tokens(
     loaded: LoadedModel,
     ids_BS: Tensor,
     mask_BS: Tensor,
     config: GenerationConfig,
-    **how: LogitsProcessorList | Cache | None,
+    **options: LogitsProcessorList | Cache | None,
 ) -> Tensor:
-    """Prompts and their answers, as token ids; `how` is for `generate` of transformers."""
+    """Token ids of the prompts, each followed by its answer; `options` go to transformers' `generate`."""
     generate = cast(Callable[..., Tensor], loaded.model.generate)
-    return generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **how)
+    return generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **options)
 
 
 def generation_config(generate: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:
-    """Greedy, whatever sampling the model ships with: a score must not depend on luck."""
+    """Settings of greedy generation, whatever sampling the model's own config asks for: scores are reproducible."""
     return GenerationConfig(
         max_new_tokens=generate.max_new_tokens,
         do_sample=False,
@@ -297,5 +301,5 @@ def generation_config(generate: Generate, eos_id: int | None, pad_id: int) -> Ge
     )
 
 
-def _pad_id(judge: Judge) -> int:
-    return int(judge.loaded.tokenizer.pad_token_id)
+def _pad_id(context: EvaluationContext) -> int:
+    return int(context.loaded.tokenizer.pad_token_id)

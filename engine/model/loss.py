@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -190,6 +190,18 @@ def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
     return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype)
 
 
+@contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients inside the block; the former mode is restored after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def verify_logits(loaded: LoadedModel, head: Head, device: Device) -> None:
     """Compare decoder + head with the model's own logits on four tokens; a family with a twist unknown here differs.
 
@@ -197,18 +209,13 @@ def verify_logits(loaded: LoadedModel, head: Head, device: Device) -> None:
         UsageError: they differ by more than the dtype's rounding, or are not finite.
     """
     model = loaded.base
-    was_training = loaded.model.training
-    loaded.model.eval()
-    try:
-        with torch.no_grad(), autocast(loaded):
-            ids_BS = torch.arange(4, device=device.torch_device)[None] % head.vocabulary
-            own_BSV = model(input_ids=ids_BS, use_cache=False).logits.float()
-            hidden_BSH = decoder_of(model)(input_ids=ids_BS, use_cache=False).last_hidden_state
-            ours_BSV = head.logits(hidden_BSH)
-            error = float((own_BSV - ours_BSV).abs().max())
-            size = float(own_BSV.abs().max())
-    finally:
-        loaded.model.train(was_training)
+    with eval_mode(loaded.model), autocast(loaded):
+        ids_BS = torch.arange(4, device=device.torch_device)[None] % head.vocabulary
+        own_BSV = model(input_ids=ids_BS, use_cache=False).logits.float()
+        hidden_BSH = decoder_of(model)(input_ids=ids_BS, use_cache=False).last_hidden_state
+        ours_BSV = head.logits(hidden_BSH)
+        error = float((own_BSV - ours_BSV).abs().max())
+        size = float(own_BSV.abs().max())
     if not math.isfinite(size):
         raise UsageError(
             f"the model's own logits are not finite in {loaded.precision.compute}",

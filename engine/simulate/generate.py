@@ -15,7 +15,7 @@ import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from engine.evaluate.scores import continued, generation_config
+from engine.evaluate.scores import generate_tokens, generation_config
 from engine.model.loaded import LoadedModel
 from engine.simulate.device import SimulatedDevice
 from engine.simulate.watch import Watch
@@ -41,7 +41,7 @@ def simulate_generation(
         watch.enter("generate")
         with _tokens(loaded.base, count), device.unequal_rows():
             config = generation_config(generate, END_ID, PAD_ID)
-            continued(loaded, ids_BS, mask_BS, config, past_key_values=cache)
+            generate_tokens(loaded, ids_BS, mask_BS, config, past_key_values=cache)
         watch.leave()
 
 

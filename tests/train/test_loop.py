@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.batching.budget import MicroBatchBudget
-from engine.evaluate.scores import Judge, evaluate
+from engine.evaluate.scores import EvaluationContext, evaluate
 from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
 from tests.train.harness import Workshop, losses, make_spec, new_run, of_kind, train, write_samples
 
@@ -105,13 +105,13 @@ def test_evaluation_survives_and_counts_every_sample_once(tmp_path, samples, all
     with Workshop(spec, tmp_path / "place") as bench:
         parts, failures = bench.parts, []
         budget = MicroBatchBudget(parts.cost(4, 64), parts.cost(4, 64))
-        judge = Judge(
+        context = EvaluationContext(
             parts.device, parts.loaded, parts.loss, parts.cost, budget, spec.recipe.generate,
             lambda failure, *_: failures.append(failure.phase),
         )
-        undisturbed = evaluate(judge, bench.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
+        undisturbed = evaluate(context, bench.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
         parts.device.fail_at(allocation)
-        disturbed = evaluate(judge, bench.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
+        disturbed = evaluate(context, bench.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
         parts.device.fail_at(None)
     assert len(failures) == 1
     assert disturbed.count == undisturbed.count

@@ -12,7 +12,7 @@ from typing import Any
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.cost import cost_on_one_device
 from engine.device.oom import OutOfMemory
-from engine.evaluate.scores import Interrupted, Judge
+from engine.evaluate.scores import EvaluationContext, EvaluationStopped
 from engine.evaluate.scores import evaluate as score
 from engine.journal.directory import RunDirectory
 from engine.train.checkpoint.best import is_better
@@ -44,7 +44,7 @@ class Examiner:
         self._bench, self._state, self._directory = bench, state, directory
         self._journal, self._wishes, self._saver, self._watchdog = journal, wishes, saver, watchdog
         self._ranks, self._asked = bench.parts.ranks, bench.spec.recipe.eval
-        self._judge = self._make_judge()
+        self._context = self._make_context()
 
     @property
     def has_validation(self) -> bool:
@@ -77,8 +77,8 @@ class Examiner:
         began = time.perf_counter()
         try:
             with self._watchdog.over("evaluation", f"the evaluation after step {self._state.step}"):
-                scores = score(self._judge, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
-        except Interrupted:
+                scores = score(self._context, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
+        except EvaluationStopped:
             return None
         self._journal.write(
             "eval",
@@ -104,9 +104,9 @@ class Examiner:
         elif self._ranks.is_first:
             mark_best(self._directory.checkpoints, self._state.step, name, value)
 
-    def _make_judge(self) -> Judge:
+    def _make_context(self) -> EvaluationContext:
         parts = self._bench.parts
-        judge = Judge(
+        context = EvaluationContext(
             device=parts.device,
             loaded=parts.loaded,
             loss=parts.loss,
@@ -114,16 +114,16 @@ class Examiner:
             budget=MicroBatchBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
             generate=self._bench.spec.recipe.generate,
             report=self._failed,
-            interrupted=self._interrupted,
+            should_stop=self._interrupted,
         )
         validation = self._bench.prepared.validation
         if validation is not None and parts.sharded:
-            Company(judge, validation, parts, parts.sharded)
-        return judge
+            Company(context, validation, parts, parts.sharded)
+        return context
 
     def _failed(self, failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
         report = self._bench.parts.report
-        rank = self._judge.failed_rank
+        rank = self._context.failed_rank
         report(Backoff(self._state.step, failure, Remedy(remedy, before, after), None, None, 1, None, rank))
 
     def _interrupted(self) -> bool:

@@ -20,20 +20,21 @@ from engine.device.catch_oom import catch_oom
 from engine.device.oom import OutOfMemory
 from engine.distributed.sharded import Sharded
 from engine.distributed.voted_group import Joint
-from engine.evaluate.scores import Judge, answers_to, judging, loss_sum
+from engine.evaluate.scores import EvaluationContext, generate_answers, loss_sum
+from engine.model.loss import eval_mode
 from engine.train.recovery.consensus import deciding, tell_failure
 from engine.train.step.context import Parts
 
 
 class Company:
-    """Makes `judge` perform its passes over `data` on all ranks. Every rank makes one."""
+    """Makes `context` perform its passes over `data` on all ranks. Every rank makes one."""
 
-    def __init__(self, judge: Judge, data: TokenData, parts: Parts, sharded: Sharded) -> None:
-        self._judge, self._data, self._parts, self._sharded = judge, data, parts, sharded
+    def __init__(self, context: EvaluationContext, data: TokenData, parts: Parts, sharded: Sharded) -> None:
+        self._context, self._data, self._parts, self._sharded = context, data, parts, sharded
         self._asked_for: Callable[[], None] | None = None
         self._failure: OutOfMemory | None = None
-        judge.perform = self.perform
-        judge.choosing.append(SameTokens(sharded.joint, parts.device))
+        context.run_on_all_ranks = self.perform
+        context.logits_processors.append(SameTokens(sharded.joint, parts.device))
         parts.ranks.duties |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
 
     def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
@@ -45,8 +46,8 @@ class Company:
 
     def _duty(self, kind: str) -> Callable[..., None]:
         passes: dict[str, Callable[[list[int]], object]] = {
-            "evaluate": lambda members: loss_sum(self._judge, self._data, np.array(members)),
-            "generate": lambda members: answers_to(self._judge, self._data, members),
+            "evaluate": lambda members: loss_sum(self._context, self._data, np.array(members)),
+            "generate": lambda members: generate_answers(self._context, self._data, members),
         }
 
         def duty(members: list[int]) -> None:
@@ -59,14 +60,14 @@ class Company:
 
         def run() -> None:
             model = parts.loaded.model
-            with judging(model), self._sharded.judging(gathers_head=kind == "generate"):
+            with eval_mode(model), self._sharded.judging(gathers_head=kind == "generate"):
                 action()
 
         failure = catch_oom(lambda: self._sharded.joint.together(run), parts.device, kind)
         struck = tell_failure(parts.ranks, failure, None, parts.device)
         if struck:
             parts.device.release_cached()
-            self._judge.failed_rank, self._failure = deciding(struck).rank, deciding(struck).failure
+            self._context.failed_rank, self._failure = deciding(struck).rank, deciding(struck).failure
 
 
 class SameTokens(LogitsProcessor):
