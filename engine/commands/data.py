@@ -60,11 +60,13 @@ def data(
 
     with importing():
         from engine.data.prepare import prepare_data
+        from engine.model.config import check_packing
         from engine.model.tokenizer import load_tokenizer
 
     spec = resolve(profile or STAND_IN_PROFILE, recipe, sets or ()).spec
     refuse_unsupported(spec)
     tokenizer = load_tokenizer(spec.recipe.model)
+    check_packing(spec)
     prepared = prepare_data(spec, tokenizer, say=_say_progress)
     if as_json:
         print_json(prepared, tokenizer, show)

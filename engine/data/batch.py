@@ -1,6 +1,8 @@
-"""From samples to the tensors of one micro-batch. The only file of this room that imports torch.
+"""The tensors of one micro-batch, made from samples.
 
-Shapes: B rows, S tokens in the longest of them. Everything is int64 and on the host; `Batch.moved` takes it elsewhere.
+Shapes: B rows, S tokens in the longest of them. All tensors are int64 and on the host; `Batch.moved` copies them.
+
+Try: `pytest tests/data/test_prepare.py -k collate`
 """
 
 from __future__ import annotations
@@ -18,29 +20,29 @@ from engine.data.tokens import IGNORED, Example, TokenData
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, or a slice of one (`engine.data.slices`). Masked labels are -100."""
+    """One micro-batch, or a rank's slice of one (`engine.data.slices`). Tokens that are not targets have label -100."""
 
     input_ids_BS: Tensor
     labels_BS: Tensor
     attention_mask_BS: Tensor | None
-    """None when nothing is padded, and for packed rows, whose position ids keep documents and padding apart. Causal
-    models are run without it (`engine.model.loss.hidden_states`)."""
+    """None when no row is padded, and for packed rows, whose position ids separate documents and padding. Causal models
+    run without it (`engine.model.loss.hidden_states`)."""
     position_ids_BS: Tensor | None
-    """Only for packed rows, where it restarts at 0 with every document, and for slices, [1, S]."""
+    """Only for packed rows, where positions restart at 0 with every document, and for slices, as [1, S]."""
     sample_ids: tuple[int, ...]
-    """Index in the data of each row; dropout masks are keyed by it."""
+    """Index in the data of each row. Dropout masks depend on it."""
     target_tokens: int
-    """Labels that count after the causal shift."""
+    """Number of target tokens, after the causal shift."""
     images: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the model takes beside ids where rows hold images, by its processor's names: pixel values, the grid they
-    lie on, and for each token its type, or its positions in place of `position_ids_BS`."""
+    """Further inputs of a vision-language model, by the names of its processor: pixel values, the grid of patches, and
+    each token's type, or positions that replace `position_ids_BS`."""
     labels_shifted: bool = False
-    """Whether the label of a position is the token after it, as in slices, or its own."""
+    """True in slices: the label of a position is the token after it. False: it is the token itself."""
     first_position: int = 0
-    """Of a slice: where in the rows it begins."""
+    """Position in the row at which a slice begins."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """The same micro-batch with every tensor passed through `move`."""
+        """The same micro-batch with `move` applied to every tensor."""
         mask_BS, positions_BS = self.attention_mask_BS, self.position_ids_BS
         return replace(
             self,
@@ -55,9 +57,9 @@ class Batch:
 def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_id: int) -> Batch:
     """The micro-batch of the samples `indices`, padded on the right to the longest of them.
 
-    Packed rows come without an attention mask: transformers looks for restarting positions only where there is none
-    (`masking_utils._preprocess_mask_arguments`), and would otherwise let documents see each other. Their padding
-    restarts the positions too, and so becomes one more document that nobody attends to.
+    Packed rows have no attention mask: transformers separates documents by restarting positions only without a mask
+    (`masking_utils._preprocess_mask_arguments`). Positions also restart at their padding, which thus becomes a
+    document of its own.
     """
     rows = [int(index) for index in indices]
     examples = [data[row] for row in rows]
@@ -83,7 +85,7 @@ def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_
 
 
 def _positions(example: Example, width: int) -> NDArray[np.int64]:
-    """Positions of one row, int64[width]: from 0 in every document, and from 0 again in the padding."""
+    """Positions of one packed row, int64[width]: they restart at 0 in every document and in the padding."""
     length = len(example.input_ids)
     starts = np.zeros(width, np.int64)
     if length < width:

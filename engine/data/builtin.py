@@ -1,7 +1,7 @@
-"""The built-in source `builtin:dates`: dates written the way people write them, to be rewritten as ISO dates.
+"""The built-in source `builtin:dates`: dates in various notations, to be rewritten as ISO dates.
 
-Generated from a seed, so that the demo needs no file and no network. Training and validation share the ways of writing
-but not a single date. Every form names the month in letters: 5/3/2021 would have two answers.
+Rows are generated from a seed, so the demo needs no file and no network. Training and validation share the notations,
+but no date. Every notation spells the month, because 5/3/2021 would have two readings.
 
 Try: `python -c "from engine.data.builtin import dates; print(dates(0, 'train')[:5])"`
 """
@@ -16,10 +16,10 @@ FIRST_DAY = datetime.date(1950, 1, 1)
 LAST_DAY = datetime.date(2049, 12, 31)
 
 ROWS = {"train": 20_000, "validation": 256}
-"""Splits and how many rows each has."""
+"""Rows of each split."""
 
 VALIDATION_DAYS = 2_000
-"""Days set aside; no training row shows one of them."""
+"""Days reserved for validation; no training row uses one."""
 
 FORMS = (
     "{day} {month} {year}",
@@ -31,11 +31,11 @@ FORMS = (
     "{short} {day} {year}",
     "on {day} {short} {year}",
 )
-"""Ways of writing a date."""
+"""Notations of a date."""
 
 
 class DateRow(TypedDict):
-    """One row: a date as written, and its ISO form."""
+    """One row: a date in some notation, and as an ISO date."""
 
     prompt: str
     completion: str
@@ -54,7 +54,7 @@ def dates(seed: int, split: str) -> list[DateRow]:
 
 
 def _row(date: datetime.date, draw: random.Random) -> DateRow:
-    # strftime would give the names of the machine's locale.
+    # Not strftime, which names months in the machine's locale.
     month = MONTHS[date.month - 1]
     written = draw.choice(FORMS).format(
         day=date.day, ordinal=_ordinal(date.day), month=month, short=month[:3], year=date.year

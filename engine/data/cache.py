@@ -1,13 +1,14 @@
-"""The cache folder, the lock on one entry of it, and the hashes that name entries. Contents belong to `store`.
+"""The cache folder, the lock of a cache entry, and the hashes that name entries. Entries are written in `store`.
 
 The folder is the platform's user cache, or $TUNEDECK_CACHE. Hashes cover contents, never paths: the same data has the
 same name on every machine.
+
+Try: `python -c "from engine.data.cache import cache_folder; print(cache_folder())"`
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +16,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
+from filelock import FileLock, Timeout
 
 from engine.errors import EnvironmentProblem
 
 HASH_BYTES = 16
-"""Bytes of a fingerprint; 128 bits, shown as 32 hex digits."""
+"""Bytes of a fingerprint, which is written as 32 hex digits."""
 
 
 def cache_folder() -> Path:
-    """Where tokens and the tables of `datasets` are kept: $TUNEDECK_CACHE, else the user's cache folder."""
+    """The folder of cached tokens and of the tables of `datasets`: $TUNEDECK_CACHE, else the user's cache folder."""
     return Path(os.environ.get("TUNEDECK_CACHE") or platformdirs.user_cache_dir("tunedeck")).expanduser()
 
 
 def hash_text(*parts: str) -> str:
-    """Fingerprint of some texts, in order; where one ends and the next begins counts."""
+    """Fingerprint of a sequence of texts. The boundaries between them count."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass")
@@ -37,7 +39,7 @@ def hash_text(*parts: str) -> str:
 
 
 def hash_files(files: Sequence[Path], root: Path | None = None) -> str:
-    """Fingerprint of the contents of files, in order; with `root`, of their names below it too."""
+    """Fingerprint of the contents of files, in order; with `root`, also of their paths relative to it."""
     parts = []
     for file in files:
         with file.open("rb") as stream:
@@ -47,7 +49,7 @@ def hash_files(files: Sequence[Path], root: Path | None = None) -> str:
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Make a folder of the cache. Raises EnvironmentProblem when it cannot be made or written."""
+    """Create a folder of the cache. Raises EnvironmentProblem when it cannot be created or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -65,22 +67,21 @@ def _not_writable(folder: Path, error: OSError) -> EnvironmentProblem:
 
 @contextmanager
 def locked(entry: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of one cache entry; a second process waits here, without a limit, and says so.
+    """Hold the lock of a cache entry. A second process waits here, without a time limit, and reports that it waits.
 
-    The operating system drops the lock with the process, so a killed one leaves nothing to clean up.
+    The operating system releases the lock of a process that is killed.
     Raises EnvironmentProblem when the cache folder cannot be written.
     """
     make_cache_folder(entry.parent)
+    lock = FileLock(entry.with_name(entry.name + ".lock"))
     try:
-        handle = os.open(entry.with_name(entry.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        lock.acquire(blocking=False)
+    except Timeout:
+        say("another process is preparing the same data; waiting for it")
+        lock.acquire()
     except OSError as error:
         raise _not_writable(entry.parent, error) from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another process is preparing the same data; waiting for it")
-            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        lock.release()

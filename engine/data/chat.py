@@ -1,8 +1,10 @@
-"""A conversation through the tokenizer's chat template: its tokens, and which of them the assistant wrote.
+"""Renders a conversation with the tokenizer's chat template and finds the tokens that the assistant wrote.
 
-Two ways, both exact or refused. A template with {% generation %} blocks marks the assistant's text itself. For any
-other, the conversation is rendered up to each assistant turn and past it; both must be beginnings of the whole text,
-and what lies between is that turn. Never a guess by searching for role names.
+A template with {% generation %} blocks marks the assistant's text itself. With any other template, the conversation is
+rendered up to each assistant turn and including it; the text between the two lengths is that turn. Where one of these
+texts is not the beginning of the whole conversation's text, the data is refused: role names are never searched for.
+
+Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from engine.data.formats import ChatRecord, Dropped
 from engine.errors import DataError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""How transformers finds out whether a template marks the assistant's text (`render_jinja_template`)."""
+"""A template that matches marks the assistant's text. The same pattern as in transformers (`render_jinja_template`)."""
 
 Span = tuple[int, int]
-"""First and behind-last character of a stretch of the rendered text."""
+"""Start and end (exclusive) of a range of characters in the rendered text."""
 
 
 class ChatRenderer:
-    """Turns conversations into token ids and flags, with the tokenizer's template.
+    """Turns conversations into token ids, and a flag for each token that is learned.
 
-    Raises DataError when there is none, or when the tokenizer cannot say which characters a token covers.
+    Raises DataError: the tokenizer has no chat template, or does not report which characters a token covers.
     """
 
     def __init__(
@@ -47,9 +49,9 @@ class ChatRenderer:
         }
 
     def tokens(self, record: ChatRecord) -> tuple[list[int], list[bool]] | Dropped:
-        """Token ids of the conversation, and for each whether it is learned.
+        """Token ids of the conversation, and whether each is learned.
 
-        Raises DataError where the template makes it impossible to say which tokens the assistant wrote.
+        Raises DataError where the template does not allow telling which tokens the assistant wrote.
         """
         messages = self._with_system(record.messages)
         try:
@@ -82,7 +84,7 @@ class ChatRenderer:
         return {"tools": record.tools, "chat_template": self.template}
 
     def _marked_spans(self, messages: list[dict[str, Any]], record: ChatRecord, text: str) -> list[Span]:
-        """Spans inside the template's {% generation %} blocks."""
+        """Ranges of the text that the template's {% generation %} blocks produced."""
         special: dict[str, Any] = {**self.tokenizer.special_tokens_map}
         result: Any = render_jinja_template(  # annotated as str in transformers 5.23, which is wrong
             [messages], return_assistant_tokens_mask=True, **special, **self._options(record)
@@ -96,7 +98,7 @@ class ChatRenderer:
         return [(start, stop) for start, stop in spans[0]]
 
     def _turn_spans(self, messages: list[dict[str, Any]], record: ChatRecord, text: str) -> list[Span]:
-        """Spans from the end of each prompt to the end of the assistant turn that answers it."""
+        """Ranges of the text of each assistant turn, from the end of its prompt to its own end."""
         spans = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -115,21 +117,21 @@ class ChatRenderer:
         return spans
 
     def _flagged(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]] | Dropped:
-        """Tokenise the whole text once and flag the tokens that lie inside a span."""
+        """Tokenise the whole text and flag the tokens inside one of `spans`."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, places = list(encoded["input_ids"]), encoded["offset_mapping"]
         flags = [False] * len(ids)
         for start, stop in spans:
             inside = [token for token, (first, last) in enumerate(places) if first < stop and last > start]
             if inside and places[inside[0]][0] < start:
-                # Half prompt, half answer: generation never meets such a token, so learning it would teach nothing.
+                # Generation starts at the end of the prompt, so it never produces a token that begins before it.
                 return Dropped("a token spans the end of the prompt and the start of the answer")
             for token in self._without_tail(ids, inside, text, places):
                 flags[token] = True
         return ids, flags
 
     def _without_tail(self, ids: list[int], inside: list[int], text: str, places: Sequence[Span]) -> list[int]:
-        """Tokens of one span, less the white space that a template puts behind its end-of-turn mark."""
+        """Tokens of one range, without the white space that a template adds after its end-of-turn token."""
         last = next((k for k in reversed(range(len(inside))) if ids[inside[k]] in self.special_ids), None)
         if last is None or self.learn_all:
             return inside
@@ -137,7 +139,7 @@ class ChatRenderer:
         return inside[: last + 1] if not tail.strip() else inside
 
     def _end_turn(self, ids: list[int], flags: list[bool]) -> None:
-        """Where nothing special follows the last answer, add end-of-sequence: else it never learns to stop."""
+        """Add end-of-sequence where no special token ends the last answer: else the model never learns to stop."""
         end = self.tokenizer.eos_token_id
         last = next((token for token in reversed(range(len(ids))) if flags[token]), None)
         if end is None or last is None or any(token in self.special_ids for token in ids[last:]):

@@ -1,6 +1,9 @@
-"""What a row means: its format is known by column names; each row becomes a record or is dropped with a reason.
+"""Recognises the format of a source by its columns, and turns each row into a record or drops it with a reason.
 
-Tables first: the formats, the columns each needs, and the other names those columns go by. No tokens here.
+The tables list the formats, the columns that each needs, and other names of those columns. Tokens are made in
+`engine.data.tokenise`.
+
+Try: `tunedeck data -r RECIPE`
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class PairRecord:
-    """A prompt that is given and a completion that is learned."""
+    """A prompt, and the completion that is learned."""
 
     prompt: str
     completion: str
@@ -31,7 +34,7 @@ class PairRecord:
 
 @dataclass(frozen=True)
 class ChatRecord:
-    """A conversation: turns of role and content, and the tools it may use."""
+    """A conversation: turns with role and content, and descriptions of the tools that it may use."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -41,7 +44,7 @@ class ChatRecord:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is left out, and why: the reason is what the report counts."""
+    """A row that is left out. The report counts rows by reason."""
 
     reason: str
 
@@ -55,14 +58,14 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
 }
-"""Format = the columns it cannot do without."""
+"""Columns that each format requires."""
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "chat": ("tools",),
     "sharegpt": ("tools", "system"),
     "alpaca": ("input", "system"),
 }
-"""Format = columns it uses where they are."""
+"""Columns that a format uses if the source has them."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "prompt": ("question", "query"),
@@ -70,32 +73,33 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "messages": ("chat", "dialog", "dialogue"),
     "conversations": ("conversation",),
 }
-"""Column = other names it is recognised by, where none has its own."""
+"""Other names under which a column is recognised, if none has its own name."""
 
 ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "developer": "developer",
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }
-"""Role as written in the wild = role as templates know it."""
+"""The role that chat templates use, for each role name found in data sets."""
 
 ALPACA_LAYOUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_LAYOUT_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-"""Prompts for instruction rows where the tokenizer has no chat template (layout: Stanford Alpaca, 2023)."""
+"""Prompts of instruction rows for a tokenizer without a chat template (layout: Stanford Alpaca, 2023)."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A recognised format: which column of the source holds each of our fields."""
+    """A recognised format."""
 
     name: str
     fields: dict[str, str]
+    """The source's column of each of our fields."""
     source: str
     chat: bool = field(default=False)
-    """Whether instruction rows become conversations."""
+    """Whether instruction rows are rendered as conversations."""
 
     def record(self, row: dict[str, Any], number: int) -> Record | Dropped:
-        """What row `number` of the source says, or why it is left out."""
+        """The record of row `number` of the source, or the reason for dropping it."""
         values: dict[str, Any] = {ours: row.get(theirs) for ours, theirs in self.fields.items()}
         place = f"source {self.source}, row {number + 1}"
         if self.name in ("chat", "sharegpt"):
@@ -109,9 +113,9 @@ class Format:
 
 
 def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> Format:
-    """The format of a source, by its columns, `format` and `columns`.
+    """The format of a source, chosen by its columns and by its settings `format` and `columns`.
 
-    Raises DataError, with the columns found and what each format needs, when none or several fit.
+    Raises DataError when no format fits, or several do.
     """
     mapped = _mapped_columns(columns, source)
     fitting = {name: fields for name in NEEDS if (fields := _fields(name, columns, mapped)) is not None}
@@ -141,7 +145,7 @@ def _mapped_columns(columns: Sequence[str], source: Source) -> dict[str, str]:
 
 
 def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str]) -> dict[str, str] | None:
-    """Our field = its column, for one format; None when a needed one is missing or two columns could be it."""
+    """The column of each of our fields in one format; None when a required one is missing or ambiguous."""
     fields = {}
     for ours in NEEDS[format_name]:
         theirs = [mapped[ours]] if ours in mapped else [ours] if ours in columns else []
@@ -215,10 +219,10 @@ def _conversation(values: dict[str, Any], place: str) -> Record | Dropped:
 
 
 def _message(turn: Any) -> dict[str, Any] | Dropped:
-    """One turn with `role` and `content`, from either spelling; other keys, such as tool_calls, are kept."""
+    """One turn with `role` and `content`, also from sharegpt's `from` and `value`. Other keys (tool_calls) are kept."""
     if not isinstance(turn, dict):
         return Dropped("a turn is not an object with role and content")
-    # Arrow fills keys that other rows have with nulls, and templates test for presence.
+    # Arrow adds keys of other rows with null values, and templates test whether a key is present.
     message = {key: value for key, value in turn.items() if value is not None}
     role = message.pop("from", None) or message.pop("role", None)
     content = message.pop("value", None) if "value" in message else message.pop("content", None)
@@ -234,7 +238,7 @@ def _message(turn: Any) -> dict[str, Any] | Dropped:
 
 
 def _joined_text(parts: list[Any]) -> Any:
-    """Text of a content list whose parts are all text; anything else is handed back as it is."""
+    """The text of a content list whose parts are all text; any other list is returned unchanged."""
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     strings = [text for text in texts if isinstance(text, str)]
     return "".join(strings) if len(strings) == len(parts) else parts

@@ -1,7 +1,7 @@
-"""Which samples make up which optimizer step: a pure function of (seed, epoch, step) and nothing else.
+"""The samples of each optimizer step, as a pure function of (seed, epoch, step).
 
-Epoch after epoch of permutations forms one endless stream, cut into steps of `batch_size`. World size and micro-batch
-play no part, so a run's position is its step number. No files, no tokens, no torch here.
+Each epoch is a permutation of the samples; together they form one endless sequence, cut into steps of `batch_size`.
+World size and micro-batch do not matter, so a run's position is its step number.
 
 Try: `SampleOrder(10, seed=0, shuffle=True, batch_size=4).step(1)`
 """
@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 
 from engine.errors import DataError
 
-KEPT_EPOCHS = 2
-"""Epochs whose order stays in memory: a step that straddles a boundary needs two."""
+CACHED_EPOCHS = 2
+"""Epochs whose order stays in memory: a step across an epoch boundary needs two."""
 
 MAX_DENOMINATOR = 1_000_000
-"""Weights are read as fractions with at most this denominator, so 0.1 means a tenth."""
+"""Weights are rounded to fractions with at most this denominator, so 0.1 is exactly a tenth."""
 
-WHICH, ORDER = 0, 1
-"""Streams of random numbers: which samples a fractional weight draws, and the order within an epoch."""
+DRAW_KEY, ORDER_KEY = 0, 1
+"""Keys of two random streams: the samples that a fractional weight draws, and the order within an epoch."""
 
 
 class SampleOrder:
     """The order of samples over a run.
 
-    `weights_or_count` is a number of samples, or one weight per sample: how often it comes in an epoch. The whole part
-    is exact; the fraction is drawn by seed, each epoch the same number of samples, so that every epoch has
-    `epoch_size` entries and over 1/fraction epochs no sample is favoured. With `epochs` the stream ends after that
-    many, and the last step may then be short.
+    `weights_or_count` is the number of samples, or one weight per sample: how often it occurs in an epoch. The integer
+    part is exact. For the fractional part, every epoch draws the same number of samples by seed, so that all epochs
+    have `epoch_size` entries, and over 1/fraction epochs all samples are drawn equally often. With `epochs` the
+    sequence ends after that many epochs, and its last step may be short.
 
     Raises DataError when an epoch would hold no sample at all.
     """
@@ -59,7 +59,7 @@ class SampleOrder:
                 fix="add samples or raise the weight of a source",
             )
         self._end = None if epochs is None else self._samples_in(epochs)
-        self._kept: dict[int, NDArray[np.int64]] = {}
+        self._cached: dict[int, NDArray[np.int64]] = {}
 
     def steps(self, epochs: float | None, max_steps: int | None) -> int:
         """Optimizer steps of a run by `epochs` or `max_steps`, whichever ends first; one epoch without either."""
@@ -69,7 +69,7 @@ class SampleOrder:
         return by_epochs if max_steps is None else min(by_epochs, max_steps)
 
     def step(self, step: int) -> NDArray[np.int64]:
-        """Indices of the samples of optimizer step `step`, counted from 1; empty behind the end of the stream."""
+        """Indices of the samples of optimizer step `step`, counted from 1; empty after the last one."""
         start, stop = (step - 1) * self.batch_size, step * self.batch_size
         if self._end is not None:
             start, stop = min(start, self._end), min(stop, self._end)
@@ -81,17 +81,17 @@ class SampleOrder:
         return np.concatenate(pieces)
 
     def epoch_at(self, step: int) -> float:
-        """Passes over the data once optimizer step `step` is done."""
+        """Epochs completed after optimizer step `step`, as a fraction."""
         position = step * self.batch_size
         return (position if self._end is None else min(position, self._end)) / self.epoch_size
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """All indices of one epoch, counted from 0, in order: int64[epoch_size]."""
-        if epoch not in self._kept:
-            while len(self._kept) >= KEPT_EPOCHS:
-                self._kept.pop(min(self._kept))
-            self._kept[epoch] = self._make_epoch(epoch)
-        return self._kept[epoch]
+        if epoch not in self._cached:
+            while len(self._cached) >= CACHED_EPOCHS:
+                self._cached.pop(min(self._cached))
+            self._cached[epoch] = self._make_epoch(epoch)
+        return self._cached[epoch]
 
     def _samples_in(self, epochs: float) -> int:
         return max(1, round(epochs * self.epoch_size))
@@ -99,30 +99,30 @@ class SampleOrder:
     def _make_epoch(self, epoch: int) -> NDArray[np.int64]:
         counts = self._whole.copy()
         for members, count in self._drawn:
-            # A window that slides over one shuffled list: every member comes once before any comes twice.
+            # Take the next `count` of a shuffled, circular list: every member once before any a second time.
             window = (epoch * count + np.arange(count)) % len(members)
             counts[members[window]] += 1
         passes = [np.flatnonzero(counts > already) for already in range(int(counts.max()))]
         entries = np.concatenate(passes)
-        return entries[_permutation(len(entries), self.seed, ORDER, epoch)] if self.shuffle else entries
+        return entries[_permutation(len(entries), self.seed, ORDER_KEY, epoch)] if self.shuffle else entries
 
 
 def _fractional_groups(fractions: NDArray[np.float64], seed: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Samples that share a fractional weight, in an order drawn by seed, each group with its count per epoch."""
+    """Groups of samples with the same fractional weight, shuffled by seed, and how many each epoch draws of a group."""
     groups = []
     for number, value in enumerate(np.unique(fractions[fractions > 0])):
         members = np.flatnonzero(fractions == value)
         exact = Fraction(float(value)).limit_denominator(MAX_DENOMINATOR) * len(members)
-        members = members[_permutation(len(members), seed, WHICH, number)]
+        members = members[_permutation(len(members), seed, DRAW_KEY, number)]
         groups.append((members, math.floor(exact + Fraction(1, 2))))
     return groups
 
 
 def _permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """A permutation keyed by whole numbers.
+    """A permutation of `count` numbers, determined by the integers `key`.
 
-    Sorting raw Philox output, because numpy freezes the bits of its bit generators across versions but not what
-    `Generator.permutation` makes of them (NEP 19).
+    Made by sorting raw Philox output: numpy keeps the output of its bit generators across versions, but not that of
+    `Generator.permutation` (NEP 19).
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable").astype(np.int64)

@@ -1,8 +1,10 @@
-"""Which documents share a packed row. Lengths in, rows out; no tokens, no files.
+"""Assigns documents to packed rows, by their lengths alone.
 
-Best fit, longest first, within at most 11/9 of the fewest rows possible plus one (Johnson et al., SIAM J. Comput. 3,
-1974). Rows by the room they have left sit in one list per amount, and the amounts in use are the bits of one whole
-number, so finding the tightest row that still fits is one shift.
+Best-fit decreasing: at most 11/9 of the fewest possible rows, plus one (Johnson et al., SIAM J. Comput. 3, 1974). Rows
+are listed by the tokens they have left, and the amounts that occur are bits of one integer, so that one shift finds the
+fullest row that a document still fits into.
+
+Try: `python -c "import numpy; from engine.data.packing import pack; print(pack(numpy.array([3, 5, 2]), 5))"`
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from numpy.typing import NDArray
 
 
 def pack(lengths: NDArray[np.int32], max_length: int) -> list[list[int]]:
-    """Rows of document numbers, each at most `max_length` tokens together, every document in exactly one.
+    """Rows of document numbers, of at most `max_length` tokens each; every document is in exactly one.
 
-    Deterministic. Within a row documents keep their order in the data, and so do rows by their first document.
+    Deterministic. Documents within a row, and rows by their first document, keep the order of the data.
     Raises ValueError for a document longer than `max_length`.
     """
     if len(lengths) and int(lengths.max()) > max_length:

@@ -1,7 +1,7 @@
-"""The way into this room: from a run spec and a tokenizer to token data for training and validation.
+"""Prepares a run's token data for training and validation from its run spec and a tokenizer.
 
-Opens sources, builds or finds the cached tokens, splits off validation, packs, and reports. Each step's own rules live
-in the files beside this one.
+Opens the sources, finds or builds the cached tokens, splits off the validation data, packs rows and reports. The other
+files of this folder implement these steps.
 
 Try: `tunedeck data -r demo`
 """
@@ -16,97 +16,91 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from engine.budget.isolation import refuse_mixing
 from engine.data.cache import cache_folder, hash_text
 from engine.data.formats import Format, recognise
 from engine.data.packing import pack
 from engine.data.report import DataReport, describe, dropped_text
-from engine.data.sources import Rows, open_rows
+from engine.data.sources import SourceRows, open_rows
 from engine.data.store import Store, StoreWriter, cached_store
 from engine.data.tokenise import Tokeniser
 from engine.data.tokens import Columns, TokenData
-from engine.data.workers import Results, tokenised
+from engine.data.workers import Results, tokenise_rows
 from engine.errors import DataError
 from engine.spec.schema.recipe import Source
 from engine.spec.schema.run import RunSpec
 
 STORE_VERSION = "1"
-"""Part of every fingerprint; a change of what tokenising means or of the files' layout counts it up."""
+"""Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
 
-SAY_EVERY_SECONDS = 5.0
-"""Pause between two lines of progress."""
+PROGRESS_SECONDS = 5.0
+"""Seconds between two lines of progress."""
 
 Say = Callable[[str], None]
+"""Shows a line of progress."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Everything a run learns from and is measured on."""
+    """A run's training and validation data."""
 
     train: TokenData
     validation: TokenData | None
     report: DataReport
     fingerprint: str
-    """Hash of samples, tokens, split, packing and weights; equal fingerprints mean equal steps."""
+    """Hash of samples, tokens, split, packing and weights. Equal fingerprints mean equal steps."""
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """One source, opened and recognised."""
+    """A source whose rows are open and whose format is recognised."""
 
     source: Source
-    rows: Rows
+    rows: SourceRows
     format: Format
 
 
 def prepare_data(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, say: Say = lambda text: None) -> PreparedData:
-    """Token data of a run, from the cache where it has been prepared before. `say` gets lines of progress.
+    """Token data of a run, from the cache if it was prepared before. `say` shows lines of progress.
 
-    Raises DataError for data that are missing, unreadable, or with nothing to learn; UsageError for packing that
-    attention would not keep apart; EnvironmentProblem for an unreachable hub or a cache that cannot be written.
+    Whether the model's attention keeps packed documents apart is checked by `engine.model.config.check_packing`.
+
+    Raises DataError for data that is missing, unreadable, or has nothing to learn; EnvironmentProblem for an
+    unreachable hub or a cache that cannot be written.
     """
     data, seed = spec.recipe.data, spec.recipe.train.seed
-    if data.packing:
-        _check_packing(spec)
     tokeniser = Tokeniser(tokenizer, data)
     sources = [source for source in data.sources if source.enabled]
     if not sources:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
-    store, prints = _prepare_sources(sources, tokeniser, seed, data.workers, "train", say)
+    store, fingerprints = _prepare_sources(sources, tokeniser, seed, data.workers, "train", say)
     train_documents, held_out = _split(store.columns, [source.name for source in sources], data.valid_fraction, seed)
     train = _view(store.columns, sources, train_documents, data.max_length if data.packing else None)
-    judged = [source for source in data.validation if source.enabled]
-    validation, judged_counts = None, []
-    if judged:
-        judged_store, judged_prints = _prepare_sources(judged, tokeniser, seed, data.workers, "validation", say)
-        validation = _view(judged_store.columns, judged, np.arange(len(judged_store.columns)), None)
-        judged_counts, prints = judged_store.counts, prints + judged_prints
+    own = [source for source in data.validation if source.enabled]
+    validation, own_counts = None, []
+    if own:
+        own_store, own_fingerprints = _prepare_sources(own, tokeniser, seed, data.workers, "validation", say)
+        validation = _view(own_store.columns, own, np.arange(len(own_store.columns)), None)
+        own_counts, fingerprints = own_store.counts, fingerprints + own_fingerprints
     elif data.valid_fraction:
         validation = _view(store.columns, sources, held_out, None)
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
-    report = DataReport(store.counts, judged_counts, parts)
-    return PreparedData(train, validation, report, _fingerprint(spec, sources, prints))
-
-
-def open_and_recognise(source: Source, tokeniser: Tokeniser, seed: int) -> tuple[Rows, Format]:
-    """A source's rows and the format they are in. Raises what `open_rows` and `recognise` raise."""
-    rows = open_rows(source, seed=seed)
-    return rows, recognise(rows.columns, source, has_template=tokeniser.has_template)
+    report = DataReport(store.counts, own_counts, parts)
+    return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
 
 
 def _prepare_sources(
     sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: int, part: str, say: Say
 ) -> tuple[Store, list[str]]:
-    """The token store of some sources, and the fingerprints of what is in it."""
-    opened = [_Opened(source, *open_and_recognise(source, tokeniser, seed)) for source in sources]
-    prints = [
+    """The token store of some sources, and the fingerprints of its contents."""
+    opened = [_open(source, tokeniser, seed) for source in sources]
+    fingerprints = [
         hash_text(each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format)) for each in opened
     ]
-    entry = cache_folder() / "tokens" / hash_text(STORE_VERSION, *tokeniser.fingerprint_parts(), *prints)
+    entry = cache_folder() / "tokens" / hash_text(STORE_VERSION, *tokeniser.fingerprint_parts(), *fingerprints)
 
     def build(writer: StoreWriter) -> None:
         for each in opened:
-            results = tokenised(each.rows, each.format, tokeniser, workers=workers)
+            results = tokenise_rows(each.rows, each.format, tokeniser, workers=workers)
             writer.add_source(each.source.name, each.format.name, _progress(results, each, say))
         if not any(count.kept for count in writer.counts):
             raise DataError(
@@ -115,30 +109,35 @@ def _prepare_sources(
                 fix="look at them with `tunedeck data`; raise data.max_length, or check the columns and the loss mask",
             )
 
-    return cached_store(entry, build, say), [*prints, *tokeniser.fingerprint_parts()]
+    return cached_store(entry, build, say), [*fingerprints, *tokeniser.fingerprint_parts()]
+
+
+def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
+    rows = open_rows(source, seed=seed)
+    return _Opened(source, rows, recognise(rows.columns, source, has_template=tokeniser.has_template))
 
 
 def _progress(results: Iterator[Results], opened: _Opened, say: Say) -> Iterator[Results]:
-    """Pass results on, and say now and then how far it is and how long it will take."""
-    started = spoken = time.monotonic()
+    """Yield `results` unchanged, and show progress with the remaining time every few seconds."""
+    started = shown = time.monotonic()
     done = 0
     for batch in results:
         yield batch
         done += len(batch)
         now = time.monotonic()
-        if now - spoken >= SAY_EVERY_SECONDS:
+        if now - shown >= PROGRESS_SECONDS:
             left = (now - started) / done * (opened.rows.count - done)
             say(f"tokenising {opened.source.name}: {done:,} of {opened.rows.count:,} rows, about {left:.0f} s left")
-            spoken = now
+            shown = now
 
 
 def _split(
     columns: Columns, names: Sequence[str], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Documents to learn and documents held out, both in the order of the data.
+    """Numbers of the training documents and of the validation documents, both in the order of the data.
 
-    Each document's place in the draw depends on the seed, its source's name and its row there, and on nothing else:
-    other settings do not move samples from one side to the other. Raises DataError when one side would be empty.
+    The draw of a document depends only on the seed, the name of its source and its row there, so other settings do not
+    move samples from one part to the other. Raises DataError when one part would be empty.
     """
     everything = np.arange(len(columns))
     if fraction == 0.0:
@@ -157,7 +156,7 @@ def _split(
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Well-mixed bits of whole numbers (the finaliser of SplitMix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    """Pseudo-random bits for integers (the finaliser of SplitMix64; Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = values * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -167,14 +166,14 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _view(
     columns: Columns, sources: Sequence[Source], documents: NDArray[np.int64], packed_length: int | None
 ) -> TokenData:
-    """Rows over some documents; packed into rows of `packed_length` tokens unless that is None."""
+    """Token data of some documents, packed into rows of `packed_length` tokens unless that is None."""
     names, source_weights = [source.name for source in sources], [source.weight for source in sources]
     if packed_length is None:
         return TokenData(columns, documents, source_names=names, source_weights=source_weights)
     weights = np.array(source_weights)[columns.sources[documents]]
     rows: list[NDArray[np.int64]] = []
     for weight in np.unique(weights):
-        # A row comes as often as its documents should, so only documents of one weight may share it.
+        # Only documents of equal weight may share a row, because a weight applies to a whole row.
         group = documents[weights == weight]
         rows += [group[row] for row in pack(columns.lengths[group], packed_length)]
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
@@ -183,16 +182,8 @@ def _view(
     )
 
 
-def _check_packing(spec: RunSpec) -> None:
-    """Refuse packing where attention would let documents see each other."""
-    # Imported here because it brings torch and the models along, which unpacked data do without.
-    from engine.model.config import model_config_dict
-
-    refuse_mixing(model_config_dict(spec), spec)
-
-
-def _fingerprint(spec: RunSpec, sources: Sequence[Source], prints: Sequence[str]) -> str:
+def _fingerprint(spec: RunSpec, sources: Sequence[Source], fingerprints: Sequence[str]) -> str:
     data = spec.recipe.data
     split = f"{data.valid_fraction!r} {spec.recipe.train.seed}" if data.valid_fraction else ""
     weights = repr([source.weight for source in sources])
-    return hash_text(STORE_VERSION, split, str(data.packing), weights, *prints)
+    return hash_text(STORE_VERSION, split, str(data.packing), weights, *fingerprints)

@@ -1,4 +1,7 @@
-"""What preparing the data found: rows read, kept and dropped by reason, tokens, lengths. Plain lines, no colour."""
+"""The report on prepared data: rows read, kept and dropped by reason, tokens, lengths.
+
+Try: `tunedeck data -r demo`
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from engine.data.store import SourceCount
 from engine.data.tokens import TokenData
 
 PERCENTILES = (5, 25, 50, 75, 95, 100)
-"""Percentiles of the lengths that are reported."""
+"""Reported percentiles of the lengths."""
 
 BARS = 12
 """Bars of a histogram."""
@@ -22,7 +25,7 @@ BARS = 12
 
 @dataclass(frozen=True)
 class PartReport:
-    """One part of the data: training or validation."""
+    """Figures of the training data or of the validation data."""
 
     part: str
     rows: int
@@ -32,9 +35,9 @@ class PartReport:
     tokens: int
     target_tokens: int
     percentiles: dict[int, int]
-    """Percentile = tokens per sequence."""
+    """Tokens per sequence at each percentile."""
     histogram: list[tuple[int, int, int]]
-    """First and last length of a bar, and the sequences in it."""
+    """First and last length of each bar, and the number of sequences in it."""
     packed: bool
 
     @property
@@ -45,7 +48,7 @@ class PartReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What `tunedeck data` shows and the journal keeps."""
+    """The whole report, as `tunedeck data` prints it and the journal records it."""
 
     sources: list[SourceCount]
     validation_sources: list[SourceCount]
@@ -76,7 +79,7 @@ class DataReport:
 
 
 def describe(part: str, data: TokenData) -> PartReport:
-    """The figures of one part."""
+    """Figures of the `part` "train" or "validation"."""
     return PartReport(
         part, len(data), len(data.documents), int(data.lengths.sum(dtype=np.int64)),
         int(data.target_counts.sum(dtype=np.int64)),
@@ -86,7 +89,7 @@ def describe(part: str, data: TokenData) -> PartReport:
 
 
 def histogram(lengths: NDArray[np.int32], bars: int = BARS) -> list[tuple[int, int, int]]:
-    """Equal bars from the shortest length to the longest: (first, last, how many) each, both ends included."""
+    """Bars of equal width from the shortest to the longest length, as (first, last, sequences); both ends included."""
     low, high = int(lengths.min()), int(lengths.max())
     width = -(-(high - low + 1) // bars)
     counts = np.bincount((lengths - low) // width)
@@ -94,7 +97,7 @@ def histogram(lengths: NDArray[np.int32], bars: int = BARS) -> list[tuple[int, i
 
 
 def dropped_text(counts: Sequence[SourceCount]) -> str:
-    """Reasons rows were dropped for, most frequent first, over several sources."""
+    """Reasons for dropping rows of several sources, most frequent first, as text."""
     total: Counter[str] = sum((Counter(count.dropped) for count in counts), start=Counter())
     return ", ".join(f"{number:,} x {reason}" for reason, number in total.most_common())
 

@@ -1,8 +1,8 @@
-"""The part of a micro-batch that one of several ranks holds: an equal run of positions of every row.
+"""Slices of a micro-batch for sequence parallelism: each rank gets an equal range of positions of every row.
 
-Labels are shifted first, so that the target of a run's last position, the first token of the next run, is not lost.
-Positions are explicit: without them every rank would count from 0, which changes the loss by little and the gradient
-altogether.
+Labels are shifted before slicing, because the target of a slice's last position is the first token of the next slice.
+Positions are explicit: otherwise every rank would count from 0, which changes the loss a little and makes the gradient
+wrong.
 
 Try: `pytest tests/data/test_slices.py`
 """
@@ -19,18 +19,18 @@ from engine.data.tokens import IGNORED
 
 
 def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
-    """The positions of `batch` that belong to `place` of `places`; padded on the right where they do not divide.
+    """Slice number `place` of `places` of a micro-batch, padded on the right where the length does not divide.
 
-    Of packed rows, or rows with images, there are no slices: `engine.budget.slicing` refuses them.
+    Packed rows and rows with images cannot be sliced: the budget refuses such recipes.
     """
     length = batch.input_ids_BS.shape[1]
     width = -(-length // places)
     first = place * width
-    labels_BS = _run(batch.labels_BS[:, 1:], first, width, IGNORED)
+    labels_BS = _range(batch.labels_BS[:, 1:], first, width, IGNORED)
     positions_S = torch.arange(first, first + width).clamp_(max=length - 1)
     return replace(
         batch,
-        input_ids_BS=_run(batch.input_ids_BS, first, width, pad_id),
+        input_ids_BS=_range(batch.input_ids_BS, first, width, pad_id),
         labels_BS=labels_BS,
         labels_shifted=True,
         attention_mask_BS=None,
@@ -40,7 +40,7 @@ def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
     )
 
 
-def _run(tensor_BS: Tensor, first: int, width: int, filling: int) -> Tensor:
-    """Positions [first, first + width), those beyond the end filled up."""
-    run_BS = tensor_BS[:, first : first + width]
-    return torch.nn.functional.pad(run_BS, (0, width - run_BS.shape[1]), value=filling).contiguous()
+def _range(tensor_BS: Tensor, first: int, width: int, pad_value: int) -> Tensor:
+    """Positions [first, first + width), padded beyond the end of the rows."""
+    range_BS = tensor_BS[:, first : first + width]
+    return torch.nn.functional.pad(range_BS, (0, width - range_BS.shape[1]), value=pad_value).contiguous()

@@ -1,7 +1,9 @@
-"""Rows of a source: files and folders, saved data sets, hub names, built-in generators. No tokens here.
+"""Opens the rows of a source: files and folders, saved data sets, hub data sets, built-in generators.
 
-Everything but the generators is read by `datasets`, into our own cache folder. What it raises is turned into an error
-that names the file and, for JSON, the line.
+All but the generators are read by `datasets`, into our own cache folder. Its errors are replaced by errors that name
+the file and, for JSON, the line.
+
+Try: `tunedeck data -r RECIPE`
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from engine.data.builtin import ROWS, dates
 from engine.data.cache import cache_folder, hash_files, hash_text, make_cache_folder
-from engine.data.diagnose import first_bad_json
+from engine.data.json_errors import find_json_error
 from engine.errors import DataError, EnvironmentProblem
 from engine.spec.schema.recipe import Source
 
@@ -33,33 +35,33 @@ LOADERS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
     ".arrow": "arrow", ".txt": "text", ".md": "text",
 }
-"""Suffix of a file = the loader of `datasets` that reads it. Text gives one sample per line."""
+"""The loader of `datasets` for each file suffix. Text files hold one sample per line."""
 
-PACKED_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
-"""Compressions that may follow the suffix."""
+COMPRESSION_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
+"""Suffixes that may follow the file suffix."""
 
 READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, pyarrow.ArrowException)
-"""What reading damaged or misnamed files has been seen to raise."""
+"""Exceptions that `datasets` raises for damaged or misnamed files."""
 
 ROWS_AT_ONCE = 256
-"""Rows held in memory while streaming."""
+"""SourceRows held in memory while streaming."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of one source, read on demand."""
+class SourceRows:
+    """The rows of a source, read on demand."""
 
     columns: list[str]
     count: int
     fingerprint: str
-    """Hash of the contents; the same on every machine, whatever the files are called there."""
+    """Hash of the contents, independent of where the files lie."""
     table: Any
     """A `datasets.Dataset`, or a list of rows."""
     explain: Callable[[BaseException], DataError]
-    """Turns what reading a row raised into the error to show."""
+    """Turns an exception from reading a row into the error to show."""
 
     def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any]]]:
-        """All rows in order, `size` at a time, as one dict per row."""
+        """All rows in order, as lists of up to `size` dicts."""
         for start in range(0, self.count, size):
             stop = min(start + size, self.count)
             yield self.table[start:stop] if isinstance(self.table, list) else self._decoded(start, stop)
@@ -68,20 +70,20 @@ class Rows:
         try:
             columns = self.table[start:stop]
         except UnicodeDecodeError as error:
-            # Arrow keeps strings as bytes and decodes them only here.
+            # Arrow stores strings as bytes and decodes them only when they are read.
             raise self.explain(error) from error
         return [{name: columns[name][row] for name in self.columns} for row in range(stop - start)]
 
 
-def open_rows(source: Source, *, seed: int) -> Rows:
-    """Open one source; `limit` is applied. `seed` matters to built-in generators only.
+def open_rows(source: Source, *, seed: int) -> SourceRows:
+    """Open a source and apply its `limit`. `seed` is used by built-in generators only.
 
-    Raises DataError for what is missing, unreadable or empty, EnvironmentProblem for an unreachable hub.
+    Raises DataError for a source that is missing, unreadable or empty, EnvironmentProblem for an unreachable hub.
     """
     if source.path is not None and source.path.startswith("builtin:"):
         rows = _open_builtin(source, seed)
     else:
-        with _quiet():
+        with _silent():
             make_cache_folder(cache_folder() / "datasets")
             rows = _open_hub(source) if source.path is None else _open_local(source, Path(source.path).expanduser())
     if rows.count == 0:
@@ -90,13 +92,13 @@ def open_rows(source: Source, *, seed: int) -> Rows:
 
 
 def require_files(sources: Iterable[Source]) -> None:
-    """Raise DataError where a source that is switched on names local files that are not there; reads none of them."""
+    """Raise DataError when local files of an enabled source are missing. Reads none of them."""
     for source in sources:
         if source.enabled and source.path is not None and not source.path.startswith("builtin:"):
             _data_files(source, Path(source.path).expanduser())
 
 
-def _open_builtin(source: Source, seed: int) -> Rows:
+def _open_builtin(source: Source, seed: int) -> SourceRows:
     base = _split_name(source)
     if source.path != "builtin:dates" or base not in ROWS:
         raise DataError(
@@ -105,13 +107,13 @@ def _open_builtin(source: Source, seed: int) -> Rows:
         )
     rows = dates(seed, base)
     start, stop = _slice(source, len(rows))
-    # Of the rows themselves, not of what they were made from: another version of the generator makes other rows.
+    # Hash the rows, not the seed: another version of the generator may make other rows.
     fingerprint = hash_text(*(f"{row['prompt']}{row['completion']}" for row in rows[start:stop]))
     explain = partial(_unreadable, source, Path(source.path), [])
-    return Rows(["prompt", "completion"], stop - start, fingerprint, rows[start:stop], explain)
+    return SourceRows(["prompt", "completion"], stop - start, fingerprint, rows[start:stop], explain)
 
 
-def _open_local(source: Source, path: Path) -> Rows:
+def _open_local(source: Source, path: Path) -> SourceRows:
     files = _data_files(source, path)
     base = _split_name(source)
     try:
@@ -143,7 +145,7 @@ def _load_local(source: Source, path: Path, files: Sequence[Path], base: str) ->
 
 
 def _saved_split(source: Source, saved: Any, base: str) -> Any:
-    """The split of a folder written by `save_to_disk`, which may hold one data set or several."""
+    """The split `base` of a folder written by `save_to_disk`, which holds one data set or several splits."""
     if isinstance(saved, datasets.DatasetDict):
         if base not in saved:
             raise ValueError(f"it has the splits {', '.join(sorted(saved))}, not {base}")
@@ -152,7 +154,7 @@ def _saved_split(source: Source, saved: Any, base: str) -> Any:
     return saved.select(range(start, stop))
 
 
-def _open_hub(source: Source) -> Rows:
+def _open_hub(source: Source) -> SourceRows:
     name = source.hub or ""
     try:
         data = datasets.load_dataset(
@@ -179,14 +181,14 @@ def _open_hub(source: Source) -> Rows:
     return _rows(data, fingerprint, partial(_unreadable, source, Path(name), []))
 
 
-def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> Rows:
+def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
     if not isinstance(data, datasets.Dataset):
         raise ValueError(f"a split was expected, {type(data).__name__} was found")
-    return Rows(data.column_names, len(data), fingerprint, data, explain)
+    return SourceRows(data.column_names, len(data), fingerprint, data, explain)
 
 
 def _data_files(source: Source, path: Path) -> list[Path]:
-    """The files behind a path, sorted. Raises DataError when there are none, or of kinds that do not go together."""
+    """The files that a path names, sorted. Raises DataError for no files, or files of different formats."""
     if path.is_dir():
         found = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
         if not found:
@@ -217,8 +219,8 @@ def _check_suffixes(source: Source, files: Sequence[Path]) -> None:
     for file in files:
         if _suffix(file) not in LOADERS:
             raise DataError(
-                f"source {source.name}: {file} has a suffix that says nothing about its format",
-                expected=f"one of {', '.join(LOADERS)}, each also followed by {', '.join(PACKED_SUFFIXES)}",
+                f"source {source.name}: {file} has a suffix of no known format",
+                expected=f"one of {', '.join(LOADERS)}, each also followed by {', '.join(COMPRESSION_SUFFIXES)}",
                 fix="rename the file",
             )
     if len({(LOADERS[kind], kind == ".tsv") for kind in kinds}) > 1:
@@ -230,13 +232,13 @@ def _check_suffixes(source: Source, files: Sequence[Path]) -> None:
 
 def _suffix(file: Path) -> str:
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    while suffixes and suffixes[-1] in PACKED_SUFFIXES:
+    while suffixes and suffixes[-1] in COMPRESSION_SUFFIXES:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
 
 
 def _split_name(source: Source) -> str:
-    """The split without its slice. Raises DataError when it is not a name with at most one slice."""
+    """The name of the split, without its slice. Raises DataError for any other syntax."""
     match = re.fullmatch(r"([\w.-]+)(?:\[[^\[\]]*\])?", source.split)
     if match is None:
         raise DataError(
@@ -247,7 +249,7 @@ def _split_name(source: Source) -> str:
 
 
 def _slice(source: Source, count: int) -> tuple[int, int]:
-    """First and behind-last row that the split's slice leaves of `count` rows."""
+    """Start and end (exclusive) of the rows that the split's slice selects from `count` rows."""
     base = _split_name(source)
     try:
         (part,) = ReadInstruction.from_spec(source.split).to_absolute({base: count})
@@ -258,8 +260,8 @@ def _slice(source: Source, count: int) -> tuple[int, int]:
 
 
 def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseException) -> DataError:
-    """The error to show for a failed read: with file and line where the file is JSON and broken."""
-    broken = first_bad_json([file for file in files if LOADERS.get(_suffix(file)) == "json"])
+    """The error to show for a failed read, with file and line for JSON that does not parse."""
+    broken = find_json_error([file for file in files if LOADERS.get(_suffix(file)) == "json"])
     if broken is not None:
         return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
     if "corresponds to no data" in str(error):
@@ -285,8 +287,8 @@ def _where(source: Source) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the progress bars and log lines of `datasets` off the terminal: our errors say it, once."""
+def _silent() -> Iterator[None]:
+    """Suppress progress bars and log lines of `datasets` inside the block."""
     logger, bars = logging.getLogger("datasets"), datasets.are_progress_bars_disabled()
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,7 +1,9 @@
-"""Token columns on disk: written as a stream, renamed into place when whole, memory-mapped when read.
+"""The cache of token columns on disk: streamed to a temporary folder, renamed when complete, memory-mapped when read.
 
-An entry is a folder of .npy files, `drops.json` and `manifest.json` (size and CRC-32 of each file). Without a manifest
-that holds, an entry is damaged and is built again. Which entry serves which data is decided in `prepare`.
+An entry is a folder with .npy files, `drops.json` and `manifest.json` (size and CRC-32 of each file). An entry
+that does not match its manifest is damaged and is built again. `prepare` chooses the entry for a source's data.
+
+Try: `pytest tests/data/test_prepare.py -k cache`
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from engine.data.formats import Dropped
 from engine.data.tokenise import Document
 from engine.data.tokens import Columns
 
-DTYPES: dict[str, type[np.generic]] = {
+COLUMN_DTYPES: dict[str, type[np.generic]] = {
     "ids": np.int32, "targets": np.bool_, "offsets": np.int64, "target_counts": np.int32, "sources": np.int16,
     "origins": np.int64,
 }
-"""Column = its type on disk."""
+"""Type of each column on disk."""
 
 READ_BYTES = 1 << 20
 """Bytes per read while checking an entry."""
@@ -37,7 +39,7 @@ READ_BYTES = 1 << 20
 
 @dataclass
 class SourceCount:
-    """What became of the rows of one source."""
+    """How many rows of a source were read, kept, truncated and dropped."""
 
     name: str
     format: str
@@ -45,19 +47,19 @@ class SourceCount:
     kept: int = 0
     truncated: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """Reason = rows left out for it."""
+    """Dropped rows by reason."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """A finished entry: its columns and what was counted while building it."""
+    """A complete entry: its columns, and the counts of each source."""
 
     columns: Columns
     counts: list[SourceCount]
 
 
 class _ColumnFile:
-    """One .npy file that grows: a header for no rows first, rewritten with the count at the end."""
+    """An .npy file that grows. Its header is written for no rows, and rewritten with their number at the end."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         self.path, self.dtype, self.count = path, np.dtype(dtype), 0
@@ -72,7 +74,7 @@ class _ColumnFile:
     def close(self) -> None:
         self._stream.seek(0)
         self._write_header()
-        # numpy pads the header for the first axis to grow; if it ever stopped, rows would be overwritten.
+        # numpy pads the header so that the number of rows fits; without that, the first rows would be overwritten.
         if self._stream.tell() != self._header_bytes:
             raise RuntimeError(f"numpy's header of {self.path.name} changed its size with the number of rows")
         self._stream.flush()
@@ -85,12 +87,12 @@ class _ColumnFile:
 
 
 class StoreWriter:
-    """Takes documents as they come and holds none of them: host memory does not grow with the data."""
+    """Writes documents to disk as they arrive, so that host memory does not grow with the data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.counts: list[SourceCount] = []
-        self._files = {name: _ColumnFile(folder / f"{name}.npy", dtype) for name, dtype in DTYPES.items()}
+        self._files = {name: _ColumnFile(folder / f"{name}.npy", dtype) for name, dtype in COLUMN_DTYPES.items()}
         self._files["offsets"].append(np.zeros(1))
 
     def __enter__(self) -> StoreWriter:
@@ -105,7 +107,7 @@ class StoreWriter:
             (self.folder / "drops.json").write_text(json.dumps([asdict(count) for count in self.counts]))
 
     def add_source(self, name: str, format_name: str, results: Iterable[list[Document | Dropped]]) -> None:
-        """Write one source: batches of documents, in row order."""
+        """Write all documents of a source, which `results` yields in batches, in row order."""
         count = SourceCount(name, format_name)
         self.counts.append(count)
         for batch in results:
@@ -129,9 +131,9 @@ class StoreWriter:
 
 
 def cached_store(entry: Path, build: Callable[[StoreWriter], None], say: Callable[[str], None]) -> Store:
-    """The entry, built first if it is not there or damaged. One process builds, others wait for it.
+    """The entry; it is built first if it is missing or damaged. One process builds it while others wait.
 
-    A build that fails leaves nothing behind. Raises EnvironmentProblem when the cache cannot be written.
+    A failed build leaves no files. Raises EnvironmentProblem when the cache cannot be written.
     """
     with locked(entry, say):
         if entry.exists():
@@ -145,7 +147,7 @@ def cached_store(entry: Path, build: Callable[[StoreWriter], None], say: Callabl
 
 
 def damage(entry: Path) -> str | None:
-    """What is wrong with an entry on disk; None when every file is as it was written. Reads all of it."""
+    """The first damage found in an entry on disk, as text; None when every file is as it was written. Reads all."""
     try:
         manifest = json.loads((entry / "manifest.json").read_text())
         for name, (size, checksum) in manifest.items():
@@ -154,7 +156,7 @@ def damage(entry: Path) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes, not {size}"
             if _checksum(path) != checksum:
                 return f"{name} has changed"
-        missing = {f"{name}.npy" for name in DTYPES} - set(manifest)
+        missing = {f"{name}.npy" for name in COLUMN_DTYPES} - set(manifest)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         return str(error)
     return f"the manifest lacks {', '.join(sorted(missing))}" if missing else None
@@ -162,7 +164,7 @@ def damage(entry: Path) -> str | None:
 
 def _build(entry: Path, build: Callable[[StoreWriter], None]) -> None:
     for abandoned in entry.parent.glob(f".{entry.name}-*"):
-        # Left by a builder that was killed: we hold the lock, so nobody is writing it.
+        # Left by a process that was killed while building: this process holds the lock, so no other one is writing.
         shutil.rmtree(abandoned)
     draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
     try:
@@ -176,8 +178,8 @@ def _build(entry: Path, build: Callable[[StoreWriter], None]) -> None:
 
 
 def _open(entry: Path) -> Store:
-    # As plain arrays over the mapped pages: slicing a `numpy.memmap` costs ten times as much.
-    columns = {name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r")) for name in DTYPES}
+    # As plain arrays over the mapped pages: slicing a `numpy.memmap` takes ten times as long.
+    columns = {name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r")) for name in COLUMN_DTYPES}
     counts = [SourceCount(**count) for count in json.loads((entry / "drops.json").read_text())]
     return Store(Columns(**columns), counts)
 

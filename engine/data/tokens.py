@@ -1,7 +1,9 @@
-"""What training reads: token sequences with their targets, served from memory-mapped columns.
+"""The data set that training reads: rows of tokens and targets, from memory-mapped columns.
 
-`TokenData` is a view: documents of a `Store` gathered into rows. Unpacked, a row is one document; packed, several. The
-validation split and packing are such views, so neither copies a token. `engine.data.store` builds and caches columns.
+`TokenData` is a view that combines documents of the columns into rows: one document each, or several when packed. The
+validation split and packing are views, so they copy no tokens. `engine.data.store` builds and caches the columns.
+
+Try: `pytest tests/data/test_packing.py`
 """
 
 from __future__ import annotations
@@ -14,25 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 IGNORED = -100
-"""The label that counts for nothing (torch's `ignore_index`)."""
+"""Label of a token that is not a target (torch's `ignore_index`)."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Tokens of many documents, one behind the other, with what is known of each document (D documents, T tokens)."""
+    """Tokens of D documents, concatenated to T tokens, and facts about each document."""
 
     ids: NDArray[np.int32]
     """T token ids."""
     targets: NDArray[np.bool_]
-    """T flags: is this token to be predicted. Never set on a document's first token, which nothing predicts."""
+    """T flags, True for target tokens. Never set for a document's first token, which nothing predicts."""
     offsets: NDArray[np.int64]
     """D + 1 positions in `ids`: document d is ids[offsets[d]:offsets[d + 1]]."""
     target_counts: NDArray[np.int32]
-    """Targets per document."""
+    """Number of targets of each document."""
     sources: NDArray[np.int16]
-    """Number of the source each document came from."""
+    """Number of each document's source."""
     origins: NDArray[np.int64]
-    """Number of the row in that source, counted from 0."""
+    """Number of each document's row in its source, counted from 0."""
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -50,16 +52,16 @@ class Example:
     input_ids: NDArray[np.int32]
     """int32[S]."""
     labels: NDArray[np.int32]
-    """int32[S], not shifted; -100 where the token is not learned."""
+    """int32[S], not shifted; -100 where the token is not a target."""
     segments: NDArray[np.int32] | None
-    """int32[S]: number of the document within a packed row; None in data that is not packed."""
+    """int32[S]: number of the token's document within a packed row; None in data that is not packed."""
 
 
 class TokenData:
     """Rows of tokens: `data[i]` is an `Example`; lengths, target counts, sources and weights are numpy columns.
 
-    `documents` are document numbers of `columns`; `row_offsets`, int64[rows + 1], cuts them into packed rows. `weights`
-    has one number per source: how often its rows come in an epoch.
+    `documents` are document numbers in `columns`; `row_offsets`, int64[rows + 1], divides them into packed rows.
+    `source_weights` has one number per source: how often its rows occur in an epoch.
     """
 
     def __init__(
@@ -81,14 +83,14 @@ class TokenData:
         """Source of each row; of a packed row, the source of its first document."""
         weights = np.asarray(source_weights, float)
         self.weights = weights[self.source_of] if len(weights) else np.ones(len(self))
-        """How often each row comes in an epoch: float64[rows]."""
+        """How often each row occurs in an epoch: float64[rows]."""
 
         self.limit: int | None = None
-        """Tokens after which every row ends; None leaves them whole."""
+        """Tokens after which every row is cut; None leaves rows whole."""
         self._whole = self
 
     def shortened(self, limit: int | None) -> TokenData:
-        """The same rows, each ending after `limit` tokens; None gives the whole rows back."""
+        """The same rows, each cut after `limit` tokens; with None the whole rows."""
         whole = self._whole
         if limit is None:
             return whole
@@ -119,7 +121,7 @@ class TokenData:
         return Example(ids, labels, segments[cut])
 
     def documents_of(self, row: int) -> NDArray[np.int64]:
-        """Document numbers that make up one row, in order."""
+        """Numbers of the documents in one row, in order."""
         return self.documents[self.row_offsets[row] : self.row_offsets[row + 1]]
 
     def _document(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:

@@ -1,6 +1,8 @@
-"""Tokenising the rows of a source, here or in worker processes, in order and with bounded memory.
+"""Tokenises the rows of a source, in this process or in worker processes, in order and with bounded memory.
 
-Workers are spawned, not forked: a fork would inherit torch's threads and the metered device's bookkeeping.
+Workers are spawned, not forked: a fork would inherit torch's threads and the metered device's dispatch mode.
+
+Try: `tunedeck data -r demo --set data.workers=2`
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from engine.data.formats import Dropped, Format
-from engine.data.sources import Rows
+from engine.data.sources import SourceRows
 from engine.data.tokenise import Document, Tokeniser
 from engine.errors import EnvironmentProblem
 
 IN_FLIGHT_PER_WORKER = 2
-"""Batches handed out ahead of the one being written, per worker."""
+"""Batches submitted ahead of the one being written, per worker."""
 
 Results = list[Document | Dropped]
 
 
-def tokenised(rows: Rows, format_: Format, tokeniser: Tokeniser, *, workers: int) -> Iterator[Results]:
-    """Documents of all rows of a source, batch by batch, in row order whatever `workers` is.
+def tokenise_rows(rows: SourceRows, format_: Format, tokeniser: Tokeniser, *, workers: int) -> Iterator[Results]:
+    """Documents of all rows of a source, in batches and in row order, for any number of `workers`.
 
     Raises EnvironmentProblem when a worker is killed.
     """
@@ -35,7 +37,7 @@ def tokenised(rows: Rows, format_: Format, tokeniser: Tokeniser, *, workers: int
             first += len(batch)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start, initargs=(tokeniser, format_)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_set_up_worker, initargs=(tokeniser, format_)) as pool:
         try:
             yield from _in_order(pool, rows, workers * IN_FLIGHT_PER_WORKER)
         except BrokenProcessPool as error:
@@ -45,11 +47,11 @@ def tokenised(rows: Rows, format_: Format, tokeniser: Tokeniser, *, workers: int
             ) from error
 
 
-def _in_order(pool: ProcessPoolExecutor, rows: Rows, ahead: int) -> Iterator[Results]:
+def _in_order(pool: ProcessPoolExecutor, rows: SourceRows, ahead: int) -> Iterator[Results]:
     waiting: deque[Future[Results]] = deque()
     first = 0
     for batch in rows.batches():
-        waiting.append(pool.submit(_work, batch, first))
+        waiting.append(pool.submit(_tokenise_batch, batch, first))
         first += len(batch)
         if len(waiting) >= ahead:
             yield waiting.popleft().result()
@@ -57,14 +59,14 @@ def _in_order(pool: ProcessPoolExecutor, rows: Rows, ahead: int) -> Iterator[Res
         yield waiting.popleft().result()
 
 
-_own: dict[str, Any] = {}
-"""What a worker process was started with."""
+_worker: dict[str, Any] = {}
+"""The tokeniser and the format of this worker process."""
 
 
-def _start(tokeniser: Tokeniser, format_: Format) -> None:
-    _own["tokeniser"], _own["format"] = tokeniser, format_
+def _set_up_worker(tokeniser: Tokeniser, format_: Format) -> None:
+    _worker["tokeniser"], _worker["format"] = tokeniser, format_
 
 
-def _work(batch: list[dict[str, Any]], first: int) -> Results:
-    tokeniser: Tokeniser = _own["tokeniser"]
-    return tokeniser.documents(_own["format"], batch, first)
+def _tokenise_batch(batch: list[dict[str, Any]], first: int) -> Results:
+    tokeniser: Tokeniser = _worker["tokeniser"]
+    return tokeniser.documents(_worker["format"], batch, first)

@@ -21,6 +21,7 @@ from engine.errors import DataError, UsageError
 from engine.evaluate.scores import EvaluationContext, Scores, evaluate
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints
 from engine.journal.directory import RunDirectory
+from engine.model.config import check_packing
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
 from engine.model.reference import BUILTIN_PREFIX
@@ -88,6 +89,7 @@ def score_model(spec: RunSpec, say: Callable[[str], None]) -> Scores:
 
 
 def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple[EvaluationContext, TokenData]:
+    check_packing(spec)
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     with device.host_region():
         prepared = prepare_data(spec, tokenizer, say=say)

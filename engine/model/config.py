@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from engine.budget.isolation import refuse_mixing
 from engine.budget.lookup import builtin_config
 from engine.budget.tower import TOWERS
 from engine.errors import UsageError
@@ -31,6 +32,12 @@ def model_config_dict(spec: RunSpec) -> dict[str, Any]:
     if start.base.startswith(BUILTIN_PREFIX):
         return builtin_config(start.base)
     return load_config(start, spec.limits.trust_remote_code).to_dict()
+
+
+def check_packing(spec: RunSpec) -> None:
+    """Raise UsageError where the recipe packs documents, but the model's attention would mix them."""
+    if spec.recipe.data.packing:
+        refuse_mixing(model_config_dict(spec), spec)
 
 
 def load_config(start: Starting, trust_remote_code: bool) -> PreTrainedConfig:

@@ -27,7 +27,7 @@ from engine.distributed.gradient_all_reduce import GradientSum, send_from_first
 from engine.distributed.ranks import ALONE, Ranks
 from engine.distributed.sharded import Sharded
 from engine.distributed.voted_group import Joint
-from engine.model.config import model_config_dict
+from engine.model.config import check_packing, model_config_dict
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossFunction, loss_of
 from engine.model.slices import SlicedAttention, share_sequences
@@ -192,6 +192,7 @@ def _parts(
 
 def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journal, ranks: Ranks) -> PreparedData:
     """The tokenised data: made by rank 0 where it is not cached yet; the others then read what it made."""
+    check_packing(spec)
     made: list[PreparedData] = []
 
     def prepare() -> None:

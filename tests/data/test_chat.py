@@ -10,7 +10,7 @@ import pytest
 from engine.data.chat import ChatRenderer
 from engine.data.formats import ChatRecord, Dropped
 from engine.errors import DataError
-from tests.data.factory import CHATML, CHATML_MARKED, FORGETFUL, LLAMA_LIKE, PLAIN, tokenizer
+from tests.data.specs import CHATML, CHATML_MARKED, FORGETFUL, LLAMA_LIKE, PLAIN, tokenizer
 
 TURNS = [
     {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hallo née"},

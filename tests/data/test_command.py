@@ -12,7 +12,7 @@ import pytest
 
 from engine.commands.data import histogram_lines, print_json, print_report, visible
 from engine.data.prepare import prepare_data
-from tests.data.factory import CHATML, run_spec, tokenizer
+from tests.data.specs import CHATML, run_spec, tokenizer
 
 ROOT = Path(__file__).parents[2]
 NASTY = [{"prompt": "[bold]a\x1b[31m\n", "completion": "[/]b\u202e"}, {"prompt": "p", "completion": None}]

@@ -14,7 +14,7 @@ from engine.data.batch import collate
 from engine.data.packing import pack
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
-from tests.data.factory import run_spec, tokenizer
+from tests.data.specs import run_spec, tokenizer
 
 ROOM = 48
 

@@ -14,8 +14,8 @@ import pytest
 from engine.data.batch import collate
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.tokenise import tokenizer_hash
-from engine.errors import DataError, UsageError
-from tests.data.factory import CHATML, run_spec, tokenizer
+from engine.errors import DataError
+from tests.data.specs import CHATML, run_spec, tokenizer
 
 Write = Callable[..., str]
 PAIRS = [{"prompt": f"say {number}:", "completion": "x" * (1 + number % 9)} for number in range(40)]
@@ -217,13 +217,6 @@ def test_two_processes_at_once_share_one_build(jsonl: Write, own_cache: Path) ->
 
 def _prepare_and_fingerprint(path: str) -> str:
     return prepared({"sources": one(path)}).fingerprint
-
-
-def test_packing_is_refused_where_documents_would_mix(jsonl: Write, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 264}')
-    with pytest.raises(UsageError, match="packed documents would run into each other"):
-        prepared({"sources": one(jsonl(PAIRS)), "packing": True}, model={"id": str(tmp_path / "model")})
 
 
 def test_collate_pads_on_the_right_and_only_where_needed(jsonl: Write) -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from engine.data.sources import Rows, open_rows
+from engine.data.sources import SourceRows, open_rows
 from engine.errors import DataError
 from engine.spec.schema.recipe import Source
 
@@ -27,7 +27,7 @@ def source(path: Path | str, **keys: Any) -> Source:
     return Source.model_validate({"name": "s", "path": str(path), **keys})
 
 
-def read(rows: Rows) -> list[dict[str, Any]]:
+def read(rows: SourceRows) -> list[dict[str, Any]]:
     return [row for batch in rows.batches(2) for row in batch]
 
 
@@ -119,7 +119,7 @@ def test_generated_dates_are_disjoint_repeatable_and_obey_slices() -> None:
         ("a.parquet", b"PAR1 not really", "cannot be read"),
         ("a.arrow", b"nonsense", "cannot be read"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz"),
-        ("a.bin", b"x", "suffix that says nothing"),
+        ("a.bin", b"x", "suffix of no known format"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.budget.isolation import why_documents_mix
+from engine.errors import UsageError
+from engine.model.config import check_packing
+from tests.data.specs import run_spec
 from tests.model.samples import FAMILIES
 
 LENGTHS = ((11, 5, 4), (3, 17))
@@ -47,3 +52,11 @@ def test_families_with_a_running_state_are_refused() -> None:
 @pytest.mark.parametrize("model_type", ["bloom", "mpt"])
 def test_families_blind_to_positions_are_refused(model_type: str) -> None:
     assert "position ids" in (why_documents_mix({"model_type": model_type}, "sdpa") or "")
+
+
+def test_packing_is_refused_where_documents_would_mix(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "vocab_size": 264}')
+    data = {"sources": [{"name": "main", "path": "builtin:dates"}], "packing": True}
+    with pytest.raises(UsageError, match="packed documents would run into each other"):
+        check_packing(run_spec(data, model={"id": str(tmp_path)}))
+    check_packing(run_spec({**data, "packing": False}, model={"id": str(tmp_path)}))

@@ -1,4 +1,4 @@
-"""Run specs and tokenizers for the tests of this room, built directly."""
+"""Run specs and tokenizers for the tests of data and models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where a JSON file is broken: file, line and what was found. Called after a read has failed, never before."""
+"""Finds the first line of a JSON file that does not parse, for the error message after a failed read.
+
+Try: `pytest tests/data/test_sources.py -k json`
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ SHOWN = 60
 """Characters of a broken line that are shown."""
 
 
-def first_bad_json(files: Sequence[Path]) -> str | None:
-    """`FILE:LINE: what is wrong` for the first broken file; None when all of them parse or cannot be opened at all."""
+def find_json_error(files: Sequence[Path]) -> str | None:
+    """`FILE:LINE: the problem` of the first file that does not parse; None when all of them do."""
     for file in files:
         try:
             problem = _document_problem(file) if file.name.lower().removesuffix(".gz").endswith(".json") else None
@@ -46,7 +49,7 @@ def _line_problem(file: Path) -> str:
 
 
 def _document_problem(file: Path) -> str | None:
-    """What is wrong with a file that is one JSON document; "" when nothing is; None when it looks like JSON lines."""
+    """The problem of a file that is one JSON document; "" without one; None when the file looks like JSON lines."""
     with _open(file) as stream:
         raw = stream.read()
     try:
