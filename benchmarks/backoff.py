@@ -42,8 +42,8 @@ from engine.device.metered import MeteredDevice
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.budget_growth import Growth
-from engine.train.recovery.oom_events import reporter
+from engine.train.recovery.budget_growth import BudgetGrowth
+from engine.train.recovery.oom_report import oom_reporter
 from engine.train.setup import Bench, set_up
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
@@ -78,9 +78,9 @@ class Shop:
         """Everything set up, the device in force."""
         with EventWriter(RunDirectory(self.folder)) as writer, self.device.activate():
             journal = Journal(writer)
-            self.bench = set_up(self.spec, self.device, journal, reporter(journal, self.device))
+            self.bench = set_up(self.spec, self.device, journal, oom_reporter(journal, self.device))
             self.transaction = StepTransaction(self.bench.parts)
-            self.growth = Growth(self.bench.parts, journal)
+            self.growth = BudgetGrowth(self.bench.parts, journal)
             self.start = self.bench.parts.budget
             with frozen_gc():
                 yield self.bench

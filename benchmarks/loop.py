@@ -40,7 +40,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.model.tokenizer import load_tokenizer
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.oom_events import reporter
+from engine.train.recovery.oom_report import oom_reporter
 from engine.train.setup import set_up
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
@@ -67,7 +67,7 @@ def ours(job: Job, device: Device, step_done: StepDone) -> None:
         place = RunDirectory(Path(folder))
         with EventWriter(place) as writer:
             journal = Journal(writer)
-            bench = set_up(spec_of(job, device.kind), device, journal, reporter(journal, device))
+            bench = set_up(spec_of(job, device.kind), device, journal, oom_reporter(journal, device))
             transaction = StepTransaction(bench.parts)
             for step in range(1, job.steps + 1):
                 set_learning_rates(bench.parts.optimizer, bench.schedule.factor(step))

@@ -34,7 +34,7 @@ from engine.model.quiet import without_bars
 from engine.spec.schema.run import RunSpec
 from engine.train.loop import Training
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.emergency_memory import HostReserve
+from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.run_requests import Wishes
 from engine.train.setup import set_up
 
@@ -134,7 +134,7 @@ def _steps(ranks: Ranks, spec: RunSpec, folder: Path, name: str) -> Cost:
     device = open_device(spec.model_copy(update={"profile": _of_one(spec)}))
     with device.activate():
         bench = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
-        training = Training(bench, RunDirectory(folder), Journal(None), Wishes(None, None, None), HostReserve())
+        training = Training(bench, RunDirectory(folder), Journal(None), Wishes(None, None, None), EmergencyHostMemory())
         training.probe()
         rows = [_one_step(ranks, ballot, training) for _ in range(bench.total_steps)][1:]
     step, votes, bare, inside = (statistics.median(column) for column in zip(*rows, strict=True))

@@ -20,9 +20,9 @@ from engine.train.monitor.evaluator import Examiner
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, miss
 from engine.train.monitor.watchdog import Watchdog
-from engine.train.recovery.budget_growth import Growth
-from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.oom_report import as_it_stands
+from engine.train.recovery.budget_growth import BudgetGrowth
+from engine.train.recovery.emergency_memory import EmergencyHostMemory
+from engine.train.recovery.memory_settings import effective_spec
 from engine.train.run_requests import Wishes
 from engine.train.setup import Bench
 from engine.train.step.optimizer import set_learning_rates
@@ -48,16 +48,21 @@ class Training:
     """One run from its first (or next) step to its end."""
 
     def __init__(
-        self, bench: Bench, directory: RunDirectory, journal: Journal, wishes: Wishes, reserve: HostReserve
+        self,
+        bench: Bench,
+        directory: RunDirectory,
+        journal: Journal,
+        wishes: Wishes,
+        emergency_memory: EmergencyHostMemory,
     ) -> None:
         self.bench, self.journal, self.wishes = bench, journal, wishes
         self.parts, self.ranks = bench.parts, bench.parts.ranks
         self.state = RunState()
         self.watchdog = Watchdog(journal, bench.spec.profile.parallel.timeout_seconds)
-        self.saver = Saver(bench, self.state, directory, journal, wishes, reserve, self.watchdog)
+        self.saver = Saver(bench, self.state, directory, journal, wishes, emergency_memory, self.watchdog)
         self.examiner = Examiner(bench, self.state, directory, journal, wishes, self.saver, self.watchdog)
         self.transaction = StepTransaction(self.parts)
-        self.growth = Growth(self.parts, journal)
+        self.growth = BudgetGrowth(self.parts, journal)
         self._gpu_read_at = 0.0
         self._stop_early = False
         self._reloads = 0
@@ -135,8 +140,8 @@ class Training:
         if dearest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
             return
         parts = self.parts
-        spec = as_it_stands(self.bench.spec, parts.loaded, parts.loss, parts.guard)
-        predictable = not any(remedy.name in UNPLANNED for remedy in parts.standing)
+        spec = effective_spec(self.bench.spec, parts)
+        predictable = not any(remedy.name in UNPLANNED for remedy in parts.active_remedies)
         self.peak = Peak(peak_bytes, dearest.rows, dearest.length, spec, predictable)
 
     def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:

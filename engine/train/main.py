@@ -48,9 +48,9 @@ from engine.spec.schema.run import RunSpec
 from engine.train.loop import Ending, Training
 from engine.train.monitor.calibrate import calibrate
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.oom_events import reporter
-from engine.train.recovery.oom_report import OomReports, as_it_stands
+from engine.train.recovery.emergency_memory import EmergencyHostMemory
+from engine.train.recovery.memory_settings import effective_spec
+from engine.train.recovery.oom_report import OomReports, oom_reporter
 from engine.train.run_requests import Wishes
 from engine.train.setup import set_up
 
@@ -200,11 +200,12 @@ def _train(
     device = _open(of_one_rank(spec, ranks.local_rank), journal, wishes, ranks)
     _tell_start(spec, place, journal, device, ranks, resume)
     with device.activate():
-        reserve = HostReserve()
+        emergency_memory = EmergencyHostMemory()
         reports = OomReports(place, device, lambda: spec)
-        bench = set_up(spec, device, journal, reporter(journal, device, reports if ranks.is_first else None), ranks)
-        reports.spec = lambda: as_it_stands(bench.spec, bench.parts.loaded, bench.parts.loss, bench.parts.guard)
-        training = Training(bench, place, journal, wishes, reserve)
+        report = oom_reporter(journal, device, reports if ranks.is_first else None)
+        bench = set_up(spec, device, journal, report, ranks)
+        reports.spec = lambda: effective_spec(bench.spec, bench.parts)
+        training = Training(bench, place, journal, wishes, emergency_memory)
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)

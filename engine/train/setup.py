@@ -36,10 +36,12 @@ from engine.spec.schema.recipe import Train
 from engine.spec.schema.run import RunSpec
 from engine.train.checkpoint.run_state import Identity
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.local_recoveries import Outlived
-from engine.train.recovery.oom_report import as_it_stands, avoidance, in_words
+from engine.train.recovery.local_recoveries import LocalRecoveries
+from engine.train.recovery.memory_settings import effective_spec
+from engine.train.recovery.oom_report import fixes_sentence
+from engine.train.recovery.records import RecoveredOom
 from engine.train.schedule import Schedule
-from engine.train.step.context import Backoff, Parts
+from engine.train.step.context import Parts
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import StepGuard, allocate_state, build_optimizer
 from engine.train.step.rollback import Rollback
@@ -75,7 +77,7 @@ class Shared:
 
 
 def set_up(
-    spec: RunSpec, device: Device, journal: Journal, report: Callable[[Backoff], None], ranks: Ranks = ALONE
+    spec: RunSpec, device: Device, journal: Journal, report: Callable[[RecoveredOom], None], ranks: Ranks = ALONE
 ) -> Bench:
     """Prepare data, load the model, allocate optimizer state. Every phase is told to the journal.
 
@@ -96,12 +98,12 @@ def set_up(
     spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
-    outlived = Outlived(ranks, report)
-    shared = _shared(spec, device, tokenizer, ranks, report, outlived)
+    local_recoveries = LocalRecoveries(ranks, report)
+    shared = _shared(spec, device, tokenizer, ranks, report, local_recoveries)
     for notice in shared.loaded.notices:
         journal.warn("model", notice)
     pad_id = int(tokenizer.pad_token_id)
-    parts = _parts(spec, device, shared, prepared.train, micro_batches, pad_id, report, outlived, ranks)
+    parts = _parts(spec, device, shared, prepared.train, micro_batches, pad_id, report, local_recoveries, ranks)
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
     return Bench(
@@ -121,11 +123,11 @@ def _shared(
     device: Device,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-    report: Callable[[Backoff], None],
-    outlived: Outlived,
+    report: Callable[[RecoveredOom], None],
+    local_recoveries: LocalRecoveries,
 ) -> Shared:
     """Load, and share out as the profile's strategy has it."""
-    parallel, train, told = spec.profile.parallel, spec.recipe.train, outlived.note
+    parallel, train, told = spec.profile.parallel, spec.recipe.train, local_recoveries.note
     strategy = parallel.strategy if ranks.size > 1 else "single"
     gradient_sum = sharded = joint = slices = None
     if strategy == "sharded":
@@ -151,8 +153,8 @@ def _parts(
     data: TokenData,
     micro_batches: MicroBatchCost,
     pad_id: int,
-    report: Callable[[Backoff], None],
-    outlived: Outlived,
+    report: Callable[[RecoveredOom], None],
+    local_recoveries: LocalRecoveries,
     ranks: Ranks,
 ) -> Parts:
     """What steps work on."""
@@ -175,15 +177,13 @@ def _parts(
         may_grow=backoff.grow and device.kind != "cpu",
         measures=device.kind != "cpu",
         report=report,
-        outlived=outlived,
+        local_recoveries=local_recoveries,
         ranks=ranks,
         gradient_sum=shared.gradient_sum,
         joint=shared.joint,
         sharded=shared.sharded,
         slices=shared.slices,
-        advise=lambda failure, micro_batch: in_words(
-            avoidance(as_it_stands(spec, loaded, shared.loss, shared.guard), failure, micro_batch)
-        ),
+        suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, parts), oom),
     )
     if shared.sharded is not None:
         parts.collector = Collector(parts, shared.sharded)

@@ -156,7 +156,7 @@ def faulty_steps(work: Workbench, faults: Faults) -> dict[str, Any]:
     result = work.steps()
     return result | {
         "refused": work.device.refused[refused:] + (["host"] if fault is not None and on_host else []),
-        "told": [(each.failed_rank, each.failure.phase, each.remedy.name) for each in work.told],
+        "told": [(each.oom.rank, each.oom.failure.phase, each.remedy) for each in work.told],
         "left_bytes": work.device.memory().allocated_bytes - held,
     }
 

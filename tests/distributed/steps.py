@@ -24,8 +24,9 @@ from engine.budget.shards import SHARDS_SINCE
 from engine.distributed.ranks import Ranks
 from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal
+from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
+from engine.train.recovery.records import RecoveredOom
 from engine.train.setup import Bench, set_up
-from engine.train.step.context import Backoff
 from engine.train.step.transaction import StepTransaction
 from tests.distributed.faults import Fault, Witness, differences
 from tests.train.harness import make_spec, write_samples
@@ -96,7 +97,7 @@ class Workbench:
         if ranks.is_first:
             write_samples(folder / SAMPLES)
         ranks.tell("written")
-        self.ranks, self.told = ranks, list[Backoff]()
+        self.ranks, self.told = ranks, list[RecoveredOom]()
         self.device = Witness(capacity_bytes)
         self._active = self.device.activate()
         self._active.__enter__()
@@ -118,7 +119,7 @@ class Workbench:
         with self.device.host_region():
             self._weights = [parameter.detach().clone() for parameter in self.transaction.work.parameters]
             self._state = deepcopy(self.bench.parts.optimizer.state_dict())
-            self._knowledge = deepcopy(self.bench.parts.knowledge.as_json())
+            self._memory = deepcopy(memory_as_json(self.bench.parts))
 
     def close(self) -> None:
         """Leave the device."""
@@ -136,7 +137,7 @@ class Workbench:
                 for key, tensor in first.items():
                     state[key].copy_(tensor)
         parts.guard.forget()
-        parts.knowledge.adopt(deepcopy(self._knowledge))
+        adopt_memory(parts, deepcopy(self._memory))
         self.told.clear()
 
     def steps(self) -> dict[str, Any]:
@@ -220,7 +221,7 @@ def on_uneven_devices(ranks: Ranks, folder: Path, tables: dict[str, Any]) -> dic
     tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
     work = Workbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
     result = work.steps()
-    result["told"] = [(each.failed_rank, each.remedy.name) for each in work.told]
+    result["told"] = [(each.oom.rank, each.remedy) for each in work.told]
     result["budget"] = work.bench.parts.budget.as_json()
     work.close()
     return result

@@ -56,7 +56,7 @@ def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
 def shortage_at_start(ranks: Ranks, folder: Path) -> Any:
     """What is told where rank 1 cannot load the model at once."""
     work = Workbench(folder, ranks, FULL, at_start=Fault(3) if ranks.rank == 1 else None)
-    told = [(each.failed_rank, each.failure.phase, each.remedy.name) for each in work.told]
+    told = [(each.oom.rank, each.oom.failure.phase, each.remedy) for each in work.told]
     work.close()
     return told
 

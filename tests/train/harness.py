@@ -17,7 +17,7 @@ from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
 from engine.train import main
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.oom_events import reporter
+from engine.train.recovery.oom_report import oom_reporter
 from engine.train.setup import Bench, set_up
 
 ROOMY_GIB = 8.0
@@ -93,7 +93,7 @@ class Workshop:
         self._active.__enter__()
         self._writer = EventWriter(self.place)
         journal = Journal(self._writer)
-        return set_up(self.spec, self.device, journal, reporter(journal, self.device))
+        return set_up(self.spec, self.device, journal, oom_reporter(journal, self.device))
 
     def __exit__(self, *raised: Any) -> None:
         self._writer.close()

@@ -25,8 +25,8 @@ from engine.spec.schema.run import RunSpec
 from engine.train.checkpoint.run_state import RunState
 from engine.train.loop import Ending, Training
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.oom_events import reporter
+from engine.train.recovery.emergency_memory import EmergencyHostMemory
+from engine.train.recovery.oom_report import oom_reporter
 from engine.train.run_requests import Wishes
 from engine.train.setup import Bench, set_up
 from engine.train.step.loss_scaler import LossScaler
@@ -164,7 +164,8 @@ class Rig:
     def __init__(self, bench: Bench, place: RunDirectory, journal: Witness, writer: EventWriter) -> None:
         self.parts, self.place, self.journal = bench.parts, place, journal
         self.device: MeteredDevice = bench.parts.device  # type: ignore[assignment]
-        self.training = Training(bench, place, journal, Wishes(ControlInbox(place), writer, None), HostReserve())
+        wishes = Wishes(ControlInbox(place), writer, None)
+        self.training = Training(bench, place, journal, wishes, EmergencyHostMemory())
         self.training.probe()
         self.training.saver.save("where every unit starts")
         self.set_up_allocations = 0
@@ -202,7 +203,7 @@ class Rig:
         parts.budget, parts.scaler = MicroBatchBudget.from_json(self._budget), LossScaler(**self._scaler)
         parts.loaded.set_checkpointing(self._checkpointing)
         parts.loss.chunk_tokens = self._chunk_tokens
-        parts.standing.clear()
+        parts.active_remedies.clear()
         parts.guard.forget()
         training.state.become(RunState())
         training.saver.last_saved = None
@@ -253,7 +254,7 @@ def rigged(
     with device.activate(), EventWriter(place) as writer:
         journal = Witness(writer, device)
         disturb(device)
-        bench = set_up(spec, device, journal, reporter(journal, device))
+        bench = set_up(spec, device, journal, oom_reporter(journal, device))
         device.fail_at(None)
         set_up_allocations, set_up_failures = device.allocations, journal.failures
         if case.torch_optimizer:

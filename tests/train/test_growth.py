@@ -24,7 +24,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, EventWriter, read_events
 from engine.launch.process import start_engine
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.budget_growth import Growth
+from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.step.transaction import StepTransaction
 from tests.train.harness import Workshop, make_spec, new_run, of_kind, train
 
@@ -141,7 +141,7 @@ def test_a_remedy_that_a_neighbour_forced_is_lifted_when_it_has_gone(tmp_path, s
         parts, lifted = bench.parts, []
         transaction = StepTransaction(parts)
         with EventWriter(RunDirectory(tmp_path)) as writer:
-            growth = Growth(parts, Journal(writer))
+            growth = BudgetGrowth(parts, Journal(writer))
 
             def step(number: int) -> int:
                 outcome = transaction.run(number, bench.order.step(number))
@@ -175,7 +175,7 @@ def squeezed(tmp_path, shared):
         train={"batch_size": 4, "max_steps": 100}, backoff={"ladder": ["optimizer_offload"]},
     )  # fmt: skip
     with Workshop(spec, tmp_path / "place") as bench, EventWriter(RunDirectory(tmp_path)) as writer:
-        transaction, growth = StepTransaction(bench.parts), Growth(bench.parts, Journal(writer))
+        transaction, growth = StepTransaction(bench.parts), BudgetGrowth(bench.parts, Journal(writer))
         numbers = count(1)
 
         def step(before_growth: Callable[[], None] = lambda: None) -> None:
@@ -199,7 +199,7 @@ def test_optimizer_state_comes_back_when_the_neighbour_has_gone(tmp_path, shared
     shared.hold(0)
     step()
     assert not parts.guard.host_state.on
-    assert not parts.standing
+    assert not parts.active_remedies
     assert parts.static_bytes == parts.device.memory().allocated_bytes > static_bytes
     lifted = of_kind(list(read_events(tmp_path / "events.jsonl")), "remedy_lifted")
     assert [(e["remedy"], e["before"], e["after"]) for e in lifted] == [("optimizer_offload", True, False)]

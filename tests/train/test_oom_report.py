@@ -14,6 +14,7 @@ from engine.journal.oom_page import read_report, report_lines
 from engine.spec.load import load_run_spec
 from engine.train.monitor.memory_breakdown import LARGEST, memory_breakdown
 from engine.train.recovery.oom_report import MOST_REPORTS, OomReports
+from engine.train.recovery.records import RankOom, RecoveredOom
 from tests.train.harness import Workshop, make_spec, new_run, of_kind, train, write_samples
 
 Survived = tuple[RunDirectory, list[dict[str, Any]], dict[str, Any]]
@@ -85,6 +86,6 @@ def test_a_report_is_kept_small_in_number(survived: Survived, tmp_path: Path) ->
     spec = load_run_spec(survived[0].run_toml, own=True)
     reports = OomReports(new_run(tmp_path, spec), open_device(spec), lambda: spec)
     failure = OutOfMemory("device", 512, "full", "forward", 1024, 1024)
-    facts = {"step": 1, "remedy": "retry", "before": None, "after": None, "attempt": 1}
-    paths = [reports.write(facts, failure, None) for _ in range(MOST_REPORTS + 2)]
+    recovered = RecoveredOom(1, RankOom(failure), "retry", 1)
+    paths = [reports.write(recovered) for _ in range(MOST_REPORTS + 2)]
     assert len(set(paths[:MOST_REPORTS])) == MOST_REPORTS and paths[MOST_REPORTS:] == [None, None]

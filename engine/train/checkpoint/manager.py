@@ -21,11 +21,10 @@ from engine.train.checkpoint.files import forget_after, place_result, prune, siz
 from engine.train.checkpoint.run_state import Best, RunState, fill_checkpoint, restore, settings
 from engine.train.monitor.journal import Journal, until_there_is_room
 from engine.train.monitor.watchdog import Watchdog
-from engine.train.recovery.emergency_memory import HostReserve
-from engine.train.recovery.ladder import Remedy
+from engine.train.recovery.emergency_memory import EmergencyHostMemory
+from engine.train.recovery.records import RankOom, RecoveredOom
 from engine.train.run_requests import Wishes
 from engine.train.setup import Bench
-from engine.train.step.context import Backoff
 
 
 class Saver:
@@ -38,11 +37,12 @@ class Saver:
         directory: RunDirectory,
         journal: Journal,
         wishes: Wishes,
-        reserve: HostReserve,
+        emergency_memory: EmergencyHostMemory,
         watchdog: Watchdog,
     ) -> None:
         self._bench, self._state, self._directory = bench, state, directory
-        self._journal, self._wishes, self._reserve, self._watchdog = journal, wishes, reserve, watchdog
+        self._journal, self._wishes, self._watchdog = journal, wishes, watchdog
+        self._emergency_memory = emergency_memory
         self._parts, self._ranks = bench.parts, bench.parts.ranks
         self._saved_at = time.monotonic()
         self.last_saved: int | None = None
@@ -156,7 +156,7 @@ class Saver:
         bench = self._bench
         facts = settings(bench.spec, bench.total_steps)
         name = f"the checkpoint of step {self._state.step}"
-        with self._watchdog.over("checkpoint", name), self._reserve.lent(self._parts.device):
+        with self._watchdog.over("checkpoint", name), self._emergency_memory.released(self._parts.device):
             return write_checkpoint(
                 self._directory.checkpoints,
                 self._state.step,
@@ -172,4 +172,4 @@ class Saver:
         return asdict(best)
 
     def _retried(self, failure: OutOfMemory, remedy: str, number: int) -> None:
-        self._parts.report(Backoff(self._state.step, failure, Remedy(remedy), None, None, number))
+        self._parts.report(RecoveredOom(self._state.step, RankOom(failure), remedy, number))

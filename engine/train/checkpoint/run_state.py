@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.batching.budget import MicroBatchBudget
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.spec.schema.run import RunSpec
-from engine.train.recovery.ladder import Standing
+from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.step.context import Parts
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import state_tensors
@@ -117,16 +116,8 @@ def fill_checkpoint(
     numbers = {
         "state": asdict(state),
         "identity": asdict(identity),
-        "budget": parts.budget.as_json(),
+        **memory_as_json(parts),
         "scaler": parts.scaler.as_json(),
-        "remedies": {
-            "checkpointing": parts.loaded.checkpointing,
-            "chunk_tokens": parts.loss.chunk_tokens,
-            "activation_offload": parts.loss.offload.on,
-            "optimizer_offload": parts.guard.host_state.on,
-            "max_length": parts.data.limit,
-        },
-        "standing": [asdict(remedy) for remedy in parts.standing],
         "settings": settings,
         "torch": torch.__version__,
     }
@@ -136,8 +127,8 @@ def fill_checkpoint(
 def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_memory: bool) -> RunState:
     """Put a checkpoint back into `parts`; returns the counters.
 
-    With `same_memory` false (another profile, other memory settings) the learned budget and the remedies in force are
-    left out: they belong to the other memory.
+    With `same_memory` false (another profile, or other memory settings in the recipe) the learned budget and the active
+    remedies are not restored: they belong to the other memory.
 
     Raises:
         UsageError: the checkpoint belongs to other data, another tokenizer or seed, or another set of trainables.
@@ -149,14 +140,8 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
     _restore_buffers(checkpoint, parts)
     parts.scaler = LossScaler(**saved["scaler"])
     if same_memory:
-        parts.budget = MicroBatchBudget.from_json(saved["budget"])
-        parts.loaded.set_checkpointing(saved["remedies"]["checkpointing"])
-        parts.loss.chunk_tokens = saved["remedies"]["chunk_tokens"]
-        parts.loss.offload.on = saved["remedies"]["activation_offload"]
-        parts.guard.host_state.move(to_host=saved["remedies"]["optimizer_offload"])
+        adopt_memory(parts, saved)
         parts.static_bytes = parts.device.memory().allocated_bytes
-        parts.data = parts.data.shortened(saved["remedies"]["max_length"])
-        parts.standing[:] = [Standing(**remedy) for remedy in saved["standing"]]
     return RunState.from_json(saved["state"])
 
 

@@ -21,10 +21,9 @@ from engine.train.checkpoint.manager import Saver
 from engine.train.checkpoint.run_state import Best, RunState
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
-from engine.train.recovery.ladder import Remedy
+from engine.train.recovery.records import RankOom, RecoveredOom
 from engine.train.run_requests import Wishes
 from engine.train.setup import Bench
-from engine.train.step.context import Backoff
 from engine.train.strategy.collective_evaluation import Company
 
 
@@ -122,9 +121,8 @@ class Examiner:
         return context
 
     def _failed(self, failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
-        report = self._bench.parts.report
-        rank = self._context.failed_rank
-        report(Backoff(self._state.step, failure, Remedy(remedy, before, after), None, None, 1, None, rank))
+        oom = RankOom(failure, self._context.failed_rank)
+        self._bench.parts.report(RecoveredOom(self._state.step, oom, remedy, 1, before=before, after=after))
 
     def _interrupted(self) -> bool:
         """Asked between two pieces of an evaluation."""

@@ -1,21 +1,25 @@
-"""What a run makes of memory that is there again: a larger budget, remedies lifted; or of an allocator that thrashes.
+"""Larger micro-batches and fewer remedies when memory is available again; smaller ones when the allocator thrashes.
 
-Called after each step, when nothing of it is alive any more. How much is safe is `engine.batching.budget`'s knowledge.
+Called after each step, when none of its tensors is alive any more. How far a budget may grow is decided in
+`engine.batching.budget`.
 
 Try: `pytest tests/train/test_growth.py`
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from engine.batching.budget import MicroBatchBudget
 from engine.device.catch_oom import catch_oom
 from engine.train.monitor.journal import Journal
-from engine.train.recovery.ladder import LIFTS, Standing
+from engine.train.recovery.memory_settings import apply_settings, current_settings
+from engine.train.recovery.records import ActiveRemedy
 from engine.train.step.context import Parts
 
 
-class Growth:
-    """Looks at the room after each step."""
+class BudgetGrowth:
+    """Compares the available memory with what is used, after each step."""
 
     def __init__(self, parts: Parts, journal: Journal) -> None:
         self.parts, self.journal = parts, journal
@@ -26,17 +30,18 @@ class Growth:
         parts = self.parts
         # A failure empties the cache as well, so what it adds to the count is no sign of thrashing.
         before, self._retries = self._retries, parts.device.memory().alloc_retries
-        told = parts.ranks.tell([self._retries - before, parts.device.available_bytes - parts.static_bytes])
+        received = parts.ranks.tell([self._retries - before, parts.device.available_bytes - parts.static_bytes])
         if not clean:
             return
-        if self._slowed_down(max(retries for retries, _ in told)):
+        if self._slowed_down(max(retries for retries, _ in received)):
             return
-        room_bytes = min(room for _, room in told)
+        room_bytes = min(room for _, room in received)
         parts.budget.record_clean_step(room_bytes, parts.may_grow)
-        if parts.may_grow and parts.standing and self._may_lift(parts.standing[-1], room_bytes):
-            self._lift(step, parts.standing.pop())
+        if parts.may_grow and parts.active_remedies and self._may_lift(parts.active_remedies[-1], room_bytes):
+            self._lift(step, parts.active_remedies.pop())
 
     def _slowed_down(self, retries: int) -> bool:
+        """Whether the budget was lowered because the allocator emptied its cache in several steps in a row."""
         budget = self.parts.budget
         before = budget.budget_bytes
         if not budget.record_thrashing(retries):
@@ -49,31 +54,33 @@ class Growth:
         )
         return True
 
-    def _may_lift(self, remedy: Standing, room_bytes: int) -> bool:
-        """Whether what a neighbour forced has the room it lacked. The budget of the time knows what it takes."""
+    def _may_lift(self, remedy: ActiveRemedy, room_bytes: int) -> bool:
+        """Whether a remedy that a co-tenant made necessary has the room again that was missing then. What it takes was
+        measured by the budget of that time."""
         if not remedy.passing:
             return False
         now = self.parts.budget
         waited = {"clean_steps": now.clean_steps, "patience_steps": now.patience_steps}
-        knew = MicroBatchBudget.from_json({**remedy.learned, **waited})
-        return knew.room_is_back(room_bytes - remedy.moved_bytes, remedy.failed_bytes, remedy.room_bytes)
+        budget_then = MicroBatchBudget.from_json({**remedy.learned, **waited})
+        return budget_then.room_is_back(room_bytes - remedy.moved_bytes, remedy.failed_bytes, remedy.room_bytes)
 
-    def _lift(self, step: int, remedy: Standing) -> None:
-        """Take the remedy back on every rank, or on none: what left the device may not find room to come back."""
+    def _lift(self, step: int, remedy: ActiveRemedy) -> None:
+        """Undo the remedy on every rank, or on none: optimizer state may find no room on the device to come back to."""
         parts = self.parts
-        lift = LIFTS[remedy.name]
-        failure = catch_oom(lambda: lift(parts, remedy.before), parts.device, "lift")
+        settings = current_settings(parts)
+        lifted = settings.with_value(remedy.name, remedy.before)
+        failure = catch_oom(partial(apply_settings, parts, lifted), parts.device, "lift")
         if any(parts.ranks.tell(failure is not None)):
-            lift(parts, remedy.after)
+            apply_settings(parts, settings)
             parts.budget.wait_longer()
-            parts.standing.append(remedy)
+            parts.active_remedies.append(remedy)
         else:
             parts.budget.recall(remedy.learned)
-            self._tell(step, remedy)
+            self._record(step, remedy)
         parts.device.release_cached()
         parts.static_bytes = parts.device.memory().allocated_bytes
 
-    def _tell(self, step: int, remedy: Standing) -> None:
+    def _record(self, step: int, remedy: ActiveRemedy) -> None:
         self.journal.write(
             "remedy_lifted",
             step=step,

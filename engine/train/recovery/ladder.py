@@ -1,190 +1,127 @@
-"""The backoff ladder: what is done about an allocation failure, as a table of small rungs tried in order.
+"""The backoff ladder: rungs tried in order until one offers a remedy for an allocation failure.
 
-A rung looks at the failure and the state of the run and either acts, returning what changed in words, or declines with
-None. None changes what is learned but those that the recipe allows by name. The order is the recipe's
-(`backoff.ladder`, then `backoff.allow_learning_changes`).
+A rung is a pure function of the failure and the state of the run. It returns new memory settings, or None when it has
+nothing to offer. No rung changes what is learned, except those that the recipe allows by name. The order is the
+recipe's: `backoff.ladder`, then `backoff.allow_learning_changes`. `back_off` applies what was chosen.
+
+Try: `pytest tests/train/test_ladder.py`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 from engine.batching.budget import MicroBatchBudget
-from engine.batching.micro_batches import MicroBatch
-from engine.data.tokens import TokenData
-from engine.device.base import Device
 from engine.device.catch_oom import ATTEMPTS
-from engine.device.oom import OutOfMemory
-from engine.model.load import LoadedModel
-from engine.model.loss import LossFunction
-from engine.train.step.optimizer import StepGuard
-
-if TYPE_CHECKING:
-    from engine.train.step.context import Parts
+from engine.train.recovery.memory_settings import MemorySettings, apply_settings, current_settings
+from engine.train.recovery.records import ActiveRemedy, RankOom
+from engine.train.step.context import Parts
 
 SMALLEST_CHUNK_TOKENS = 16
 SHORTEST_TOKENS = 16
 
 
-@dataclass
-class Situation:
-    """What a rung may look at and change."""
+@dataclass(frozen=True)
+class BackoffContext:
+    """What a rung may look at."""
 
-    device: Device
-    loaded: LoadedModel
-    loss: LossFunction
+    oom: RankOom
+    settings: MemorySettings
     budget: MicroBatchBudget
-    failure: OutOfMemory
-    micro_batch: MicroBatch | None
-    """The micro-batch that was in flight; None in clipping, the optimizer step and elsewhere."""
+    """Only to be read."""
+    tried: Sequence[str]
+    """Remedies already tried in this step for failures of the same rank."""
+    available_bytes: int
+    """What the run could hold on the device now."""
     static_bytes: int
-    guard: StepGuard
-    data: TokenData
-    tried: list[str]
-    """Rungs already used in this step on account of the rank that failed."""
-    standing: list[Standing] = field(default_factory=list)
-    """Remedies that are on, first to last."""
+    """What is allocated between steps: weights and optimizer state."""
+    on_plain_cpu: bool
+    """Whether the device's memory is host memory, so that moving anything to the host gains nothing."""
+    can_checkpoint: bool
+    has_optimizer_state: bool
 
     @property
     def room_bytes(self) -> int:
-        """What the step could hold above the static level right now."""
-        return self.device.available_bytes - self.static_bytes
+        """What the step could allocate above the static level now."""
+        return self.available_bytes - self.static_bytes
 
     @property
-    def squeezed(self) -> bool:
-        """A neighbour is seen to hold memory of this device."""
-        return self.device.available_bytes < self.device.capacity_bytes
+    def beside_co_tenant(self) -> bool:
+        """Whether another process is seen to hold memory of the device."""
+        return self.available_bytes < self.oom.capacity_bytes
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """What a rung did: its name, and the setting before and after."""
-
-    name: str
-    before: Any = None
-    after: Any = None
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A remedy that stays on, and what has to be known to lift it again."""
-
-    name: str
-    before: Any
-    """The setting it replaced."""
-    after: Any
-    failed_bytes: int
-    """Predicted cost of the micro-batch that forced it."""
-    room_bytes: int
-    """Room above the static level at that moment."""
-    passing: bool
-    """A neighbour forced it."""
-    learned: dict[str, Any]
-    """What the budget knew before."""
-    moved_bytes: int = 0
-    """What left the device for good and would have to come back."""
-
-    @classmethod
-    def of(cls, now: Situation, remedy: Remedy, moved_bytes: int) -> Standing:
-        """The record of a remedy that was just applied. From here on the budget learns anew.
-
-        A failure outside micro-batches (clipping, the optimizer step) had room beside the dearest of them before, if a
-        step was ever finished.
-        """
-        dearest_bytes = max(now.budget.proven_bytes, now.budget.known_bytes)
-        if now.micro_batch is None:
-            failed_bytes, worked_before = dearest_bytes, now.guard.steps > 0
-        else:
-            failed_bytes = now.micro_batch.cost_bytes
-            worked_before = failed_bytes <= dearest_bytes
-        room_bytes = now.room_bytes - moved_bytes
-        passing = now.squeezed or worked_before
-        learned = now.budget.forget_measurements()
-        return cls(remedy.name, remedy.before, remedy.after, failed_bytes, room_bytes, passing, learned, moved_bytes)
-
-
-def retry(now: Situation) -> Remedy | None:
-    """Once a step and rank, redo unchanged what has succeeded before: the cause was passing. Not beside a neighbour
-    that is seen to have taken the room it needs."""
-    cost = now.micro_batch.cost_bytes if now.micro_batch else 0
-    if "retry" in now.tried or cost > now.budget.proven_bytes:
+def retry(now: BackoffContext) -> MemorySettings | None:
+    """Once per step and rank, repeat unchanged what has succeeded before: the cause was passing. Not beside a co-tenant
+    that holds the memory it needs."""
+    cost_bytes = now.oom.cost_bytes
+    if "retry" in now.tried or cost_bytes > now.budget.proven_bytes:
         return None
-    if now.squeezed and cost * now.budget.slope > now.room_bytes:
+    if now.beside_co_tenant and cost_bytes * now.budget.slope > now.room_bytes:
         return None
-    return Remedy("retry")
+    return now.settings
 
 
-def defragment(now: Situation) -> Remedy | None:
-    """Once a step, redo unchanged when the request would have fitted into memory that was reserved but free.
+def defragment(now: BackoffContext) -> MemorySettings | None:
+    """Once per step and rank, repeat unchanged if the request would have fitted into memory that was reserved but free.
 
-    Recovery has already returned cached blocks to the driver, so there is nothing left to do here but try again.
+    Recovery has already returned cached blocks to the driver, so only the repetition is left to do.
     """
-    unused = now.failure.reserved_bytes - now.failure.allocated_bytes
-    if "defragment" in now.tried or now.failure.requested_bytes is None or unused < now.failure.requested_bytes:
+    failure = now.oom.failure
+    unused_bytes = failure.reserved_bytes - failure.allocated_bytes
+    if "defragment" in now.tried or failure.requested_bytes is None or unused_bytes < failure.requested_bytes:
         return None
-    return Remedy("defragment")
+    return now.settings
 
 
-def cut(now: Situation) -> Remedy | None:
-    """Fewer or shorter sequences at a time: down to one sequence."""
-    if now.micro_batch is None or now.micro_batch.rows == 1:
+def cut(now: BackoffContext) -> MemorySettings | None:
+    """A smaller micro-batch budget: fewer sequences at a time, down to one."""
+    if now.oom.rows <= 1:
         return None
-    before = now.budget.budget_bytes
-    now.budget.cut(now.micro_batch.cost_bytes, now.room_bytes, beside_co_tenant=now.squeezed)
-    return Remedy("cut", before, now.budget.budget_bytes)
+    return replace(now.settings, micro_batch_budget=now.budget.bytes_after_failure(now.oom.cost_bytes, now.room_bytes))
 
 
-def checkpointing(now: Situation) -> Remedy | None:
+def checkpointing(now: BackoffContext) -> MemorySettings | None:
     """Recompute activations in backward instead of keeping them."""
-    if now.micro_batch is None or now.loaded.checkpointing:
+    if now.oom.micro_batch is None or now.settings.checkpointing or not now.can_checkpoint:
         return None
-    now.loaded.set_checkpointing(True)
-    return Remedy("checkpointing", False, True) if now.loaded.checkpointing else None
+    return replace(now.settings, checkpointing=True)
 
 
-def chunk_loss(now: Situation) -> Remedy | None:
+def chunk_loss(now: BackoffContext) -> MemorySettings | None:
     """Compute the loss over fewer tokens at a time."""
-    before = now.loss.chunk_tokens
-    if now.micro_batch is None or before is None or before <= SMALLEST_CHUNK_TOKENS:
+    before, micro_batch = now.settings.chunk_tokens, now.oom.micro_batch
+    if micro_batch is None or before <= SMALLEST_CHUNK_TOKENS:
         return None
     # A chunk larger than the micro-batch is no chunk: halving it would change nothing.
-    held = min(before, now.micro_batch.rows * now.micro_batch.length)
-    now.loss.chunk_tokens = max(SMALLEST_CHUNK_TOKENS, held // 2)
-    return Remedy("chunk_loss", before, now.loss.chunk_tokens)
+    used = min(before, micro_batch.rows * micro_batch.length)
+    return replace(now.settings, chunk_tokens=max(SMALLEST_CHUNK_TOKENS, used // 2))
 
 
-def activation_offload(now: Situation) -> Remedy | None:
-    """Keep activations in host memory until backward. On the plain CPU that is where they are."""
-    offload = now.loss.offload
-    if now.micro_batch is None or offload.on or now.device.kind == "cpu":
+def activation_offload(now: BackoffContext) -> MemorySettings | None:
+    """Keep activations in host memory until backward."""
+    if now.oom.micro_batch is None or now.settings.activation_offload or now.on_plain_cpu:
         return None
-    offload.on = True
-    return Remedy("activation_offload", False, True)
+    return replace(now.settings, activation_offload=True)
 
 
-def optimizer_offload(now: Situation) -> Remedy | None:
+def optimizer_offload(now: BackoffContext) -> MemorySettings | None:
     """Keep optimizer state in host memory between steps. Last, because every step pays for it."""
-    host_state = now.guard.host_state
-    if now.device.kind == "cpu" or host_state.on or host_state.empty:
+    if now.on_plain_cpu or now.settings.optimizer_offload or not now.has_optimizer_state:
         return None
-    host_state.move(to_host=True)
-    now.device.release_cached()
-    now.static_bytes = now.device.memory().allocated_bytes
-    return Remedy("optimizer_offload", False, True)
+    return replace(now.settings, optimizer_offload=True)
 
 
-def max_length(now: Situation) -> Remedy | None:
-    """End every sequence a quarter earlier. Changes what is learned, so it is there only where the recipe allows it."""
-    if now.micro_batch is None or now.micro_batch.rows > 1 or now.micro_batch.length <= SHORTEST_TOKENS:
+def max_length(now: BackoffContext) -> MemorySettings | None:
+    """End every sequence a quarter earlier. It changes what is learned, so the recipe must allow it."""
+    micro_batch = now.oom.micro_batch
+    if micro_batch is None or micro_batch.rows > 1 or micro_batch.length <= SHORTEST_TOKENS:
         return None
-    before = now.data.limit
-    now.data = now.data.shortened(max(SHORTEST_TOKENS, now.micro_batch.length * 3 // 4))
-    return Remedy("max_length", before, now.data.limit)
+    return replace(now.settings, max_length=max(SHORTEST_TOKENS, micro_batch.length * 3 // 4))
 
 
-RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
+RUNGS: dict[str, Callable[[BackoffContext], MemorySettings | None]] = {
     "retry": retry,
     "defragment": defragment,
     "cut": cut,
@@ -194,35 +131,70 @@ RUNGS: dict[str, Callable[[Situation], Remedy | None]] = {
     "optimizer_offload": optimizer_offload,
     "max_length": max_length,
 }
+LASTING = ("checkpointing", "chunk_loss", "activation_offload", "optimizer_offload", "max_length")
+"""Remedies that stay on until they are lifted. A cut is undone by the growth of the budget."""
 
 
-LIFTS: dict[str, Callable[[Parts, Any], None]] = {
-    "checkpointing": lambda parts, before: parts.loaded.set_checkpointing(before),
-    "chunk_loss": lambda parts, before: setattr(parts.loss, "chunk_tokens", before),
-    "activation_offload": lambda parts, before: setattr(parts.loss.offload, "on", before),
-    "optimizer_offload": lambda parts, before: parts.guard.host_state.move(to_host=before),
-    "max_length": lambda parts, before: setattr(parts, "data", parts.data.shortened(before)),
-}
-"""How remedies that stay on are taken back, given the setting before (and put on again, given the one after). Optimizer
-state that comes back may find no room; it then stays where it is."""
+def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySettings] | None:
+    """The first rung of the recipe's ladder with something to offer, and its settings; None when no remedy is left.
 
-
-def choose(ladder: Sequence[str], now: Situation) -> Remedy | None:
-    """The first rung of the recipe's ladder that has something to offer; None when all are used up.
-
-    Where nothing is left to make smaller, or nothing that would help (host memory ran out beside a device with its
-    own), the same is tried again a few times before giving up: a passing shortage may strike twice.
+    Where nothing is left to make smaller, the same is tried again a few times before giving up: a passing shortage may
+    cause two failures in a row. Likewise where host memory ran out beside a device with memory of its own: every other
+    rung makes room on the device.
     """
-    static_bytes = now.static_bytes
     for name in ladder:
-        remedy = RUNGS[name](now) if name in RUNGS and _helps(name, now.failure) else None
-        if remedy is not None:
-            if name in LIFTS:
-                now.standing.append(Standing.of(now, remedy, static_bytes - now.static_bytes))
-            return remedy
-    return Remedy("retry") if "retry" in ladder and now.tried.count("retry") < ATTEMPTS - 1 else None
+        if name in RUNGS and (now.oom.failure.kind == "device" or name == "retry"):
+            settings = RUNGS[name](now)
+            if settings is not None:
+                return name, settings
+    may_retry = "retry" in ladder and now.tried.count("retry") < ATTEMPTS - 1
+    return ("retry", now.settings) if may_retry else None
 
 
-def _helps(name: str, failure: OutOfMemory) -> bool:
-    """Every rung makes room on the device; host memory has only time on its side."""
-    return failure.kind == "device" or name == "retry"
+def back_off(context: Parts, oom: RankOom, tried: Sequence[str]) -> str | None:
+    """Choose a remedy for this rank's failure and apply it here; its name, or None when no remedy is left."""
+    now = BackoffContext(
+        oom,
+        current_settings(context),
+        context.budget,
+        tried,
+        context.device.available_bytes,
+        context.static_bytes,
+        on_plain_cpu=context.device.kind == "cpu",
+        can_checkpoint=context.loaded.base.supports_gradient_checkpointing,
+        has_optimizer_state=not context.guard.host_state.empty,
+    )
+    chosen = choose(context.ladder, now)
+    if chosen is None:
+        return None
+    name, settings = chosen
+    if name == "cut":
+        context.budget.cut(oom.cost_bytes, now.room_bytes, beside_co_tenant=now.beside_co_tenant)
+    apply_settings(context, settings)
+    if name in LASTING:
+        context.active_remedies.append(_active_remedy(name, now, settings, context))
+    return name
+
+
+def _active_remedy(name: str, now: BackoffContext, settings: MemorySettings, context: Parts) -> ActiveRemedy:
+    """The record of a remedy that was just applied. The budget forgets its measurements, which hold no longer.
+
+    A failure outside micro-batches (clipping, the optimizer step) had room before beside the most expensive
+    micro-batch, if any step was ever finished.
+    """
+    succeeded_bytes = max(now.budget.proven_bytes, now.budget.known_bytes)
+    if now.oom.micro_batch is None:
+        failed_bytes, succeeded_before = succeeded_bytes, context.guard.steps > 0
+    else:
+        failed_bytes = now.oom.cost_bytes
+        succeeded_before = failed_bytes <= succeeded_bytes
+    return ActiveRemedy(
+        name,
+        before=now.settings.value_of(name),
+        after=settings.value_of(name),
+        failed_bytes=failed_bytes,
+        room_bytes=now.room_bytes,
+        passing=now.beside_co_tenant or succeeded_before,
+        learned=context.budget.forget_measurements(),
+        moved_bytes=now.static_bytes - context.static_bytes,
+    )

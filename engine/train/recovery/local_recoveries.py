@@ -1,7 +1,7 @@
-"""Allocation failures that a rank outlived by itself: while it loads, prepares a step, or recovers from another one.
+"""Allocation failures that a rank recovers from by itself: while it loads, prepares a step, or undoes a failed one.
 
-The others take no part in these and learn nothing from them, but the journal has a line for every failure, and only
-rank 0 writes it. So another rank keeps what happened to it until the ranks speak with each other next.
+No other rank takes part in such a recovery. But the journal has a line for every failure, and only rank 0 writes it, so
+the other ranks keep their failures until the next exchange between the ranks.
 
 Try: `pytest tests/distributed/test_replicated_steps.py`
 """
@@ -9,56 +9,47 @@ Try: `pytest tests/distributed/test_replicated_steps.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
-from engine.train.recovery.ladder import Remedy
-from engine.train.step.context import Backoff
+from engine.train.recovery.records import RankOom, RecoveredOom
 
 MOST = 8
-"""Told at a time; the rest comes with the next telling. What a rank says has limited room."""
+"""Failures sent at a time; the rest is sent at the next exchange. What a rank sends has limited room."""
 
 TEXT_CHARACTERS = 400
 
 
-class Outlived:
+class LocalRecoveries:
     """This rank's own failures, on their way to the journal."""
 
-    def __init__(self, ranks: Ranks, record: Callable[[Backoff], None]) -> None:
+    def __init__(self, ranks: Ranks, record: Callable[[RecoveredOom], None]) -> None:
         """`record` writes the journal's line; it is called on rank 0 alone."""
         self._ranks, self._record = ranks, record
-        self._kept: list[Backoff] = []
+        self._kept: list[RecoveredOom] = []
 
-    def note(self, failure: OutOfMemory, remedy: str, number: int, *, step: int = 0) -> None:
-        """`failure` struck here, in the attempt of this number; `remedy` is what was done about it."""
-        backoff = Backoff(step, failure, Remedy(remedy), 0, 0, number, failed_rank=self._ranks.rank)
+    def note(self, failure: OutOfMemory, remedy: str, attempt: int, *, step: int = 0) -> None:
+        """Record a failure on this rank, in the attempt of this number, and the remedy that followed it."""
+        recovered = RecoveredOom(step, RankOom(failure, self._ranks.rank), remedy, attempt, rows_after=0)
         if self._ranks.is_first:
-            self._record(backoff)
+            self._record(recovered)
         else:
-            self._kept.append(backoff)
+            self._kept.append(recovered)
 
     def take(self) -> list[dict[str, Any]]:
-        """What is to be told now (JSON); it is not kept any longer."""
+        """The failures to send now, as JSON; they are not kept any longer."""
         now, self._kept = self._kept[:MOST], self._kept[MOST:]
-        return [_as_json(backoff) for backoff in now]
+        return [_as_json(recovered) for recovered in now]
 
-    def record(self, told: Sequence[list[dict[str, Any]]]) -> None:
-        """Have what the ranks told, in their order, in the journal."""
+    def record(self, received: Sequence[list[dict[str, Any]]]) -> None:
+        """On rank 0, write what every rank sent, in the order of ranks."""
         if self._ranks.is_first:
-            for rank, failures in enumerate(told):
-                for plain in failures:
-                    self._record(_from_json(plain, rank))
+            for sent in (each for failures in received for each in failures):
+                self._record(RecoveredOom(**{**sent, "oom": RankOom.from_json(sent["oom"])}))
 
 
-def _as_json(backoff: Backoff) -> dict[str, Any]:
-    failure = replace(backoff.failure, held=None, text=backoff.failure.text[:TEXT_CHARACTERS])
-    return {
-        "step": backoff.step, "failure": asdict(failure), "remedy": backoff.remedy.name, "attempt": backoff.attempt
-    }  # fmt: skip
-
-
-def _from_json(told: dict[str, Any], rank: int) -> Backoff:
-    failure, remedy = OutOfMemory(**told["failure"]), Remedy(told["remedy"])
-    return Backoff(told["step"], failure, remedy, 0, 0, told["attempt"], failed_rank=rank)
+def _as_json(recovered: RecoveredOom) -> dict[str, Any]:
+    failure = replace(recovered.oom.failure, held=None, text=recovered.oom.failure.text[:TEXT_CHARACTERS])
+    return {**vars(recovered), "oom": replace(recovered.oom, failure=failure).as_json()}

@@ -1,7 +1,8 @@
-"""A report for each time memory ran out: who held what, what was done, what would have avoided it.
+"""What is written about each allocation failure: the event `backoff`, and a report on what held the memory.
 
-Written to `oom/` of the run after recovery, from plain values taken at the moment of failure. It must never cost a run:
-reports are few, and a full disk leaves them out. The page that people read is made in `engine.journal.oom_page`.
+The report lies in `oom/` of the run directory. It is written after recovery, from plain values taken at the moment of
+failure. It must never cost a run: reports are few, and a full disk leaves them out. The page that people read is made
+from it in `engine.journal.oom_page`.
 
 Try: `tunedeck train -p demo -r demo`, then `tunedeck show last --oom`
 """
@@ -15,50 +16,82 @@ from pathlib import Path
 from typing import Any
 
 from engine.batching.micro_batches import MicroBatch
-from engine.budget.advice import Suggestion, advise, with_changes
+from engine.budget.advice import Suggestion, advise
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory
 from engine.errors import ConfigNotHereError, UnknownArchitectureError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import utc_now
 from engine.journal.files import write_atomically
-from engine.model.loaded import LoadedModel
-from engine.model.loss import LossFunction
 from engine.spec.schema.run import RunSpec
-from engine.train.step.optimizer import StepGuard
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.records import RankOom, RecoveredOom
 
 MOST_REPORTS = 20
-"""Of one engine process: a neighbour that comes and goes all night must not fill the disk."""
+"""Of one engine process: a co-tenant that comes and goes all night must not fill the disk."""
 
 MOST_SNAPSHOTS = 3
 """Of the allocator, which are megabytes each."""
 
 
+def oom_reporter(
+    journal: Journal, device: Device, reports: OomReports | None = None
+) -> Callable[[RecoveredOom], None]:
+    """The function to call with each failure: it writes the event, a warning if the remedy changes what is learned, and
+    a report if there are `reports`."""
+
+    def report(recovered: RecoveredOom) -> None:
+        oom, failure = recovered.oom, recovered.oom.failure
+        journal.write(
+            "backoff",
+            step=recovered.step,
+            phase=failure.phase,
+            failed_rank=oom.rank,
+            cause=failure.kind,
+            requested_bytes=failure.requested_bytes,
+            allocated_bytes=failure.allocated_bytes,
+            reserved_bytes=failure.reserved_bytes,
+            capacity_bytes=device.capacity_bytes,
+            **_remedy(recovered),
+            **({} if recovered.rows_after is None else (
+                {"sequences_before": oom.rows, "sequences_after": recovered.rows_after}
+            )),
+        )  # fmt: skip
+        if recovered.remedy == "max_length":
+            journal.warn(
+                "learning_changed",
+                f"from step {recovered.step} on sequences end after {recovered.after} tokens: "
+                "not even one whole one fits",
+                "more memory, or data.max_length as short from the start",
+            )
+        path = reports.write(recovered) if reports else None
+        if path is not None:
+            journal.write("oom_report", step=recovered.step, path=path)
+
+    return report
+
+
 class OomReports:
-    """The writer of one engine process."""
+    """The writer of one engine process's reports."""
 
     def __init__(self, directory: RunDirectory, device: Device, spec: Callable[[], RunSpec]) -> None:
         self._directory, self._device = directory, device
         self.spec = spec
-        """The run as it stands, remedies included."""
+        """Gives the run spec with the memory settings in force."""
         self._written = 0
 
-    def write(self, facts: dict[str, Any], failure: OutOfMemory, micro_batch: MicroBatch | None) -> str | None:
-        """Write a report; returns its path in the run directory, or None where there are enough, or no room.
-
-        `facts` are what the event says: step, remedy, before, after, attempt.
-        """
+    def write(self, recovered: RecoveredOom) -> str | None:
+        """Write a report; its path in the run directory, or None where there are enough, or no room on the disk."""
         if self._written == MOST_REPORTS:
             return None
-        folder = self._directory.oom
+        folder, failure = self._directory.oom, recovered.oom.failure
         try:
             folder.mkdir(exist_ok=True)
-            path = _free(folder, f"step-{facts['step']:08d}-{facts['attempt']}")
+            path = _free(folder, f"step-{recovered.step:08d}-{recovered.attempt}")
             snapshot = self._write_snapshot(path, failure)
-            report = self._report(facts, failure, micro_batch) | {"snapshot": snapshot}
-            write_atomically(path, json.dumps(report, indent=2) + "\n")
+            write_atomically(path, json.dumps(self._report(recovered) | {"snapshot": snapshot}, indent=2) + "\n")
         except OSError:
-            return None  # a full disk: the event tells the essentials
+            return None  # a full disk: the event holds the essentials
         self._written += 1
         return str(path.relative_to(self._directory.path))
 
@@ -70,12 +103,13 @@ class OomReports:
             pickle.dump(failure.held.snapshot, file)
         return target.name
 
-    def _report(self, facts: dict[str, Any], failure: OutOfMemory, micro_batch: MicroBatch | None) -> dict[str, Any]:
-        device = self._device
+    def _report(self, recovered: RecoveredOom) -> dict[str, Any]:
+        device, failure = self._device, recovered.oom.failure
         return {
             "version": 1,
             "time": utc_now(),
-            **facts,
+            "step": recovered.step,
+            **_remedy(recovered),
             "phase": failure.phase,
             "cause": failure.kind,
             "text": failure.text,
@@ -86,7 +120,7 @@ class OomReports:
             "reserved_bytes": failure.reserved_bytes,
             "capacity_bytes": device.capacity_bytes,
             "available_bytes": device.available_bytes,
-            "micro_batch": _in_flight(micro_batch),
+            "micro_batch": _micro_batch(recovered.oom.micro_batch),
             "held": failure.held.components if failure.held else {},
             "largest": failure.held.largest if failure.held else [],
             "processes": [
@@ -94,19 +128,23 @@ class OomReports:
                 for reading in device.readings()
                 for process in reading.processes
             ],
-            **avoidance(self.spec(), failure, micro_batch),
+            **suggested_fixes(self.spec(), recovered.oom),
         }
 
 
-def avoidance(spec: RunSpec, failure: OutOfMemory, micro_batch: MicroBatch | None) -> dict[str, Any]:
-    """What the budget says of the failure: `plan` for this length as the run stands, and `avoided_by`, changes of the
-    recipe with the peak each would have had. Both empty where memory of the host ran out, or nothing can be predicted.
-    """
+def _remedy(recovered: RecoveredOom) -> dict[str, Any]:
+    return {name: getattr(recovered, name) for name in ("remedy", "before", "after", "attempt")}
+
+
+def suggested_fixes(spec: RunSpec, oom: RankOom) -> dict[str, Any]:
+    """What the memory prediction says of a failure: `plan` for the micro-batch's length under `spec`, and `avoided_by`,
+    changes of the recipe with the peak that each would have. Both are empty where host memory ran out, or where nothing
+    can be predicted."""
     nothing: dict[str, Any] = {"plan": {}, "avoided_by": []}
-    if failure.kind != "device":
+    if oom.failure.kind != "device":
         return nothing
     try:
-        advice = advise(spec, longest=micro_batch.length if micro_batch else None)
+        advice = advise(spec, longest=oom.micro_batch.length if oom.micro_batch else None)
     except (UnknownArchitectureError, ConfigNotHereError):
         return nothing
     plan = advice.plan
@@ -116,24 +154,14 @@ def avoidance(spec: RunSpec, failure: OutOfMemory, micro_batch: MicroBatch | Non
     }
 
 
-def as_it_stands(spec: RunSpec, loaded: LoadedModel, loss: LossFunction, guard: StepGuard) -> RunSpec:
-    """The spec with what the ladder has changed since, so that advice does not name what is already done."""
-    standing = {
-        "train.gradient_checkpointing": loaded.checkpointing,
-        "train.activation_offload": loss.offload.on,
-        "train.optimizer_offload": guard.host_state.on,
-    }
-    return with_changes(spec, standing)
-
-
-def in_words(found: dict[str, Any], most: int = 3) -> str:
-    """The first few ways of `avoidance` as one sentence; empty where there are none."""
-    ways = [
-        ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
-        + f" (a peak of {way['peak_bytes'] / 2**20:,.1f} MiB)"
-        for way in found["avoided_by"][:most]
+def fixes_sentence(spec: RunSpec, oom: RankOom, most: int = 3) -> str:
+    """The first `most` suggested fixes as one sentence; empty where there are none."""
+    fixes = [
+        ", ".join(f"{key} = {json.dumps(value)}" for key, value in fix["changes"].items())
+        + f" (a peak of {fix['peak_bytes'] / 2**20:,.1f} MiB)"
+        for fix in suggested_fixes(spec, oom)["avoided_by"][:most]
     ]
-    return "; or ".join(ways)
+    return "; or ".join(fixes)
 
 
 def _change(suggestion: Suggestion) -> dict[str, Any]:
@@ -145,14 +173,14 @@ def _change(suggestion: Suggestion) -> dict[str, Any]:
     }
 
 
-def _in_flight(micro_batch: MicroBatch | None) -> dict[str, int] | None:
+def _micro_batch(micro_batch: MicroBatch | None) -> dict[str, int] | None:
     if micro_batch is None:
         return None
     return {"sequences": micro_batch.rows, "length": micro_batch.length, "predicted_bytes": micro_batch.cost_bytes}
 
 
 def _free(folder: Path, stem: str) -> Path:
-    """A name that is not taken: a step may be redone after a resume."""
+    """A file name that is not taken yet: a step may be repeated after a resume."""
     path, number = folder / f"{stem}.json", 2
     while path.exists():
         path, number = folder / f"{stem}-{number}.json", number + 1

@@ -25,10 +25,18 @@ from engine.device.oom import MemoryBreakdown, OutOfMemory, flush_autograd
 from engine.distributed.assign_samples import deal
 from engine.errors import DivergedError
 from engine.train.monitor.memory_breakdown import memory_breakdown
-from engine.train.recovery.consensus import Struck, decide, deciding, exhausted, pool, tell_failure
-from engine.train.recovery.ladder import Remedy, Situation, choose
+from engine.train.recovery.consensus import (
+    all_gather_step_stats,
+    broadcast_remedy,
+    gather_failures,
+    memory_exhausted,
+    smallest_failed,
+)
+from engine.train.recovery.ladder import back_off
+from engine.train.recovery.memory_settings import current_settings
+from engine.train.recovery.records import RankOom, RecoveredOom
 from engine.train.step.computation import StepComputation
-from engine.train.step.context import Backoff, Parts
+from engine.train.step.context import Parts
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class StepTransaction:
         self.parts = parts
         self.work = StepComputation(parts)
         self.failures = 0
-        """Allocation failures that the last step outlived."""
+        """Allocation failures that the last step recovered from."""
 
     def run(self, step: int, samples: NDArray[np.int64]) -> StepOutcome:
         """Consume `samples` (indices into the data) in optimizer step `step`.
@@ -127,10 +135,12 @@ class StepTransaction:
         self._pool({})
 
     def _pool(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's `facts`; what else they have to tell each other after work that went well is told, too."""
-        told = pool(self.parts.ranks, self.parts.budget, {**facts, "outlived": self.parts.outlived.take()})
-        self.parts.outlived.record([each.pop("outlived") for each in told])
-        return told
+        """Every rank's `facts` of work that succeeded. Failures that a rank recovered from alone go to rank 0."""
+        recoveries = self.parts.local_recoveries
+        stats = {**facts, "local_recoveries": recoveries.take()}
+        gathered = all_gather_step_stats(self.parts.ranks, self.parts.budget, stats)
+        recoveries.record([each.pop("local_recoveries") for each in gathered])
+        return gathered
 
     def _facts(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
         """What this rank says of a finished step."""
@@ -154,16 +164,19 @@ class StepTransaction:
         retry_on_oom(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
         plan = self._plan(samples)
         while True:
-            struck = self._attempt(step, plan, stages, phase_prefix)
+            failed = self._attempt(step, plan, stages, phase_prefix)
             self.failures = len(tried)
-            if not struck:
+            if not failed:
                 parts.guard.accept()
                 return plan
-            self._recover(step, struck, len(tried) + 1)
-            remedy = self._choose(struck, tried, step)
+            self._recover(step, failed, len(tried) + 1)
+            before = current_settings(parts)
+            remedy = self._back_off(step, failed, tried)
             plan = self._plan(samples)
-            tried.append((deciding(struck).rank, remedy.name))
-            self._report(step, struck, remedy, _most_rows(plan), len(tried))
+            tried.append((smallest_failed(failed).rank, remedy))
+            after = current_settings(parts)
+            change = {"before": before.value_of(remedy), "after": after.value_of(remedy)}
+            self._report(step, failed, remedy, len(tried), rows_after=_most_rows(plan), **change)
 
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
         parts = self.parts
@@ -184,18 +197,16 @@ class StepTransaction:
         ranks, sharers = self.parts.ranks, self.parts.sharers
         return samples[deal(self.parts.data.lengths[samples], ranks.size // sharers)[ranks.rank // sharers]]
 
-    def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[Struck]:
-        """Run the stages until one fails on any rank; returns who failed in it."""
+    def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[RankOom]:
+        """Run the stages until one fails on any rank; returns the failures of that stage."""
         self.work.begin()
         for stage in stages:
             failure = catch_oom(partial(self._all_through, stage, plan), self.parts.device, "", self._memory_breakdown)
             if failure is not None:
                 failure = replace(failure, phase=phase_prefix + self.work.phase)
-            struck = tell_failure(
-                self.parts.ranks, failure, self.work.in_flight, self.parts.device
-            )
-            if struck:
-                return struck
+            failed = gather_failures(self.parts.ranks, failure, self.work.in_flight, self.parts.device)
+            if failed:
+                return failed
         return []
 
     def _all_through(self, stage: Stage, plan: list[MicroBatch]) -> None:
@@ -205,11 +216,11 @@ class StepTransaction:
         else:
             self.parts.joint.together(lambda: stage(plan))
 
-    def _report(self, step: int, struck: Sequence[Struck], remedy: Remedy, rows_after: int, number: int) -> None:
-        for each in struck:
-            self.parts.report(
-                Backoff(step, each.failure, remedy, each.rows, rows_after, number, each.micro_batch, each.rank)
-            )
+    def _report(
+        self, step: int, failed: Sequence[RankOom], remedy: str, attempt: int, *, rows_after: int = 0, **change: Any
+    ) -> None:
+        for oom in failed:
+            self.parts.report(RecoveredOom(step, oom, remedy, attempt, rows_after, **change))
 
     def _conclude(self, step: int) -> bool:
         """Close the step: gradients dropped, the scaler told. True when an fp16 overflow skipped it."""
@@ -232,7 +243,7 @@ class StepTransaction:
         parts.scaler.overflowed()
         return True
 
-    def _recover(self, step: int, struck: Sequence[Struck], attempts: int) -> None:
+    def _recover(self, step: int, failed: Sequence[RankOom], attempts: int) -> None:
         """After a failure, outside its handler: nothing of the attempt stays alive and all state is as before it, on
         every rank. Memory may run out in here, too; each part of it may be repeated.
 
@@ -241,7 +252,7 @@ class StepTransaction:
         """
         if all(self.parts.ranks.tell(self._recover_here(step, attempts))):
             return
-        self._report(step, struck, Remedy("reload"), 0, attempts)
+        self._report(step, failed, "reload", attempts)
         raise RolledBackTooFar
 
     def _recover_here(self, step: int, attempts: int) -> bool:
@@ -264,37 +275,23 @@ class StepTransaction:
             self.parts.rollback.restore()
 
     def _reporter(self, step: int) -> Callable[[OutOfMemory, str, int], None]:
-        return partial(self.parts.outlived.note, step=step)
+        return partial(self.parts.local_recoveries.note, step=step)
 
     def _memory_breakdown(self) -> MemoryBreakdown:
         return memory_breakdown(self.parts.loaded, self.parts.guard, self.parts.device)
 
-    def _choose(self, struck: Sequence[Struck], tried: Tried, step: int) -> Remedy:
-        """What is done about the failure, by the rank that decides; the others follow it."""
-        parts, decider = self.parts, deciding(struck)
-        remedy = self._chosen(decider, tried) if decider.rank == parts.ranks.rank else None
-        remedy = decide(parts.ranks, parts.knowledge, decider.rank, remedy)
-        if remedy is not None and remedy.name == "optimizer_offload":
-            parts.device.release_cached()
-            parts.static_bytes = parts.device.memory().allocated_bytes
-        if remedy is not None and remedy.name == "max_length":
-            parts.data = parts.data.shortened(remedy.after)
+    def _back_off(self, step: int, failed: Sequence[RankOom], tried: Tried) -> str:
+        """Change the memory settings on all ranks, as the rank with the smallest failed micro-batch chooses; the name
+        of the remedy."""
+        parts, smallest = self.parts, smallest_failed(failed)
+        remedy = None
+        if smallest.rank == parts.ranks.rank:
+            # What passes on one device says nothing of another: each rank has its own retries.
+            remedy = back_off(parts, smallest, [name for rank, name in tried if rank == smallest.rank])
+        remedy = broadcast_remedy(parts, smallest.rank, remedy)
         if remedy is None:
-            self._report(step, struck, Remedy("give_up"), 0, len(tried) + 1)
-            advice = parts.advise(decider.failure, decider.micro_batch)
-            raise exhausted(decider, advice)
-        return remedy
-
-    def _chosen(self, decider: Struck, tried: Tried) -> Remedy | None:
-        parts = self.parts
-        # What passes on one device says nothing of another: each rank has its own retries.
-        of_it = [name for rank, name in tried if rank == decider.rank]
-        now = Situation(
-            parts.device, parts.loaded, parts.loss, parts.budget, decider.failure, decider.micro_batch,
-            parts.static_bytes, parts.guard, parts.data, of_it, parts.standing,
-        )  # fmt: skip
-        remedy = choose(parts.ladder, now)
-        parts.static_bytes, parts.data = now.static_bytes, now.data
+            self._report(step, failed, "give_up", len(tried) + 1)
+            raise memory_exhausted(smallest, parts.suggest_fixes(smallest))
         return remedy
 
 

@@ -24,7 +24,7 @@ from engine.distributed.sharded import Sharded
 from engine.distributed.weight_broadcast import to_first
 from engine.errors import UsageError
 from engine.model.loaded import part_here
-from engine.train.recovery.consensus import deciding, tell_failure
+from engine.train.recovery.consensus import gather_failures, smallest_failed
 from engine.train.step.context import Parts
 from engine.train.step.optimizer import state_tensors
 
@@ -73,10 +73,10 @@ class Collector:
                     self._wholes[address] = whole
 
         failure = catch_oom(lambda: self._sharded.joint.together(gather), parts.device, "checkpoint")
-        struck = tell_failure(parts.ranks, failure, None, parts.device)
-        if struck:
+        failed = gather_failures(parts.ranks, failure, None, parts.device)
+        if failed:
             self._wholes.clear()
-            self._problem = MemoryError(deciding(struck).failure.text)
+            self._problem = MemoryError(smallest_failed(failed).failure.text)
 
     def _wanted(self) -> Iterator[tuple[int, Tensor]]:
         """(address here, tensor) of everything that is saved: adapters, and the base where it exists nowhere else."""

@@ -22,7 +22,7 @@ from engine.distributed.sharded import Sharded
 from engine.distributed.voted_group import Joint
 from engine.evaluate.scores import EvaluationContext, generate_answers, loss_sum
 from engine.model.loss import eval_mode
-from engine.train.recovery.consensus import deciding, tell_failure
+from engine.train.recovery.consensus import gather_failures, smallest_failed
 from engine.train.step.context import Parts
 
 
@@ -64,10 +64,10 @@ class Company:
                 action()
 
         failure = catch_oom(lambda: self._sharded.joint.together(run), parts.device, kind)
-        struck = tell_failure(parts.ranks, failure, None, parts.device)
-        if struck:
+        failed = gather_failures(parts.ranks, failure, None, parts.device)
+        if failed:
             parts.device.release_cached()
-            self._context.failed_rank, self._failure = deciding(struck).rank, deciding(struck).failure
+            self._context.failed_rank, self._failure = smallest_failed(failed).rank, smallest_failed(failed).failure
 
 
 class SameTokens(LogitsProcessor):

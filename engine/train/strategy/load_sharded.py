@@ -28,9 +28,8 @@ from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
 from engine.model.loss import LossFunction, loss_of
 from engine.spec.schema.run import RunSpec
-from engine.train.recovery.consensus import exhausted, tell_failure
-from engine.train.recovery.ladder import Remedy
-from engine.train.step.context import Backoff
+from engine.train.recovery.consensus import gather_failures, memory_exhausted
+from engine.train.recovery.records import RecoveredOom
 
 HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
 
@@ -40,7 +39,7 @@ def load_sharded(
     device: Device,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-    report: Callable[[Backoff], None],
+    report: Callable[[RecoveredOom], None],
     told: Callable[[OutOfMemory, str, int], None],
 ) -> tuple[LoadedModel, LossFunction, Sharded]:
     """The model in shards and its loss; begun anew on all ranks where memory runs out on one, a few times.
@@ -63,16 +62,15 @@ def load_sharded(
             made.append(_spread(spec, device, loaded, ranks, joint))
 
         failure = catch_oom(partial(joint.together, spread), device, "load")
-        struck = tell_failure(ranks, failure, None, device)
-        if not struck:
+        failed = gather_failures(ranks, failure, None, device)
+        if not failed:
             return made[0]
         made.clear()
         del loaded, spread
         device.release_cached()
-        for each in struck:
-            remedy = Remedy("retry" if number < ATTEMPTS else "give_up")
-            report(Backoff(0, each.failure, remedy, 0, 0, number, failed_rank=each.rank))
-    raise exhausted(struck[0], "a profile with more memory or more devices")
+        for oom in failed:
+            report(RecoveredOom(0, oom, "retry" if number < ATTEMPTS else "give_up", number, rows_after=0))
+    raise memory_exhausted(failed[0], "a profile with more memory or more devices")
 
 
 def _built(

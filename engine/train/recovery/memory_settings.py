@@ -1,0 +1,116 @@
+"""The settings that decide how much memory a step takes, as one value, and the one place that applies it.
+
+A remedy is a change of one of these settings. It is undone by applying the settings as they were. All ranks of a run
+have the same settings at every moment between two attempts at a step.
+
+Try: `pytest tests/train/test_memory_settings.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from engine.budget.advice import with_changes
+from engine.spec.schema.run import RunSpec
+from engine.train.recovery.records import ActiveRemedy
+from engine.train.step.context import Parts
+
+SETTING_OF_REMEDY = {
+    "cut": "micro_batch_budget",
+    "checkpointing": "checkpointing",
+    "chunk_loss": "chunk_tokens",
+    "activation_offload": "activation_offload",
+    "optimizer_offload": "optimizer_offload",
+    "max_length": "max_length",
+}
+"""The setting that each remedy changes. Remedies that are not named here change none."""
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """How much memory a step takes, apart from its data and model."""
+
+    micro_batch_budget: int
+    """Predicted bytes that a micro-batch may cost."""
+    checkpointing: bool
+    """Whether activations are recomputed in backward."""
+    chunk_tokens: int
+    """Tokens that a chunked loss is computed over at a time."""
+    activation_offload: bool
+    """Whether activations wait for backward in host memory."""
+    optimizer_offload: bool
+    """Whether optimizer state lies in host memory between steps."""
+    max_length: int | None
+    """Tokens after which every sequence ends; None leaves sequences whole."""
+
+    def value_of(self, remedy: str) -> Any:
+        """The setting that `remedy` changes; None for a remedy that changes none."""
+        return getattr(self, SETTING_OF_REMEDY[remedy]) if remedy in SETTING_OF_REMEDY else None
+
+    def with_value(self, remedy: str, value: Any) -> MemorySettings:
+        """These settings with another value for the one that `remedy` changes."""
+        return replace(self, **{SETTING_OF_REMEDY[remedy]: value})
+
+    def recipe_values(self) -> dict[str, Any]:
+        """The recipe keys that stand for these settings, where there are such keys."""
+        return {
+            "train.gradient_checkpointing": self.checkpointing,
+            "train.activation_offload": self.activation_offload,
+            "train.optimizer_offload": self.optimizer_offload,
+        }
+
+
+def current_settings(context: Parts) -> MemorySettings:
+    """The settings in force on this rank."""
+    return MemorySettings(
+        micro_batch_budget=context.budget.budget_bytes,
+        checkpointing=context.loaded.checkpointing,
+        chunk_tokens=context.loss.chunk_tokens,
+        activation_offload=context.loss.offload.on,
+        optimizer_offload=context.guard.host_state.on,
+        max_length=context.data.limit,
+    )
+
+
+def apply_settings(context: Parts, settings: MemorySettings) -> None:
+    """Put `settings` in force on this rank.
+
+    Optimizer state that comes back to the device may find no room. This then raises torch.OutOfMemoryError, with all
+    other settings applied and the state still on the host.
+    """
+    context.budget.budget_bytes = settings.micro_batch_budget
+    if context.loaded.checkpointing != settings.checkpointing:
+        context.loaded.set_checkpointing(settings.checkpointing)
+    context.loss.chunk_tokens = settings.chunk_tokens
+    context.loss.offload.on = settings.activation_offload
+    if context.data.limit != settings.max_length:
+        context.data = context.data.shortened(settings.max_length)
+    if context.guard.host_state.on != settings.optimizer_offload:
+        context.guard.host_state.move(to_host=settings.optimizer_offload)
+        context.device.release_cached()
+        context.static_bytes = context.device.memory().allocated_bytes
+
+
+def effective_spec(spec: RunSpec, context: Parts) -> RunSpec:
+    """`spec` with the memory settings in force, so that advice does not suggest what is already done."""
+    return with_changes(spec, current_settings(context).recipe_values())
+
+
+def memory_as_json(context: Parts) -> dict[str, Any]:
+    """The settings, the learned micro-batch budget and the active remedies, as checkpoints and the other ranks get
+    them."""
+    settings = asdict(current_settings(context))
+    del settings["micro_batch_budget"]  # it is part of the budget
+    return {
+        "budget": context.budget.as_json(),
+        "remedies": settings,
+        "standing": [asdict(remedy) for remedy in context.active_remedies],
+    }
+
+
+def adopt_memory(context: Parts, saved: dict[str, Any]) -> None:
+    """Put in force what `memory_as_json` described, on another rank or before a resume."""
+    vars(context.budget).update(saved["budget"])
+    apply_settings(context, MemorySettings(saved["budget"]["budget_bytes"], **saved["remedies"]))
+    context.active_remedies[:] = [ActiveRemedy(**remedy) for remedy in saved["standing"]]

@@ -1,0 +1,88 @@
+"""The backoff ladder as a pure function: which remedy is chosen for which failure, and which settings it makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.batching.budget import MicroBatchBudget
+from engine.batching.micro_batches import MicroBatch
+from engine.device.oom import OutOfMemory
+from engine.train.recovery.ladder import RUNGS, BackoffContext, choose
+from engine.train.recovery.memory_settings import SETTING_OF_REMEDY, MemorySettings
+from engine.train.recovery.records import RankOom
+
+SETTINGS = MemorySettings(1000, False, 1024, False, False, None)
+FAILURE = OutOfMemory("device", 4096, "full", "forward", 900, 900)
+LADDER = list(RUNGS)
+
+
+def context(rows: int = 4, length: int = 100) -> BackoffContext:
+    """A micro-batch of `rows` sequences failed on a device of its own; nothing was tried, nothing has succeeded yet."""
+    micro_batch = MicroBatch(tuple(range(rows)), length, 200 * rows)
+    return BackoffContext(
+        RankOom(FAILURE, 0, micro_batch, 2000, 0), SETTINGS, MicroBatchBudget(1000, 1000), [], 2000, 500,
+        on_plain_cpu=False, can_checkpoint=True, has_optimizer_state=True,
+    )  # fmt: skip
+
+
+def test_every_rung_that_changes_anything_changes_its_own_setting_and_no_other() -> None:
+    one_row = context(rows=1)
+    for name, rung in RUNGS.items():
+        settings = rung(context() if name == "cut" else one_row)
+        if name in SETTING_OF_REMEDY:
+            assert settings is not None
+            assert settings == SETTINGS.with_value(name, settings.value_of(name)) != SETTINGS
+        else:
+            assert settings in (None, SETTINGS)
+
+
+def test_rungs_change_nothing_by_themselves() -> None:
+    now = context()
+    budget = now.budget.as_json()
+    for rung in RUNGS.values():
+        rung(now)
+    assert now.budget.as_json() == budget and now.settings == SETTINGS
+
+
+def test_several_sequences_are_cut_and_one_is_recomputed() -> None:
+    assert choose(LADDER, context()) == ("cut", replace(SETTINGS, micro_batch_budget=640))
+    assert choose(LADDER, context(rows=1)) == ("checkpointing", replace(SETTINGS, checkpointing=True))
+
+
+def test_a_model_that_cannot_recompute_goes_on_to_the_next_rung() -> None:
+    chosen = choose(LADDER, replace(context(rows=1), can_checkpoint=False))
+    assert chosen == ("chunk_loss", replace(SETTINGS, chunk_tokens=50))
+
+
+def test_what_has_succeeded_before_is_repeated_once() -> None:
+    budget = MicroBatchBudget(1000, 1000, proven_bytes=800)
+    assert choose(LADDER, replace(context(), budget=budget)) == ("retry", SETTINGS)
+    chosen = choose(LADDER, replace(context(), budget=budget, tried=["retry"]))
+    assert chosen is not None and chosen[0] == "cut"
+
+
+def test_memory_that_is_only_fragmented_is_tried_again_once() -> None:
+    now = replace(context(), oom=replace(context().oom, failure=replace(FAILURE, reserved_bytes=900 + 4096)))
+    assert choose(LADDER, now) == ("defragment", SETTINGS)
+    chosen = choose(LADDER, replace(now, tried=["defragment"]))
+    assert chosen is not None and chosen[0] == "cut"
+
+
+def test_host_memory_is_only_waited_for() -> None:
+    now = replace(context(), oom=replace(context().oom, failure=replace(FAILURE, kind="host")))
+    assert choose(LADDER, now) == ("retry", SETTINGS)
+    assert choose(LADDER, replace(now, tried=["retry"])) == ("retry", SETTINGS)
+    assert choose(LADDER, replace(now, tried=["retry", "retry"])) is None
+
+
+@pytest.mark.parametrize("rung", ["activation_offload", "optimizer_offload"])
+def test_on_the_plain_cpu_nothing_is_moved_to_the_host(rung: str) -> None:
+    assert RUNGS[rung](replace(context(rows=1), on_plain_cpu=True)) is None
+
+
+def test_sequences_get_shorter_by_a_quarter_and_not_without_end() -> None:
+    assert RUNGS["max_length"](context(rows=1)) == replace(SETTINGS, max_length=75)
+    assert RUNGS["max_length"](context(rows=1, length=20)) == replace(SETTINGS, max_length=16)
+    assert RUNGS["max_length"](context(rows=1, length=16)) is None
