@@ -37,8 +37,12 @@ from engine.journal.liveness import (
 )
 from engine.spec.files.working_directory import working_directory
 
-ENTRY_FILE = Path(__file__).resolve().parents[2] / "tunedeck.py"
-"""The file that fixes the import path; child processes start through it, with -P."""
+_PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
+_CHECKOUT_ENTRY = _PACKAGES_FOLDER / "tunedeck.py"
+
+ENTRY_FILE = _CHECKOUT_ENTRY if _CHECKOUT_ENTRY.is_file() else _PACKAGES_FOLDER / "__init__.py"
+"""The file that fixes the import path: `tunedeck.py` in a checkout, `tunedeck/__init__.py` where Tunedeck is installed.
+Child processes start through it, with -P."""
 
 POLL_SECONDS = 0.25
 """How often a follower looks for events. A screen shows at most two states a second."""

@@ -1,0 +1,20 @@
+"""The one step of the build that pyproject.toml cannot express: `tunedeck.py` becomes `tunedeck/__init__.py`.
+
+`[tool.hatch.build.targets.wheel.sources]` renames folders, but no files. `force-include` would rename a file, but in
+editable installations too, where `tunedeck.py` must stay where it is. A hook can tell the two apart.
+
+Try: `pip wheel --no-deps .`, and `python -m zipfile -l` on the result.
+"""
+
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class EntryFile(BuildHookInterface):  # type: ignore[type-arg]  # its parameter is hatchling's own builder configuration
+    """Puts the command's file into the package."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """`version` is "standard" or "editable"."""
+        if version == "standard":
+            build_data["force_include"]["tunedeck.py"] = "tunedeck/__init__.py"
