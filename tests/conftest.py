@@ -30,7 +30,7 @@ LONGEST = (
     "tests/budget/test_fit_on_twins.py",
     "tests/budget/test_accuracy.py",
     "tests/simulate/test_profiled_steps.py",
-    "tests/train/test_growth.py",
+    "tests/train/recovery/test_budget_growth.py",
     "tests/train/test_backoff_benchmark.py",
 )
 """Files that take longest, after the groups of ranks. None is begun when the other worker has nothing left to do."""

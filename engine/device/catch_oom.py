@@ -6,7 +6,7 @@ attempt. So `catch_oom` turns the exception into plain values inside the handler
 `retry_on_oom` repeats whole actions (loading, writing a checkpoint). How an optimizer step is repeated is in
 `engine.train.step.transaction`.
 
-Try: `pytest tests/train/test_limits.py`
+Try: `pytest tests/train/recovery/test_host_memory_limits.py`
 """
 
 from __future__ import annotations

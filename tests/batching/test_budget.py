@@ -1,4 +1,4 @@
-"""The learned budget: cut by what failed and by what was measured, grown with care, forgetful of neighbours."""
+"""The learned budget: cut by what failed and by what was measured, grown with care, forgetful of co-tenants."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ def test_growth_needs_measured_headroom() -> None:
     assert budget.budget_bytes <= 510
 
 
-def neighboured() -> MicroBatchBudget:
-    """1000 had succeeded in a room of 1000; then a neighbour left 400 of it."""
+def beside_a_co_tenant() -> MicroBatchBudget:
+    """1000 had succeeded in a room of 1000; then a co-tenant left 400 of it."""
     budget = MicroBatchBudget(1000, top_bytes=1000)
     budget.record_success(1000, measured_bytes=1000)
     budget.cut(1000, room_bytes=400, beside_co_tenant=True)
     return budget
 
 
-def test_under_a_neighbour_the_budget_is_what_fits_beside_it() -> None:
-    budget = neighboured()
+def test_beside_a_co_tenant_the_budget_is_what_fits_there() -> None:
+    budget = beside_a_co_tenant()
     assert budget.budget_bytes == int(0.97 * 400)
     clean_steps(budget, 3 * CLEAN_STEPS_TO_GROW, room=400)
     assert budget.budget_bytes == int(0.97 * 400)
 
 
 def test_memory_that_is_seen_to_come_back_is_used_again_at_once_and_in_full() -> None:
-    budget, steps = neighboured(), 0
+    budget, steps = beside_a_co_tenant(), 0
     while budget.budget_bytes < 1000:
         before = budget.budget_bytes
         budget.record_clean_step(1000, may_grow=True)
@@ -132,7 +132,7 @@ def test_an_allocator_that_empties_its_cache_step_after_step_gets_less_to_do() -
 
 
 def test_a_remedy_starts_a_new_page_and_lifting_it_turns_back() -> None:
-    budget = neighboured()
+    budget = beside_a_co_tenant()
     at_the_remedy = budget.budget_bytes
     learned = budget.forget_measurements()
     budget.record_success(400, measured_bytes=100)
@@ -160,7 +160,7 @@ def test_it_survives_a_checkpoint() -> None:
 def simulate(budget: MicroBatchBudget, rooms: list[int], *, seen: bool) -> tuple[list[int], list[int]]:
     """Micro-batches of each step of 32 sequences that cost 100 and really take 110 each, and the steps that failed.
 
-    `rooms` is what there is at each step; where the neighbour is not `seen`, the budget is told of the whole room.
+    `rooms` is what there is at each step; where the co-tenant is not `seen`, the budget is given the whole room.
     """
     whole, counts, failed = max(rooms), [], []
     for step, room in enumerate(rooms):
@@ -185,7 +185,7 @@ def test_squeezed_and_released_it_comes_back_to_full_speed_without_oscillating(s
 
     assert tokens_per_second(counts[-1]) >= 0.95 * tokens_per_second(counts[0])
     squeezed = [step for step in failed if 50 < step < 350]
-    # Nothing fails again beside a neighbour that is seen; one that is not is tried after 100 steps, then after 200.
+    # Nothing fails again beside a co-tenant that is seen; one that is not is tried after 100 steps, then after 200.
     assert len(squeezed) == 0 if seen else len(squeezed) <= 6
     assert [step for step in failed if step >= 350] == []
 

@@ -4,7 +4,7 @@ Plain values only, so that keeping them keeps no tensor alive. They are taken in
 while the memory is still held. Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte
 blocks that CUDA's caching allocator and the metered device hand out; the rest is activations and working memory.
 
-Try: `pytest tests/train/test_oom_report.py`
+Try: `pytest tests/train/recovery/test_oom_report.py`
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Called after each step, when none of its tensors is alive any more. How far a budget may grow is decided in
 `engine.batching.budget`.
 
-Try: `pytest tests/train/test_growth.py`
+Try: `pytest tests/train/recovery/test_budget_growth.py`
 """
 
 from __future__ import annotations

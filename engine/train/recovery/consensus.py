@@ -3,6 +3,8 @@
 Every rank learns who failed. The rank whose failed micro-batch was the cheapest chooses the remedy, because what fits
 there fits elsewhere. Its memory settings, learned budget and active remedies are broadcast, and the other ranks adopt
 them. A run of one process makes the same calls.
+
+Try: `pytest tests/distributed/test_rank_faults.py`
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The libraries that write files are partly Rust, which ends the process when an allocation fails (seen under a limit on
 address space); no `except` helps against that. So room is reserved from the start, and released before they are called.
 
-Try: `pytest tests/train/test_limits.py`
+Try: `pytest tests/train/recovery/test_host_memory_limits.py`
 """
 
 from __future__ import annotations

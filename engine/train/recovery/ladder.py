@@ -4,7 +4,7 @@ A rung is a pure function of the failure and the state of the run. It returns ne
 nothing to offer. No rung changes what is learned, except those that the recipe allows by name. The order is the
 recipe's: `backoff.ladder`, then `backoff.allow_learning_changes`. `back_off` applies what was chosen.
 
-Try: `pytest tests/train/test_ladder.py`
+Try: `pytest tests/train/recovery/test_ladder.py`
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 No other rank takes part in such a recovery. But the journal has a line for every failure, and only rank 0 writes it, so
 the other ranks keep their failures until the next exchange between the ranks.
 
-Try: `pytest tests/distributed/test_replicated_steps.py`
+Try: `pytest tests/train/recovery/test_local_recoveries.py`
 """
 
 from __future__ import annotations

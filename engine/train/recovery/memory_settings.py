@@ -3,7 +3,7 @@
 A remedy is a change of one of these settings. It is undone by applying the settings as they were. All ranks of a run
 have the same settings at every moment between two attempts at a step.
 
-Try: `pytest tests/train/test_memory_settings.py`
+Try: `pytest tests/train/recovery/test_memory_settings.py`
 """
 
 from __future__ import annotations

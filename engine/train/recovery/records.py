@@ -1,6 +1,8 @@
 """The records of an allocation failure above the device: what happened on a rank, what was done, what stays on.
 
 Plain values. The failure itself, as the device reports it, is `engine.device.oom.OutOfMemory`.
+
+Try: `pytest tests/train/recovery/test_ladder.py`
 """
 
 from __future__ import annotations

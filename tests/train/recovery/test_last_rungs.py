@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
@@ -10,11 +12,11 @@ ONE_AT_A_TIME = {"batch_size": 8, "micro_batch": 1, "gradient_checkpointing": Fa
 
 
 @pytest.fixture
-def samples(tmp_path):
+def samples(tmp_path: Path) -> Path:
     return write_samples(tmp_path / "samples.jsonl", longest=400)
 
 
-def test_activations_move_to_the_host_when_one_sequence_does_not_fit(tmp_path, samples):
+def test_activations_move_to_the_host_when_one_sequence_does_not_fit(tmp_path: Path, samples: Path) -> None:
     tables = {"train": ONE_AT_A_TIME, "data": {"max_length": 400}}
     _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
     peak = max(event["peak_bytes"] for event in of_kind(roomy, "step"))
@@ -26,7 +28,7 @@ def test_activations_move_to_the_host_when_one_sequence_does_not_fit(tmp_path, s
     assert max(event["peak_bytes"] for event in of_kind(events, "step")) < 0.85 * peak
 
 
-def test_offloaded_activations_go_together_with_checkpointing(tmp_path, samples):
+def test_offloaded_activations_go_together_with_checkpointing(tmp_path: Path, samples: Path) -> None:
     train_table = {**ONE_AT_A_TIME, "gradient_checkpointing": True}
     _, kept = train(new_run(tmp_path / "kept", make_spec(samples, train=train_table)))
     spec = make_spec(samples, train={**train_table, "activation_offload": True})
@@ -36,7 +38,7 @@ def test_offloaded_activations_go_together_with_checkpointing(tmp_path, samples)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
-def test_state_on_the_host_gives_the_same_steps_to_the_bit(tmp_path, samples, optimizer):
+def test_state_on_the_host_gives_the_same_steps_to_the_bit(tmp_path: Path, samples: Path, optimizer: str) -> None:
     tables = {"train": {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}}
     _, kept = train(new_run(tmp_path / "kept", make_spec(samples, **tables)))
     tables["train"]["optimizer_offload"] = True
@@ -47,7 +49,7 @@ def test_state_on_the_host_gives_the_same_steps_to_the_bit(tmp_path, samples, op
     assert of_kind(moved, "run_finished")[0]["measured"]["components"]["optimizer"] == 0
 
 
-def test_optimizer_state_moves_to_the_host_when_nothing_else_is_left(tmp_path, samples):
+def test_optimizer_state_moves_to_the_host_when_nothing_else_is_left(tmp_path: Path, samples: Path) -> None:
     tables = {"train": {**ONE_AT_A_TIME, "max_steps": 6}, "data": {"max_length": 400}}
     _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
     peak = max(event["peak_bytes"] for event in of_kind(roomy, "step"))
@@ -60,7 +62,7 @@ def test_optimizer_state_moves_to_the_host_when_nothing_else_is_left(tmp_path, s
     assert losses(events) == losses(roomy)
 
 
-def test_a_resumed_run_finds_its_state_on_the_host_again(tmp_path, samples):
+def test_a_resumed_run_finds_its_state_on_the_host_again(tmp_path: Path, samples: Path) -> None:
     spec = make_spec(samples, train={"optimizer_offload": True, "max_steps": 4}, checkpoint={"every_steps": 2})
     _, whole = train(new_run(tmp_path / "whole", spec))
     place = new_run(tmp_path / "broken", spec)
@@ -73,7 +75,7 @@ def test_a_resumed_run_finds_its_state_on_the_host_again(tmp_path, samples):
     assert not of_kind(events, "backoff")
 
 
-def test_sequences_are_cut_only_where_the_recipe_allows_it_and_it_is_said(tmp_path, samples):
+def test_sequences_are_cut_only_where_the_recipe_allows_it_and_it_is_said(tmp_path: Path, samples: Path) -> None:
     tables = {"train": ONE_AT_A_TIME, "data": {"max_length": 400}}
     _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
     memory_gib = 0.9 * max(event["peak_bytes"] for event in of_kind(roomy, "step")) / 2**30

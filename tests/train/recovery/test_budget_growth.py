@@ -1,4 +1,4 @@
-"""Memory that comes back is used again: after a neighbour has gone, micro-batches are as large as before it came."""
+"""Memory that becomes available is used again: after a co-tenant has gone, micro-batches are as large as before."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ from engine.journal.events import Event, EventTail, EventWriter, read_events
 from engine.launch.process import start_engine
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.budget_growth import BudgetGrowth
+from engine.train.step.context import Parts
 from engine.train.step.transaction import StepTransaction
 from tests.train.harness import Workshop, make_spec, new_run, of_kind, train
+
+Squeezed = tuple[Parts, Callable[..., None]]
 
 STEPS = 400
 CAPACITY_GIB = 1.0
@@ -34,11 +37,11 @@ TABLES = {"train": {"max_steps": STEPS, "batch_size": 16}, "checkpoint": {"every
 
 
 @contextmanager
-def neighbour(count: Path) -> Iterator[Callable[[float], None]]:
+def co_tenant(count: Path) -> Iterator[Callable[[float], None]]:
     """A second process on the device; the function given says how much it holds from now on, in GiB."""
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.device.co_tenant", str(count)],
-        stdin=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert process.stdin is not None
 
@@ -89,7 +92,9 @@ def even_samples(path: Path, length: int) -> Path:
     return path
 
 
-def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(tmp_path, monkeypatch):
+def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = even_samples(tmp_path / "samples.jsonl", 40)
     calm = new_run(tmp_path / "calm", make_spec(samples, memory_gib=CAPACITY_GIB, **{**TABLES, "train": {
         **TABLES["train"], "max_steps": 3}}))  # fmt: skip
@@ -97,9 +102,9 @@ def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(t
     static, peak = first["allocated_bytes"], first["peak_bytes"]
     assert first["micro_batches"] == 1
     left_bytes = static + (peak - static) / 2
-    counted = tmp_path / "neighbour"
+    counted = tmp_path / "co-tenant"
     place = new_run(tmp_path / "runs", make_spec(samples, memory_gib=CAPACITY_GIB, **TABLES))
-    with neighbour(counted) as hold:
+    with co_tenant(counted) as hold:
         monkeypatch.setenv(CO_TENANT_VARIABLE, str(counted))
         process = start_engine(place)
         run = Watched(place)
@@ -125,14 +130,14 @@ def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(t
 
 
 @pytest.fixture
-def shared(tmp_path, monkeypatch):
-    """What a neighbour of this process's own device holds."""
-    count = SharedByteCount.create(tmp_path / "neighbour")
-    monkeypatch.setenv(CO_TENANT_VARIABLE, str(tmp_path / "neighbour"))
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedByteCount:
+    """What a co-tenant of this process's own device holds."""
+    count = SharedByteCount.create(tmp_path / "co-tenant")
+    monkeypatch.setenv(CO_TENANT_VARIABLE, str(tmp_path / "co-tenant"))
     return count
 
 
-def test_a_remedy_that_a_neighbour_forced_is_lifted_when_it_has_gone(tmp_path, shared):
+def test_a_remedy_that_a_co_tenant_forced_is_lifted_when_it_has_gone(tmp_path: Path, shared: SharedByteCount) -> None:
     spec = make_spec(
         even_samples(tmp_path / "samples.jsonl", 240), memory_gib=CAPACITY_GIB, data={"max_length": 256},
         train={"batch_size": 4, "max_steps": 100, "gradient_checkpointing": False},
@@ -168,8 +173,8 @@ def test_a_remedy_that_a_neighbour_forced_is_lifted_when_it_has_gone(tmp_path, s
 
 
 @pytest.fixture
-def squeezed(tmp_path, shared):
-    """A run whose optimizer state a neighbour has driven to the host, and how it takes its next step."""
+def squeezed(tmp_path: Path, shared: SharedByteCount) -> Iterator[Squeezed]:
+    """A run whose optimizer state moved to the host because of a co-tenant, and a function that takes a step."""
     spec = make_spec(
         even_samples(tmp_path / "samples.jsonl", 240), memory_gib=CAPACITY_GIB, data={"max_length": 256},
         train={"batch_size": 4, "max_steps": 100}, backoff={"ladder": ["optimizer_offload"]},
@@ -191,7 +196,9 @@ def squeezed(tmp_path, shared):
         yield bench.parts, step
 
 
-def test_optimizer_state_comes_back_when_the_neighbour_has_gone(tmp_path, shared, squeezed):
+def test_optimizer_state_comes_back_when_the_co_tenant_has_gone(
+    tmp_path: Path, shared: SharedByteCount, squeezed: Squeezed
+) -> None:
     parts, step = squeezed
     static_bytes = parts.static_bytes
     step()
@@ -205,7 +212,9 @@ def test_optimizer_state_comes_back_when_the_neighbour_has_gone(tmp_path, shared
     assert [(e["remedy"], e["before"], e["after"]) for e in lifted] == [("optimizer_offload", True, False)]
 
 
-def test_optimizer_state_that_finds_no_room_stays_on_the_host_and_is_left_there_longer(shared, squeezed):
+def test_optimizer_state_that_finds_no_room_stays_on_the_host_and_is_left_there_longer(
+    shared: SharedByteCount, squeezed: Squeezed
+) -> None:
     parts, step = squeezed
     patience_steps = parts.budget.patience_steps
     static_bytes = parts.static_bytes
@@ -218,7 +227,7 @@ def test_optimizer_state_that_finds_no_room_stays_on_the_host_and_is_left_there_
     assert not parts.guard.host_state.on
 
 
-def test_a_neighbour_that_leaves_no_room_at_all_is_named(tmp_path, shared):
+def test_a_co_tenant_that_leaves_no_room_at_all_is_named(tmp_path: Path, shared: SharedByteCount) -> None:
     spec = make_spec(even_samples(tmp_path / "samples.jsonl", 40), memory_gib=CAPACITY_GIB)
     with Workshop(spec, tmp_path / "place") as bench:
         shared.hold(bench.parts.device.capacity_bytes - bench.parts.static_bytes - 2**16)
@@ -226,7 +235,7 @@ def test_a_neighbour_that_leaves_no_room_at_all_is_named(tmp_path, shared):
             StepTransaction(bench.parts).run(1, bench.order.step(1))
 
 
-def test_what_was_learned_is_saved_shown_and_used_again(tmp_path):
+def test_what_was_learned_is_saved_shown_and_used_again(tmp_path: Path) -> None:
     spec = make_spec(even_samples(tmp_path / "samples.jsonl", 40), memory_gib=0.018, train={"batch_size": 32})
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
@@ -238,6 +247,6 @@ def test_what_was_learned_is_saved_shown_and_used_again(tmp_path):
     assert json.loads(shown.stdout)["learned"] == told
 
 
-def test_a_neighbour_that_does_not_exist_is_an_error_that_says_so(tmp_path):
+def test_a_co_tenant_that_does_not_exist_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="NEIGHBOUR"):
         SharedByteCount.open(tmp_path / "nobody")

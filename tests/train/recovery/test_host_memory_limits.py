@@ -17,7 +17,7 @@ from engine.journal.events import read_events
 from tests.train.harness import losses, make_spec, new_run, of_kind, write_samples
 from tests.train.rig import write_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ROOMY_MIB, FLOOR_MIB = 500, 25
 """Above what libraries take: all sequences of a step at once; and less than the model takes."""
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31)}
@@ -67,12 +67,12 @@ class Limits:
 
 
 @pytest.fixture(scope="module")
-def limits(tmp_path_factory):
+def limits(tmp_path_factory: pytest.TempPathFactory) -> Limits:
     return Limits(tmp_path_factory.mktemp("limits"))
 
 
 @pytest.fixture(scope="module")
-def roomy(limits):
+def roomy(limits: Limits) -> Limited:
     run = limits.run(ROOMY_MIB)
     assert run.code == 0, run.log
     assert not of_kind(run.events, "backoff")
@@ -80,14 +80,14 @@ def roomy(limits):
 
 
 @pytest.mark.parametrize("mib", [105, 88])
-def test_a_run_short_of_address_space_learns_the_same(limits, roomy, mib):
+def test_a_run_short_of_address_space_learns_the_same(limits: Limits, roomy: Limited, mib: int) -> None:
     run = limits.run(mib)
     assert run.code == 0, run.log
     assert of_kind(run.events, "backoff")
     assert run.losses == pytest.approx(roomy.losses, rel=1e-5)
 
 
-def test_below_the_floor_it_ends_with_4_and_no_step(limits):
+def test_below_the_floor_it_ends_with_4_and_no_step(limits: Limits) -> None:
     run = limits.run(FLOOR_MIB)
     assert run.code == 4, run.log
     assert run.losses == []
@@ -95,7 +95,9 @@ def test_below_the_floor_it_ends_with_4_and_no_step(limits):
 
 
 @pytest.mark.torture
-def test_every_limit_down_to_the_floor_learns_the_same_or_stops_with_a_checkpoint(limits, roomy, capsys):
+def test_every_limit_down_to_the_floor_learns_the_same_or_stops_with_a_checkpoint(
+    limits: Limits, roomy: Limited, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [limits.run(mib) for mib in (*range(400, 120, -40), *range(120, FLOOR_MIB, -4))]
     with capsys.disabled():
         for run in runs:
