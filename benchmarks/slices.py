@@ -98,7 +98,7 @@ def _steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
     device = open_device(of_one_rank(spec, ranks.local_rank))
     with device.activate():
         bench = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
-        transaction, joint = StepTransaction(bench.parts), bench.parts.joint
+        transaction, joint = StepTransaction(bench.parts), bench.parts.strategy.voted_group
         transaction.run(1, bench.order.step(1))
         voted, began = joint.votes if joint else 0, time.perf_counter()
         transaction.run(2, bench.order.step(2))

@@ -19,62 +19,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn import Parameter
 
 from engine.budget.shards import KNOWN_TORCH, recovers_with
-from engine.data.batch import Batch
 from engine.distributed.host_gather import LostRankError, losing_a_rank_ends_it
 from engine.distributed.voted_group import Joint
-
-if TYPE_CHECKING:
-    from engine.model.loss import LossFunction
-
-
-class Whole(nn.Module):
-    """Model and head under one root, which starts and ends the iterations of all groups."""
-
-    def __init__(self, model: nn.Module, head: Head) -> None:
-        super().__init__()
-        self.model, self.head = model, head
-        self.compute: Callable[[Batch], Tensor] | None = None
-
-    def computes(self, loss: LossFunction) -> None:
-        """From here on its forward is this loss, in which the head's own forward stands for the head."""
-        self.compute, self.head.score, loss.score = loss.compute, loss.sum_of_losses, self.head
-
-    def forward(self, batch: Batch) -> Tensor:
-        """The loss of a batch. Without any target the head is used all the same, at weight zero: a rank that left it
-        out would not be there when the others gather it."""
-        assert self.compute is not None
-        if batch.target_tokens:
-            return self.compute(batch)
-        labels_BS = batch.labels_BS.clone()
-        labels_BS[0, -1] = batch.input_ids_BS[0, -1]
-        return 0.0 * self.compute(replace(batch, labels_BS=labels_BS, target_tokens=1))
-
-
-class Head(nn.Module):
-    """The output head as a module of its own: its weights are there while token losses are computed from hidden states,
-    whether or not the head's own forward is called."""
-
-    def __init__(self, project: nn.Module) -> None:
-        super().__init__()
-        self.project = project
-        self.score: Callable[[Tensor, Tensor], Tensor] | None = None
-
-    def forward(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        """Sum of token losses."""
-        assert self.score is not None
-        return self.score(hidden_NH, targets_N)
 
 
 class VotingAllGather(DefaultAllGather):
@@ -103,7 +60,9 @@ class VotingReduceScatter(DefaultReduceScatter):
             return super().__call__(*arguments, **named)
 
 
-def groups_of(model: nn.Module, embedding: nn.Module, head: Head, layer_kinds: Sequence[str]) -> list[list[nn.Module]]:
+def groups_of(
+    model: nn.Module, embedding: nn.Module, head: nn.Module, layer_kinds: Sequence[str]
+) -> list[list[nn.Module]]:
     """Modules whose parameters travel together, inner ones first: layers (by class name), what else holds parameters,
     the embedding, the head. Tied ones share a group; what learns in another dtype than the rest of its layer does not,
     as torch reduces a group's gradients in one."""
@@ -142,37 +101,42 @@ def _untaken(parameters: Iterator[Parameter], taken: set[int]) -> bool:
     return bool(free)
 
 
-class Sharded:
+class ShardedModel:
     """A model in shards: this rank's parts of what learns, their gradients, and the way back from a failed attempt."""
 
     def __init__(
         self,
-        whole: Whole,
+        root: nn.Module,
+        model: nn.Module,
         groups: Sequence[Sequence[nn.Module]],
         mesh: DeviceMesh,
         joint: Joint,
         *,
+        head: nn.Module,
         drops_weights: bool,
         fill: Callable[[Sequence[nn.Module]], None],
         host_region: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Shard group by group; `fill` gives the modules of a group their weights just before, so that no more than one
-        group is ever there in full. `drops_weights` is ZeRO-3."""
-        self.whole, self.joint = whole, joint
+        """Shard `root`, which holds `model` and `head`, group by group.
+
+        `fill` gives the modules of a group their weights just before, so that no more than one group is ever there in
+        full. `drops_weights` is ZeRO-3; the head's weights are kept from forward to backward all the same.
+        """
+        self.model, self.joint = model, joint
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._kept: list[tuple[FSDPModule, bool]] = []
         for modules in groups:
             fill(modules)
-            drops = drops_weights and not any(isinstance(module, Head) for module in modules)
+            drops = drops_weights and not any(module is head for module in modules)
             fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=drops)
             self._kept.append((cast(FSDPModule, modules[0]), drops))
             if len(modules) == 1 and isinstance(modules[0], nn.Embedding):
                 cast(FSDPModule, modules[0]).set_unshard_in_backward(False)  # its backward looks at no weight
-        fill([whole])
+        fill([root])
         # The head's weights are met a second time inside the model, where its module is no group.
-        fully_shard(whole, mesh=mesh, mp_policy=policy, ignored_params=set(whole.parameters()))
-        self._root = cast(FSDPModule, whole)
-        for module in [module for module in whole.modules() if isinstance(module, FSDPModule)]:
+        fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
+        self._root = cast(FSDPModule, root)
+        for module in [module for module in root.modules() if isinstance(module, FSDPModule)]:
             module.set_custom_all_gather(VotingAllGather(joint))
             module.set_custom_reduce_scatter(VotingReduceScatter(joint))
             module.set_gradient_divide_factor(1.0)
@@ -200,12 +164,12 @@ class Sharded:
         """This rank's part of everything that learns, by name in the model, in the model's order. An optimizer updates
         them in place; a part may be empty."""
         by_id = {id(p.sharded_param): part for p, part in zip(self._learning, self._parts, strict=True)}
-        return {name: by_id[id(p)] for name, p in self.whole.model.named_parameters() if id(p) in by_id}
+        return {name: by_id[id(p)] for name, p in self.model.named_parameters() if id(p) in by_id}
 
     def wholes(self) -> dict[str, Parameter]:
         """The same names = what they are parts of, as DTensors."""
         learning = {id(p.sharded_param) for p in self._learning}
-        return {name: p for name, p in self.whole.model.named_parameters() if id(p) in learning}
+        return {name: p for name, p in self.model.named_parameters() if id(p) in learning}
 
     def meet(self) -> None:
         """After the last backward pass: give every part its gradient, the sum over ranks. What had one on no rank keeps

@@ -135,7 +135,7 @@ class Training:
 
     def _note_peak(self, outcome: StepOutcome) -> None:
         # Of ranks that share sequences the one with most of the targets holds most.
-        shared = [each["peak_bytes"] for each in outcome.ranks[: self.parts.sharers]]
+        shared = [each["peak_bytes"] for each in outcome.ranks[: self.parts.strategy.ranks_per_sample]]
         peak_bytes, dearest = max([self.transaction.work.peak_bytes, *shared]), outcome.dearest
         if dearest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
             return

@@ -256,7 +256,7 @@ def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
         yield
     except (MemoryExhaustedError, DivergedError):
         # Where weights are spread over ranks all of them raise the same error, and saving takes all of them.
-        saves = ranks.is_first or training.parts.moves_together
+        saves = ranks.is_first or training.parts.strategy.all_ranks_save
         if saves and training.state.step and training.sound:
             training.saver.save("before giving up")
         raise

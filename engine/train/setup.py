@@ -6,10 +6,8 @@ Nothing here loops. Try: `tunedeck train -p demo -r demo`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.batching.cost import MicroBatchCost, micro_batch_cost
@@ -23,14 +21,9 @@ from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import retry_on_oom
-from engine.distributed.gradient_all_reduce import GradientSum, send_from_first
 from engine.distributed.ranks import ALONE, Ranks
-from engine.distributed.sharded import Sharded
-from engine.distributed.voted_group import Joint
 from engine.model.config import check_packing, model_config_dict
-from engine.model.load import LoadedModel, load_model
-from engine.model.loss import LossFunction, loss_of
-from engine.model.slices import SlicedAttention, share_sequences
+from engine.model.load import LoadedModel
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.schema.recipe import Train
 from engine.spec.schema.run import RunSpec
@@ -45,8 +38,8 @@ from engine.train.step.context import Parts
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import StepGuard, allocate_state, build_optimizer
 from engine.train.step.rollback import Rollback
-from engine.train.strategy.checkpoint_gatherer import Collector
-from engine.train.strategy.load_sharded import load_sharded
+from engine.train.strategy.base import Strategy
+from engine.train.strategy.load import load_strategy
 
 
 @dataclass
@@ -61,19 +54,6 @@ class Bench:
     total_steps: int
     identity: Identity
     flops_per_token: float
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A model with its loss and optimizer as the ranks share them; see `Parts` for what each is."""
-
-    loaded: LoadedModel
-    loss: LossFunction
-    guard: StepGuard
-    gradient_sum: GradientSum | None
-    joint: Joint | None
-    sharded: Sharded | None
-    slices: SlicedAttention | None
 
 
 def set_up(
@@ -99,11 +79,11 @@ def set_up(
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
     local_recoveries = LocalRecoveries(ranks, report)
-    shared = _shared(spec, device, tokenizer, ranks, report, local_recoveries)
-    for notice in shared.loaded.notices:
+    strategy = load_strategy(spec, device, tokenizer, ranks, report, local_recoveries.note)
+    for notice in strategy.loaded.notices:
         journal.warn("model", notice)
     pad_id = int(tokenizer.pad_token_id)
-    parts = _parts(spec, device, shared, prepared.train, micro_batches, pad_id, report, local_recoveries, ranks)
+    parts = _parts(spec, device, strategy, prepared.train, micro_batches, pad_id, report, local_recoveries)
     device.release_cached()
     parts.static_bytes = device.memory().allocated_bytes
     return Bench(
@@ -114,57 +94,33 @@ def set_up(
         schedule=Schedule.of(recipe.train, total_steps),
         total_steps=total_steps,
         identity=Identity(prepared.fingerprint, tokenizer_hash(tokenizer), recipe.train.seed),
-        flops_per_token=flops_per_token(shared.loaded),
+        flops_per_token=flops_per_token(strategy.loaded),
     )
-
-
-def _shared(
-    spec: RunSpec,
-    device: Device,
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
-    report: Callable[[RecoveredOom], None],
-    local_recoveries: LocalRecoveries,
-) -> Shared:
-    """Load, and share out as the profile's strategy has it."""
-    parallel, train, told = spec.profile.parallel, spec.recipe.train, local_recoveries.note
-    strategy = parallel.strategy if ranks.size > 1 else "single"
-    gradient_sum = sharded = joint = slices = None
-    if strategy == "sharded":
-        loaded, loss, sharded = load_sharded(spec, device, tokenizer, ranks, report, told)
-        joint = sharded.joint
-    else:
-        loaded, loss = retry_on_oom(lambda: _model_and_loss(spec, device, tokenizer), "load", device, told)
-    if ranks.size > 1 and sharded is None:
-        send_from_first(_learned_tensors(loaded))
-        gradient_sum = retry_on_oom(lambda: GradientSum([p for _, p in loaded.trainable()]), "load", device, told)
-    if parallel.sequence > 1:
-        with sharded.judging() if sharded else nullcontext():
-            slices = share_sequences(loaded, ranks, parallel.sequence, joint)
-        joint = slices.group.joint
-    guard = retry_on_oom(lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, told)
-    return Shared(loaded, loss, guard, gradient_sum, joint, sharded, slices)
 
 
 def _parts(
     spec: RunSpec,
     device: Device,
-    shared: Shared,
+    strategy: Strategy,
     data: TokenData,
     micro_batches: MicroBatchCost,
     pad_id: int,
     report: Callable[[RecoveredOom], None],
     local_recoveries: LocalRecoveries,
-    ranks: Ranks,
 ) -> Parts:
     """What steps work on."""
-    train, backoff, loaded = spec.recipe.train, spec.recipe.backoff, shared.loaded
+    train, backoff, loaded, loss = spec.recipe.train, spec.recipe.backoff, strategy.loaded, strategy.loss
+    guard = retry_on_oom(
+        lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, local_recoveries.note
+    )
     parts = Parts(
         device=device,
+        ranks=strategy.ranks,
+        strategy=strategy,
         loaded=loaded,
-        loss=shared.loss,
-        optimizer=shared.guard.optimizer,
-        guard=shared.guard,
+        loss=loss,
+        optimizer=guard.optimizer,
+        guard=guard,
         rollback=Rollback(loaded.model, device, train.seed),
         scaler=LossScaler.start(loaded.needs_loss_scaling),
         data=data,
@@ -178,15 +134,8 @@ def _parts(
         measures=device.kind != "cpu",
         report=report,
         local_recoveries=local_recoveries,
-        ranks=ranks,
-        gradient_sum=shared.gradient_sum,
-        joint=shared.joint,
-        sharded=shared.sharded,
-        slices=shared.slices,
         suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, parts), oom),
     )
-    if shared.sharded is not None:
-        parts.collector = Collector(parts, shared.sharded)
     return parts
 
 
@@ -202,18 +151,6 @@ def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journa
     if not made:
         prepare()
     return made[0]
-
-
-def _learned_tensors(loaded: LoadedModel) -> list[torch.Tensor]:
-    """What must be equal on all ranks from the start: trainables, and the buffers."""
-    return [*(parameter.data for _, parameter in loaded.trainable()), *loaded.model.buffers()]
-
-
-def _model_and_loss(
-    spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase
-) -> tuple[LoadedModel, LossFunction]:
-    loaded = load_model(spec, device, tokenizer)
-    return loaded, loss_of(spec.recipe.train, loaded, device)
 
 
 def _guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:

@@ -28,6 +28,8 @@ from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.recovery.records import RecoveredOom
 from engine.train.setup import Bench, set_up
 from engine.train.step.transaction import StepTransaction
+from engine.train.strategy.sequence_parallel import SequenceParallel
+from engine.train.strategy.sharded import Sharded
 from tests.distributed.faults import Fault, Witness, differences
 from tests.train.harness import make_spec, write_samples
 from tests.train.rig import replace_optimizer, write_model
@@ -117,7 +119,7 @@ class Workbench:
         self.transaction = StepTransaction(self.bench.parts)
         self.transaction.probe(1, self.bench.order.step(1))
         with self.device.host_region():
-            self._weights = [parameter.detach().clone() for parameter in self.transaction.work.parameters]
+            self._weights = [parameter.detach().clone() for parameter in self.bench.parts.strategy.parameters]
             self._state = deepcopy(self.bench.parts.optimizer.state_dict())
             self._memory = deepcopy(memory_as_json(self.bench.parts))
 
@@ -129,7 +131,7 @@ class Workbench:
         """As it was after set-up."""
         parts = self.bench.parts
         with self.device.host_region(), torch.no_grad():
-            for parameter, first in zip(self.transaction.work.parameters, self._weights, strict=True):
+            for parameter, first in zip(self.bench.parts.strategy.parameters, self._weights, strict=True):
                 parameter.copy_(first)
             for state, first in zip(
                 parts.optimizer.state.values(), self._state["state"].values(), strict=True
@@ -156,7 +158,7 @@ class Workbench:
             "norms": [outcome.grad_norm for outcome in outcomes],
             "samples": [outcome.samples for outcome in outcomes],
             "gradients": [self._whole(each) for each in gradients],
-            "weights": self._whole(self.transaction.work.parameters),
+            "weights": self._whole(self.bench.parts.strategy.parameters),
         }
 
     def memory(self) -> tuple[int, int]:
@@ -178,17 +180,19 @@ class Workbench:
     def _look(self, *_: Any) -> None:
         # Unseen by the device: nothing fails here.
         with _disable_current_modes():
-            grads = [parameter.grad for parameter in self.transaction.work.parameters]
+            grads = [parameter.grad for parameter in self.bench.parts.strategy.parameters]
             self._applied = [None if grad is None else grad.detach().clone() for grad in grads]
 
     def _whole(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Tensors of all parameters that learn, put together from all ranks, in one row."""
-        parameters, sharded = self.transaction.work.parameters, self.bench.parts.sharded
+        strategy = self.bench.parts.strategy
+        weights = strategy.inner if isinstance(strategy, SequenceParallel) else strategy
         with self.device.host_region(), torch.no_grad():
-            pairs = zip(tensors, parameters, strict=True)
+            pairs = zip(tensors, strategy.parameters, strict=True)
             filled = [torch.zeros_like(p) if tensor is None else tensor.detach() for tensor, p in pairs]
-            if sharded is not None:
-                filled = [_gathered(part, of) for part, of in zip(filled, sharded.wholes().values(), strict=True)]
+            if isinstance(weights, Sharded):
+                wholes = weights.model.wholes().values()
+                filled = [_gathered(part, whole) for part, whole in zip(filled, wholes, strict=True)]
             return torch.cat([tensor.double().view(-1) for tensor in filled])
 
 

@@ -14,7 +14,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, 
 from engine.budget import shards
 from engine.distributed import sharded
 from engine.distributed.host_gather import LostRankError
-from engine.distributed.sharded import Head, Sharded, groups_of
+from engine.distributed.sharded import ShardedModel, groups_of
+from engine.model.model_with_loss import HeadWithLoss
 from tests.distributed.steps import NEEDS_SHARDS
 
 PRIVATE = {
@@ -47,7 +48,7 @@ class Model(nn.Module):
 
 
 def groups(model: Model) -> list[list[nn.Module]]:
-    return groups_of(model, model.embedding, Head(model.project), ["Layer"])
+    return groups_of(model, model.embedding, HeadWithLoss(model.project), ["Layer"])
 
 
 def test_layers_the_norm_the_embedding_and_the_head_travel_apart() -> None:
@@ -55,13 +56,13 @@ def test_layers_the_norm_the_embedding_and_the_head_travel_apart() -> None:
     *layers, norm, embedding, (head,) = groups(model)
     assert {id(layer) for (layer,) in layers} == {id(layer) for layer in model.layers}
     assert (norm, embedding) == ([model.norm], [model.embedding])
-    assert isinstance(head, Head) and head.project is model.project
+    assert isinstance(head, HeadWithLoss) and head.project is model.project
 
 
 def test_a_head_tied_to_the_embedding_travels_with_it() -> None:
     model = Model(tied=True)
     embedding, head = groups(model)[-1]
-    assert embedding is model.embedding and isinstance(head, Head)
+    assert embedding is model.embedding and isinstance(head, HeadWithLoss)
 
 
 def test_what_learns_in_another_dtype_than_its_layer_travels_alone() -> None:
@@ -92,4 +93,4 @@ def test_torch_has_the_private_parts_that_recovery_needs(kind: type) -> None:
 def test_on_another_version_memory_that_ran_out_takes_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "recovers_with", lambda version: False)
     with pytest.raises(LostRankError, match="not known"):
-        Sharded.recover(Sharded.__new__(Sharded))
+        ShardedModel.recover(ShardedModel.__new__(ShardedModel))

@@ -60,7 +60,7 @@ def precisions(ranks: Ranks, folder: Path) -> Any:
     for name, (dtype, tables) in PRECISIONS.items():
         tables = small_model(folder, tables)
         work = Workbench(folder, ranks, {**tables, "model": {**tables["model"], "dtype": dtype}})
-        dtypes = [parameter.dtype for parameter in work.transaction.work.parameters]
+        dtypes = [parameter.dtype for parameter in work.bench.parts.strategy.parameters]
         found[name] = work.steps() | {"dtypes": dtypes}
         work.close()
     return found

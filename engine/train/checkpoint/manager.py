@@ -44,6 +44,7 @@ class Saver:
         self._journal, self._wishes, self._watchdog = journal, wishes, watchdog
         self._emergency_memory = emergency_memory
         self._parts, self._ranks = bench.parts, bench.parts.ranks
+        self._storage = bench.parts.strategy.checkpoint_storage(bench.parts.optimizer)
         self._saved_at = time.monotonic()
         self.last_saved: int | None = None
         """The step that the newest checkpoint holds."""
@@ -93,7 +94,7 @@ class Saver:
         here = settings(self._bench.spec, self._bench.total_steps)
         same_memory = saved["memory"] == here["memory"]
         restored = retry_on_oom(
-            lambda: restore(checkpoint, self._parts, self._bench.identity, same_memory=same_memory),
+            lambda: restore(checkpoint, self._parts, self._storage, self._bench.identity, same_memory=same_memory),
             "restore",
             self._parts.device,
             self._retried,
@@ -160,7 +161,7 @@ class Saver:
             return write_checkpoint(
                 self._directory.checkpoints,
                 self._state.step,
-                lambda path: fill_checkpoint(path, self._parts, self._state, bench.identity, facts),
+                lambda path: fill_checkpoint(path, self._parts, self._storage, self._state, bench.identity, facts),
             )
 
     def _agree_on_the_best(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ here: it is a function of the step (see `engine.train.step.rollback`), as is the
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from engine.spec.schema.run import RunSpec
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.step.context import Parts
 from engine.train.step.loss_scaler import LossScaler
-from engine.train.step.optimizer import state_tensors
-from engine.train.strategy.checkpoint_gatherer import OPTIMIZER, read_optimizer
+from engine.train.strategy.checkpoint_storage import CheckpointStorage
 
 BUFFERS = "buffers.safetensors"
 """Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""
@@ -96,20 +94,18 @@ def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
 
 
 def fill_checkpoint(
-    path: Path, parts: Parts, state: RunState, identity: Identity, settings: dict[str, Any]
+    path: Path,
+    parts: Parts,
+    storage: CheckpointStorage,
+    state: RunState,
+    identity: Identity,
+    settings: dict[str, Any],
 ) -> None:
     """Write everything a resume needs into `path`, with `settings` beside it. Raises OSError where the disk is full."""
-    with parts.collector.collected() if parts.collector else nullcontext():
+    with storage.gathered():
         parts.loaded.save(path / "weights")
-    if parts.collector:
-        parts.collector.write_optimizer(path / OPTIMIZER)
+    storage.write_optimizer(path)
     with parts.device.host_region():
-        if not parts.collector:
-            tensors = {
-                name: parts.device.staged(tensor)
-                for name, tensor in state_tensors(parts.optimizer, parts.loaded.trainable())
-            }
-            save_file(tensors, path / "optimizer.safetensors")
         buffers = {name: parts.device.staged(tensor) for name, tensor in parts.rollback.moving()}
         if buffers:
             save_file(buffers, path / BUFFERS)
@@ -124,7 +120,9 @@ def fill_checkpoint(
     (path / "state.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
 
 
-def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_memory: bool) -> RunState:
+def restore(
+    checkpoint: Checkpoint, parts: Parts, storage: CheckpointStorage, identity: Identity, *, same_memory: bool
+) -> RunState:
     """Put a checkpoint back into `parts`; returns the counters.
 
     With `same_memory` false (another profile, or other memory settings in the recipe) the learned budget and the active
@@ -136,34 +134,14 @@ def restore(checkpoint: Checkpoint, parts: Parts, identity: Identity, *, same_me
     saved = checkpoint.state()
     identity.check(saved["identity"])
     parts.loaded.load_weights(checkpoint.weights)
-    _restore_optimizer(checkpoint, parts)
+    storage.read_optimizer(checkpoint.path)
+    parts.guard.forget()
     _restore_buffers(checkpoint, parts)
     parts.scaler = LossScaler(**saved["scaler"])
     if same_memory:
         adopt_memory(parts, saved)
         parts.static_bytes = parts.device.memory().allocated_bytes
     return RunState.from_json(saved["state"])
-
-
-def _restore_optimizer(checkpoint: Checkpoint, parts: Parts) -> None:
-    written_in_parts = (checkpoint.path / OPTIMIZER).is_dir()
-    if written_in_parts or parts.sharded:
-        read_optimizer(checkpoint.path / OPTIMIZER if written_in_parts else checkpoint.path, parts)
-        parts.guard.forget()
-        return
-    with parts.device.host_region():
-        saved = load_file(checkpoint.optimizer)
-    present = dict(state_tensors(parts.optimizer, parts.loaded.trainable()))
-    if saved.keys() != present.keys():
-        raise UsageError(
-            f"checkpoint {checkpoint.path.name} holds optimizer state for other parameters",
-            expected="the same model, method and optimizer as when the run started",
-            fix="resume without changing them, or start a new run",
-        )
-    with torch.no_grad():
-        for name, tensor in present.items():
-            tensor.copy_(saved[name])
-    parts.guard.forget()
 
 
 def _restore_buffers(checkpoint: Checkpoint, parts: Parts) -> None:

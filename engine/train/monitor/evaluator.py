@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 from engine.batching.budget import MicroBatchBudget
-from engine.batching.cost import cost_on_one_device
 from engine.device.oom import OutOfMemory
 from engine.evaluate.scores import EvaluationContext, EvaluationStopped
 from engine.evaluate.scores import evaluate as score
@@ -24,7 +23,6 @@ from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.records import RankOom, RecoveredOom
 from engine.train.run_requests import Wishes
 from engine.train.setup import Bench
-from engine.train.strategy.collective_evaluation import Company
 
 
 class Examiner:
@@ -109,15 +107,15 @@ class Examiner:
             device=parts.device,
             loaded=parts.loaded,
             loss=parts.loss,
-            cost=parts.cost if parts.sharers == 1 else cost_on_one_device(self._bench.spec),
+            cost=parts.strategy.evaluation_cost(parts.cost),
             budget=MicroBatchBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
             generate=self._bench.spec.recipe.generate,
             report=self._failed,
             should_stop=self._interrupted,
         )
         validation = self._bench.prepared.validation
-        if validation is not None and parts.sharded:
-            Company(context, validation, parts, parts.sharded)
+        if validation is not None:
+            parts.strategy.join_evaluation(context, validation)
         return context
 
     def _failed(self, failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,21 +14,15 @@ from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
 from engine.data.tokens import TokenData
 from engine.device.base import Device
-from engine.distributed.gradient_all_reduce import GradientSum
-from engine.distributed.ranks import ALONE, Ranks
-from engine.distributed.sharded import Sharded
-from engine.distributed.voted_group import Joint
+from engine.distributed.ranks import Ranks
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
-from engine.model.slices import SlicedAttention
 from engine.train.recovery.local_recoveries import LocalRecoveries
 from engine.train.recovery.records import ActiveRemedy, RankOom, RecoveredOom
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import StepGuard
 from engine.train.step.rollback import Rollback
-
-if TYPE_CHECKING:
-    from engine.train.strategy.checkpoint_gatherer import Collector
+from engine.train.strategy.base import Strategy
 
 
 @dataclass
@@ -37,6 +30,8 @@ class Parts:
     """What a step works on; made once per run."""
 
     device: Device
+    ranks: Ranks
+    strategy: Strategy
     loaded: LoadedModel
     loss: LossFunction
     optimizer: torch.optim.Optimizer
@@ -63,24 +58,3 @@ class Parts:
     """Allocated between steps: weights and optimizer state."""
     active_remedies: list[ActiveRemedy] = field(default_factory=list)
     """Remedies that stay on, in the order in which they were applied."""
-    ranks: Ranks = ALONE
-    gradient_sum: GradientSum | None = None
-    """Over ranks that are replicas of each other; None elsewhere."""
-    joint: Joint | None = None
-    """The ranks that launch collectives together within a step's micro-batches; None where there are none."""
-    sharded: Sharded | None = None
-    """The weights where each rank holds a part of them."""
-    collector: Collector | None = None
-    """What puts parts together to be saved."""
-    slices: SlicedAttention | None = None
-    """Where several ranks share each sequence."""
-
-    @property
-    def sharers(self) -> int:
-        """How many ranks share each sequence."""
-        return self.slices.group.size if self.slices else 1
-
-    @property
-    def moves_together(self) -> bool:
-        """Whether no rank computes a micro-batch by itself."""
-        return self.sharded is not None

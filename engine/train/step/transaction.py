@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batching.micro_batches import DUMMY_MICRO_BATCH, MicroBatch, plan_micro_batches
+from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
 from engine.device.oom import MemoryBreakdown, OutOfMemory, flush_autograd
-from engine.distributed.assign_samples import deal
 from engine.errors import DivergedError
 from engine.train.monitor.memory_breakdown import memory_breakdown
 from engine.train.recovery.consensus import (
@@ -98,8 +97,8 @@ class StepTransaction:
             mine,
             [
                 lambda plan: self.work.accumulate(step, mine, plan, max(1, self._targets(samples))),
-                *([self.work.meet] if self.parts.ranks.size > 1 else []),
-                self.work.sum_and_clip,
+                self.work.prepare_gradients,
+                self.work.sync_and_clip,
                 self.work.apply,
             ],
         )
@@ -112,7 +111,7 @@ class StepTransaction:
             target_tokens=self._targets(samples),
             micro_batches=max(each["micro_batches"] for each in told),
             micro_batch_rows=max(each["largest_micro_batch"] for each in told),
-            samples=0 if overflowed else sum(each["samples"] for each in told[:: self.parts.sharers]),
+            samples=0 if overflowed else sum(each["samples"] for each in told[:: self.parts.strategy.ranks_per_sample]),
             data_wait_seconds=self.work.data_wait_seconds,
             applied=not overflowed,
             dearest=plan[0] if plan and plan[0].members else None,
@@ -131,7 +130,7 @@ class StepTransaction:
             self.work.accumulate(step, mine, plan[:1], max(1, self._targets(samples)))
 
         self._until_it_succeeds(step, mine, [dearest], "probe_")
-        self.work.drop_gradients()
+        self.parts.strategy.drop_gradients()
         self._pool({})
 
     def _pool(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -181,10 +180,7 @@ class StepTransaction:
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
         parts = self.parts
         plan = plan_micro_batches(parts.data.lengths[samples], parts.cost, parts.budget.budget_bytes)
-        if not parts.moves_together:
-            return plan
-        # Every pass gathers weights on all ranks, so all of them need as many.
-        return plan + [DUMMY_MICRO_BATCH] * (max(parts.ranks.tell(len(plan))) - len(plan))
+        return parts.strategy.pad_plan(plan)
 
     def _tokens(self, samples: NDArray[np.int64]) -> int:
         return int(self.parts.data.lengths[samples].sum())
@@ -193,28 +189,21 @@ class StepTransaction:
         return int(self.parts.data.target_counts[samples].sum())
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the step's samples that this rank works on, by itself or with the others that share them."""
-        ranks, sharers = self.parts.ranks, self.parts.sharers
-        return samples[deal(self.parts.data.lengths[samples], ranks.size // sharers)[ranks.rank // sharers]]
+        """Those of the step's samples that this rank works on."""
+        return samples[self.parts.strategy.assign_samples(self.parts.data.lengths[samples])]
 
     def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[RankOom]:
         """Run the stages until one fails on any rank; returns the failures of that stage."""
         self.work.begin()
         for stage in stages:
-            failure = catch_oom(partial(self._all_through, stage, plan), self.parts.device, "", self._memory_breakdown)
+            run = partial(self.parts.strategy.run_stage, partial(stage, plan))
+            failure = catch_oom(run, self.parts.device, "", self._memory_breakdown)
             if failure is not None:
                 failure = replace(failure, phase=phase_prefix + self.work.phase)
             failed = gather_failures(self.parts.ranks, failure, self.work.in_flight, self.parts.device)
             if failed:
                 return failed
         return []
-
-    def _all_through(self, stage: Stage, plan: list[MicroBatch]) -> None:
-        """Run a stage; where ranks launch collectives together in it, so that a failure elsewhere ends it here, too."""
-        if self.parts.joint is None:
-            stage(plan)
-        else:
-            self.parts.joint.together(lambda: stage(plan))
 
     def _report(
         self, step: int, failed: Sequence[RankOom], remedy: str, attempt: int, *, rows_after: int = 0, **change: Any
@@ -225,7 +214,7 @@ class StepTransaction:
     def _conclude(self, step: int) -> bool:
         """Close the step: gradients dropped, the scaler told. True when an fp16 overflow skipped it."""
         parts = self.parts
-        self.work.drop_gradients()
+        self.parts.strategy.drop_gradients()
         if self.work.is_finite:
             parts.scaler.succeeded()
             return False
@@ -265,10 +254,9 @@ class StepTransaction:
         return False
 
     def _put_back(self, undone: list[bool]) -> None:
-        self.work.drop_gradients()
+        self.parts.strategy.drop_gradients()
         flush_autograd()
-        if self.parts.sharded:
-            self.parts.sharded.recover()
+        self.parts.strategy.recover()
         self.parts.device.release_cached()
         undone.append(self.parts.guard.restore())
         if undone[-1]:

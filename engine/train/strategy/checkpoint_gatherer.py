@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,81 +21,83 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from engine.device.catch_oom import catch_oom
-from engine.distributed.sharded import Sharded
+from engine.distributed.ranks import Ranks
+from engine.distributed.sharded import ShardedModel
 from engine.distributed.weight_broadcast import to_first
-from engine.errors import UsageError
+from engine.model.load import LoadedModel
 from engine.model.loaded import part_here
 from engine.train.recovery.consensus import gather_failures, smallest_failed
-from engine.train.step.context import Parts
 from engine.train.step.optimizer import state_tensors
-
-OPTIMIZER = "optimizer"
-"""Folder of a checkpoint with every rank's optimizer state."""
+from engine.train.strategy.checkpoint_storage import OPTIMIZER_FOLDER, read_parts
 
 
-class Collector:
+class CheckpointGatherer:
     """Puts together on rank 0 what a checkpoint holds. Every rank makes one; rank 0 asks."""
 
-    def __init__(self, parts: Parts, sharded: Sharded) -> None:
-        self._parts, self._sharded = parts, sharded
+    def __init__(
+        self, loaded: LoadedModel, optimizer: torch.optim.Optimizer, ranks: Ranks, sharded: ShardedModel
+    ) -> None:
+        self._loaded, self._optimizer, self._ranks, self._sharded = loaded, optimizer, ranks, sharded
+        self._device = loaded.device
         self._wholes: dict[int, Tensor] = {}
-        with parts.device.host_region():
-            self._host_mesh = init_device_mesh("cpu", (parts.ranks.size,))
+        with self._device.host_region():
+            self._host_mesh = init_device_mesh("cpu", (ranks.size,))
         self._problem: BaseException | None = None
-        parts.ranks.duties |= {"gather": self._gather, "write_optimizer": self._write_optimizer}
+        ranks.duties |= {"gather": self._gather, "write_optimizer": self._write_optimizer}
 
     @contextmanager
-    def collected(self) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """On rank 0: inside, the model can be saved as if it were whole."""
         self._asked("gather")
-        self._parts.loaded.stage = self._staged
+        self._loaded.stage = self._staged
         try:
             yield
         finally:
-            self._parts.loaded.stage = None
+            self._loaded.stage = None
             self._wholes.clear()
 
-    def write_optimizer(self, folder: Path) -> None:
-        """On rank 0: every rank writes its part of the optimizer state into `folder`. Raises OSError: a full disk."""
-        self._asked("write_optimizer", folder=str(folder))
+    def write_optimizer(self, checkpoint: Path) -> None:
+        """On rank 0: every rank writes its part of the optimizer state. Raises OSError: a full disk."""
+        self._asked("write_optimizer", folder=str(checkpoint / OPTIMIZER_FOLDER))
+
+    def read_optimizer(self, checkpoint: Path) -> None:
+        """On all ranks: each reads its part of the state, whoever wrote it."""
+        with self._device.host_region(), torch.no_grad():
+            read_parts(checkpoint, self._as_parts_of_wholes(), on_all_ranks=True)
 
     def _asked(self, duty: str, **details: str) -> None:
         self._problem = None
-        self._parts.ranks.ask(duty, **details)
+        self._ranks.ask(duty, **details)
         if self._problem is not None:
             raise self._problem
 
     def _gather(self) -> None:
-        parts = self._parts
-
         def gather() -> None:
-            for address, whole in to_first(self._wanted(), parts.ranks, self._sharded.joint, parts.device):
+            for address, whole in to_first(self._wanted(), self._ranks, self._sharded.joint, self._device):
                 if whole is not None:
                     self._wholes[address] = whole
 
-        failure = catch_oom(lambda: self._sharded.joint.together(gather), parts.device, "checkpoint")
-        failed = gather_failures(parts.ranks, failure, None, parts.device)
+        failure = catch_oom(partial(self._sharded.joint.together, gather), self._device, "checkpoint")
+        failed = gather_failures(self._ranks, failure, None, self._device)
         if failed:
             self._wholes.clear()
             self._problem = MemoryError(smallest_failed(failed).failure.text)
 
     def _wanted(self) -> Iterator[tuple[int, Tensor]]:
         """(address here, tensor) of everything that is saved: adapters, and the base where it exists nowhere else."""
-        loaded = self._parts.loaded
-        everything = loaded.kind == "model" or not loaded.base_exists_elsewhere
-        for _, parameter in loaded.model.named_parameters():
+        everything = self._loaded.kind == "model" or not self._loaded.base_exists_elsewhere
+        for _, parameter in self._loaded.model.named_parameters():
             if everything or parameter.requires_grad:
                 yield part_here(parameter).data_ptr(), parameter
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        return self._wholes[part_here(tensor).data_ptr()] if isinstance(tensor, DTensor) else (
-            self._parts.device.staged(tensor)
-        )
+        if isinstance(tensor, DTensor):
+            return self._wholes[part_here(tensor).data_ptr()]
+        return self._device.staged(tensor)
 
     def _write_optimizer(self, folder: str) -> None:
-        parts = self._parts
-        with parts.device.host_region():
-            state = as_wholes(parts, self._sharded, host_mesh=self._host_mesh)
+        with self._device.host_region():
+            state = self._as_parts_of_wholes(self._host_mesh)
             writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
             try:
                 dcp.save(state, storage_writer=writer)
@@ -102,42 +105,19 @@ class Collector:
                 # Told to all ranks by torch; rank 0 decides what is done about it.
                 self._problem = next(iter(error.failures.values()))[0]
 
-
-def as_wholes(parts: Parts, sharded: Sharded, *, host_mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-    """Optimizer state by name, every tensor that belongs to a part of a parameter as part of a whole: copies on the
-    host with `host_mesh`, else the live tensors."""
-    wholes = list(sharded.wholes().values())
-    state: dict[str, Tensor] = {}
-    for (name, part), whole in zip(parts.loaded.trainable(), wholes, strict=True):
-        for key, tensor in state_tensors(parts.optimizer, [(name, part)]):
-            held = parts.device.download(tensor) if host_mesh else tensor
-            state[key] = _part_of(whole, held, host_mesh or whole.device_mesh) if held.dim() else held
-    return state
+    def _as_parts_of_wholes(self, host_mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
+        """Optimizer state by name, the tensors that belong to a part of a parameter as parts of a whole: copies on the
+        host with `host_mesh`, else the live tensors."""
+        wholes = self._sharded.wholes().values()
+        state: dict[str, Tensor] = {}
+        for (name, part), whole in zip(self._loaded.trainable(), wholes, strict=True):
+            for key, tensor in state_tensors(self._optimizer, [(name, part)]):
+                held = self._device.download(tensor) if host_mesh else tensor
+                state[key] = _part_of(whole, held, host_mesh or whole.device_mesh) if held.dim() else held
+        return state
 
 
 def _part_of(whole: DTensor, part: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(
         part, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-
-
-def read_optimizer(folder: Path, parts: Parts) -> None:
-    """Put back the optimizer state that `folder` holds in any number of parts, into as many as there are now.
-
-    Raises:
-        UsageError: it is that of other parameters.
-    """
-    with parts.device.host_region(), torch.no_grad():
-        present = as_wholes(parts, parts.sharded) if parts.sharded else (
-            dict(state_tensors(parts.optimizer, parts.loaded.trainable()))
-        )
-        reader = dcp.HuggingFaceStorageReader(str(folder))
-        # Beside the state of a run on one device lie its buffers.
-        saved = {name for name in reader.read_metadata().state_dict_metadata if "::" in name}
-        if saved != present.keys():
-            raise UsageError(
-                f"the checkpoint in {folder.name} holds optimizer state for other parameters",
-                expected="the same model, method and optimizer as when the run started",
-                fix="resume without changing them, or start a new run",
-            )
-        dcp.load(present, storage_reader=reader, no_dist=parts.sharded is None)

@@ -18,29 +18,29 @@ from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import catch_oom
 from engine.device.oom import OutOfMemory
-from engine.distributed.sharded import Sharded
+from engine.distributed.ranks import Ranks
+from engine.distributed.sharded import ShardedModel
 from engine.distributed.voted_group import Joint
 from engine.evaluate.scores import EvaluationContext, generate_answers, loss_sum
 from engine.model.loss import eval_mode
 from engine.train.recovery.consensus import gather_failures, smallest_failed
-from engine.train.step.context import Parts
 
 
-class Company:
+class CollectiveEvaluation:
     """Makes `context` perform its passes over `data` on all ranks. Every rank makes one."""
 
-    def __init__(self, context: EvaluationContext, data: TokenData, parts: Parts, sharded: Sharded) -> None:
-        self._context, self._data, self._parts, self._sharded = context, data, parts, sharded
+    def __init__(self, context: EvaluationContext, data: TokenData, ranks: Ranks, sharded: ShardedModel) -> None:
+        self._context, self._data, self._ranks, self._sharded = context, data, ranks, sharded
         self._asked_for: Callable[[], None] | None = None
         self._failure: OutOfMemory | None = None
         context.run_on_all_ranks = self.perform
-        context.logits_processors.append(SameTokens(sharded.joint, parts.device))
-        parts.ranks.duties |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
+        context.logits_processors.append(SameTokens(sharded.joint, context.device))
+        ranks.duties |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
 
     def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
         """On rank 0: run `action` here and the same pass everywhere; the failure of any rank."""
         self._asked_for, self._failure = action, None
-        self._parts.ranks.ask(kind, members=[int(member) for member in members])
+        self._ranks.ask(kind, members=[int(member) for member in members])
         self._asked_for = None
         return self._failure
 
@@ -56,17 +56,17 @@ class Company:
         return duty
 
     def _run(self, kind: str, action: Callable[[], object]) -> None:
-        parts = self._parts
+        device = self._context.device
 
         def run() -> None:
-            model = parts.loaded.model
+            model = self._context.loaded.model
             with eval_mode(model), self._sharded.judging(gathers_head=kind == "generate"):
                 action()
 
-        failure = catch_oom(lambda: self._sharded.joint.together(run), parts.device, kind)
-        failed = gather_failures(parts.ranks, failure, None, parts.device)
+        failure = catch_oom(lambda: self._sharded.joint.together(run), device, kind)
+        failed = gather_failures(self._ranks, failure, None, device)
         if failed:
-            parts.device.release_cached()
+            device.release_cached()
             self._context.failed_rank, self._failure = smallest_failed(failed).rank, smallest_failed(failed).failure
 
 

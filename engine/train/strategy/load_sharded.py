@@ -1,7 +1,7 @@
-"""A run's model and loss over several ranks that each hold a part of the weights: loaded, spread, put together again.
+"""Loads the model of a run whose ranks each hold a part of the weights.
 
 Rank 0 reads or makes the model in its host memory and spreads it, group by group; the others build the same model
-without memory. What is saved goes back the same way.
+without memory.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
 """
@@ -20,16 +20,18 @@ from engine.device.base import Device
 from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
 from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
-from engine.distributed.sharded import Head, Sharded, Whole, groups_of
+from engine.distributed.sharded import ShardedModel, groups_of
 from engine.distributed.voted_group import Joint
 from engine.distributed.weight_broadcast import FromFirst
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
-from engine.model.loss import LossFunction, loss_of
+from engine.model.loss import loss_of
+from engine.model.model_with_loss import HeadWithLoss, ModelWithLoss
 from engine.spec.schema.run import RunSpec
 from engine.train.recovery.consensus import gather_failures, memory_exhausted
 from engine.train.recovery.records import RecoveredOom
+from engine.train.strategy.sharded import Sharded
 
 HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
 
@@ -40,11 +42,11 @@ def load_sharded(
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
     report: Callable[[RecoveredOom], None],
-    told: Callable[[OutOfMemory, str, int], None],
-) -> tuple[LoadedModel, LossFunction, Sharded]:
+    report_retry: Callable[[OutOfMemory, str, int], None],
+) -> Sharded:
     """The model in shards and its loss; begun anew on all ranks where memory runs out on one, a few times.
 
-    `report` is for failures that all ranks know of, `told` for this one's own.
+    `report` is told of failures that all ranks know of, `report_retry` of those of this rank alone.
 
     Raises:
         MemoryExhaustedError: memory ran out each time.
@@ -54,9 +56,9 @@ def load_sharded(
     """
     require_shards()
     joint = ranks.joint()
-    made: list[tuple[LoadedModel, LossFunction, Sharded]] = []
+    made: list[Sharded] = []
     for number in range(1, ATTEMPTS + 1):
-        loaded = _built(spec, device, tokenizer, ranks, told)
+        loaded = _built(spec, device, tokenizer, ranks, report_retry)
 
         def spread(loaded: LoadedModel = loaded) -> None:
             made.append(_spread(spec, device, loaded, ranks, joint))
@@ -78,43 +80,39 @@ def _built(
     device: Device,
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
-    told: Callable[[OutOfMemory, str, int], None],
+    report_retry: Callable[[OutOfMemory, str, int], None],
 ) -> LoadedModel:
     """The whole model in rank 0's host memory, without memory elsewhere."""
     read: list[LoadedModel] = []
 
     def read_first() -> None:
         with device.host_region():
-            read.append(retry_on_oom(lambda: load_model(spec, device, tokenizer, HOST), "load", device, told))
+            read.append(retry_on_oom(lambda: load_model(spec, device, tokenizer, HOST), "load", device, report_retry))
 
     ranks.behind_first(read_first)
     return read[0] if read else load_model(spec, device, tokenizer, NOWHERE)
 
 
-def _spread(
-    spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, joint: Joint
-) -> tuple[LoadedModel, LossFunction, Sharded]:
-    head = Head(find_head(loaded.base).project)
+def _spread(spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, joint: Joint) -> Sharded:
+    head = HeadWithLoss(find_head(loaded.base).project)
     groups = groups_of(loaded.model, loaded.base.get_input_embeddings(), head, loaded.base._no_split_modules or ())
     with device.host_region():
         mesh = init_device_mesh(device.torch_device.type, (ranks.size,))
-    sharded = Sharded(
-        Whole(loaded.model, head),
+    root = ModelWithLoss(loaded.model, head)
+    sharded = ShardedModel(
+        root,
+        loaded.model,
         groups,
         mesh,
         joint,
+        head=head,
         drops_weights=spec.profile.parallel.shard == "parameters",
         fill=FromFirst(ranks, joint, device),
         host_region=device.host_region,
     )
     device.adopt(loaded.model.buffers())
     loaded.parts = {plain_name(name): part for name, part in sharded.parts().items()}
-    return loaded, _loss(spec, device, loaded, sharded), sharded
-
-
-def _loss(spec: RunSpec, device: Device, loaded: LoadedModel, sharded: Sharded) -> LossFunction:
     with sharded.judging(gathers_head=True):
         loss = loss_of(spec.recipe.train, loaded, device)
-    sharded.whole.computes(loss)
-    loss.through = sharded.whole
-    return loss
+    root.use(loss)
+    return Sharded(loaded, loss, ranks, sharded, joint)

@@ -1,0 +1,131 @@
+"""The strategy of a run: how its ranks share weights, gradients and samples. The interface, and a run of one process.
+
+The step transaction, checkpoints and evaluation call these methods without asking which strategy it is. All ranks call
+them in the same order, because most hold collectives or votes. `engine.train.strategy.load` chooses and loads one.
+
+Try: `pytest tests/distributed`
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batching.micro_batches import Cost, MicroBatch
+from engine.data.batch import Batch
+from engine.data.tokens import TokenData
+from engine.distributed.assign_samples import deal
+from engine.distributed.ranks import Ranks
+from engine.distributed.voted_group import Joint
+from engine.evaluate.scores import EvaluationContext
+from engine.model.load import LoadedModel
+from engine.model.loss import LossFunction
+from engine.train.strategy.checkpoint_storage import CheckpointStorage, LocalStorage
+
+
+class Strategy(ABC):
+    """How the ranks of a run share it. The methods do what a rank does by itself; subclasses add what takes others."""
+
+    ranks_per_sample = 1
+    """Ranks that share each sequence."""
+    all_ranks_save = False
+    """Whether a checkpoint can only be written by all ranks together."""
+    voted_group: Joint | None = None
+    """Votes before the collectives of a micro-batch; None where a micro-batch has none."""
+
+    def __init__(self, loaded: LoadedModel, loss: LossFunction, ranks: Ranks) -> None:
+        self.loaded, self.loss, self.ranks = loaded, loss, ranks
+        self.parameters = [parameter for _, parameter in loaded.trainable()]
+        """What the optimizer updates on this rank."""
+
+    def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
+        """Positions in `lengths`, one for each sample of the step, that this rank works on."""
+        return deal(lengths, self.ranks.size)[self.ranks.rank]
+
+    def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
+        """`plan` with the dummy micro-batches that this rank needs to take part in the collectives of the others."""
+        return plan
+
+    def run_stage(self, stage: Callable[[], None]) -> None:
+        """Run one stage of a step; where it holds collectives, it ends on all ranks when another rank fails in it."""
+        stage()
+
+    def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
+        """The part of a micro-batch that this rank computes."""
+        return batch
+
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Around forward and backward of every micro-batch."""
+        return nullcontext()
+
+    def dummy_micro_batch(self) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch that `pad_plan` added."""
+        return nullcontext()
+
+    @abstractmethod
+    def prepare_gradients(self, loss: float) -> float:
+        """Agree on which parameters have a gradient, and make room for them; returns the sum of all ranks' `loss`."""
+
+    @abstractmethod
+    def sync_gradients(self) -> None:
+        """Make every gradient the sum over all ranks. Allocates nothing."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient."""
+        torch._foreach_mul_(self._gradients(), factor)
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clip gradients to `max_norm`, unless that is 0; returns their norm before. Waits for the device once."""
+        norm = torch.nn.utils.get_total_norm(self._gradients())
+        if max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        return float(norm)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients on this rank."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def recover(self) -> None:
+        """Put the model in order after a failed attempt at a step. Allocates nothing.
+
+        Raises:
+            LostRankError: that takes a restart of all ranks.
+        """
+        return
+
+    def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
+        """What writes weights and the state of `optimizer` into checkpoints, and reads it. All ranks make one."""
+        return LocalStorage(self.loaded, optimizer)
+
+    def forward_only(self) -> AbstractContextManager[None]:
+        """Around forward passes on all ranks that no backward follows."""
+        return nullcontext()
+
+    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
+        """Where no rank can evaluate alone, have all ranks take part in rank 0's evaluation of `data`."""
+        return
+
+    def evaluation_cost(self, cost: Cost) -> Cost:
+        """The cost of a micro-batch in evaluation, from its cost in training."""
+        return cost
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+
+class SingleDevice(Strategy):
+    """One process holds everything and learns from every sample."""
+
+    def prepare_gradients(self, loss: float) -> float:
+        """The same loss: there is no other rank."""
+        return loss
+
+    def sync_gradients(self) -> None:
+        """There is no other rank."""
+        return

@@ -1,0 +1,106 @@
+"""How weights and optimizer state get into a checkpoint and how the state comes back, where one rank holds all of them.
+
+Optimizer state of one process is one file, `optimizer.safetensors`; that of weights spread over ranks is a folder,
+`optimizer/`, to which every rank writes (`engine.train.strategy.checkpoint_gatherer`). Either is read whichever way the
+run goes on.
+
+Try: `pytest tests/train/test_resume.py tests/distributed/test_sharded_runs.py`
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import UsageError
+from engine.model.load import LoadedModel
+from engine.train.step.optimizer import state_tensors
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""Optimizer state in a checkpoint of a run whose ranks hold whole weights."""
+
+OPTIMIZER_FOLDER = "optimizer"
+"""Optimizer state in a checkpoint of a run whose ranks hold parts of the weights."""
+
+
+class CheckpointStorage(Protocol):
+    """Writes weights and optimizer state on rank 0, with the help of the other ranks where it takes them."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """On rank 0: inside, `LoadedModel.save` finds whole weights."""
+
+    def write_optimizer(self, checkpoint: Path) -> None:
+        """On rank 0: write the optimizer state into the folder of a checkpoint. Raises OSError: a full disk."""
+
+    def read_optimizer(self, checkpoint: Path) -> None:
+        """On all ranks: read the state that `write_optimizer` wrote, of any number of ranks, into the optimizer.
+
+        Raises:
+            UsageError: it is that of other parameters.
+        """
+
+
+class LocalStorage:
+    """For a process that holds whole weights and the whole optimizer state."""
+
+    def __init__(self, loaded: LoadedModel, optimizer: torch.optim.Optimizer) -> None:
+        self._loaded, self._optimizer = loaded, optimizer
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Weights are whole already."""
+        return nullcontext()
+
+    def write_optimizer(self, checkpoint: Path) -> None:
+        """One file."""
+        device = self._loaded.device
+        with device.host_region():
+            tensors = {name: device.staged(tensor) for name, tensor in self._state().items()}
+            save_file(tensors, checkpoint / OPTIMIZER_FILE)
+
+    def read_optimizer(self, checkpoint: Path) -> None:
+        """Of one file, or of the parts that ranks wrote."""
+        if (checkpoint / OPTIMIZER_FOLDER).is_dir():
+            with self._loaded.device.host_region():
+                read_parts(checkpoint, self._state(), on_all_ranks=False)
+            return
+        with self._loaded.device.host_region():
+            saved = load_file(checkpoint / OPTIMIZER_FILE)
+        present = self._state()
+        require_same_parameters(checkpoint, set(saved), set(present))
+        with torch.no_grad():
+            for name, tensor in present.items():
+                tensor.copy_(saved[name])
+
+    def _state(self) -> dict[str, Tensor]:
+        return dict(state_tensors(self._optimizer, self._loaded.trainable()))
+
+
+def read_parts(checkpoint: Path, present: dict[str, Tensor], *, on_all_ranks: bool) -> None:
+    """Read a checkpoint's optimizer state, in one file or many, into the tensors of `present`.
+
+    Raises:
+        UsageError: it is that of other parameters.
+    """
+    folder = checkpoint / OPTIMIZER_FOLDER
+    reader = dcp.HuggingFaceStorageReader(str(folder if folder.is_dir() else checkpoint))
+    # Beside the state of a run on one device lie its buffers.
+    saved = {name for name in reader.read_metadata().state_dict_metadata if "::" in name}
+    require_same_parameters(checkpoint, saved, set(present))
+    with torch.no_grad():
+        dcp.load(present, storage_reader=reader, no_dist=not on_all_ranks)
+
+
+def require_same_parameters(checkpoint: Path, saved: set[str], present: set[str]) -> None:
+    """Raise UsageError unless the names of the saved optimizer state are those of the present one."""
+    if saved != present:
+        raise UsageError(
+            f"checkpoint {checkpoint.name} holds optimizer state for other parameters",
+            expected="the same model, method and optimizer as when the run started",
+            fix="resume without changing them, or start a new run",
+        )

@@ -1,0 +1,51 @@
+"""The strategy "replicated": every rank holds the whole model and its optimizer, and gradients are summed over ranks.
+
+Micro-batches hold no collectives, so ranks may differ in how many they need. Try:
+`tunedeck train -p demo-2 -r demo --set parallel.strategy=replicated`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.device.base import Device
+from engine.device.catch_oom import retry_on_oom
+from engine.device.oom import OutOfMemory
+from engine.distributed.gradient_all_reduce import GradientSum, send_from_first
+from engine.distributed.ranks import Ranks
+from engine.model.load import LoadedModel
+from engine.model.loss import LossFunction
+from engine.train.strategy.base import Strategy
+
+
+class Replicated(Strategy):
+    """Ranks that are replicas of each other."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        loss: LossFunction,
+        ranks: Ranks,
+        device: Device,
+        report_retry: Callable[[OutOfMemory, str, int], None],
+    ) -> None:
+        """Give every rank rank 0's trainable weights and buffers, and allocate the buffer that gradients are summed in.
+
+        Raises:
+            MemoryExhaustedError: there is no room for the buffer.
+            LostRankError: another rank is gone.
+        """
+        super().__init__(loaded, loss, ranks)
+        send_from_first([*(parameter.data for parameter in self.parameters), *loaded.model.buffers()])
+        self._all_reduce = retry_on_oom(lambda: GradientSum(self.parameters), "load", device, report_retry)
+
+    def prepare_gradients(self, loss: float) -> float:
+        """Zeros for the gradients that only other ranks have."""
+        missing = self._all_reduce.agree()
+        total = sum(self.ranks.tell(loss))
+        self._all_reduce.fill(missing)
+        return total
+
+    def sync_gradients(self) -> None:
+        """One all-reduce for each bucket of gradients."""
+        self._all_reduce.sum()
