@@ -25,7 +25,7 @@ import torch
 
 from engine.budget.lookup import find_architecture
 from engine.budget.predict import predict
-from engine.model.quiet import without_chatter
+from engine.model.library_output import silence_libraries
 from engine.simulate.step import simulate_step
 from engine.spec.schema.run import RunSpec
 
@@ -200,7 +200,7 @@ def main() -> None:
     arguments.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no cell is begun")
     asked = arguments.parse_args()
     warnings.filterwarnings("ignore")
-    without_chatter()
+    silence_libraries()
     RESULTS.parent.mkdir(exist_ok=True)
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.is_file() else {}
     began = time.monotonic()

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from engine.model.quiet import without_bars
+from engine.model.library_output import disable_progress_bars
 from tests.budget.judge import CELLS, SEED, cells, judge
 
 
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
-    without_bars()
+    disable_progress_bars()
     wrong = 0
     for cell in cells(asked.cells, asked.seed):
         with tempfile.TemporaryDirectory() as folder:

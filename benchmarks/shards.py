@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.job import Job, spec_of, write_job
 from benchmarks.slices import member
-from engine.model.quiet import without_bars
+from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 
 TOKENS, WIDTH = 64, 192
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     asked = parser.parse_args()
-    without_bars()
+    disable_progress_bars()
     print("MiB on the rank that holds most:")
     print(f"{'ranks':>5} {'shard':<11}{'between steps':>14}{'peak':>8}{'planned':>9}", end="")
     print(f"{'step':>9}{'votes':>7}{'a vote':>10}{'share':>9}")

@@ -27,7 +27,7 @@ from engine.batching.cost import micro_batch_cost
 from engine.device import open_device
 from engine.distributed.elastic import of_one_rank
 from engine.distributed.ranks import ALONE, Ranks, joined
-from engine.model.quiet import without_bars
+from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal
 from engine.train.setup import set_up
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--tokens", type=int, default=4096)
     asked = parser.parse_args()
-    without_bars()
+    disable_progress_bars()
     print(f"one sequence of {asked.tokens} tokens, MiB above weights, adapters and optimizer state:")
     print(f"{'ranks':>5}{'held':>10}{'planned':>10}{'step':>9}{'votes':>7}{'a vote':>10}{'share':>9}")
     for ranks in asked.ranks:
@@ -79,7 +79,7 @@ def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
 def member(rank: int, size: int, port: int, spec: RunSpec, folder: str) -> None:
     """One rank of `size`: takes the steps of `spec`; rank 0 leaves what was found in `folder`."""
     torch.set_num_threads(1)
-    without_bars()
+    disable_progress_bars()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

@@ -30,7 +30,7 @@ from engine.device.catch_oom import frozen_gc
 from engine.distributed.host_gather import Ballot
 from engine.distributed.ranks import Ranks, joined
 from engine.journal.directory import RunDirectory
-from engine.model.quiet import without_bars
+from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 from engine.train.loop import Training
 from engine.train.monitor.journal import Journal
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=10)
     asked = parser.parse_args()
-    without_bars()
+    disable_progress_bars()
     print(f"{'model':8}{'ranks':>6}{'step':>10}{'votes':>7}{'a vote':>10}{'share':>9}{'waiting':>9}")
     for size in SIZES:
         for ranks in asked.ranks:
@@ -110,7 +110,7 @@ def measure(size: str, ranks: int, steps: int) -> Cost:
 
 def _member(rank: int, size: int, port: int, job: Job, name: str, folder: str) -> None:
     torch.set_num_threads(1)
-    without_bars()
+    disable_progress_bars()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

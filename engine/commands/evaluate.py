@@ -41,9 +41,9 @@ def evaluate(
 
     with importing():
         from engine.evaluate.run import score_model, score_run, spec_for_model
-        from engine.model.quiet import without_chatter
+        from engine.model.library_output import silence_libraries
 
-    without_chatter()
+    silence_libraries()
     if recipe is not None:
         if checkpoint is not None or profile is None:
             raise UsageError("scoring a model needs -p PROFILE and -r RECIPE, and takes no --checkpoint")

@@ -38,12 +38,12 @@ def merge(
 
     with importing():
         from engine.export.merge import merge as merge_adapter
-        from engine.model.quiet import without_chatter
-        from engine.model.reference import resolve_weights
+        from engine.model.library_output import silence_libraries
+        from engine.model.reference import find_run_weights
 
-    without_chatter()
+    silence_libraries()
     directory = resolve_run(run, runs_folder(runs))
-    adapter = resolve_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
+    adapter = find_run_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
     target = (out or directory.path / "merged").absolute()
     size_bytes = merge_adapter(adapter, target, _say, trust_remote_code=trust_remote_code)
     sys.stdout.write(f"{target} ({format_bytes(size_bytes)}) opens with from_pretrained of transformers\n")

@@ -82,10 +82,10 @@ def _exactly(spec: RunSpec, as_json: bool) -> None:
     from engine.commands.exact_plan_text import exact_lines
 
     with importing():
-        from engine.model.quiet import without_chatter
+        from engine.model.library_output import silence_libraries
         from engine.simulate.plan import exact_plan
 
-    without_chatter()
+    silence_libraries()
     found = exact_plan(spec)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))

@@ -24,7 +24,7 @@ from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.model.config import auto_class
-from engine.model.hub import HUB_ERRORS, explain
+from engine.model.hub import HUB_ERRORS, loading_error
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 
 ROOM = 1.15
@@ -90,7 +90,7 @@ def _base(base: str, revision: str | None, trust_remote_code: bool) -> PreTraine
     except torch.OutOfMemoryError:
         raise
     except HUB_ERRORS as error:
-        raise explain(error, base) from error
+        raise loading_error(error, base) from error
     return model
 
 

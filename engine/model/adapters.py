@@ -1,7 +1,7 @@
-"""LoRA adapters through peft: where they go, and a report of what got them.
+"""Adds LoRA adapters with peft, and reports which modules got one.
 
-Targets are resolved to module names here, so that a pattern matching nothing is an error and the report is exact.
-Training whole modules beside LoRA goes through peft's modules_to_save, which PeftModel.from_pretrained restores.
+Targets are resolved to module names here, so that a pattern without a match is an error and the report is exact.
+Modules trained in full beside LoRA are peft's modules_to_save, which PeftModel.from_pretrained restores.
 
 Try: `python -m pytest tests/model/test_patterns.py`.
 """
@@ -24,24 +24,24 @@ from engine.model.freezing import compiled, matches, no_match, select
 from engine.spec.schema.recipe import Method
 
 ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
-"""What the module around attention projections is called, across families."""
+"""Names of the module around the attention projections, in all families."""
 
 
 @dataclass
 class Coverage:
-    """What learns, said by kind of module ("self_attn.q_proj")."""
+    """Numbers of trained and untrained modules, by the last parts of their names ("self_attn.q_proj")."""
 
     adapted: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
-    """Linear layers without an adapter."""
+    """Linear layers without adapters."""
     experts_adapted: Counter[str] = field(default_factory=Counter)
     experts_left_out: Counter[str] = field(default_factory=Counter)
     """Fused expert weights (one 3-D parameter for all experts of a layer)."""
     in_full: list[str] = field(default_factory=list)
-    """Trained in full: module names beside LoRA."""
+    """Modules (LoRA) or parameters (full) that are trained in full."""
 
     def text(self) -> str:
-        """The report, a line each."""
+        """The report as lines of text."""
         lines = [_line("adapters on", self.adapted)] if self.adapted else []
         if self.experts_adapted:
             lines.append(_line("adapters on fused experts", self.experts_adapted))
@@ -61,10 +61,10 @@ class Coverage:
 def add_adapters(
     model: PreTrainedModel, method: Method, in_full: Sequence[str] = ()
 ) -> tuple[PeftModel, Coverage]:
-    """Wrap `model` with fresh adapters; `in_full` are parameter globs trained in full beside them.
+    """Wrap `model` with new adapters; parameters that match the globs `in_full` are trained in full.
 
     Raises:
-        UsageError: a target, exclusion or also_train pattern that matches nothing or cannot be kept.
+        UsageError: a pattern that matches nothing, or modules that cannot be trained this way.
     """
     linears = linear_layers(model)
     experts = fused_experts(model)
@@ -96,10 +96,13 @@ def add_adapters(
 
 
 def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
-    """peft reads gate_proj, up_proj and down_proj of a family with fused experts as names of these, whatever else is
-    called so (`utils/transformers_weight_conversion.py`, 0.21): plain layers among the experts' would get nothing."""
-    carrying = _carrying(model)
-    missing = [name for name in modules if name not in carrying]
+    """Raise UsageError where one of `modules` got no adapter.
+
+    In a family with fused experts, peft takes gate_proj, up_proj and down_proj for names of the experts' weights
+    (`utils/transformers_weight_conversion.py`, 0.21), and skips plain layers with these names.
+    """
+    adapted = _adapted_modules(model)
+    missing = [name for name in modules if name not in adapted]
     if missing:
         raise UsageError(
             f"peft puts no adapter on {missing[0]} ({len(missing)} such layers), but on fused experts instead",
@@ -109,9 +112,9 @@ def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
 
 
 def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
-    """Wrap `model` with a saved adapter that goes on learning; its own rank and targets hold, not the recipe's."""
+    """Wrap `model` with a saved adapter, to train it further with its own rank and targets, not the recipe's."""
     linears, experts = linear_layers(model), fused_experts(model)
-    # A model without memory (meta) gets the shapes; the file itself cannot be read to there.
+    # A file cannot be loaded to "meta"; such a model only takes over the shapes.
     place = "cpu" if model.device.type == "meta" else str(model.device)
     wrapped = PeftModel.from_pretrained(
         model, adapter, is_trainable=True, autocast_adapter_dtype=method.adapter_dtype == "float32",
@@ -123,7 +126,7 @@ def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tu
 
 
 def set_adapter_dtype(model: PeftModel, method: Method) -> None:
-    """Put the low-rank matrices in the recipe's dtype; peft leaves them in the base's unless it is half precision."""
+    """Convert the low-rank matrices to the recipe's dtype. peft converts only those of a half-precision base."""
     dtype = torch.float32 if method.adapter_dtype == "float32" else torch.bfloat16
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -131,7 +134,7 @@ def set_adapter_dtype(model: PeftModel, method: Method) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every linear layer by dotted name, the output head left out. GPT-2's Conv1D is one."""
+    """Every linear layer by dotted name, without the output head. GPT-2's Conv1D counts as one."""
     head = model.get_output_embeddings()
     return {
         name: module
@@ -141,7 +144,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Parameters that hold the weights of all experts of a layer: three dimensions, inside a module called experts."""
+    """Parameters with the weights of all experts of a layer: three dimensions, in a module named "experts"."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -152,7 +155,7 @@ def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def choose_targets(
     linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], method: Method
 ) -> list[str]:
-    """Dotted names that get adapters, in the model's order. In a vision tower only what a pattern names."""
+    """Dotted names that get adapters, in the model's order. In a vision encoder, only those that a pattern names."""
     if method.targets == "all-linear":
         chosen = [name for name in linears if not in_tower(name)]
     elif method.targets == "attention":
@@ -175,7 +178,7 @@ def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
     """The modules whose parameters are exactly those matched by `patterns`.
 
     Raises:
-        UsageError: a pattern takes only some parameters of a module, which an adapter folder cannot hold.
+        UsageError: a pattern matches only some parameters of a module, which an adapter folder cannot hold.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     wanted = select(patterns, names, "method.also_train")
@@ -194,20 +197,20 @@ def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
 def coverage_of(
     model: PeftModel, linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], in_full: Sequence[str]
 ) -> Coverage:
-    """Look at the wrapped model for what really carries adapters."""
-    wrapped = _carrying(model)
+    """Report which layers of the wrapped model have adapters."""
+    wrapped = _adapted_modules(model)
     modules = {name for name in linears if name in wrapped}
     owners = set(model.targeted_parameter_names)
     report = Coverage(in_full=list(in_full))
     for name in linears:
-        (report.adapted if name in modules else report.left_out)[_kind(name)] += 1
+        (report.adapted if name in modules else report.left_out)[_layer_type(name)] += 1
     for name in experts:
-        (report.experts_adapted if name in owners else report.experts_left_out)[_kind(name)] += 1
+        (report.experts_adapted if name in owners else report.experts_left_out)[_layer_type(name)] += 1
     return report
 
 
-def _carrying(model: PeftModel) -> set[str]:
-    """Names, as the base model has them, of modules with an adapter."""
+def _adapted_modules(model: PeftModel) -> set[str]:
+    """Names in the base model of the modules that have an adapter."""
     return {
         name.removeprefix("base_model.model.")
         for name, module in model.named_modules()
@@ -216,13 +219,13 @@ def _carrying(model: PeftModel) -> set[str]:
 
 
 def _touches_tied(model: PreTrainedModel, modules: Sequence[str]) -> bool:
-    """Whether one of `modules` is an embedding or head that shares its weight with the other."""
+    """Whether one of `modules` is an embedding or output head with a tied weight."""
     tied = model.all_tied_weights_keys or {}
     return any(f"{module}.weight" in {*tied, *tied.values()} for module in modules)
 
 
 def _match_all(patterns: Sequence[str], names: Sequence[str], key: str) -> set[str]:
-    """Names matched by globs, each held against the whole dotted name and its trailing parts ("q_proj")."""
+    """Names that a glob matches as a whole, or by their trailing parts ("q_proj")."""
     chosen: set[str] = set()
     for pattern in patterns:
         hits = {name for name in names if matches(pattern, name) or compiled("**." + pattern).fullmatch(name)}
@@ -244,11 +247,11 @@ def _first(owner: str, names: Sequence[str]) -> str:
     return next(name for name in names if name.rpartition(".")[0] == owner)
 
 
-def _kind(name: str) -> str:
-    """A dotted name without its numbers: the last two parts that are words."""
+def _layer_type(name: str) -> str:
+    """The last two parts of a dotted name that are not numbers."""
     words = [part for part in name.split(".") if not part.isdecimal()]
     return ".".join(words[-2:])
 
 
 def _line(what: str, counts: Counter[str]) -> str:
-    return f"{what}: " + ", ".join(f"{kind} ×{count}" for kind, count in counts.items())
+    return f"{what}: " + ", ".join(f"{name} ×{count}" for name, count in counts.items())

@@ -1,6 +1,6 @@
-"""Which attention kernel a model runs with. Which of them keep packed documents apart is `engine.budget.isolation`.
+"""Chooses the attention kernel of a model from its config and device.
 
-Reads configs; touches no weights.
+Which kernels keep packed documents apart is in `engine.budget.isolation`.
 
 Try: `python -m pytest tests/model/test_packing.py`.
 """
@@ -17,15 +17,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
 
-Asked = Literal["auto", "flash", "sdpa", "eager"]
+AttentionChoice = Literal["auto", "flash", "sdpa", "eager"]
 
 POSITIONS_BY_AXIS = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Model types whose positions have three axes, for images. They see documents only in a fourth, that of the text, which
-stands first."""
+"""Model types whose position ids have three axes, for images. They recognise packed documents only by a fourth, first
+axis with the positions in the text."""
 
 
-def resolve_attention(config: PreTrainedConfig, asked: Asked, device: Device, dtype: torch.dtype) -> str:
-    """transformers' name of the kernel to use.
+def resolve_attention(config: PreTrainedConfig, asked: AttentionChoice, device: Device, dtype: torch.dtype) -> str:
+    """The attention kernel to use, by its name in transformers.
 
     Raises:
         EnvironmentProblem: flash was asked for and cannot run here.
@@ -50,17 +50,17 @@ def resolve_attention(config: PreTrainedConfig, asked: Asked, device: Device, dt
     return "eager"
 
 
-def looks_ahead(model: PreTrainedModel) -> bool:
-    """False when every attention of the model says that it is causal: nothing on the right reaches a token.
+def attends_to_later_tokens(model: PreTrainedModel) -> bool:
+    """False when every attention module declares that it is causal: no later token influences an earlier one.
 
-    True also for models that do not say, such as those that build position biases from the mask (Bloom).
+    True also for models without such a declaration, such as those that build position biases from the mask (Bloom).
     """
-    said = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    return not said or not all(said)
+    declared = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    return not declared or not all(declared)
 
 
 def _sdpa_is_right(config: PreTrainedConfig) -> bool:
-    """False where transformers has no sdpa, or has one that cannot apply the model's attention soft-cap."""
+    """False where transformers has no sdpa for the model, or one that does not apply its attention soft-cap."""
     return _supports(config, "_supports_sdpa") and not getattr(config, "attn_logit_softcapping", None)
 
 
@@ -79,7 +79,7 @@ def _flash_obstacle(config: PreTrainedConfig, device: Device, dtype: torch.dtype
 
 
 def _supports(config: PreTrainedConfig, flag: str) -> bool:
-    """A class flag of the architecture; remote code, unknown here, is taken to have it and checked when loaded."""
+    """A flag of the architecture's class. Assumed True for remote code, which is checked when it is loaded."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             return bool(getattr(mapping[type(config)], flag, False))

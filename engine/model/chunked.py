@@ -1,10 +1,10 @@
-"""The chunk loop of the loss: token losses and their gradients, a few tokens' logits at a time.
+"""The chunked loss: token losses and their gradients, computed for a few tokens' logits at a time.
 
-Shapes: N tokens that have a target, H hidden size, V vocabulary, C tokens of one chunk.
+Shapes: N target tokens, H hidden size, V vocabulary, C tokens of one chunk.
 
-For a plain linear head the gradients are made in the forward pass, while the chunk's logits exist: nothing is computed
-twice, and what stays for backward is [N, H] (and [V, H] where the head learns), never [N, V]. Any other head, such as
-one with an adapter on it, goes through activation checkpointing chunk by chunk.
+For a plain linear head, gradients are computed in the forward pass while the chunk's logits exist. So nothing is
+computed twice, and backward keeps [N, H] (and [V, H] where the head is trained), never [N, V]. For any other head, such
+as one with an adapter, activation checkpointing recomputes each chunk.
 
 Try: `python -m pytest tests/model/test_loss.py`.
 """
@@ -19,60 +19,60 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from engine.model.head import Head
+from engine.model.head import OutputHead
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a token's loss is made of beside its logits."""
+class LossSettings:
+    """Settings of the loss, and how many tokens' logits exist at once."""
 
     label_smoothing: float
     softcap: float | None
     chunk_tokens: int
 
 
-def chunked_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, shape: Shape) -> Tensor:
-    """Sum of token losses, fp32 scalar."""
+def chunked_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> Tensor:
+    """Sum of token losses, an fp32 scalar."""
     if head.scale != 1.0:
         hidden_NH = hidden_NH * head.scale
     if head.linear is not None:
         weight_VH: Tensor = head.linear.weight
         bias_V: Tensor | None = head.linear.bias
-        if not torch.is_grad_enabled():  # which the function is not told: it would make the head's gradient
+        if not torch.is_grad_enabled():  # the function would compute the head's gradient all the same
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         apply: Callable[..., Tensor] = _LinearLoss.apply
-        return apply(hidden_NH, weight_VH, bias_V, targets_N, shape)
+        return apply(hidden_NH, weight_VH, bias_V, targets_N, settings)
     total = hidden_NH.new_zeros((), dtype=torch.float32)
-    for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, shape):
-        total = total + checkpoint(_through_module, head, hidden_CH, targets_C, shape, use_reentrant=False)
+    for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, settings):
+        total = total + checkpoint(_through_module, head, hidden_CH, targets_C, settings, use_reentrant=False)
     return total
 
 
 def token_losses(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
-    """The definition: -(1-ε)·log p(target) - ε·mean log p, per token, from fp32 logits (Szegedy et al. 2016, §7)."""
+    """Per token, -(1-ε)·log p(target) - ε·mean log p, from fp32 logits (Szegedy et al. 2016, §7)."""
     return torch.nn.functional.cross_entropy(
         logits_NV, targets_N, reduction="none", label_smoothing=label_smoothing
     )
 
 
-def _through_module(head: Head, hidden_CH: Tensor, targets_C: Tensor, shape: Shape) -> Tensor:
-    """The scale is in hidden_CH already."""
+def _through_module(head: OutputHead, hidden_CH: Tensor, targets_C: Tensor, settings: LossSettings) -> Tensor:
+    """Sum of the losses of one chunk through the head's own forward; hidden_CH is already scaled."""
     logits_CV = head.project(hidden_CH).float()
-    if shape.softcap is not None:
-        logits_CV = (logits_CV / shape.softcap).tanh() * shape.softcap
-    return token_losses(logits_CV, targets_C, shape.label_smoothing).sum()
+    if settings.softcap is not None:
+        logits_CV = (logits_CV / settings.softcap).tanh() * settings.softcap
+    return token_losses(logits_CV, targets_C, settings.label_smoothing).sum()
 
 
 @dataclass
 class _Gradients:
-    """d(sum of losses) for what needs it, each accumulated in the dtype of what it is for."""
+    """Gradients of the summed loss; None for a tensor that needs none. The bias accumulates in fp32."""
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
     bias_V: Tensor | None
 
     def add(self, start: int, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
-        """Add a chunk's share, from its gradient for the logits; the chunk begins at token `start`."""
+        """Add the gradients of the chunk that begins at token `start`, from the gradient of its logits."""
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0)
         grad_CV = grad_CV.to(hidden_CH.dtype)
@@ -85,11 +85,11 @@ class _Gradients:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Loss of a plain linear head, its gradients made in forward and only scaled in backward."""
+    """Loss of a plain linear head. Forward computes its gradients, backward only scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, shape: Shape
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, settings: LossSettings
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         ctx.gradients = gradients = _Gradients(
@@ -100,18 +100,18 @@ class _LinearLoss(torch.autograd.Function):
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         start = 0
-        # Under autocast the weight may be fp32 and the hidden states fp16: compute in the latter, accumulate in fp32.
+        # Under autocast weights may be fp32 and hidden states fp16: compute in fp16, accumulate in fp32.
         with torch.autocast(hidden_NH.device.type, enabled=False):
             weight_in = weight_VH.to(hidden_NH.dtype)
             bias_in = None if bias_V is None else bias_V.to(hidden_NH.dtype)
-            for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, shape):
+            for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, settings):
                 logits_CV = torch.nn.functional.linear(hidden_CH, weight_in, bias_in)
-                loss, grad_CV = _loss_and_gradient(logits_CV, targets_C, shape, any(ctx.needs_input_grad[:3]))
+                loss, grad_CV = _loss_and_gradient(logits_CV, targets_C, settings, any(ctx.needs_input_grad[:3]))
                 del logits_CV
                 total += loss
                 if grad_CV is not None:
                     gradients.add(start, grad_CV, hidden_CH, weight_in)
-                # Or this chunk's logits would still be there when the next chunk's are made.
+                # Free this chunk's logits before the next chunk's are computed.
                 del grad_CV
                 start += len(targets_C)
         return total
@@ -129,20 +129,20 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _loss_and_gradient(
-    logits_CV: Tensor, targets_C: Tensor, shape: Shape, wants_gradient: bool
+    logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the chunk's losses and d(sum)/d(logits) in fp32. Works in place on one fp32 copy of the logits.
 
     With p the softmax, y one-hot and ε the smoothing: d = p - (1-ε)·y - ε/V; a soft-cap z = c·tanh(x/c) multiplies it
     by 1 - (z/c)².
     """
-    smoothing = shape.label_smoothing
+    smoothing = settings.label_smoothing
     work_CV = logits_CV.float()
     slope_CV = None
-    if shape.softcap is not None:
-        work_CV = (work_CV / shape.softcap).tanh_()
+    if settings.softcap is not None:
+        work_CV = (work_CV / settings.softcap).tanh_()
         slope_CV = 1.0 - work_CV.square() if wants_gradient else None
-        work_CV *= shape.softcap
+        work_CV *= settings.softcap
     work_CV -= work_CV.amax(-1, keepdim=True)
     target_C = work_CV.gather(1, targets_C[:, None]).squeeze(1)
     mean_C = work_CV.mean(-1) if smoothing else None
@@ -163,5 +163,5 @@ def _loss_and_gradient(
     return loss_C.sum(), work_CV
 
 
-def _chunks(hidden_NH: Tensor, targets_N: Tensor, shape: Shape) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(hidden_NH.split(shape.chunk_tokens), targets_N.split(shape.chunk_tokens), strict=True))
+def _chunks(hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(hidden_NH.split(settings.chunk_tokens), targets_N.split(settings.chunk_tokens), strict=True))

@@ -1,6 +1,6 @@
-"""The model's config: as a dict for the budget, as an object for transformers.
+"""Reads a model's config: as a dict for the budget, or as an object of transformers.
 
-Reads config files only; weights are loaded in `engine.model.load`.
+Weights are loaded in `engine.model.load`.
 
 Try: `python -c "from engine.model.config import *; print(builtin_config('builtin:tiny'))"`.
 """
@@ -16,19 +16,19 @@ from engine.budget.isolation import refuse_mixing
 from engine.budget.lookup import builtin_config
 from engine.budget.tower import TOWERS
 from engine.errors import UsageError
-from engine.model.hub import HUB_ERRORS, explain, require_hub
-from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
+from engine.model.hub import HUB_ERRORS, loading_error, require_reachable
+from engine.model.reference import BUILTIN_PREFIX, StartingWeights, find_starting_weights
 from engine.spec.schema.run import RunSpec
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class that opens a model of this config: its own code, a decoder, or a decoder behind a tower."""
+    """The Auto class of transformers for this config: with a vision encoder, or a decoder alone."""
     return AutoModelForImageTextToText if config.model_type in TOWERS else AutoModelForCausalLM
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
     """The base model's config.json as a dict (built-in, folder, hub, or the base of an earlier run)."""
-    start = find_start(spec.recipe.model)
+    start = find_starting_weights(spec.recipe.model)
     if start.base.startswith(BUILTIN_PREFIX):
         return builtin_config(start.base)
     return load_config(start, spec.limits.trust_remote_code).to_dict()
@@ -40,7 +40,7 @@ def check_packing(spec: RunSpec) -> None:
         refuse_mixing(model_config_dict(spec), spec)
 
 
-def load_config(start: Starting, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of the model a run starts from.
 
     Raises:
@@ -51,13 +51,13 @@ def load_config(start: Starting, trust_remote_code: bool) -> PreTrainedConfig:
         facts = builtin_config(start.base)
         return AutoConfig.for_model(facts.pop("model_type"), **facts)
     _expect_config_file(start)
-    require_hub(start.base, "model", start.revision)
+    require_reachable(start.base, "model", start.revision)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             start.base, revision=start.revision or "main", trust_remote_code=trust_remote_code
         )
     except HUB_ERRORS as error:
-        raise explain(error, start.base) from error
+        raise loading_error(error, start.base) from error
     known = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TOWERS)
     if config.model_type not in known and not getattr(config, "auto_map", None):
         raise UsageError(
@@ -68,7 +68,7 @@ def load_config(start: Starting, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
-def _expect_config_file(start: Starting) -> None:
+def _expect_config_file(start: StartingWeights) -> None:
     if start.folder is not None and not (start.folder / "config.json").is_file():
         raise UsageError(
             f"no config.json in {start.folder}",

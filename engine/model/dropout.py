@@ -1,11 +1,11 @@
-"""LoRA dropout whose masks are keyed, so that every retry, split and recomputation draws the same ones.
+"""LoRA dropout with masks that depend on a key, so that every retry, split and recomputation uses the same masks.
 
-An element is kept or dropped by a hash of (seed, step, sample, module, position, feature), integers only: the same on
-every device, for any micro-batch and any right padding. `torch.nn.Dropout` draws from a generator instead, and its
-masks change with the split. Nothing is saved for backward: the mask is computed again.
+A hash of the integers (seed, step, sample, module, position, feature) decides whether an element is kept: the same on
+every device, for any micro-batch and any padding on the right. `torch.nn.Dropout` uses a random generator, so its masks
+change with the split. Nothing is saved for backward; the mask is computed again.
 
-The hash is murmur3's 32-bit finaliser (Appleby 2011, public domain) over a position hash xor a feature hash, each keyed
-with 32 of 64 bits that BLAKE2 makes from the rest.
+The hash is murmur3's 32-bit finaliser (Appleby 2011, public domain) of a position hash xor a feature hash. Each of the
+two is keyed with 32 bits of a BLAKE2 hash of seed, step, sample and module.
 
 Try: `python -m pytest tests/model/test_dropout.py`.
 """
@@ -23,50 +23,50 @@ import torch
 from torch import Tensor, nn
 
 RowKey = tuple[int, int]
-"""Two signed 32-bit integers: the keys of one sample in one module at one step."""
+"""Two signed 32-bit integers that determine the mask of one sample in one module at one step."""
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What a forward pass is keyed with."""
+class DropoutKey:
+    """What the masks of one forward pass depend on, beside module, position and feature."""
 
     seed: int
     step: int
     sample_ids: tuple[int, ...]
     first_position: int = 0
-    """Where in the samples the rows begin."""
+    """Position in the samples at which the rows begin; not 0 in slices of sequence parallelism."""
 
 
 class KeyedDropout(nn.Module):
-    """Dropout on [..., S, F] with one row of samples per key. Identity in evaluation mode."""
+    """Dropout on [B, S, F] with a mask for each sample. Identity in evaluation mode."""
 
     def __init__(self, probability: float, name: str) -> None:
         super().__init__()
         self.p = probability
         self.name = name
-        self.draw: Draw | None = None
+        self.key: DropoutKey | None = None
 
     def forward(self, input_BSF: Tensor) -> Tensor:
-        """input_BSF with dropped elements at 0 and the rest scaled by 1/(1-p).
+        """input_BSF with dropped elements set to 0 and the others scaled by 1/(1-p).
 
         Raises:
-            RuntimeError: training without `keyed`, or a first dimension that is not the samples'.
+            RuntimeError: used in training outside `keyed`, or the first dimension is not the number of samples.
         """
         if not self.training:
             return input_BSF
-        if self.draw is None:
+        if self.key is None:
             raise RuntimeError(f"dropout of {self.name} ran outside engine.model.dropout.keyed")
-        if input_BSF.dim() != 3 or input_BSF.shape[0] != len(self.draw.sample_ids):
+        if input_BSF.dim() != 3 or input_BSF.shape[0] != len(self.key.sample_ids):
             raise RuntimeError(
-                f"dropout of {self.name}: expected [{len(self.draw.sample_ids)}, S, F], got {tuple(input_BSF.shape)}"
+                f"dropout of {self.name}: expected [{len(self.key.sample_ids)}, S, F], got {tuple(input_BSF.shape)}"
             )
-        keys = [row_key(self.draw.seed, self.draw.step, sample, self.name) for sample in self.draw.sample_ids]
+        keys = [row_key(self.key.seed, self.key.step, sample, self.name) for sample in self.key.sample_ids]
         apply: Callable[..., Tensor] = _Drop.apply
-        return apply(input_BSF, keys, self.draw.first_position, self.p)
+        return apply(input_BSF, keys, self.key.first_position, self.p)
 
 
 class _Drop(torch.autograd.Function):
-    """x · mask / (1 - p), its mask computed again in backward."""
+    """x · mask / (1 - p). The mask is computed again in backward."""
 
     @staticmethod
     def forward(ctx: Any, input_BSF: Tensor, keys: list[RowKey], first: int, probability: float) -> Tensor:
@@ -79,7 +79,7 @@ class _Drop(torch.autograd.Function):
 
 
 def key_dropout(model: nn.Module) -> None:
-    """Replace every active dropout of peft's adapters by the keyed one, named after its layer."""
+    """Replace every active dropout of peft's adapters by a KeyedDropout named after its layer."""
     for name, module in model.named_modules():
         places = getattr(module, "lora_dropout", None)
         if not isinstance(places, nn.ModuleDict):
@@ -90,7 +90,7 @@ def key_dropout(model: nn.Module) -> None:
 
 
 def keyed_dropouts(model: nn.Module) -> list[KeyedDropout]:
-    """Those of `key_dropout`. To be kept: looking through a large model takes milliseconds."""
+    """The KeyedDropout modules of a model. Keep the list: searching a large model takes milliseconds."""
     return [module for module in model.modules() if isinstance(module, KeyedDropout)]
 
 
@@ -98,27 +98,27 @@ def keyed_dropouts(model: nn.Module) -> list[KeyedDropout]:
 def keyed(
     layers: Sequence[KeyedDropout], *, seed: int, step: int, sample_ids: Sequence[int], first_position: int = 0
 ) -> Iterator[None]:
-    """Hold the draw of one micro-batch around its forward and backward (recomputation runs in the latter)."""
-    draw = Draw(seed, step, tuple(int(sample) for sample in sample_ids), first_position)
+    """Set the key of one micro-batch, for both its forward and backward pass (which recomputes layers)."""
+    key = DropoutKey(seed, step, tuple(int(sample) for sample in sample_ids), first_position)
     for layer in layers:
-        layer.draw = draw
+        layer.key = key
     try:
         yield
     finally:
         for layer in layers:
-            layer.draw = None
+            layer.key = None
 
 
 def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
-    """64 bits from everything but position and feature."""
+    """A 64-bit hash of seed, step, sample and module name."""
     text = f"{seed}\x1f{step}\x1f{sample}\x1f{module}".encode()
     return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
 
 
-def kept(
+def keep_mask(
     key: RowKey, length: int, features: int, probability: float, device: torch.device, first: int = 0
 ) -> Tensor:
-    """Boolean mask [S, F] of positions from `first` on: True with probability 1 - p, up to 2^-32."""
+    """Boolean mask [S, F] for positions from `first` on: True with probability 1 - p, to within 2^-32."""
     positions_S = torch.arange(first, first + length, dtype=torch.int32, device=device)
     positions_S = _mix(positions_S.mul_(-1640531527).add_(key[0]))
     features_F = _mix(torch.arange(features, dtype=torch.int32, device=device).mul_(-1640531527).add_(key[1]))
@@ -131,13 +131,13 @@ def _drop(tensor_BSF: Tensor, keys: list[RowKey], first: int, probability: float
     length, features = tensor_BSF.shape[1:]
     result_BSF = torch.empty_like(tensor_BSF)
     for row, key in enumerate(keys):
-        mask_SF = kept(key, length, features, probability, tensor_BSF.device, first)
+        mask_SF = keep_mask(key, length, features, probability, tensor_BSF.device, first)
         torch.mul(tensor_BSF[row], mask_SF, out=result_BSF[row])
     return result_BSF.mul_(1.0 / (1.0 - probability))
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """murmur3's finaliser on int32, in place. Products wrap; shifts are made logical by masking the sign's copies."""
+    """murmur3's finaliser on int32, in place. Products wrap around; masks turn arithmetic shifts into logical ones."""
     bits ^= (bits >> 16) & 0xFFFF
     bits *= -2048144789
     bits ^= (bits >> 13) & 0x7FFFF

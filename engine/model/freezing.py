@@ -1,7 +1,7 @@
-"""Globs on dotted names, and which parameters learn.
+"""Globs on dotted names, and the choice of the parameters that are trained.
 
 `*` stays within one part of a dotted name, `**` crosses dots, `?` and `[...]` match one character. A pattern may also
-name a module, which stands for everything in it. A pattern that matches nothing is an error.
+name a module, which stands for all its parameters. A pattern that matches nothing is an error.
 
 Try: `python -c "from engine.model.freezing import matches; print(matches('model.*.mlp', 'model.0.mlp.up.weight'))"`.
 """
@@ -49,7 +49,7 @@ def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
 
 
 def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
-    """The error for a pattern that matches nothing, with names that look like it."""
+    """The error for a pattern that matches nothing; it suggests similar names."""
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
     return UsageError(
         f"{key}: {pattern!r} matches no name in this model",
@@ -59,12 +59,13 @@ def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
 
 
 def freeze_parameters(model: nn.Module, method: Method, frozen_by_default: Iterable[str] = ()) -> None:
-    """Set requires_grad for a full fine-tuning: all, or train_only; minus `frozen_by_default` and freeze.
+    """Set requires_grad for full fine-tuning.
 
-    A tied weight is one parameter with several names: a pattern for any of them holds, and freezing wins.
+    Trained are all parameters, without `frozen_by_default`, or those of method.train_only; in both cases without those
+    of method.freeze. A tied weight has several names: a pattern for any of them applies, and freezing wins.
 
     Raises:
-        UsageError: a pattern without a match, or nothing left that learns.
+        UsageError: a pattern without a match, or no parameter left to train.
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     trained = select(method.train_only, by_name, "method.train_only") if method.train_only else set(by_name)

@@ -1,4 +1,4 @@
-"""Parameter groups for the optimizer: what decays, and what has a rate of its own.
+"""Parameter groups of the optimizer, by weight decay and learning rate.
 
 Try: `python -m pytest tests/model/test_patterns.py`.
 """
@@ -15,11 +15,10 @@ from engine.spec.schema.recipe import ParameterGroup, Train
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: Train) -> list[dict[str, Any]]:
-    """Groups with `params`, `names`, `lr` and `weight_decay`, in the order parameters first come up.
+    """Groups with `params`, `names`, `lr` and `weight_decay`, in the order of their first parameters.
 
-    Matrices decay; biases, norms and everything else with one dimension do not (Loshchilov & Hutter's decay is meant
-    for weights; GPT-3, appendix B, and nanoGPT split the same way). Of [[train.groups]] the first match counts, and a
-    weight_decay written there holds for matrices and vectors alike.
+    Weight decay applies to matrices, but not to biases, norms and other vectors, as in GPT-3 (appendix B) and nanoGPT.
+    The first match in [[train.groups]] counts, and a weight_decay set there applies to matrices and vectors alike.
 
     Raises:
         UsageError: a group whose pattern matches no trainable parameter.

@@ -1,6 +1,6 @@
-"""From hidden states to logits: the output head of a model, and what its family does to the logits afterwards.
+"""The output head of a model, which turns hidden states into logits: its module, scale and soft-cap.
 
-Facts only: which module is the head, by what the logits are scaled, where they are capped.
+The losses that use it are in `engine.model.loss` and `engine.model.chunked`.
 
 Try: `python -m pytest tests/model/test_architectures.py`.
 """
@@ -15,15 +15,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.errors import UsageError
 
-MULTIPLIED_BY = {
+LOGIT_MULTIPLIERS = {
     "cohere": "logit_scale",
     "cohere2": "logit_scale",
     "cohere2_moe": "logit_scale",
     "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
 }
-"""Model type = the config key its logits are multiplied by (transformers 5.23, modeling_*.py, forward)."""
-DIVIDED_BY = {
+"""Config key by which a model type multiplies its logits (transformers 5.23, modeling_*.py, forward)."""
+LOGIT_DIVISORS = {
     "granite": "logits_scaling",
     "granite_swa": "logits_scaling",
     "granitemoe": "logits_scaling",
@@ -32,12 +32,12 @@ DIVIDED_BY = {
     "granitemoehybrid": "logits_scaling",
     "minicpm3": "logits_scaling",
 }
-"""Model type = the config key its logits are divided by."""
+"""Config key by which a model type divides its logits."""
 
 
 @dataclass(frozen=True)
-class Head:
-    """logits = softcap(project(hidden · scale)). The scale is folded into the hidden states: H numbers, not V."""
+class OutputHead:
+    """logits = softcap(project(hidden · scale)). The scale is applied to the hidden states: H numbers instead of V."""
 
     project: nn.Module
     scale: float
@@ -50,7 +50,7 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
-        """Columns of the logits."""
+        """Number of logits of a token."""
         inner: Any = getattr(self.project, "base_layer", None) or getattr(self.project, "original_module", self.project)
         return int(inner.out_features)
 
@@ -60,8 +60,8 @@ class Head:
         return logits_NV if self.softcap is None else (logits_NV / self.softcap).tanh() * self.softcap
 
 
-def find_head(model: PreTrainedModel) -> Head:
-    """The head of a transformers model, adapters in place.
+def find_head(model: PreTrainedModel) -> OutputHead:
+    """The output head of a transformers model, with its adapters.
 
     Raises:
         UsageError: the model names no output embeddings.
@@ -69,16 +69,16 @@ def find_head(model: PreTrainedModel) -> Head:
     project = model.get_output_embeddings()
     if project is None:
         raise UsageError(
-            f"{type(model).__name__} does not say which module makes its logits", fix="choose another model.id"
+            f"{type(model).__name__} does not name the module that computes its logits", fix="choose another model.id"
         )
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
-    return Head(project, _scale(config), float(cap) if cap else None)
+    return OutputHead(project, _scale(config), float(cap) if cap else None)
 
 
 def _scale(config: PreTrainedConfig) -> float:
-    if config.model_type in MULTIPLIED_BY:
-        return float(getattr(config, MULTIPLIED_BY[config.model_type]))
-    if config.model_type in DIVIDED_BY:
-        return 1.0 / float(getattr(config, DIVIDED_BY[config.model_type]))
+    if config.model_type in LOGIT_MULTIPLIERS:
+        return float(getattr(config, LOGIT_MULTIPLIERS[config.model_type]))
+    if config.model_type in LOGIT_DIVISORS:
+        return 1.0 / float(getattr(config, LOGIT_DIVISORS[config.model_type]))
     return 1.0

@@ -1,6 +1,6 @@
-"""What went wrong when transformers or the hub could not give us a model, said so that a person can act on it.
+"""Errors for models that transformers or the hub cannot load, each with a fix.
 
-Only words live here; loading is in `engine.model.load` and `engine.model.tokenizer`.
+Loading itself is in `engine.model.load` and `engine.model.tokenizer`.
 
 Try: `HF_HUB_OFFLINE=1 tunedeck train -p 24gb -r lora --set model.id=no/such-model`.
 """
@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
 
 ANSWER_SECONDS = 10.0
-"""How long the hub may take for its first answer."""
+"""Time limit for the hub's first answer."""
 
 HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError, SafetensorError)
-"""What transformers raises for anything between a missing file and a network that is down. KeyError: some configs."""
+"""Exceptions of transformers for a model that cannot be loaded, from missing files and bad configs to the network."""
 
 OFFLINE_SIGNS = (
     "couldn't connect",
@@ -41,10 +41,10 @@ OFFLINE_SIGNS = (
 )
 
 
-def require_hub(model: str, what: str, revision: str | None) -> None:
+def require_reachable(model: str, what: str, revision: str | None) -> None:
     """Raise EnvironmentProblem where `model` is neither a folder nor in the cache, and the hub does not answer.
 
-    One attempt: transformers' own retries add up to most of a minute before it gives up on a network that is down.
+    Makes one attempt: without a network, transformers' retries take most of a minute.
     """
     if Path(model).is_dir() or constants.HF_HUB_OFFLINE:
         return
@@ -53,13 +53,13 @@ def require_hub(model: str, what: str, revision: str | None) -> None:
             return
         get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
     except HFValidationError:
-        return  # no hub id at all, which transformers says better
+        return  # not a hub id, for which transformers has a better message
     except HTTPError as error:
-        raise explain(error, model, what) from error
+        raise loading_error(error, model, what) from error
 
 
-def explain(error: BaseException, model: str, what: str = "model") -> TunedeckError:
-    """The error to raise instead of `error`, which came up while loading the `what` of `model` (hub id or folder)."""
+def loading_error(error: BaseException, model: str, what: str = "model") -> TunedeckError:
+    """The error to raise in place of `error`, raised while loading the `what` of `model` (hub id or folder)."""
     texts = " ".join(str(link) for link in _chain(error)).lower()
     first = _first_line(error)
     if Path(model).is_dir():

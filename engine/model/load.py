@@ -1,7 +1,6 @@
-"""From a run spec to a model ready to train: base weights on the device, adapters or frozen parts, checkpointing.
+"""Loads the model of a run spec, ready to train: base weights, adapters or frozen parameters, checkpointing.
 
-Weights go straight to the device in their dtype; nothing is offloaded. What is done with the model afterwards (saving,
-restoring, listing what learns) is in `engine.model.loaded`.
+Weights are loaded straight to the device in their dtype. Saving and restoring them is in `engine.model.loaded`.
 
 Try: `tunedeck train -p demo -r demo`, or `python -m pytest tests/model/test_load.py`.
 """
@@ -11,88 +10,103 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.budget.tower_parameters import in_tower
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
 from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers
-from engine.model.attention import looks_ahead, resolve_attention
+from engine.model.attention import attends_to_later_tokens, resolve_attention
 from engine.model.config import auto_class, load_config
 from engine.model.dropout import key_dropout
 from engine.model.freezing import freeze_parameters
-from engine.model.hub import HUB_ERRORS, explain
+from engine.model.hub import HUB_ERRORS, loading_error
 from engine.model.loaded import LoadedModel, embedding_rows
 from engine.model.precision import Precision, choose_precision
-from engine.model.reference import BUILTIN_PREFIX, Starting, find_start
+from engine.model.reference import BUILTIN_PREFIX, StartingWeights, find_starting_weights
 from engine.model.tokenizer import check_vocabulary
 from engine.spec.check.images import image_key
+from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 
 __all__ = ["LoadedModel", "load_model"]
 
 SEED_MIXED_IN = 0x7E57
-"""Keeps the stream of initial weights apart from other uses of train.seed."""
+"""Makes the random stream of initial weights differ from other uses of train.seed."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a base model is loaded."""
+
+    start: StartingWeights
+    config: PreTrainedConfig
+    precision: Precision
+    attention: str
+    """transformers' name of the attention kernel."""
+
+
+def choose_settings(
+    recipe: Recipe, start: StartingWeights, config: PreTrainedConfig, device: Device
+) -> ModelSettings:
+    """Choose dtypes and the attention kernel for a device.
+
+    Raises:
+        EnvironmentProblem, UsageError: the recipe asks for an attention kernel that cannot be used.
+    """
+    precision = choose_precision(recipe.model, recipe.method, config.model_type, device)
+    attention = resolve_attention(config, recipe.model.attention, device, precision.compute)
+    return ModelSettings(start, config, precision, attention)
 
 
 def load_model(
     spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase, place: torch.device | None = None
 ) -> LoadedModel:
-    """Load the base, add adapters or freeze, switch on checkpointing. Call it inside `device.activate()`.
+    """Load the base model, add adapters or freeze parameters, set checkpointing. Call it inside `device.activate()`.
 
-    The weights go to `place`, by default to the device. On "meta" nothing is read and nothing takes memory.
+    Weights are loaded to `place`, by default the device. On "meta" nothing is read and no memory is used.
 
     Raises:
         UsageError: not a causal language model, no weights, patterns that match nothing, a tokenizer too large.
         EnvironmentProblem: hub unreachable or refusing, flash attention or bitsandbytes missing.
     """
-    recipe = spec.recipe
-    start = find_start(recipe.model)
-    config = load_config(start, spec.limits.trust_remote_code)
-    precision = choose_precision(recipe.model, recipe.method, config.model_type, device)
-    attention = resolve_attention(config, recipe.model.attention, device, precision.compute)
-    with seeded(recipe.train.seed, device):
-        model = _base(spec, start, config, precision, attention, device, place or device.torch_device)
-        check_vocabulary(tokenizer, embedding_rows(model))
-        loaded = assemble(spec, start, config, model, device, precision, attention)
+    start = find_starting_weights(spec.recipe.model)
+    settings = choose_settings(spec.recipe, start, load_config(start, spec.limits.trust_remote_code), device)
+    with seeded(spec.recipe.train.seed, device):
+        base = _load_base(spec, settings, device, place or device.torch_device)
+        check_vocabulary(tokenizer, embedding_rows(base))
+        loaded = assemble(spec, settings, base, device)
     loaded.tokenizer = tokenizer
     if place is None:
         device.adopt([*loaded.model.parameters(), *loaded.model.buffers()])
     return loaded
 
 
-def assemble(
-    spec: RunSpec,
-    start: Starting,
-    config: PreTrainedConfig,
-    base: PreTrainedModel,
-    device: Device,
-    precision: Precision,
-    attention: str,
-) -> LoadedModel:
-    """Adapters or frozen parts, dropout and checkpointing around a base that is there; the tokenizer is still missing.
+def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, device: Device) -> LoadedModel:
+    """Add adapters or freeze parameters, and set dropout and checkpointing. The result has no tokenizer yet.
 
     Raises:
-        UsageError: patterns that match nothing, an adapter where none can go on.
+        UsageError: patterns that match nothing, or an adapter that cannot be trained further.
     """
     recipe = spec.recipe
     base.config.use_cache = False
-    trained, coverage = _what_learns(spec, start, base)
+    trained, coverage = _apply_method(spec, settings.start, base)
     key_dropout(trained)
     loaded = LoadedModel(
         model=trained,
         kind="adapter" if recipe.method.kind == "lora" else "model",
-        config=config,
+        config=settings.config,
         coverage=coverage,
         device=device,
-        precision=precision,
-        attention=attention,
-        base_exists_elsewhere=not _made_here(spec, start),
-        notices=list(precision.notices),
-        sees_padding=looks_ahead(base.get_decoder()),
+        precision=settings.precision,
+        attention=settings.attention,
+        base_exists_elsewhere=not _has_new_weights(spec, settings.start),
+        notices=list(settings.precision.notices),
+        attends_to_padding=attends_to_later_tokens(base.get_decoder()),
     )
     loaded.model.train()
     loaded.set_checkpointing(recipe.train.gradient_checkpointing)
@@ -101,51 +115,45 @@ def assemble(
 
 @contextmanager
 def seeded(seed: int, device: Device) -> Iterator[None]:
-    """Initial weights depend on the seed alone, and leave the generators as they were."""
+    """Inside the block, random numbers depend on `seed` alone; afterwards the generators continue as before it."""
     cuda = [device.torch_device] if device.torch_device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         torch.manual_seed(seed ^ SEED_MIXED_IN)
         yield
 
 
-def _made_here(spec: RunSpec, start: Starting) -> bool:
+def _has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:
+    """Whether the base model's weights are created in this run: built-in, or random."""
     return start.base.startswith(BUILTIN_PREFIX) or spec.recipe.model.init == "random"
 
 
-def _base(
-    spec: RunSpec,
-    start: Starting,
-    config: PreTrainedConfig,
-    precision: Precision,
-    attention: str,
-    device: Device,
-    place: torch.device,
-) -> PreTrainedModel:
+def _load_base(spec: RunSpec, settings: ModelSettings, device: Device, place: torch.device) -> PreTrainedModel:
+    start, config = settings.start, settings.config
+    options: dict[str, Any] = {"dtype": settings.precision.weights, "attn_implementation": settings.attention}
     if spec.recipe.model.quantize == "nf4":
-        return _nf4(spec, start, config, precision, attention, device)
-    if _made_here(spec, start) or place.type == "meta":
+        options["quantization_config"] = _nf4_config(spec, settings, device)
+        return _load_pretrained(spec, settings, options, device.torch_device)
+    if _has_new_weights(spec, start) or place.type == "meta":
         with place:
-            made: PreTrainedModel = auto_class(config).from_config(
-                config,
-                dtype=precision.weights,
-                attn_implementation=attention,
-                trust_remote_code=spec.limits.trust_remote_code,
+            base: PreTrainedModel = auto_class(config).from_config(
+                config, trust_remote_code=spec.limits.trust_remote_code, **options
             )
-        return made
-    return _pretrained(spec, start, config, {"dtype": precision.weights, "attn_implementation": attention}, place)
+        return base
+    return _load_pretrained(spec, settings, options, place)
 
 
-def _pretrained(
-    spec: RunSpec, start: Starting, config: PreTrainedConfig, options: dict[str, Any], place: torch.device
+def _load_pretrained(
+    spec: RunSpec, settings: ModelSettings, options: dict[str, Any], place: torch.device
 ) -> PreTrainedModel:
+    start = settings.start
     _expect_safetensors(start)
     if place.type != "cpu":
         options["device_map"] = {"": place}
-    model: PreTrainedModel
+    base: PreTrainedModel
     try:
-        model, report = auto_class(config).from_pretrained(
+        base, report = auto_class(settings.config).from_pretrained(
             start.base,
-            config=config,
+            config=settings.config,
             revision=start.revision or "main",
             use_safetensors=True,
             output_loading_info=True,
@@ -156,13 +164,13 @@ def _pretrained(
     except torch.OutOfMemoryError:
         raise
     except HUB_ERRORS as error:
-        raise explain(error, start.base) from error
+        raise loading_error(error, start.base) from error
     _expect_complete(start, report)
-    return model
+    return base
 
 
-def _expect_complete(start: Starting, report: dict[str, Any]) -> None:
-    """transformers fills missing weights with random ones and goes on; nobody fine-tunes that on purpose."""
+def _expect_complete(start: StartingWeights, report: dict[str, Any]) -> None:
+    """Refuse a model with missing weights, which transformers would replace by random ones."""
     missing = sorted(report["missing_keys"])
     misshapen = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     if missing or misshapen:
@@ -174,8 +182,8 @@ def _expect_complete(start: Starting, report: dict[str, Any]) -> None:
         )
 
 
-def _expect_safetensors(start: Starting) -> None:
-    """A folder must hold *.safetensors: no other format is opened, as pickle can run code."""
+def _expect_safetensors(start: StartingWeights) -> None:
+    """Refuse a folder without *.safetensors: other formats use pickle, which can run code."""
     if start.folder is None or any(start.folder.glob("*.safetensors")):
         return
     others = sorted(path.name for path in start.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
@@ -187,9 +195,7 @@ def _expect_safetensors(start: Starting) -> None:
     )
 
 
-def _nf4(
-    spec: RunSpec, start: Starting, config: PreTrainedConfig, precision: Precision, attention: str, device: Device
-) -> PreTrainedModel:
+def _nf4_config(spec: RunSpec, settings: ModelSettings, device: Device) -> BitsAndBytesConfig:
     if device.torch_device.type != "cuda":
         raise EnvironmentProblem(
             f'model.quantize = "nf4" needs a CUDA device, this is {device.name}', fix='set model.quantize = "none"'
@@ -198,25 +204,21 @@ def _nf4(
         raise EnvironmentProblem(
             'model.quantize = "nf4" needs bitsandbytes, which is not installed', fix='pip install "tunedeck[cuda]"'
         )
-    if spec.recipe.method.kind == "full" or _made_here(spec, start):
+    if spec.recipe.method.kind == "full" or _has_new_weights(spec, settings.start):
         raise UsageError(
             'model.quantize = "nf4" holds a frozen base with real weights',
             expected='method.kind = "lora" and model.init = "pretrained"',
             fix='set model.quantize = "none"',
         )
-    from transformers import BitsAndBytesConfig
-
-    four_bits = BitsAndBytesConfig(
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=precision.compute,
+        bnb_4bit_compute_dtype=settings.precision.compute,
     )
-    options = {"dtype": precision.weights, "attn_implementation": attention, "quantization_config": four_bits}
-    return _pretrained(spec, start, config, options, device.torch_device)
 
 
-def _what_learns(spec: RunSpec, start: Starting, model: PreTrainedModel) -> tuple[Any, Coverage]:
+def _apply_method(spec: RunSpec, start: StartingWeights, model: PreTrainedModel) -> tuple[Any, Coverage]:
     method, moe = spec.recipe.method, spec.recipe.moe
     routers = router_parameters(model)
     if method.kind == "full":
@@ -239,11 +241,11 @@ def _continued(spec: RunSpec, adapter: str, model: PreTrainedModel) -> tuple[Any
     try:
         return continue_adapter(model, adapter, spec.recipe.method)
     except HUB_ERRORS as error:
-        raise explain(error, adapter, "adapter") from error
+        raise loading_error(error, adapter, "adapter") from error
 
 
 def router_parameters(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters that choose experts: the gate or router beside a module called experts."""
+    """Names of the parameters that choose experts: those of the gate or router beside a module named "experts"."""
     blocks = {name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".experts")}
     return [
         name

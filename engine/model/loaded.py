@@ -1,8 +1,8 @@
-"""A loaded model: what learns in it, and how it is written down and read back.
+"""A loaded model: its trained parameters, and how its weights are saved and restored.
 
-An adapter is saved so that PeftModel.from_pretrained restores it, a full model so that transformers' from_pretrained
-does, each with the tokenizer. A base that exists nowhere else (built in, or random
-weights) is written to `base/` beside its adapter: without it the adapter would be worthless.
+An adapter is saved in the format of PeftModel.from_pretrained, a full model in that of transformers' from_pretrained,
+both with the tokenizer. A base model that exists nowhere else (built-in, or random weights) is saved in `base/` beside
+its adapter, which would be useless without it.
 
 Try: `python -m pytest tests/model/test_save.py`.
 """
@@ -35,17 +35,9 @@ ADAPTER = "default"
 """peft's name of the one adapter."""
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Numbers of parameters, tied weights counted once."""
-
-    total: int
-    trainable: int
-
-
 @dataclass
 class LoadedModel:
-    """See the module's docstring. `model` is a PreTrainedModel, or a PeftModel around one."""
+    """A model with adapters or frozen parts, on its device."""
 
     model: PreTrainedModel | PeftModel
     kind: Literal["adapter", "model"]
@@ -56,23 +48,23 @@ class LoadedModel:
     attention: str
     """transformers' name of the attention kernel in use."""
     base_exists_elsewhere: bool = True
-    """False for a base that was made here, and is therefore saved beside its adapter."""
+    """False for a base model that was created in this run and is therefore saved beside its adapter."""
     notices: list[str] = field(default_factory=list)
-    """Sentences the user should see before the run starts."""
+    """Messages to show the user before the run starts."""
     checkpointing: bool = False
     """Whether activations are recomputed in backward."""
     parts: dict[str, Parameter] | None = None
-    """Where weights are spread over ranks: what this rank holds of each parameter that learns, by its plain name."""
+    """Where weights are sharded: this rank's shards of the trained parameters, by plain name. Else None."""
     stage: Callable[[Tensor], Tensor] | None = None
-    """How a tensor comes to the host to be saved; None for the device's own way."""
-    sees_padding: bool = True
-    """Whether padding on the right could change what a token before it becomes; see `attention.looks_ahead`."""
+    """Function that copies a tensor to the host for saving; None for that of the device."""
+    attends_to_padding: bool = True
+    """Whether padding on the right may influence the tokens before it (`attention.attends_to_later_tokens`)."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     """Set by `load_model`. A simulated model has none."""
 
     @property
     def base(self) -> PreTrainedModel:
-        """The transformers model, adapters in place."""
+        """The transformers model, with its adapters."""
         if isinstance(self.model, PeftModel):
             return cast(PreTrainedModel, self.model.get_base_model())
         return self.model
@@ -87,40 +79,30 @@ class LoadedModel:
         """Whether gradients pass through fp16."""
         return self.precision.needs_loss_scaling
 
-    @property
-    def parameter_counts(self) -> ParameterCounts:
-        """Counted now. A 4-bit weight counts for the elements it stands for."""
-        sizes = [(_elements(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
-        return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns))
-
     def trainable(self) -> list[tuple[str, Parameter]]:
-        """(name, parameter) of all that learns, in the model's order, tied weights once; parts of them where weights
-        are spread over ranks.
+        """(name, parameter) of the trained parameters in the model's order, tied weights once. Where weights are
+        sharded, this rank's shards of them.
 
-        Names are the base model's, without peft's wrapping: "model.layers.0.self_attn.q_proj.lora_A.weight".
+        Names are without peft's wrapping: "model.layers.0.self_attn.q_proj.lora_A.weight".
         """
         if self.parts is not None:
             return list(self.parts.items())
         return [(plain_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
 
-    def held(self) -> list[tuple[str, Tensor]]:
-        """(name, tensor) of every parameter, as far as it is held here."""
-        return [(name, part_here(parameter)) for name, parameter in self.model.named_parameters()]
-
-    def trainable_state(self) -> dict[str, Tensor]:
-        """Name = the live tensor of all that learns, detached; not copied."""
-        return {name: parameter.detach() for name, parameter in self.trainable()}
+    def local_parameters(self) -> list[tuple[str, Tensor]]:
+        """(name, tensor) of every parameter; where weights are sharded, this rank's shards."""
+        return [(name, local_part(parameter)) for name, parameter in self.model.named_parameters()]
 
     def set_checkpointing(self, on: bool) -> None:
-        """Recompute activations in backward, or keep them.
+        """Switch gradient checkpointing on or off.
 
-        Non-reentrant recomputation needs no input that requires a gradient, so the embeddings get no hook.
+        Non-reentrant checkpointing needs no input that requires a gradient, so the embeddings get no hook.
         """
         base = self.base
         if on and not base.supports_gradient_checkpointing:
             self.notices.append(f"{base.config.model_type} does not support gradient checkpointing; it stays off")
             return
-        # Before transformers 5.23 it was called gradient checkpointing there, too.
+        # transformers calls it activation checkpointing since 5.23, before that gradient checkpointing.
         kind = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
         if on:
             getattr(base, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
@@ -130,7 +112,7 @@ class LoadedModel:
         self.checkpointing = on
 
     def save(self, folder: Path) -> None:
-        """Write adapter or model, and tokenizer, as safetensors in the training dtype, staged through host memory."""
+        """Write adapter or model as safetensors in the training dtype, and the tokenizer. Uses host memory only."""
         folder.mkdir(parents=True, exist_ok=True)
         with self.device.host_region():
             if isinstance(self.model, PeftModel):
@@ -140,7 +122,7 @@ class LoadedModel:
             self.tokenizer.save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Put what `save` wrote back into the parameters, in place, so optimizers keep their references.
+        """Copy weights that `save` wrote into the parameters, in place, so that optimizers keep their references.
 
         Raises:
             UsageError: the folder holds other parameters than this model trains.
@@ -159,7 +141,7 @@ class LoadedModel:
     def _save_adapter(self, model: PeftModel, folder: Path) -> None:
         config = model.peft_config[ADAPTER]
         if not self.base_exists_elsewhere:
-            # Relative on purpose: checkpoints are renamed and results copied, and the base moves along.
+            # Relative, because the folder is renamed or copied together with the base.
             config.base_model_name_or_path = BASE_FOLDER
             self._save_base(model, folder / BASE_FOLDER)
         staged = _with_adapter_prefix(model, self._on_host(_adapter_state(model)))
@@ -175,25 +157,25 @@ class LoadedModel:
         _write_weights(self._on_host(clean), folder)
 
     def _on_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Host tensors, staged one at a time; tensors that share storage go on sharing, so tied weights stay one."""
+        """Copies on the host, made one by one. Tensors that share storage share a copy, so tied weights stay tied."""
         copies: dict[tuple[int, torch.Size], Tensor] = {}
         staged = {}
         for name, tensor in state.items():
-            key = (part_here(tensor).data_ptr(), tensor.shape)
+            key = (local_part(tensor).data_ptr(), tensor.shape)
             if key not in copies:
                 copies[key] = (self.stage or self.device.staged)(tensor)
             staged[name] = copies[key]
         return staged
 
     def _targets(self) -> dict[str, Tensor]:
-        """Names as a saved file has them = the live tensors behind them."""
+        """The live tensors by their names in a saved file."""
         if isinstance(self.model, PeftModel):
             return _adapter_state(self.model)
         tied = self.model.all_tied_weights_keys or {}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
     def _load_converted(self, folder: Path) -> None:
-        """Architectures whose files differ from their parameters (fused experts): through transformers, on the host."""
+        """Load through transformers, on the host, where names or shapes in files differ (fused experts)."""
         saved = auto_class(self.config).from_pretrained(folder, dtype=self.precision.weights, use_safetensors=True)
         source, target = saved.state_dict(), self.model.state_dict()
         if source.keys() != target.keys():
@@ -207,27 +189,21 @@ def embedding_rows(model: PreTrainedModel) -> int:
     return len(cast(Tensor, model.get_input_embeddings().weight))
 
 
-def part_here(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be spread over ranks."""
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_name(name: str) -> str:
-    """A parameter's dotted name without peft's wrapping."""
+    """A parameter's dotted name without the parts that peft's wrappers add."""
     bare = name.removeprefix("base_model.model.").replace(f".modules_to_save.{ADAPTER}.", ".")
     return _unwrapped(bare.replace(f".{ADAPTER}.", "."))
 
 
 def _unwrapped(name: str) -> str:
-    """Without the steps into what an adapter is wrapped around. Several may be wrapped around one module of fused
-    experts, one for each of its weights; those steps are all that tells such adapters apart, and stay."""
+    """The name without `.base_layer`, by which peft's wrappers hold the wrapped module. Before `.lora_` it is kept: a
+    module of fused experts has a wrapper for each of its weights, and only these parts tell their adapters apart."""
     return re.sub(r"(?:\.base_layer)++\.(?!lora_)", ".", name)
-
-
-def _elements(parameter: Tensor) -> int:
-    """Elements of a weight; bitsandbytes keeps the shape of a packed one in its quant_state."""
-    state = getattr(parameter, "quant_state", None)
-    return int(state.shape.numel()) if state is not None else parameter.numel()
 
 
 def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
@@ -237,11 +213,11 @@ def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """peft's save_pretrained takes a model's state dict and picks the adapter's entries; hand it those entries under
-    every name the model has them (a tied weight has two)."""
+    """The adapter's tensors under every name that they have in the model's state dict (a tied weight has two), from
+    which peft's save_pretrained picks the adapter's entries."""
     originals = _adapter_state(model)
-    staged = {part_here(originals[name]).data_ptr(): tensor for name, tensor in state.items()}
-    live = {name: part_here(tensor).data_ptr() for name, tensor in model.state_dict().items()}
+    staged = {local_part(originals[name]).data_ptr(): tensor for name, tensor in state.items()}
+    live = {name: local_part(tensor).data_ptr() for name, tensor in model.state_dict().items()}
     return {name: staged[address] for name, address in live.items() if address in staged}
 
 

@@ -1,12 +1,12 @@
-"""The loss of a micro-batch: the sum of its token losses, without tokens × vocabulary ever existing (but in "plain").
+"""The loss of a micro-batch: the sum of its token losses, without a tensor of tokens × vocabulary (except in "plain").
 
-The decoder body gives hidden states; only those followed by a target go through the head. Three implementations of
-what comes then, equal to each other within their dtype's rounding:
+The decoder computes hidden states; only those that predict a target token go through the head. The loss of these has
+three implementations, equal within their dtype's rounding:
 
-- plain: all logits at once; the definition, kept as the reference.
+- plain: all logits at once; the reference.
 - chunked: `engine.model.chunked`, on any device, with soft-caps, smoothing and adapters on the head.
-- fused: Liger's kernel on CUDA where installed, else torch's chunked `linear_cross_entropy` (torch 2.13). Both need a
-  head that is a plain linear layer; torch's has neither soft-cap nor smoothing.
+- fused: Liger's kernel on CUDA if installed, else torch's chunked `linear_cross_entropy` (torch 2.13). Both need a head
+  that is a plain linear layer; torch's supports neither soft-cap nor smoothing.
 
 Shapes: B rows, S tokens, H hidden, V vocabulary, N tokens with a target.
 
@@ -27,45 +27,43 @@ from transformers import PreTrainedModel
 
 from engine.budget.setting import chunk_tokens as default_chunk_tokens
 from engine.data.batch import Batch
+from engine.data.tokens import IGNORED
 from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
-from engine.model.chunked import Shape, chunked_loss, token_losses
-from engine.model.head import Head, find_head
+from engine.model.chunked import LossSettings, chunked_loss, token_losses
+from engine.model.head import OutputHead, find_head
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
 from engine.spec.schema.recipe import Train
 
-IGNORED = -100
-"""Label of a token that is not a target."""
-
-Asked = Literal["auto", "plain", "chunked", "fused"]
+LossChoice = Literal["auto", "plain", "chunked", "fused"]
 
 
 class LossFunction:
-    """`loss(batch)` is the sum of token losses as an fp32 scalar; 0 with zero gradients when nothing is a target."""
+    """`loss(batch)` is the sum of token losses, an fp32 scalar; 0 with zero gradients for a batch without targets."""
 
     def __init__(
-        self, loaded: LoadedModel, head: Head, implementation: str, label_smoothing: float, chunk_tokens: int
+        self, loaded: LoadedModel, head: OutputHead, implementation: str, label_smoothing: float, chunk_tokens: int
     ) -> None:
         self.loaded = loaded
         self.head = head
         self.implementation = implementation
         self.label_smoothing = label_smoothing
         self.chunk_tokens = chunk_tokens
-        """Tokens whose logits exist at once in "chunked" and torch's "fused"; may be lowered at any time."""
+        """Tokens whose logits exist at once in "chunked" and torch's "fused". May change between micro-batches."""
         self.offload = ActivationOffload(loaded)
         self.through: Callable[[Batch], Tensor] = self.compute
-        """What a call goes through: where weights are spread over ranks, the module that gathers them around it."""
+        """Function that a call runs. Where weights are sharded, a module that gathers them around `compute`."""
         self.score: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
-        """The same for the head alone."""
+        """The same for the head: a function or module around `sum_of_losses`."""
 
     def __call__(self, batch: Batch) -> Tensor:
         """Sum over target tokens; divide by their number over the whole step, then call backward."""
         return self.through(batch)
 
     def compute(self, batch: Batch) -> Tensor:
-        """The loss, with all weights there."""
+        """The loss of a batch, with all weights present."""
         with autocast(self.loaded), self.offload.saving():
             hidden_NH, targets_N = self._hidden_at_targets(batch)
             if targets_N.numel() == 0:
@@ -73,9 +71,9 @@ class LossFunction:
             return self.score(hidden_NH, targets_N)
 
     def _hidden_at_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states whose next token is a target, and those targets.
+        """Hidden states [N, H] whose next token is a target, and these targets [N].
 
-        Their number was counted on the host, so nothing here waits for the device.
+        N was counted on the host, so nothing here waits for the device.
         """
         hidden_BSH = hidden_states(self.loaded, batch)
         next_BS = batch.labels_BS if batch.labels_shifted else batch.labels_BS[:, 1:]
@@ -96,7 +94,7 @@ class LossFunction:
             return liger_loss(head, hidden_NH, targets_N, smoothing)
         if self.implementation == "torch":
             return torch_loss(head, hidden_NH, targets_N, self.chunk_tokens)
-        return chunked_loss(head, hidden_NH, targets_N, Shape(smoothing, head.softcap, self.chunk_tokens))
+        return chunked_loss(head, hidden_NH, targets_N, LossSettings(smoothing, head.softcap, self.chunk_tokens))
 
 
 def loss_of(train: Train, loaded: LoadedModel, device: Device) -> LossFunction:
@@ -115,7 +113,7 @@ def loss_of(train: Train, loaded: LoadedModel, device: Device) -> LossFunction:
 def make_loss(
     loaded: LoadedModel,
     *,
-    implementation: Asked,
+    implementation: LossChoice,
     label_smoothing: float,
     chunk_tokens: int | None,
     device: Device,
@@ -134,7 +132,7 @@ def make_loss(
     return LossFunction(loaded, head, chosen, label_smoothing, chunk_tokens or default_chunk_tokens(head.vocabulary))
 
 
-def choose_implementation(asked: Asked, head: Head, label_smoothing: float, device: Device) -> str:
+def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> str:
     """plain, chunked, liger or torch. "auto" is Liger on CUDA where it applies, else our chunk loop."""
     liger = _liger_applies(head, device)
     if asked == "auto":
@@ -150,20 +148,19 @@ def choose_implementation(asked: Asked, head: Head, label_smoothing: float, devi
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
-    """Last hidden states [B, S, H] of the decoder body.
+    """Last hidden states [B, S, H] of the decoder.
 
-    The last token of a row predicts nothing and is computed all the same: without it a row of 256 tokens has 255
-    positions, on which torch's attention kernel for CPUs took 5 to 18 % longer, more than the position saves. Padding
-    stands on the right, where a causal model never looks, so the mask is left out. Under flash attention packed rows
-    are laid end to end: it tells documents apart in a batch of one only.
+    The last token of a row predicts nothing, but is computed: 255 positions in place of 256 took torch's attention
+    kernel for CPUs 5 to 18 % longer, more than the position saves. Causal models need no mask for padding, which is on
+    the right. Flash attention separates packed documents only in a batch of one row, so packed rows are concatenated.
     """
     ids_BS, positions_BS = batch.input_ids_BS, batch.position_ids_BS
-    mask_BS = batch.attention_mask_BS if loaded.sees_padding else None
+    mask_BS = batch.attention_mask_BS if loaded.attends_to_padding else None
     shape = ids_BS.shape
     if positions_BS is not None and not batch.labels_shifted and loaded.attention.startswith("flash"):
         ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
     extra = {} if positions_BS is None else {"position_ids": _by_axis(loaded, positions_BS)}
-    # The tower, where there is one, belongs to the body around the decoder.
+    # The vision encoder is part of the module around the decoder.
     body = loaded.base.base_model if batch.images else decoder_of(loaded.base)
     output = body(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **{**extra, **batch.images})
     hidden_BSH: Tensor = output.last_hidden_state
@@ -171,7 +168,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
 
 
 def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
-    """Positions as the family wants them: [B, S], or the text's and one for each axis of an image, [4, B, S]."""
+    """Position ids in the shape that the family expects: [B, S], or [4, B, S], for text and three axes of an image."""
     if loaded.config.model_type not in POSITIONS_BY_AXIS:
         return positions_BS
     return positions_BS.expand(4, *positions_BS.shape)
@@ -184,7 +181,7 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
-    """Mixed precision where the weights are wider than the arithmetic."""
+    """A context of mixed precision, where weights have a wider dtype than the computation; else one without effect."""
     if loaded.autocast_dtype is None:
         return nullcontext()
     return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype)
@@ -202,8 +199,8 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def verify_logits(loaded: LoadedModel, head: Head, device: Device) -> None:
-    """Compare decoder + head with the model's own logits on four tokens; a family with a twist unknown here differs.
+def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None:
+    """Check that decoder and head give the model's own logits, on four tokens.
 
     Raises:
         UsageError: they differ by more than the dtype's rounding, or are not finite.
@@ -232,7 +229,7 @@ def verify_logits(loaded: LoadedModel, head: Head, device: Device) -> None:
         )
 
 
-def liger_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
+def liger_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
     """Liger's fused linear cross-entropy, summed in fp32 from per-token losses."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -250,9 +247,9 @@ def liger_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, label_smoothing
     return loss.float()
 
 
-def torch_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
-    """torch's chunked linear_cross_entropy. Per token, then an fp32 sum: its own sum comes back in the input's dtype,
-    worthless in bf16."""
+def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
+    """torch's chunked linear_cross_entropy, per token and summed in fp32: its own sum has the dtype of the input, and
+    in bf16 loses all precision."""
     scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
     assert head.linear is not None
     bias_V: Tensor | None = head.linear.bias
@@ -269,7 +266,7 @@ def torch_loss(head: Head, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: i
     return losses_N.float().sum()
 
 
-def _liger_applies(head: Head, device: Device) -> bool:
+def _liger_applies(head: OutputHead, device: Device) -> bool:
     return (
         device.torch_device.type == "cuda"
         and head.linear is not None
@@ -278,7 +275,7 @@ def _liger_applies(head: Head, device: Device) -> bool:
     )
 
 
-def _torch_obstacle(head: Head, label_smoothing: float) -> str | None:
+def _torch_obstacle(head: OutputHead, label_smoothing: float) -> str | None:
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         return "torch's linear_cross_entropy came with 2.13, this is " + torch.__version__
     if head.linear is None:

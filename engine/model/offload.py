@@ -1,8 +1,8 @@
-"""Activations kept for backward, in host memory meanwhile: the same values, slower, much less on the device.
+"""Activation offload: activations saved for backward wait in host memory. Same values, slower, less device memory.
 
-What autograd saves is copied to the host when it is saved, and back when backward asks for it. Weights stay where they
-are. Under gradient checkpointing only the layers' inputs are saved in forward, and only they travel; what a layer saves
-while it is computed again is used at once and stays on the device.
+Tensors that autograd saves are copied to the host, and back when backward needs them. Weights stay on the device. With
+gradient checkpointing, forward saves only the layers' inputs, and only these are offloaded; what a layer saves during
+its recomputation is used at once and stays on the device.
 
 Try: `tunedeck train -p demo -r demo --set train.activation_offload=true`
 """
@@ -20,12 +20,12 @@ from torch import Tensor
 from engine.model.loaded import LoadedModel
 
 SMALLEST_BYTES = 16 * 1024
-"""Smaller tensors (norm statistics, masks) stay: a copy costs about as long as it takes to ask for it."""
+"""Smaller tensors (norm statistics, masks) stay on the device: launching the copy takes as long as the copy."""
 
 
 @dataclass
 class _OnHost:
-    """A saved tensor, as autograd keeps it."""
+    """A saved tensor on the host."""
 
     copy: Tensor
 
@@ -38,16 +38,15 @@ class ActivationOffload:
         self.on = False
 
     def saving(self) -> AbstractContextManager[object]:
-        """Tensors that autograd saves inside wait on the host."""
+        """Inside the block, tensors that autograd saves are offloaded."""
         return self._hooks() if self.on else nullcontext()
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
         model = self._loaded.model
         stays = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        # Several operations save the same tensor; one copy serves them all. Kept by storage and no longer than it: its
-        # memory, and with it its address, is soon another tensor's. torch keeps a storage's Python object alive until
-        # the memory is freed.
+        # Several operations save the same tensor and share one copy. Copies are keyed weakly by storage object, not by
+        # address, which may be reused. torch keeps a storage's Python object alive until the memory is freed.
         copies: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[tuple[object, ...], _OnHost]]
         copies = weakref.WeakKeyDictionary()
 
@@ -72,12 +71,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Also one that was not there before: weights that are spread over ranks are gathered on the way."""
+    """Whether a tensor is a parameter or a view of one, also one that was gathered from shards after the start."""
     return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
 
 
 def _worth_moving(tensor: Tensor) -> bool:
-    """Only floating tensors that repeat nothing: copying an expanded one would write out its repetitions."""
+    """Whether a tensor is floating, not small, and not expanded: the copy of an expanded tensor is larger."""
     size_bytes = tensor.numel() * tensor.element_size()
     if not tensor.is_floating_point() or size_bytes < SMALLEST_BYTES or tensor.layout != torch.strided:
         return False

@@ -1,4 +1,4 @@
-"""Which dtype weights are held in, which one is computed in, and whether the loss needs scaling.
+"""Chooses the dtypes of weights and of the computation, and whether the loss is scaled.
 
 | recipe's dtype | method | base weights | computed in | loss scaling |
 |---|---|---|---|---|
@@ -23,14 +23,14 @@ from engine.device.base import Device
 from engine.spec.schema.recipe import Method, Model
 
 OVERFLOWING_FAMILIES = ("gemma", "t5", "mt5", "umt5", "recurrent_gemma")
-"""Prefixes of model types whose activations leave fp16's range (65504); they were trained in bf16."""
+"""Prefixes of model types whose activations exceed fp16's range (65504); they were trained in bf16."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """See the table above."""
+    """A row of the table above."""
 
     weights: torch.dtype
     compute: torch.dtype

@@ -1,8 +1,8 @@
-"""What `model.id` and `model.adapter` point at: built-in, folder, hub id, or the weights of an earlier run.
+"""Resolves `model.id` and `model.adapter`: built-in, folder, hub id, or the weights of an earlier run.
 
-Only names become places here; nothing is loaded.
+Nothing is loaded here.
 
-Try: `python -c "from engine.model.reference import resolve_weights; print(resolve_weights('run:last@best'))"`.
+Try: `python -c "from engine.model.reference import find_run_weights; print(find_run_weights('run:last@best'))"`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ RUN_PREFIX = "run:"
 BUILTIN_PREFIX = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_FOLDER = "base"
-"""Beside an adapter whose base exists nowhere else (built in, or random weights): that base."""
+"""Folder beside an adapter, with its base model if that exists nowhere else (built-in, or random weights)."""
 
 
 @dataclass(frozen=True)
-class Starting:
-    """Where a run's weights come from."""
+class StartingWeights:
+    """The weights that a run starts from."""
 
     base: str
     """Hub id, absolute folder, or builtin:NAME."""
     revision: str | None
     adapter: str | None
-    """Hub id or absolute folder of the adapter to continue."""
+    """Hub id or absolute folder of the adapter to train further."""
 
     @property
     def folder(self) -> Path | None:
-        """The base as a local folder, if it is one."""
+        """The base as a local folder; None where it is not one."""
         path = Path(self.base)
         return path if path.is_dir() else None
 
 
-def find_start(model: Model) -> Starting:
-    """Resolve a recipe's [model]: a run whose result is an adapter becomes its base and that adapter.
+def find_starting_weights(model: Model) -> StartingWeights:
+    """Resolve a recipe's [model]. A run whose result is an adapter gives that adapter and its base model.
 
     Raises:
         UsageError: no such run, step or folder, or two adapters at once.
@@ -49,7 +49,7 @@ def find_start(model: Model) -> Starting:
     adapter = _local(model.adapter) if model.adapter else None
     place = _local(model.id)
     if not (Path(place) / ADAPTER_CONFIG).is_file():
-        return Starting(place, model.revision, adapter)
+        return StartingWeights(place, model.revision, adapter)
     if adapter is not None:
         raise UsageError(
             f"model.id = {model.id!r} is itself an adapter, and model.adapter names another",
@@ -61,11 +61,11 @@ def find_start(model: Model) -> Starting:
             fix='set model.init = "pretrained"',
         )
     base, revision = base_of_adapter(Path(place))
-    return Starting(base, revision, place)
+    return StartingWeights(base, revision, place)
 
 
 def base_of_adapter(folder: Path) -> tuple[str, str | None]:
-    """(base, revision) of a saved adapter: the base kept beside it, else what its config names."""
+    """(base, revision) of a saved adapter: the base model beside it, else the one that its config names."""
     if (folder / BASE_FOLDER / "config.json").is_file():
         return str((folder / BASE_FOLDER).resolve()), None
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -75,8 +75,8 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
     return str(base), config.get("revision")
 
 
-def resolve_weights(text: str) -> Path:
-    """The folder `LoadedModel.save` wrote for "run:RUN", "run:RUN@STEP" or "run:RUN@best"."""
+def find_run_weights(text: str) -> Path:
+    """The folder with the weights of "run:RUN", "run:RUN@STEP" or "run:RUN@best"."""
     name, _, which = text.removeprefix(RUN_PREFIX).partition("@")
     run = resolve_run(name, None)
     folder = _result(run, text) if not which else _checkpoint(run, which, text)
@@ -90,9 +90,9 @@ def resolve_weights(text: str) -> Path:
 
 
 def _local(text: str) -> str:
-    """A run reference or an existing folder as an absolute path; anything else as it is."""
+    """The absolute path of a run reference or an existing folder; any other text unchanged."""
     if text.startswith(RUN_PREFIX):
-        return str(resolve_weights(text).resolve())
+        return str(find_run_weights(text).resolve())
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())

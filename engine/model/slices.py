@@ -119,7 +119,7 @@ def _obstacle(loaded: LoadedModel) -> str:
     """What is seen of the model without running it; empty when nothing is in the way."""
     if loaded.attention == "eager":
         return "runs with eager attention"
-    if loaded.sees_padding:
+    if loaded.attends_to_padding:
         return "attends to more than the tokens before"
     if not type(decoder_of(loaded.base))._can_set_attn_implementation():
         return "has an attention of its own, which does not go through transformers' interface"

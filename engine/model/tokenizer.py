@@ -1,7 +1,6 @@
-"""The tokenizer of a run: the model's own, another one, or the built-in byte tokenizer.
+"""Loads the tokenizer of a run: the model's own, another one, or the built-in byte tokenizer.
 
-What may not live here: anything that reads samples (`engine.data`). The byte tokenizer is built from nothing, so a run
-needs no download; saved, it is an ordinary tokenizer folder.
+The byte tokenizer needs no download; saved, it is an ordinary tokenizer folder. Samples are read in `engine.data`.
 
 Try: `python -c "from engine.model.tokenizer import byte_tokenizer; print(byte_tokenizer()('née')['input_ids'])"`.
 """
@@ -15,16 +14,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import UsageError
-from engine.model.hub import HUB_ERRORS, explain, require_hub
-from engine.model.reference import RUN_PREFIX, resolve_weights
+from engine.model.hub import HUB_ERRORS, loading_error, require_reachable
+from engine.model.reference import BUILTIN_PREFIX, RUN_PREFIX, find_run_weights
 from engine.spec.schema.recipe import Model
 
 BUILTIN_BYTES = "builtin:bytes"
-BUILTIN_PREFIX = "builtin:"
 
 BYTE_SPECIALS = ("<bos>", "<eos>", "<pad>", "<system>", "<user>", "<assistant>", "<end>", "<reserved>")
-"""Ids 256 to 263: a vocabulary of 264, a multiple of 8 as matrix units like it. profiles/models/builtin-tiny.toml
-counts on 256 and 257 for bos and eos."""
+"""Ids 256 to 263. The vocabulary of 264 is a multiple of 8, which matrix units need for full speed.
+profiles/models/builtin-tiny.toml relies on 256 and 257 for bos and eos."""
 
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -38,7 +36,7 @@ BYTE_CHAT_TEMPLATE = (
 
 
 def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer a recipe's [model] asks for, with a pad token and the chat template in force.
+    """The tokenizer of a recipe's [model], with a pad token and the recipe's chat template.
 
     Raises:
         UsageError: unknown built-in, a folder without a tokenizer, an unreadable chat template.
@@ -69,8 +67,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<bos>",
         eos_token="<eos>",
         pad_token="<pad>",
-        # Never produced. Beside a Qwen2 config AutoTokenizer insists on Qwen2Tokenizer, whatever tokenizer_config.json
-        # says (transformers 5.23); finding no unk, that class adds its own, with an id beyond the embedding.
+        # Never produced. Beside a Qwen2 config, AutoTokenizer opens Qwen2Tokenizer, whatever tokenizer_config.json
+        # says (transformers 5.23), and without an unk that class adds one with an id beyond the embedding.
         unk_token="<reserved>",
         additional_special_tokens=list(BYTE_SPECIALS[3:7]),
         chat_template=BYTE_CHAT_TEMPLATE,
@@ -81,10 +79,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def give_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Choose a pad token where a tokenizer has none: unk, else eos.
+    """Choose a pad token for a tokenizer without one: unk, else eos.
 
-    Padding is told apart by the attention mask and by labels of -100, never by its id, so eos as padding leaves the
-    real eos in the loss.
+    Padding is recognised by the attention mask and by labels of -100, never by its id, so with eos as padding the real
+    eos stays in the loss.
     """
     if tokenizer.pad_token_id is not None:
         return
@@ -99,7 +97,7 @@ def give_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> None:
-    """Raise UsageError when the tokenizer can produce ids the model has no embedding for."""
+    """Raise UsageError when the tokenizer has token ids without an embedding in the model."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= embedding_rows:
         raise UsageError(
@@ -110,21 +108,21 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, embedding_rows: int) ->
 
 
 def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    where = str(resolve_weights(source)) if source.startswith(RUN_PREFIX) else source
+    where = str(find_run_weights(source)) if source.startswith(RUN_PREFIX) else source
     folder = Path(where).expanduser()
     if folder.is_dir():
         where = str(folder)
-    require_hub(where, "tokenizer", revision)
-    opener = PreTrainedTokenizerFast if _says_generic(folder) else AutoTokenizer
+    require_reachable(where, "tokenizer", revision)
+    opener = PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
     try:
         return opener.from_pretrained(where, revision=revision or "main", trust_remote_code=trust_remote_code)
     except HUB_ERRORS as error:
-        raise explain(error, where, "tokenizer") from error
+        raise loading_error(error, where, "tokenizer") from error
 
 
-def _says_generic(folder: Path) -> bool:
-    """Whether a folder's tokenizer is wholly described by its tokenizer.json; AutoTokenizer would override that by the
-    model type in config.json."""
+def _is_generic(folder: Path) -> bool:
+    """Whether tokenizer.json describes the whole tokenizer of a folder. AutoTokenizer would choose its class by the
+    model type in config.json instead."""
     config = folder / "tokenizer_config.json"
     if not config.is_file() or not (folder / "tokenizer.json").is_file():
         return False
@@ -147,8 +145,8 @@ def _template_text(template: str) -> str:
 
 
 def _letter_of_each_byte() -> list[str]:
-    """The printable letter ByteLevel shows each byte as: printable Latin-1 as itself, the rest from U+0100 up (GPT-2's
-    byte-to-unicode table)."""
+    """The letter by which ByteLevel represents each byte: printable Latin-1 as itself, other bytes from U+0100 on
+    (GPT-2's byte-to-unicode table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = (chr(code) for code in range(0x100, 0x200))
     return [chr(value) if value in printable else next(moved) for value in range(256)]

@@ -25,14 +25,12 @@ from engine.budget.tower import TOWERS
 from engine.data.batch import Batch
 from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError, UsageError
-from engine.model.attention import resolve_attention
 from engine.model.config import auto_class
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.head import find_head
-from engine.model.load import LoadedModel, assemble
+from engine.model.load import LoadedModel, assemble, choose_settings
 from engine.model.loss import LossFunction, choose_implementation
-from engine.model.precision import choose_precision
-from engine.model.reference import Starting
+from engine.model.reference import StartingWeights
 from engine.simulate.device import SimulatedDevice
 from engine.simulate.generate import simulate_generation
 from engine.simulate.images import images_of
@@ -103,11 +101,10 @@ def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
     spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
     facts = find_config(model.id, model.revision)
     config = AutoConfig.for_model(str(facts["model_type"]), **{k: v for k, v in facts.items() if k != "model_type"})
-    precision = choose_precision(model, spec.recipe.method, config.model_type, device)
-    attention = resolve_attention(config, model.attention, device, precision.compute)
+    settings = choose_settings(spec.recipe, StartingWeights(model.id, model.revision, None), config, device)
+    options = {"dtype": settings.precision.weights, "attn_implementation": settings.attention}
     with torch.device("meta"):
-        base = auto_class(config).from_config(config, dtype=precision.weights, attn_implementation=attention)
-        return assemble(spec, Starting(model.id, model.revision, None), config, base, device, precision, attention)
+        return assemble(spec, settings, auto_class(config).from_config(config, **options), device)
 
 
 def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int, length: int) -> Simulation:

@@ -42,7 +42,7 @@ from engine.journal.events import EventWriter
 from engine.journal.heartbeat import heartbeats
 from engine.journal.liveness import claim
 from engine.launch.on_finish import run_on_finish
-from engine.model.quiet import without_bars
+from engine.model.library_output import disable_progress_bars
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
 from engine.train.loop import Ending, Training
@@ -302,4 +302,4 @@ def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    without_bars()
+    disable_progress_bars()

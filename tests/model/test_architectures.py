@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
-from engine.model.attention import looks_ahead
+from engine.model.attention import attends_to_later_tokens
 from engine.model.loss import make_loss
 from tests.model.samples import FAMILIES, batch_of, cpu, disturb, load_family, logits_of
 
@@ -108,9 +108,9 @@ def test_a_frozen_router_stays_put_in_full_fine_tuning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_causal_families_are_run_without_a_padding_mask(tmp_path: Path, family: str) -> None:
-    assert not load_family(tmp_path, family).sees_padding
+    assert not load_family(tmp_path, family).attends_to_padding
 
 
 def test_a_model_that_does_not_say_it_is_causal_keeps_its_padding_mask() -> None:
     bloom = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2))
-    assert looks_ahead(bloom)
+    assert attends_to_later_tokens(bloom)

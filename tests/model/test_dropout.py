@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.model.dropout import KeyedDropout, kept, keyed, keyed_dropouts, row_key
+from engine.model.dropout import KeyedDropout, keep_mask, keyed, keyed_dropouts, row_key
 from engine.model.loss import make_loss
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def masks(probability: float = 0.1, count: int = 20, length: int = 64, features: int = 96) -> torch.Tensor:
     keys = [row_key(1, step, sample, "q_proj") for step in range(4) for sample in range(count // 4)]
-    return torch.stack([kept(key, length, features, probability, CPU) for key in keys])
+    return torch.stack([keep_mask(key, length, features, probability, CPU) for key in keys])
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.1, 0.5, 0.9])
@@ -47,8 +47,8 @@ def test_no_position_and_no_feature_is_favoured() -> None:
 @pytest.mark.parametrize("change", [{"seed": 2}, {"step": 2}, {"sample": 2}, {"module": "k_proj"}])
 def test_every_part_of_the_key_counts(change: dict[str, object]) -> None:
     key = {"seed": 1, "step": 1, "sample": 1, "module": "q_proj"}
-    first = kept(row_key(**key), 64, 64, 0.5, CPU)
-    second = kept(row_key(**{**key, **change}), 64, 64, 0.5, CPU)
+    first = keep_mask(row_key(**key), 64, 64, 0.5, CPU)
+    second = keep_mask(row_key(**{**key, **change}), 64, 64, 0.5, CPU)
     assert 0.45 < float((first == second).float().mean()) < 0.55
 
 

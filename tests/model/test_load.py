@@ -16,7 +16,7 @@ from engine.journal.directory import RunDirectory
 from engine.model.config import model_config_dict
 from engine.model.load import load_model
 from engine.model.loss import make_loss
-from engine.model.reference import find_start, resolve_weights
+from engine.model.reference import find_run_weights, find_starting_weights
 from engine.spec.schema.recipe import Model
 from tests.model.samples import batch_of, cpu, disturb, load, load_family, logits_of, run_spec, write_model
 
@@ -51,7 +51,8 @@ def test_loading_leaves_the_generators_alone() -> None:
 
 def test_the_builtin_model_has_the_size_the_budget_knows() -> None:
     loaded = load(run_spec(method={"kind": "full"}))
-    assert loaded.parameter_counts.total == loaded.parameter_counts.trainable == 822_400
+    sizes = [parameter.numel() for parameter in loaded.model.parameters()]
+    assert sum(sizes) == sum(parameter.numel() for _, parameter in loaded.trainable()) == 822_400
     assert not loaded.model.config.use_cache
     assert loaded.model.training
 
@@ -144,13 +145,13 @@ def test_continuing_a_run_by_step_best_and_result(tmp_path: Path, monkeypatch: p
         loaded.save(folder)
     (run.checkpoints / "best").write_text(json.dumps({"step": 10}), encoding="utf-8")
     text = f"run:{run.path}"
-    assert resolve_weights(text) == run.adapter
-    assert resolve_weights(text + "@10") == resolve_weights(text + "@best") == run.checkpoint(10) / "weights"
-    start = find_start(Model(id=text + "@best"))
+    assert find_run_weights(text) == run.adapter
+    assert find_run_weights(text + "@10") == find_run_weights(text + "@best") == run.checkpoint(10) / "weights"
+    start = find_starting_weights(Model(id=text + "@best"))
     assert (Path(start.base).name, start.adapter) == ("base", str(run.checkpoint(10) / "weights"))
     assert torch.equal(logits_of(load(run_spec(text)).model, batch_of()), logits_of(loaded.model, batch_of()))
     with pytest.raises(UsageError, match="does not exist") as caught:
-        resolve_weights(text + "@11")
+        find_run_weights(text + "@11")
     assert "10" in caught.value.fix
 
 

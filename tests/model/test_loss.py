@@ -11,8 +11,8 @@ from torch import nn
 
 from engine.device.metered import MeteredDevice
 from engine.errors import UsageError
-from engine.model.chunked import Shape, chunked_loss, token_losses
-from engine.model.head import Head
+from engine.model.chunked import LossSettings, chunked_loss, token_losses
+from engine.model.head import OutputHead
 from engine.model.loss import choose_implementation, make_loss, torch_loss
 from tests.model.samples import batch_of, cpu, disturb, load, load_family, run_spec
 
@@ -35,10 +35,10 @@ def problem(dtype: torch.dtype, *, bias: bool = False, scale: float = 1.0, softc
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     hidden_NH = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
     targets_N = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    return Head(project, scale, softcap), hidden_NH, targets_N
+    return OutputHead(project, scale, softcap), hidden_NH, targets_N
 
 
-def outcome(loss, head: Head, hidden_NH: torch.Tensor):
+def outcome(loss, head: OutputHead, hidden_NH: torch.Tensor):
     hidden_NH.grad = None
     head.project.zero_grad()
     (loss * 0.37).backward()
@@ -62,8 +62,8 @@ def assert_equal_within(dtype: torch.dtype, found, expected) -> None:
 def test_the_chunk_loop_equals_the_plain_loss(dtype, chunk_tokens, smoothing, options) -> None:
     head, hidden_NH, targets_N = problem(dtype, **options)
     plain = outcome(token_losses(head.logits(hidden_NH), targets_N, smoothing).sum(), head, hidden_NH)
-    shape = Shape(smoothing, head.softcap, chunk_tokens)
-    chunked = outcome(chunked_loss(head, hidden_NH, targets_N, shape), head, hidden_NH)
+    settings = LossSettings(smoothing, head.softcap, chunk_tokens)
+    chunked = outcome(chunked_loss(head, hidden_NH, targets_N, settings), head, hidden_NH)
     assert chunked[0].dtype == torch.float32
     assert_equal_within(dtype, chunked, plain)
 
@@ -80,10 +80,10 @@ def test_torchs_kernel_summed_in_fp32_equals_the_plain_loss(dtype) -> None:
 
 def test_a_frozen_head_gets_no_gradient_and_changes_no_other() -> None:
     head, hidden_NH, targets_N = problem(torch.float32)
-    learning = outcome(chunked_loss(head, hidden_NH, targets_N, Shape(0.0, None, 7)), head, hidden_NH)
+    learning = outcome(chunked_loss(head, hidden_NH, targets_N, LossSettings(0.0, None, 7)), head, hidden_NH)
     head.project.requires_grad_(False)
     head.project.weight.grad = None
-    frozen = outcome(chunked_loss(head, hidden_NH, targets_N, Shape(0.0, None, 7)), head, hidden_NH)
+    frozen = outcome(chunked_loss(head, hidden_NH, targets_N, LossSettings(0.0, None, 7)), head, hidden_NH)
     assert head.project.weight.grad is None
     assert torch.equal(frozen[1][0], learning[1][0])
 
@@ -99,7 +99,7 @@ def test_the_chunk_loop_is_correct_by_finite_differences() -> None:
         with torch.no_grad():
             return float(token_losses(head.project(moved_NH).div(2.0).tanh() * 2.0, targets_N, 0.1).sum())
 
-    loss = chunked_loss(head, hidden_NH, targets_N, Shape(0.1, 2.0, 2))
+    loss = chunked_loss(head, hidden_NH, targets_N, LossSettings(0.1, 2.0, 2))
     loss.backward()
     slope = (at(step) - at(-step)) / (2 * step)
     assert float((hidden_NH.grad * direction_NH).sum()) == pytest.approx(slope, rel=1e-4)
@@ -174,7 +174,7 @@ def test_a_family_that_treats_its_logits_in_an_unknown_way_is_refused(tmp_path: 
 
 def test_second_backward_says_why_it_cannot() -> None:
     head, hidden_NH, targets_N = problem(torch.float32)
-    loss = chunked_loss(head, hidden_NH, targets_N, Shape(0.0, None, 7))
+    loss = chunked_loss(head, hidden_NH, targets_N, LossSettings(0.0, None, 7))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="run the forward pass again"):
         loss.backward()
@@ -189,13 +189,13 @@ def test_memory_at_32k_vocabulary_stays_far_below_the_plain_loss(frozen: bool) -
             project = nn.Linear(64, 32_000, bias=False).requires_grad_(not frozen)
             hidden_NH = torch.randn(2048, 64, requires_grad=True)
             targets_N = torch.randint(0, 32_000, (2048,))
-            head = Head(project, 1.0, None)
+            head = OutputHead(project, 1.0, None)
             held_bytes = device.memory().allocated_bytes
             device.reset_peak()
             if name == "plain":
                 loss = token_losses(head.logits(hidden_NH), targets_N, 0.0).sum()
             else:
-                loss = chunked_loss(head, hidden_NH, targets_N, Shape(0.0, None, 128))
+                loss = chunked_loss(head, hidden_NH, targets_N, LossSettings(0.0, None, 128))
             loss.backward()
             peaks[name] = device.memory().peak_bytes - held_bytes
     chunk_bytes, weight_gradient_bytes = 128 * 32_000 * 4, 0 if frozen else 64 * 32_000 * 4

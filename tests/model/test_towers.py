@@ -72,7 +72,7 @@ def test_a_pattern_reaches_into_the_tower(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_needs_no_mask_although_the_tower_looks_both_ways(tmp_path: Path, family: str) -> None:
-    assert not loaded_from(tmp_path, family).sees_padding
+    assert not loaded_from(tmp_path, family).attends_to_padding
 
 
 @pytest.mark.parametrize("family", FAMILIES)

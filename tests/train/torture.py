@@ -31,7 +31,7 @@ import torch
 
 from engine.device.catch_oom import frozen_gc
 from engine.device.metered import MeteredDevice
-from engine.model.quiet import without_bars
+from engine.model.library_output import disable_progress_bars
 from tests.conftest import FOLDERS
 from tests.train.rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
 
@@ -222,7 +222,7 @@ def isolate() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ.update({name: str(Path(folder, name.lower())) for name in FOLDERS} | {"HF_HUB_OFFLINE": "1"})
     warnings.simplefilter("ignore")
-    without_bars()
+    disable_progress_bars()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ LARGEST = 12
 
 def memory_breakdown(loaded: LoadedModel, guard: StepGuard, device: Device) -> MemoryBreakdown:
     """What the device holds now. Allocates nothing on it."""
-    named = loaded.held()
+    named = loaded.local_parameters()
     learning = loaded.trainable()
     state = [] if guard.host_state.on else list(state_tensors(guard.optimizer, learning))
     gradients = [(f"gradient of {name}", p.grad) for name, p in learning if p.grad is not None]

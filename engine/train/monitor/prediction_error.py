@@ -49,7 +49,7 @@ def measured(parts: Parts, peak: Peak | None) -> dict[str, Any]:
     on_host = parts.guard.host_state.on
     adapters = bytes_of(parameter for name, parameter in trainable if "lora_" in name)
     components = {
-        "weights": bytes_of(tensor for _, tensor in parts.loaded.held()) - adapters,
+        "weights": bytes_of(tensor for _, tensor in parts.loaded.local_parameters()) - adapters,
         "adapters": adapters,
         "optimizer": 0 if on_host else bytes_of(tensor for _, tensor in state_tensors(parts.optimizer, trainable)),
         "gradients": bytes_of(p for _, p in trainable),

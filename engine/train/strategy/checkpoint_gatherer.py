@@ -25,7 +25,7 @@ from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
 from engine.distributed.weight_broadcast import to_first
 from engine.model.load import LoadedModel
-from engine.model.loaded import part_here
+from engine.model.loaded import local_part
 from engine.train.recovery.consensus import gather_failures, smallest_failed
 from engine.train.step.optimizer import state_tensors
 from engine.train.strategy.checkpoint_storage import OPTIMIZER_FOLDER, read_parts
@@ -88,11 +88,11 @@ class CheckpointGatherer:
         everything = self._loaded.kind == "model" or not self._loaded.base_exists_elsewhere
         for _, parameter in self._loaded.model.named_parameters():
             if everything or parameter.requires_grad:
-                yield part_here(parameter).data_ptr(), parameter
+                yield local_part(parameter).data_ptr(), parameter
 
     def _staged(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
-            return self._wholes[part_here(tensor).data_ptr()]
+            return self._wholes[local_part(tensor).data_ptr()]
         return self._device.staged(tensor)
 
     def _write_optimizer(self, folder: str) -> None:
