@@ -1,8 +1,7 @@
-"""How all ranks of a run agree on one answer to an allocation failure on one of them.
+"""What the ranks of a run exchange about memory: who failed in a stage, and what was measured in a step.
 
-Every rank learns who failed. The rank whose failed micro-batch was the cheapest chooses the remedy, because what fits
-there fits elsewhere. Its memory settings, learned budget and active remedies are broadcast, and the other ranks adopt
-them. A run of one process makes the same calls.
+The failure of the cheapest micro-batch is the one that is acted upon, because what fits there fits elsewhere
+(`engine.train.recovery.ladder`). A run of one process makes the same calls.
 
 Try: `pytest tests/distributed/test_rank_faults.py`
 """
@@ -18,9 +17,7 @@ from engine.device.base import Device
 from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.errors import MemoryExhaustedError
-from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.recovery.records import RankOom
-from engine.train.step.context import Parts
 
 
 def gather_failures(
@@ -41,22 +38,6 @@ def gather_failures(
 def smallest_failed(failed: Sequence[RankOom]) -> RankOom:
     """The failure that is acted upon: that of the cheapest micro-batch, and among equals of the lowest rank."""
     return min(failed, key=lambda oom: (oom.cost_bytes if oom.micro_batch else float("inf"), oom.rank))
-
-
-def broadcast_remedy(context: Parts, chooser: int, remedy: str | None) -> str | None:
-    """On all ranks, the name of the remedy that rank `chooser` applied, and its memory settings, budget and active
-    remedies put in force; None when it has no remedy left."""
-    ranks = context.ranks
-    if ranks.size == 1:
-        return remedy
-    sent = None
-    if ranks.rank == chooser and remedy is not None:
-        sent = {"remedy": remedy, "memory": memory_as_json(context)}
-    received = ranks.tell(sent)[chooser]
-    if received is None:
-        return None
-    adopt_memory(context, received["memory"])
-    return str(received["remedy"])
 
 
 def all_gather_step_stats(ranks: Ranks, budget: MicroBatchBudget, stats: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 A rung is a pure function of the failure and the state of the run. It returns new memory settings, or None when it has
 nothing to offer. No rung changes what is learned, except those that the recipe allows by name. The order is the
-recipe's: `backoff.ladder`, then `backoff.allow_learning_changes`. `back_off` applies what was chosen.
+recipe's: `backoff.ladder`, then `backoff.allow_learning_changes`. `back_off` applies what was chosen on all
+ranks: budget, settings and active remedies are broadcast by the rank that failed, and the other ranks adopt them.
 
 Try: `pytest tests/train/recovery/test_ladder.py`
 """
@@ -14,7 +15,13 @@ from dataclasses import dataclass, replace
 
 from engine.batching.budget import MicroBatchBudget
 from engine.device.catch_oom import ATTEMPTS
-from engine.train.recovery.memory_settings import MemorySettings, apply_settings, current_settings
+from engine.train.recovery.memory_settings import (
+    MemorySettings,
+    adopt_memory,
+    apply_settings,
+    current_settings,
+    memory_as_json,
+)
 from engine.train.recovery.records import ActiveRemedy, RankOom
 from engine.train.step.context import Parts
 
@@ -152,7 +159,19 @@ def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySetti
 
 
 def back_off(context: Parts, oom: RankOom, tried: Sequence[str]) -> str | None:
-    """Choose a remedy for this rank's failure and apply it here; its name, or None when no remedy is left."""
+    """Choose a remedy for `oom` on the rank that failed, and put its settings in force on all ranks; the remedy's name,
+    or None when no remedy is left. All ranks call it."""
+    ranks = context.ranks
+    remedy = _choose_and_apply(context, oom, tried) if ranks.rank == oom.rank else None
+    if ranks.size > 1:
+        received = ranks.tell(remedy and {"remedy": remedy, "memory": memory_as_json(context)})[oom.rank]
+        remedy = received and received["remedy"]
+        if received is not None:
+            adopt_memory(context, received["memory"])
+    return remedy
+
+
+def _choose_and_apply(context: Parts, oom: RankOom, tried: Sequence[str]) -> str | None:
     now = BackoffContext(
         oom,
         current_settings(context),

@@ -26,7 +26,6 @@ from engine.errors import DivergedError
 from engine.train.monitor.memory_breakdown import memory_breakdown
 from engine.train.recovery.consensus import (
     all_gather_step_stats,
-    broadcast_remedy,
     gather_failures,
     memory_exhausted,
     smallest_failed,
@@ -272,11 +271,8 @@ class StepTransaction:
         """Change the memory settings on all ranks, as the rank with the smallest failed micro-batch chooses; the name
         of the remedy."""
         parts, smallest = self.parts, smallest_failed(failed)
-        remedy = None
-        if smallest.rank == parts.ranks.rank:
-            # What passes on one device says nothing of another: each rank has its own retries.
-            remedy = back_off(parts, smallest, [name for rank, name in tried if rank == smallest.rank])
-        remedy = broadcast_remedy(parts, smallest.rank, remedy)
+        # What passes on one device says nothing of another: each rank has its own retries.
+        remedy = back_off(parts, smallest, [name for rank, name in tried if rank == smallest.rank])
         if remedy is None:
             self._report(step, failed, "give_up", len(tried) + 1)
             raise memory_exhausted(smallest, parts.suggest_fixes(smallest))
