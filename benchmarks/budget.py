@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from engine.budget.lookup import find_architecture
-from engine.budget.predict import predict
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.prediction import predict
 from engine.model.library_output import silence_libraries
 from engine.simulate.step import simulate_step
 from engine.spec.schema.run import RunSpec

@@ -4,7 +4,7 @@ Run: python -m benchmarks.budget_error [--family NAME]... [--markdown]        (C
 
 Each cell is one optimizer step of a small model of the family on the metered device, two micro-batches of 2 × 200
 tokens; the figure is predicted over measured peak, less one, in percent. Positive is on the safe side. The cells are
-those of `tests/budget/cells.py`, of which the tests hold a part to its bounds on every run.
+those of `tests/budget/budget_cases.py`, of which the tests hold a part to its bounds on every run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from tests.budget.cells import DENSE, FAMILIES, WAYS, applies, error
+from tests.budget.budget_cases import DENSE, FAMILIES, WAYS, applies, error
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.budget.advice import with_changes
-from engine.budget.plan import make_plan
+from engine.budget.advise.fit import with_changes
+from engine.budget.advise.plan import make_plan
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import read_events

@@ -24,8 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import _lru_cache_wrapper
 
-from engine.budget.lookup import find_architecture
-from engine.budget.plan import make_plan
+from engine.budget.advise.plan import make_plan
+from engine.budget.architecture.lookup import find_architecture
 from engine.errors import SpecError
 from engine.spec.files.find import list_spec_files
 from engine.spec.load import resolve
@@ -52,7 +52,7 @@ MORE_ROUNDS, PAUSE_SECONDS = 480, 0.2
 """At most, of what has been slow in all of them: at other times it is slow for a minute."""
 SLOW_SECONDS = 0.001
 
-STAYS = "engine.budget.lookup", "engine.budget.globs"
+STAYS = "engine.budget.architecture.lookup", "engine.budget.globs"
 """What these modules remember is what they have read, and expressions they have compiled."""
 
 

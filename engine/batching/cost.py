@@ -13,10 +13,10 @@ from typing import Any
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
-from engine.budget.architecture import from_config
-from engine.budget.plan import Plan, make_plan
-from engine.budget.predict import batch_of_a_rank, cost_model
-from engine.budget.sharing import on_one_device, sharing_of
+from engine.budget.advise.plan import Plan, make_plan
+from engine.budget.architecture.facts import from_config
+from engine.budget.predict.parallel_layout import layout_of, on_one_device
+from engine.budget.predict.prediction import batch_of_a_rank, cost_model
 from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict
 from engine.spec.schema.run import RunSpec
@@ -47,7 +47,7 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
         rows, expected_slope = plan.micro_batch, 1.0
     except UnknownArchitectureError:
         cost, plan, rows, expected_slope = generic_cost(config), None, 1, 0.0
-    top = batch_of_a_rank(spec, sharing_of(spec.profile))
+    top = batch_of_a_rank(spec, layout_of(spec.profile))
     if spec.recipe.train.micro_batch != "auto":
         rows = top = min(spec.recipe.train.micro_batch, top)
     rows = min(rows, top)

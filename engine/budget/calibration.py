@@ -1,4 +1,4 @@
-"""What earlier runs on this machine showed of memory that torch does not allocate: a small file, one entry per setting.
+"""What earlier runs on this machine showed of memory that torch does not allocate: a small file, one entry per key.
 
 Corrected are the residuals alone, never a tensor term: the CUDA context with what libraries hold beside it (NCCL with
 several ranks), cuBLAS' workspace, and reserved over allocated memory. An entry counts for one kind of GPU, driver,
@@ -30,7 +30,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Setting:
+class CalibrationKey:
     """What residuals depend on."""
 
     gpu: str
@@ -61,17 +61,17 @@ def residuals_for(profile: Profile) -> Residuals | None:
     if not os.access(file, os.R_OK):
         return None
     stamp = os.stat(file).st_mtime_ns
-    fitting = [worst for setting, worst in _entries(calibration_file(), stamp) if _fits(setting, profile)]
+    fitting = [worst for key, worst in _entries(calibration_file(), stamp) if _fits(key, profile)]
     return _worst(fitting) if fitting else None
 
 
-def record(setting: Setting, residuals: Residuals) -> None:
+def record(key: CalibrationKey, residuals: Residuals) -> None:
     """Add one run. Raises OSError where the state folder cannot be written."""
     path = calibration_file()
     entries = _read(path)
-    entry = next((entry for entry in entries if entry["setting"] == asdict(setting)), None)
+    entry = next((entry for entry in entries if entry["setting"] == asdict(key)), None)
     if entry is None:
-        entry = {"setting": asdict(setting), "runs": []}
+        entry = {"setting": asdict(key), "runs": []}
         entries.append(entry)
     entry["runs"] = [*entry["runs"], asdict(residuals)][-RUNS_KEPT:]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,15 +88,15 @@ def is_expandable(allocator: str | None) -> bool:
     return "expandable_segments:True" in (allocator or "")
 
 
-def _fits(setting: Setting, profile: Profile) -> bool:
+def _fits(key: CalibrationKey, profile: Profile) -> bool:
     device = profile.device
     return (
-        setting.compute_capability == device.compute_capability
-        and abs(setting.memory_gib - device.memory_gib) <= SAME_MEMORY * setting.memory_gib
-        and setting.ranks == device.count * profile.nodes.count
-        and setting.expandable == is_expandable(device.allocator)
-        and setting.torch == installed("torch")
-        and setting.driver in _driver_text()
+        key.compute_capability == device.compute_capability
+        and abs(key.memory_gib - device.memory_gib) <= SAME_MEMORY * key.memory_gib
+        and key.ranks == device.count * profile.nodes.count
+        and key.expandable == is_expandable(device.allocator)
+        and key.torch == installed("torch")
+        and key.driver in _driver_text()
     )
 
 
@@ -109,10 +109,10 @@ def _worst(found: list[Residuals]) -> Residuals:
 
 
 @lru_cache(maxsize=4)
-def _entries(path: Path, _stamp: int) -> list[tuple[Setting, Residuals]]:
-    """Each setting with the worst of its runs; read again when the file has changed."""
+def _entries(path: Path, _stamp: int) -> list[tuple[CalibrationKey, Residuals]]:
+    """Each key with the worst of its runs; read again when the file has changed."""
     return [
-        (Setting(**entry["setting"]), _worst([Residuals(**run) for run in entry["runs"]]))
+        (CalibrationKey(**entry["setting"]), _worst([Residuals(**run) for run in entry["runs"]]))
         for entry in _read(path)
         if entry["runs"]
     ]
@@ -124,7 +124,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         found = json.loads(path.read_text("utf-8"))
         entries = found["entries"] if found["version"] == 1 else []
         for entry in entries:
-            Setting(**entry["setting"])
+            CalibrationKey(**entry["setting"])
             for run in entry["runs"]:
                 Residuals(**run)
     except (OSError, ValueError, KeyError, TypeError):

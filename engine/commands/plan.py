@@ -19,8 +19,8 @@ from engine.commands.importing import importing
 from engine.commands.options import JsonOption, ProfileOption, RecipeOption, RunsOption, SetOption, runs_folder
 
 if TYPE_CHECKING:
-    from engine.budget.advice import Advice, Suggestion
-    from engine.budget.plan import Plan
+    from engine.budget.advise.fit import Advice, Suggestion
+    from engine.budget.advise.plan import Plan
     from engine.spec.schema.run import RunSpec
 
 ExactOption = Annotated[
@@ -44,7 +44,7 @@ def plan(
     runs: RunsOption = None,
 ) -> None:
     """Say what a run will hold in memory, phase by phase. Exit code 3 when it does not fit."""
-    from engine.budget.plan import make_plan
+    from engine.budget.advise.plan import make_plan
 
     spec = _resolve(profile, recipe, sets)
     if exact:
@@ -63,8 +63,8 @@ def plan(
 
 def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
     """Print what preflight has to say; of an architecture that can only be simulated it knows nothing."""
-    from engine.budget.lookup import find_architecture
-    from engine.budget.preflight import free_bytes, warnings_of
+    from engine.budget.advise.preflight import free_bytes, warnings_of
+    from engine.budget.architecture.lookup import find_architecture
     from engine.errors import UnknownArchitectureError
 
     try:
@@ -103,7 +103,7 @@ def fit(
     write: WriteOption = None,
 ) -> None:
     """Rank the changes that make a run fit, or say what the room left could buy. Exit code 3 when nothing helps."""
-    from engine.budget.advice import advise
+    from engine.budget.advise.fit import advise
 
     spec = _resolve(profile, recipe, sets)
     advice = advise(spec)
@@ -119,8 +119,8 @@ def fit(
 
 def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
     """The run spec; what this version cannot do is refused as `train` would, but for several devices."""
-    from engine.budget.hub import bring_config
-    from engine.budget.preflight import refuse_unsafe
+    from engine.budget.advise.preflight import refuse_unsafe
+    from engine.budget.architecture.hub import bring_config
     from engine.spec.check.unsupported import refuse_unsupported
     from engine.spec.load import resolve
 

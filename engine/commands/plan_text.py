@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
-    from engine.budget.plan import Plan
+    from engine.budget.advise.plan import Plan
     from engine.spec.schema.run import RunSpec
 
 MIB, GIB = 2**20, 2**30
@@ -96,7 +96,7 @@ def _cell(size: float, digits: int) -> str:
 
 def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     """Verdict and what decides it, margin, how the batch is cut, and the remedy where there is one."""
-    from engine.budget.levers import lever_of
+    from engine.budget.advise.lever import lever_of
 
     used, capacity = planned.prediction.device_bytes, planned.capacity_bytes
     over = "left" if planned.margin_bytes >= 0 else "missing"

@@ -93,7 +93,7 @@ def train(
 def _config_brought(spec: RunSpec) -> list[str]:
     """Notices about the config that the plan needs. A hub out of reach is no reason not to start: there is no plan
     then, which `create_run` says, and the engine looks for the weights itself."""
-    from engine.budget.hub import bring_config
+    from engine.budget.architecture.hub import bring_config
     from engine.errors import ConfigNotHereError
 
     try:

@@ -9,8 +9,8 @@ memory of the whole model's gradients, which sharding is there to save.
 Both collectives vote on the host after their buffers are allocated and before they are launched, so that memory that
 runs out on one rank ends the attempt of all at the same collective. `recover` then puts the model back.
 
-This is the only file that touches what torch keeps private; KNOWN_TORCH in `engine.budget.shards` names the versions it
-was read for, and on others nothing is recovered. Try: `pytest tests/distributed/test_sharded_model.py`
+This is the only file that touches what torch keeps private; KNOWN_TORCH in `engine.budget.predict.shards` names the
+versions it was read for, and on others nothing is recovered. Try: `pytest tests/distributed/test_sharded_model.py`
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn import Parameter
 
-from engine.budget.shards import KNOWN_TORCH, recovers_with
+from engine.budget.predict.shards import KNOWN_TORCH, recovers_with
 from engine.distributed.host_gather import LostRankError, losing_a_rank_ends_it
 from engine.distributed.voted_group import Joint
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.batching.cost import micro_batch_cost
-from engine.budget.sharing import on_one_device
+from engine.budget.predict.parallel_layout import on_one_device
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
 from engine.device import open_device

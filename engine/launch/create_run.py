@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.budget.lookup import find_architecture
-from engine.budget.plan import Plan, make_plan
-from engine.budget.preflight import free_bytes, refuse_unsafe, warnings_of
-from engine.budget.shards import require_shards
+from engine.budget.advise.plan import Plan, make_plan
+from engine.budget.advise.preflight import free_bytes, refuse_unsafe, warnings_of
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.shards import require_shards
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.files import write_atomically

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.budget.tower_parameters import in_tower
+from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.errors import UsageError
 from engine.model.freezing import compiled, matches, no_match, select
 from engine.spec.schema.recipe import Method
@@ -157,9 +157,9 @@ def choose_targets(
 ) -> list[str]:
     """Dotted names that get adapters, in the model's order. In a vision encoder, only those that a pattern names."""
     if method.targets == "all-linear":
-        chosen = [name for name in linears if not in_tower(name)]
+        chosen = [name for name in linears if not in_vision_encoder(name)]
     elif method.targets == "attention":
-        chosen = [name for name in linears if _in_attention(name) and not in_tower(name)]
+        chosen = [name for name in linears if _in_attention(name) and not in_vision_encoder(name)]
     else:
         names = [*linears, *experts]
         chosen = [name for name in names if name in _match_all(method.targets, names, "method.targets")]

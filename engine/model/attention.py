@@ -1,6 +1,6 @@
 """Chooses the attention kernel of a model from its config and device.
 
-Which kernels keep packed documents apart is in `engine.budget.isolation`.
+Which kernels keep packed documents apart is in `engine.budget.architecture.packing_support`.
 
 Try: `python -m pytest tests/model/test_packing.py`.
 """

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.budget.isolation import refuse_mixing
-from engine.budget.lookup import builtin_config
-from engine.budget.tower import TOWERS
+from engine.budget.architecture.lookup import builtin_config
+from engine.budget.architecture.packing_support import refuse_unsafe_packing
+from engine.budget.architecture.vision_encoder import VISION_ENCODERS
 from engine.errors import UsageError
 from engine.model.hub import HUB_ERRORS, loading_error, require_reachable
 from engine.model.reference import BUILTIN_PREFIX, StartingWeights, find_starting_weights
@@ -23,7 +23,7 @@ from engine.spec.schema.run import RunSpec
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """The Auto class of transformers for this config: with a vision encoder, or a decoder alone."""
-    return AutoModelForImageTextToText if config.model_type in TOWERS else AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.model_type in VISION_ENCODERS else AutoModelForCausalLM
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def model_config_dict(spec: RunSpec) -> dict[str, Any]:
 def check_packing(spec: RunSpec) -> None:
     """Raise UsageError where the recipe packs documents, but the model's attention would mix them."""
     if spec.recipe.data.packing:
-        refuse_mixing(model_config_dict(spec), spec)
+        refuse_unsafe_packing(model_config_dict(spec), spec)
 
 
 def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedConfig:
@@ -58,7 +58,7 @@ def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedCo
         )
     except HUB_ERRORS as error:
         raise loading_error(error, start.base) from error
-    known = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TOWERS)
+    known = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_ENCODERS)
     if config.model_type not in known and not getattr(config, "auto_map", None):
         raise UsageError(
             f"{start.base} is a {config.model_type!r} model, which is not a causal language model",

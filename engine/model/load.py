@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.budget.tower_parameters import in_tower
+from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
 from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers
@@ -227,7 +227,8 @@ def _apply_method(spec: RunSpec, start: StartingWeights, model: PreTrainedModel)
                 f"{start.adapter} is an adapter, which full fine-tuning does not go on from",
                 fix='set method.kind = "lora", or merge the adapter first',
             )
-        unseen = () if image_key(spec.recipe) else [name for name, _ in model.named_parameters() if in_tower(name)]
+        names = [name for name, _ in model.named_parameters()]
+        unseen = () if image_key(spec.recipe) else [name for name in names if in_vision_encoder(name)]
         freeze_parameters(model, method, [*(routers if moe.freeze_router else ()), *unseen])
         return model, _coverage_of_full(model)
     model.requires_grad_(False)

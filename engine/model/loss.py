@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.budget.setting import chunk_tokens as default_chunk_tokens
+from engine.budget.trace.memory_config import chunk_tokens as default_chunk_tokens
 from engine.data.batch import Batch
 from engine.data.tokens import IGNORED
 from engine.device.base import Device

@@ -5,7 +5,8 @@ attention work on each position by itself; attention goes through `engine.distri
 each rank all positions of some heads, and there the model's usual kernel runs, causal and without a mask. Outside, in
 evaluation and generation, the model is as it was.
 
-Which models and recipes this is right for is `engine.budget.slicing`'s knowledge; `verify_slices` asks the model.
+Which models and recipes this is right for is in `engine.budget.architecture.sequence_parallel_support`;
+`verify_slices` asks the model itself.
 
 Try: `pytest tests/distributed/test_sequence.py`
 """

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.budget.tower import Tower
+from engine.budget.architecture.vision_encoder import VisionEncoder
 
 
-def images_of(tower: Tower, patches: int, rows: int, length: int) -> dict[str, torch.Tensor]:
+def images_of(tower: VisionEncoder, patches: int, rows: int, length: int) -> dict[str, torch.Tensor]:
     """`Batch.images` for `rows` rows of `length` tokens with an image of `patches` patches each; pixels are fp32."""
     if tower.patches is not None:
         side = int(patches**0.5) * tower.patch_side

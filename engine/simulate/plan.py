@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.budget.overhead import beside_of
-from engine.budget.plan import make_plan, remedies
+from engine.budget.advise.plan import make_plan, remedies
+from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.errors import UnknownArchitectureError
 from engine.simulate.step import Simulation, simulate_step
 from engine.spec.schema.run import RunSpec
@@ -76,7 +76,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
         rows = 1 if asked == "auto" else min(asked, batch)
     capacity = spec.profile.device.capacity_bytes
     found = simulate_step(spec, rows=rows, length=length)
-    beside = beside_of(spec.profile).of(found.peak_bytes)
+    beside = non_torch_memory(spec.profile).components(found.peak_bytes)
     fits = found.peak_bytes + sum(beside.values()) <= capacity
     verdict = "fits" if fits else "tight" if _remedied_fits(spec, length) else "does_not_fit"
     return ExactPlan(verdict, capacity, found, beside, rows, -(-batch // rows), length, closed_form)
@@ -86,6 +86,6 @@ def _remedied_fits(spec: RunSpec, length: int) -> bool:
     """Whether one sequence fits with some of the remedies that leave learning as it is."""
     for remedied in remedies(spec):
         peak_bytes = simulate_step(remedied, rows=1, length=length).peak_bytes
-        if peak_bytes + beside_of(spec.profile).total(peak_bytes) <= spec.profile.device.capacity_bytes:
+        if peak_bytes + non_torch_memory(spec.profile).total(peak_bytes) <= spec.profile.device.capacity_bytes:
             return True
     return False

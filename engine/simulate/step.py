@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from engine.budget.architecture import from_config
-from engine.budget.inference import evaluates, generates, most_answers
-from engine.budget.kinds import stack_of
-from engine.budget.lookup import find_architecture, find_config
-from engine.budget.predict import Budget
-from engine.budget.setting import chunk_tokens, image_patches, resolved_dtype, setting_of
-from engine.budget.tower import TOWERS
+from engine.budget.architecture.facts import from_config
+from engine.budget.architecture.lookup import find_architecture, find_config
+from engine.budget.architecture.vision_encoder import VISION_ENCODERS
+from engine.budget.predict.inference import evaluates, generates, most_answers
+from engine.budget.predict.prediction import Predictor
+from engine.budget.trace.layer_kinds import layer_stack
+from engine.budget.trace.memory_config import chunk_tokens, image_patches, memory_config_of, resolved_dtype
 from engine.data.batch import Batch
 from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError, UsageError
@@ -171,7 +171,7 @@ def _leave_meta(model: torch.nn.Module) -> None:
 def _answers_at_once(spec: RunSpec, length: int) -> int:
     """As many as the plan says; the most there can be where it does not know the architecture."""
     try:
-        return Budget(find_architecture(spec), spec).generation_rows(length)
+        return Predictor(find_architecture(spec), spec).generation_rows(length)
     except UnknownArchitectureError:
         return most_answers(spec.recipe)
 
@@ -182,8 +182,8 @@ def _ends(spec: RunSpec) -> dict[int, str]:
         arch = find_architecture(spec)
     except UnknownArchitectureError:
         return {}
-    setting = setting_of(arch, spec)
-    return stack_of(arch, setting).ends(checkpointed=setting.checkpointing)
+    setting = memory_config_of(arch, spec)
+    return layer_stack(arch, setting).ends(checkpointed=setting.checkpointing)
 
 
 def _gradients(loaded: LoadedModel) -> list[torch.Tensor]:
@@ -226,8 +226,8 @@ def _batch(spec: RunSpec, device: SimulatedDevice, rows: int, length: int) -> Ba
 
 def _images(spec: RunSpec, facts: dict[str, Any], rows: int, length: int) -> dict[str, torch.Tensor]:
     """Those of a recipe with images and a model with a tower that the budget knows."""
-    if image_key(spec.recipe) is None or facts.get("model_type") not in TOWERS:
+    if image_key(spec.recipe) is None or facts.get("model_type") not in VISION_ENCODERS:
         return {}
     arch = from_config(facts)
     patches = image_patches(arch, spec.recipe)
-    return images_of(arch.tower, patches, rows, length) if arch.tower else {}
+    return images_of(arch.vision_encoder, patches, rows, length) if arch.vision_encoder else {}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.budget.tower_parameters import in_tower
+from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.device.metered import MeteredDevice
 
 BETWEEN = "between"
@@ -86,4 +86,4 @@ class Watch:
 
 def _layers(base: nn.Module) -> nn.ModuleList:
     """The decoder's layers: the outermost list of modules that is in no vision tower."""
-    return next(m for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and not in_tower(name))
+    return next(m for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and not in_vision_encoder(name))

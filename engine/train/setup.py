@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from engine.batching.cost import MicroBatchCost, micro_batch_cost
-from engine.budget.advice import with_changes
-from engine.budget.plan import Plan
-from engine.budget.slicing import refuse_slicing
+from engine.budget.advise.fit import with_changes
+from engine.budget.advise.plan import Plan
+from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.sources import require_files
@@ -74,7 +74,7 @@ def set_up(
     with device.host_region():
         prepared = _prepared(spec, tokenizer, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
-    refuse_slicing(model_config_dict(spec), spec)
+    refuse_sequence_parallel(model_config_dict(spec), spec)
     spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)

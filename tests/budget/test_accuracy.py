@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.budget.lookup import find_architecture
-from engine.budget.predict import predict
-from tests.budget.cells import FAMILIES, WAYS, applies, error
-from tests.budget.metered import PHI3, folder_of, measured_step, run_spec
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.prediction import predict
+from tests.budget.budget_cases import FAMILIES, WAYS, applies, error
+from tests.budget.metered_step import PHI3, QWEN2, folder_of, measured_step, run_spec
 
 COMMON = ("lora", "full")
 CELLS = [(family, way) for way in COMMON for family in FAMILIES] + [("gpt_oss", "full fp16")]
@@ -38,9 +38,6 @@ def test_rows_so_long_that_scores_decide_are_predicted(family: str, tmp_path: Pa
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mixtral"])
 def test_activations_that_wait_on_the_host_come_back_for_one_operation_at_a_time(family: str, tmp_path: Path) -> None:
     """Kept without checkpoints. Families with small tensors or masks, which stay, are further on the safe side."""
-    from engine.budget.lookup import find_architecture
-    from engine.budget.predict import predict
-    from tests.budget.metered import folder_of, measured_step, run_spec
 
     train = {"gradient_checkpointing": False, "activation_offload": True, "batch_size": 4}
     folder = folder_of(FAMILIES[family], tmp_path)
@@ -58,9 +55,6 @@ def test_every_way_and_every_family_is_met() -> None:
 
 
 def test_several_chunks_of_the_loss_are_predicted(tmp_path: Path) -> None:
-    from engine.budget.lookup import find_architecture
-    from engine.budget.predict import predict
-    from tests.budget.metered import QWEN2, folder_of, measured_step, run_spec
 
     wide = {**QWEN2, "vocab_size": 60_000, "num_hidden_layers": 1, "tie_word_embeddings": False}
     for also_train in ([], ["lm_head"]):
@@ -81,3 +75,10 @@ def test_phi3s_eager_attention_keeps_the_joint_projection_of_a_single_sequence(r
     )  # fmt: skip
     predicted = predict(find_architecture(spec), spec, rows=rows, length=128 // rows).peak_bytes
     assert predicted == pytest.approx(measured_step(spec, rows, 128 // rows, 2)[1], rel=0.002)
+
+
+def test_a_first_layer_with_large_adapters_and_few_tokens_is_what_the_metered_device_counts(tmp_path: Path) -> None:
+    train = {"gradient_checkpointing": True, "batch_size": 1}
+    spec = run_spec(folder_of(QWEN2, tmp_path), method={"rank": 512}, model={"dtype": "bfloat16"}, train=train)
+    predicted = predict(find_architecture(spec), spec, rows=1, length=6).peak_bytes
+    assert predicted == pytest.approx(measured_step(spec, 1, 6)[1], rel=0.005)

@@ -11,15 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.budget import calibration
-from engine.budget.calibration import Residuals, Setting, calibration_file, record, residuals_for
-from engine.budget.lookup import find_architecture
-from engine.budget.predict import Prediction, predict
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.calibration import CalibrationKey, Residuals, calibration_file, record, residuals_for
+from engine.budget.predict.prediction import Prediction, predict
 from engine.cli import app
 from engine.spec.schema.profile import Profile
 from engine.spec.schema.run import RunSpec
-from tests.budget.metered import run_spec
+from tests.budget.metered_step import run_spec
 
-H100 = Setting("NVIDIA H100", 9.0, 79.18, "570.1", version("torch"), 1, True)
+H100 = CalibrationKey("NVIDIA H100", 9.0, 79.18, "570.1", version("torch"), 1, True)
 SEEN = Residuals(context_bytes=640 * 2**20, workspace_bytes=32 * 2**20, fragmented_share=0.05)
 
 

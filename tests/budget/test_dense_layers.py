@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.budget.lookup import find_architecture
-from engine.budget.predict import predict
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
-from tests.budget.metered import QWEN3_MOE, folder_of, measured_step, ready, run_spec
+from tests.budget.metered_step import QWEN3_MOE, folder_of, measured_step, ready, run_spec
 
 MIXED = {**QWEN3_MOE, "num_hidden_layers": 5, "mlp_only_layers": [0, 3], "intermediate_size": 1024}
 
@@ -36,7 +36,7 @@ def test_adapters_that_would_land_on_the_experts_instead_are_refused(tmp_path: P
 
 
 def test_every_so_many_layers_may_have_experts() -> None:
-    from engine.budget.architecture import from_config
+    from engine.budget.architecture.facts import from_config
 
     sparse = from_config({**QWEN3_MOE, "num_hidden_layers": 5, "decoder_sparse_step": 2})
     assert [sparse.is_dense(layer) for layer in range(5)] == [True, False, True, False, True]

@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from tests.budget.metered import QWEN2
+from tests.budget.metered_step import QWEN2
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from engine.budget import inference
-from engine.budget.architecture import Architecture, from_config
-from engine.budget.inference import GENERATION_ROWS, generation_bytes
+from engine.budget.advise.plan import make_plan
+from engine.budget.architecture.facts import Architecture, from_config
+from engine.budget.architecture.lookup import builtin_config, find_architecture
 from engine.budget.installed import older
-from engine.budget.lookup import builtin_config, find_architecture
-from engine.budget.plan import make_plan
-from engine.budget.predict import predict
-from engine.budget.setting import setting_of
-from engine.budget.static import static_bytes
-from tests.budget.metered import (
+from engine.budget.predict import inference
+from engine.budget.predict.inference import GENERATION_ROWS, generation_bytes
+from engine.budget.predict.prediction import predict
+from engine.budget.predict.static import static_bytes
+from engine.budget.trace.memory_config import memory_config_of
+from tests.budget.metered_step import (
     GEMMA3,
     GPT2,
     GPT_OSS,
@@ -47,8 +47,10 @@ def test_generation_holds_what_the_metered_device_counts(
 ) -> None:
     spec = run_spec(folder_of(family, tmp_path / "model"), method={"rank": 8})
     arch = find_architecture(spec)
-    static = static_bytes(arch, setting_of(arch, spec)).total.static
-    predicted = static + generation_bytes(arch, setting_of(arch, spec), rows=4, prompt=prompt, new_tokens=new_tokens)
+    static = static_bytes(arch, memory_config_of(arch, spec)).total.static
+    predicted = static + generation_bytes(
+        arch, memory_config_of(arch, spec), rows=4, prompt=prompt, new_tokens=new_tokens
+    )
     assert -0.01 <= predicted / measured_generation(spec, 4, prompt, new_tokens) - 1 <= 0.02
 
 
@@ -60,7 +62,7 @@ def test_prompts_of_several_rows_repeat_heads_while_they_are_answered_before_tra
 
     def held(rows: int, *, repeats: bool) -> int:
         monkeypatch.setattr(inference, "DECODES_WITH_REPEATED_HEADS", repeats)
-        return generation_bytes(arch, setting_of(arch, run_spec()), rows=rows, prompt=8, new_tokens=100)
+        return generation_bytes(arch, memory_config_of(arch, run_spec()), rows=rows, prompt=8, new_tokens=100)
 
     assert held(4, repeats=True) > held(4, repeats=False)
     assert held(1, repeats=True) == held(1, repeats=False)
@@ -83,7 +85,7 @@ def test_samples_and_exact_match_add_generation() -> None:
 
 def test_a_sliding_window_bounds_what_a_layer_caches() -> None:
     short, long = (
-        generation_bytes(arch, setting_of(arch, run_spec()), rows=1, prompt=1, new_tokens=4096)
+        generation_bytes(arch, memory_config_of(arch, run_spec()), rows=1, prompt=1, new_tokens=4096)
         for arch in (from_config({**GEMMA3, "num_hidden_layers": 6}), from_config({**GEMMA3, "sliding_window": None}))
     )
     assert short < long

@@ -6,16 +6,24 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture import from_config
+from engine.budget.architecture.facts import from_config
+from engine.budget.architecture.lookup import shipped_entries
+from engine.budget.architecture.parameters import layer_parameters, layer_prefix, outer_parameters, parameter_count
+from engine.budget.architecture.vision_parameters import (
+    vision_end_parameters,
+    vision_layer_parameters,
+    vision_layer_prefix,
+)
 from engine.budget.globs import compile_globs
-from engine.budget.lookup import shipped_entries
-from engine.budget.parameters import layer_parameters, layer_prefix, outer_parameters, parameter_count
-from engine.budget.tower_parameters import tower_ends, tower_layer, tower_prefix
 
 ENTRIES = list(shipped_entries())
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
 UNSHIPPED: dict[str, dict[str, Any]] = {
@@ -23,11 +31,22 @@ UNSHIPPED: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "llama with biases": {"model_type": "llama", **SMALL, "attention_bias": True, "mlp_bias": True},
     "qwen3_moe with dense layers": {
-        "model_type": "qwen3_moe", **SMALL, "num_hidden_layers": 6, "head_dim": 16, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1], "decoder_sparse_step": 2,
+        "model_type": "qwen3_moe",
+        **SMALL,
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 2,
     },
     "qwen3 with biases": {
-        "model_type": "qwen3", **SMALL, "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True,
+        "model_type": "qwen3",
+        **SMALL,
+        "head_dim": 16,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
     },
 }
 
@@ -52,11 +71,13 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(arch.layers):
         prefix, parameters = layer_prefix(arch, layer), layer_parameters(arch, arch.is_dense(layer))
         named |= {prefix + parameter.name: parameter.shape for parameter in parameters}
-    if arch.tower:
-        named |= {parameter.name: parameter.shape for parameter in tower_ends(arch.tower)}
-        for layer in range(arch.tower.layers):
-            prefix = tower_prefix(arch.tower, layer)
-            named |= {prefix + parameter.name: parameter.shape for parameter in tower_layer(arch.tower)}
+    if arch.vision_encoder:
+        named |= {parameter.name: parameter.shape for parameter in vision_end_parameters(arch.vision_encoder)}
+        for layer in range(arch.vision_encoder.layers):
+            prefix = vision_layer_prefix(arch.vision_encoder, layer)
+            named |= {
+                prefix + parameter.name: parameter.shape for parameter in vision_layer_parameters(arch.vision_encoder)
+            }
     return named
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from engine.budget.advice import advise
-from engine.budget.levers import lever_of
-from engine.budget.lookup import find_architecture, find_config
-from engine.budget.plan import make_plan
-from engine.budget.predict import predict
+from engine.budget.advise.fit import advise
+from engine.budget.advise.lever import lever_of
+from engine.budget.advise.plan import make_plan
+from engine.budget.architecture.lookup import find_architecture, find_config
+from engine.budget.predict.prediction import predict
 from engine.cli import app
 from engine.errors import EnvironmentProblem, UsageError
-from tests.budget.metered import run_spec
+from tests.budget.metered_step import run_spec
 
 
 def card(memory_gib: float) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_room_left_is_offered_only_where_it_fits() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_what_is_known() -> None:
-    from engine.budget.architecture import from_config
+    from engine.budget.architecture.facts import from_config
 
     with pytest.raises(UsageError, match="mamba"):
         from_config({"model_type": "mamba"})

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture import Architecture, from_config
-from engine.budget.growth import growth
-from engine.budget.kinds import stack_of
-from engine.budget.lookup import builtin_config, find_architecture, find_config
-from engine.budget.parameters import layer_parameters
-from engine.budget.predict import COMPONENTS, cost_model, predict
-from engine.budget.setting import setting_of
-from engine.budget.walks import walk_backward
-from tests.budget.metered import (
+from engine.budget.architecture.facts import Architecture, from_config
+from engine.budget.architecture.lookup import builtin_config, find_architecture, find_config
+from engine.budget.architecture.parameters import layer_parameters
+from engine.budget.predict.layer_traces import layer_backward
+from engine.budget.predict.prediction import COMPONENTS, cost_model, predict
+from engine.budget.trace.layer_kinds import layer_stack
+from engine.budget.trace.memory_config import memory_config_of
+from tests.budget.metered_step import (
     GEMMA2,
     LLAMA,
     MISTRAL,
@@ -52,9 +51,9 @@ def published_window(arch: Architecture, method: str, rank: int) -> int:
 )
 def test_layer_window_is_the_one_of_the_specification(model: str, method: str, table: dict[str, Any]) -> None:
     arch = from_config(find_config(model))
-    setting = setting_of(arch, run_spec(model, H100, method=table, train={"gradient_checkpointing": True}))
-    maxima = walk_backward(arch, setting, stack_of(arch, setting).kind(-1), False)
-    assert max(growth(size).token for size in maxima) == published_window(arch, method, 128)
+    config = memory_config_of(arch, run_spec(model, H100, method=table, train={"gradient_checkpointing": True}))
+    maxima = layer_backward(arch, config, layer_stack(arch, config).layers[-1], False)
+    assert max(size.per_token for size in maxima) == published_window(arch, method, 128)
 
 
 LORA, LORA16, FULL = {"rank": 8}, {"rank": 8, "adapter_dtype": "bfloat16"}, {"kind": "full"}

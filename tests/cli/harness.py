@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.budget.plan import make_plan
+from engine.budget.advise.plan import make_plan
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.spec.load import dump_run_spec, resolve
 

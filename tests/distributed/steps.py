@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.batching.cost import micro_batch_cost
 from engine.budget.installed import installed, older
-from engine.budget.shards import SHARDS_SINCE
+from engine.budget.predict.shards import SHARDS_SINCE
 from engine.distributed.ranks import Ranks
 from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal

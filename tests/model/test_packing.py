@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.budget.isolation import why_documents_mix
+from engine.budget.architecture.packing_support import why_documents_mix
 from engine.errors import UsageError
 from engine.model.config import check_packing
 from tests.data.specs import run_spec

@@ -13,7 +13,7 @@ from engine.errors import UsageError
 from engine.model.loaded import LoadedModel
 from engine.model.loss import hidden_states, make_loss
 from engine.model.tokenizer import byte_tokenizer
-from tests.budget.metered import WITH_TOWER
+from tests.budget.metered_step import WITH_TOWER
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
 
 FAMILIES = list(WITH_TOWER)

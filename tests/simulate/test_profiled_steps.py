@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.simulate.step import simulate_step
-from tests.budget.metered import GEMMA2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, folder_of, ready, run_spec
+from tests.budget.metered_step import GEMMA2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, folder_of, ready, run_spec
 from tests.device.test_conformance import Allocator
 
 CPU = {"kind": "cpu", "memory_gib": 4.0}

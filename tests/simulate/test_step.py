@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.budget.lookup import find_architecture
-from engine.budget.predict import predict
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
 from engine.simulate.plan import ExactPlan, exact_plan
 from engine.simulate.step import simulate_step
-from tests.budget.metered import (
+from tests.budget.metered_step import (
     GEMMA2,
     GEMMA3,
     GPT_OSS,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from textual.content import Content
 
-from engine.budget.plan import Plan
+from engine.budget.advise.plan import Plan
 from tui.theme import PARTS, VERDICTS, draw
 
 LABEL = 10

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.budget.plan import Plan, make_plan
+from engine.budget.advise.plan import Plan, make_plan
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
 from engine.launch.create_run import require_launcher
 from engine.spec.check.devices import parse_device_indices, require_matching_devices

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from textual.content import Content
 
-from engine.budget.advice import Advice, Suggestion
+from engine.budget.advise.fit import Advice, Suggestion
 from tui.launch.budget_bar import size
 from tui.launch.fields import as_typed
 

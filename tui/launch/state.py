@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from engine.budget.advice import Advice, Suggestion, advise
+from engine.budget.advise.fit import Advice, Suggestion, advise
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.queue import Queue

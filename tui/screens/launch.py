@@ -18,7 +18,7 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.timer import Timer
 
-from engine.budget.advice import Suggestion
+from engine.budget.advise.fit import Suggestion
 from engine.errors import TunedeckError
 from engine.spec.files.find import SpecKind
 from engine.spec.files.text import visible

@@ -1,6 +1,6 @@
 """Whether a recipe trains on images, as far as its text tells: data is not looked at here.
 
-Try: `python -m pytest tests/budget/test_towers.py`
+Try: `python -m pytest tests/budget/test_vision.py`
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from engine.budget.calibration import Residuals, Setting, is_expandable, record
+from engine.budget.calibration import CalibrationKey, Residuals, is_expandable, record
 from engine.device.base import Device
 from engine.device.nvml import driver_version
 from engine.spec.schema.profile import Profile
@@ -28,7 +28,7 @@ def calibrate(device: Device, profile: Profile, ranks: int, peak_bytes: int, jou
     if found is None:
         return
     properties = torch.cuda.get_device_properties(device.torch_device)
-    setting = Setting(
+    setting = CalibrationKey(
         gpu=properties.name,
         compute_capability=float(f"{properties.major}.{properties.minor}"),
         memory_gib=properties.total_memory / 2**30,

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.budget.architecture import from_config
-from engine.budget.predict import predict
+from engine.budget.architecture.facts import from_config
+from engine.budget.predict.prediction import predict
 from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.batching.micro_batches import MicroBatch
-from engine.budget.advice import Suggestion, advise
+from engine.budget.advise.fit import Suggestion, advise
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory
 from engine.errors import ConfigNotHereError, UnknownArchitectureError

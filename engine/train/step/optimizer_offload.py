@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from engine.budget.static import STAGE_BYTES
+from engine.budget.predict.static import STAGE_BYTES
 from engine.device.base import Device
 
 ALIGNMENT = 512

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
-from engine.budget.shards import require_shards
+from engine.budget.predict.shards import require_shards
 from engine.device.base import Device
 from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
 from engine.device.oom import OutOfMemory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.budget.plan import Plan
+from engine.budget.advise.plan import Plan
 from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.run import RunSpec

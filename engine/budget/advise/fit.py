@@ -1,0 +1,238 @@
+"""What to change so that a run fits, cheapest first; or what the room left over could buy.
+
+Levers are data: which recipe key moves, to what, what it costs in speed and in quality. The search takes sets of levers
+in order of their cost and keeps those that fit and hold no smaller set that fits already; the budget's prediction is
+the only judge. Costs in speed are rough, for ranking, from common practice on GPUs; they are not measurements.
+
+Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from engine.budget.advise.plan import Plan, make_plan
+from engine.budget.architecture.lookup import find_architecture
+from engine.spec.check.hardware_rules import problems_on_device
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
+
+LEARNING_COST = 100.0
+"""Added to the cost of every lever that changes what is learned: such advice comes after all that does not."""
+MAX_LEVERS = 4
+MAX_SUGGESTIONS = 5
+FEWEST_IMAGE_TOKENS = 64
+"""Images of fewer tokens are not suggested."""
+SHORTEST = 256
+"""Sequences shorter than this are not suggested."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lever:
+    """One change of recipe keys; two are the same when they are one object, for values may be lists."""
+
+    changes: tuple[tuple[str, Any], ...]
+    slower_percent: float
+    note: str
+    changes_learning: bool = False
+    quality: float = 0.0
+    """Rank among changes of equal speed: how much it may cost in quality."""
+
+    @property
+    def cost(self) -> float:
+        """What the search orders by."""
+        return self.slower_percent + self.quality + (LEARNING_COST if self.changes_learning else 0.0)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The recipe keys it moves."""
+        return frozenset(key for key, _ in self.changes)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Levers that together make the run fit (or use its room), and the plan that follows."""
+
+    levers: tuple[Lever, ...]
+    changes: dict[str, tuple[Any, Any]]
+    """Recipe key = (before, after)."""
+    plan: Plan
+
+    @property
+    def changes_learning(self) -> bool:
+        """Whether the run learns something else, or on other data."""
+        return any(lever.changes_learning for lever in self.levers)
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of `tunedeck fit --json`."""
+        return {
+            "changes": {key: {"from": before, "to": after} for key, (before, after) in self.changes.items()},
+            "peak_bytes": self.plan.peak_bytes,
+            "margin_bytes": self.plan.margin_bytes,
+            "micro_batch": self.plan.micro_batch,
+            "slower_percent": sum(lever.slower_percent for lever in self.levers),
+            "changes_learning": self.changes_learning,
+            "notes": [lever.note for lever in self.levers],
+        }
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The plan as it stands, what would make it fit, and what its room could buy."""
+
+    plan: Plan
+    suggestions: list[Suggestion]
+    room: list[Suggestion]
+
+    def as_json(self) -> dict[str, Any]:
+        """The document of `tunedeck fit --json`."""
+        return {
+            "plan": self.plan.as_json(),
+            "suggestions": [suggestion.as_json() for suggestion in self.suggestions],
+            "room": [suggestion.as_json() for suggestion in self.room],
+        }
+
+
+def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
+    """Search the levers. Raises what `make_plan` raises."""
+    plan = make_plan(spec, longest=longest)
+    if plan.verdict == "fits":
+        return Advice(plan, [], list(_room(spec, longest)))
+    return Advice(plan, _search(spec, list(_levers(spec, plan)), longest), [])
+
+
+def with_changes(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
+    """The run spec with other values under dotted recipe keys such as "train.loss"."""
+    recipe = spec.recipe
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        part = getattr(recipe, table).model_copy(update={name: value})
+        recipe = recipe.model_copy(update={table: part})
+    return spec.model_copy(update={"recipe": recipe})
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """The value under a dotted recipe key."""
+    table, _, name = key.partition(".")
+    return getattr(getattr(recipe, table), name)
+
+
+def _levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
+    """Those that apply to this run, and that its hardware can pull."""
+    for lever in (*_free_levers(spec, plan), *_learning_levers(spec, plan)):
+        if not any(problems_on_device(spec.profile, with_changes(spec, dict(lever.changes)).recipe)):
+            yield lever
+
+
+def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
+    """What leaves the batch, the data and the trained weights as they are."""
+    recipe, train, cuda = spec.recipe, spec.recipe.train, spec.profile.device.kind == "cuda"
+    if train.micro_batch != "auto" and plan.micro_batch > 1:
+        yield Lever((("train.micro_batch", "auto"),), 2.0, "the same batch in smaller pieces")
+    if train.loss == "plain":
+        yield Lever((("train.loss", "auto"),), 1.0, "logits are made and dropped in chunks; the same loss")
+    if not train.gradient_checkpointing:
+        note = "activations are computed again in backward; the same gradients"
+        yield Lever((("train.gradient_checkpointing", True),), 30.0, note)
+    if not train.activation_offload and spec.profile.device.kind != "cpu":
+        note = "activations wait in host memory until backward; the same gradients"
+        yield Lever((("train.activation_offload", True),), 45.0, note)
+    if not train.optimizer_offload and spec.profile.device.kind != "cpu":
+        note = "optimizer state in host memory between steps; the same updates"
+        yield Lever((("train.optimizer_offload", True),), 35.0, note)
+    if recipe.method.kind == "lora" and recipe.method.adapter_dtype == "float32" and plan.config.base_bytes < 4:
+        note = "adapters in bf16: their inputs are no longer copied to fp32, their updates are rounded"
+        yield Lever((("method.adapter_dtype", "bfloat16"),), -3.0, note, quality=8.0)
+    if cuda and train.optimizer == "adamw":
+        note = "optimizer state in 8 bits (bitsandbytes)"
+        yield Lever((("train.optimizer", "adamw_8bit"),), 2.0, note, quality=5.0)
+    if cuda and recipe.method.kind == "lora" and recipe.model.quantize == "none":
+        note = "the frozen base in 4 bits (nf4, bitsandbytes)"
+        yield Lever((("model.quantize", "nf4"),), 25.0, note, quality=15.0)
+
+
+def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
+    """What changes what is learned: always after the others, always marked."""
+    method, longest = spec.recipe.method, spec.recipe.data.max_length
+    if method.kind == "full":
+        changes: list[tuple[str, Any]] = [("method.kind", "lora"), ("method.train_only", []), ("method.freeze", [])]
+        kept = tuple(change for change in changes if value_of(spec.recipe, change[0]) != change[1])
+        yield Lever(kept, 0.0, "adapters instead of all weights; raise the learning rate about tenfold", True, 20.0)
+    rank = method.rank // 2
+    while method.kind == "lora" and rank >= 4:
+        yield Lever((("method.rank", rank),), 0.0, f"rank {rank}: smaller adapters", True, 10.0 * method.rank / rank)
+        rank //= 2
+    yield from _image_levers(spec, plan)
+    length = longest // 2
+    while length >= SHORTEST:
+        note = f"samples longer than {length} tokens are dropped or cut"
+        yield Lever((("data.max_length", length),), 0.0, note, True, 15.0 * longest / length)
+        length //= 2
+
+
+def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
+    """Smaller images, where a model takes them in any size."""
+    encoder = find_architecture(spec).vision_encoder
+    if encoder is None or encoder.patches is not None:
+        return
+    tokens = plan.image_tokens // 2
+    while tokens >= FEWEST_IMAGE_TOKENS:
+        note = f"images of at most {tokens} tokens each: larger ones are scaled down"
+        changes = (("data.image_max_pixels", tokens * encoder.pixels_per_token),)
+        yield Lever(changes, 0.0, note, True, 12.0 * plan.image_tokens / tokens)
+        tokens //= 2
+
+
+def _search(spec: RunSpec, levers: list[Lever], longest: int | None) -> list[Suggestion]:
+    """Sets of levers in order of cost; none that contains an earlier one."""
+    found: list[tuple[frozenset[Lever], Suggestion]] = []
+    for chosen in _sets_by_cost(levers):
+        if len(found) == MAX_SUGGESTIONS or any(earlier <= set(chosen) for earlier, _ in found):
+            continue
+        suggestion = _try(spec, chosen, longest)
+        if suggestion.plan.verdict == "fits":
+            found.append((frozenset(chosen), suggestion))
+    return [suggestion for _, suggestion in found]
+
+
+def _sets_by_cost(levers: list[Lever]) -> list[tuple[Lever, ...]]:
+    """Every set of up to MAX_LEVERS levers that move different keys."""
+    sets = [
+        chosen
+        for count in range(1, MAX_LEVERS + 1)
+        for chosen in combinations(levers, count)
+        if len(frozenset[str]().union(*(lever.keys for lever in chosen))) == sum(len(lever.keys) for lever in chosen)
+    ]
+    return sorted(sets, key=lambda chosen: (sum(lever.cost for lever in chosen), len(chosen)))
+
+
+def _try(spec: RunSpec, levers: tuple[Lever, ...], longest: int | None) -> Suggestion:
+    """The plan with these levers pulled."""
+    changes = {key: value for lever in levers for key, value in lever.changes}
+    changed = with_changes(spec, changes)
+    length = min(longest, changed.recipe.data.max_length) if longest else None
+    moved = {key: (value_of(spec.recipe, key), value) for key, value in changes.items()}
+    return Suggestion(levers, moved, make_plan(changed, longest=length))
+
+
+def _room(spec: RunSpec, longest: int | None) -> Iterator[Suggestion]:
+    """What a run that fits could afford: no recomputation, a larger micro-batch, longer sequences, a higher rank."""
+    for lever in _room_levers(spec):
+        suggestion = _try(spec, (lever,), None if "data.max_length" in lever.keys else longest)
+        if suggestion.plan.verdict == "fits":
+            yield suggestion
+
+
+def _room_levers(spec: RunSpec) -> Iterator[Lever]:
+    """Each by itself, the largest step first."""
+    recipe = spec.recipe
+    if recipe.train.gradient_checkpointing:
+        yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")
+    if recipe.train.micro_batch != "auto" and recipe.train.micro_batch < recipe.train.batch_size:
+        yield Lever((("train.micro_batch", "auto"),), -5.0, "as many sequences at once as fit")
+    yield Lever((("data.max_length", 2 * recipe.data.max_length),), 0.0, "longer samples are kept", True)
+    if recipe.method.kind == "lora":
+        yield Lever((("method.rank", 2 * recipe.method.rank),), 0.0, "adapters of twice the rank", True)

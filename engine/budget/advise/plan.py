@@ -1,0 +1,162 @@
+"""The plan of a run: the micro-batch to start from, the verdict, and the table behind them.
+
+Verdicts (DESIGN section 3): fits, tight (only a smaller micro-batch or a remedy that leaves learning unchanged fits),
+does_not_fit (one sequence with every such remedy exceeds capacity).
+
+Try: `tunedeck plan -p 24gb -r lora`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.prediction import Prediction, Predictor
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.spec.schema.run import RunSpec
+
+Verdict = Literal["fits", "tight", "does_not_fit"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will hold, and how its batch is cut."""
+
+    verdict: Verdict
+    capacity_bytes: int
+    prediction: Prediction
+    micro_batch: int
+    accumulation: int
+    length: int
+    config: MemoryConfig
+    simulated: bool
+    ranks: int
+    """Devices the run is spread over; bytes are those of one. For several the plan is a prediction only, so far."""
+    image_tokens: int
+    """Of the one image that each sequence is planned with, among its tokens; 0 for text alone."""
+    remedies: dict[str, Any]
+    """Recipe keys that would make a tight plan fit, without changing what is learned."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """What torch allocates at the peak."""
+        return self.prediction.peak_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        """Capacity left at the peak; negative where it does not fit."""
+        return self.capacity_bytes - self.prediction.device_bytes
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Padded tokens of one micro-batch at the longest length."""
+        return self.micro_batch * self.length
+
+    def as_json(self) -> dict[str, Any]:
+        """The document of `tunedeck plan --json` and of plan.json."""
+        return {
+            "verdict": self.verdict,
+            "capacity_bytes": self.capacity_bytes,
+            "peak_bytes": self.peak_bytes,
+            "device_bytes": self.prediction.device_bytes,
+            "margin_bytes": self.margin_bytes,
+            "deciding_phase": self.prediction.deciding_phase,
+            "components": self.prediction.components,
+            "phases": self.prediction.phases,
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "tokens_per_micro_batch": self.tokens_per_micro_batch,
+            "remedies": self.remedies,
+            "ranks": self.ranks,
+            "image_tokens": self.image_tokens,
+            "predicted_only": self.ranks > 1,
+        }
+
+
+def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
+    """Plan a run for sequences of up to `longest` tokens (data.max_length when the data is not yet known).
+
+    Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known.
+    """
+    arch = find_architecture(spec)
+    length = longest or spec.recipe.data.max_length
+    predictor, asked = Predictor(arch, spec), spec.recipe.train.micro_batch
+    rows = max(1, _largest_that_fits(predictor, length)) if asked == "auto" else min(asked, predictor.batch)
+    prediction = predictor.predict(rows, length)
+    verdict, remedies = _verdict(arch, spec, prediction, rows, length)
+    encoder = arch.vision_encoder
+    return Plan(
+        verdict=verdict,
+        capacity_bytes=predictor.capacity_bytes,
+        prediction=prediction,
+        micro_batch=rows,
+        accumulation=-(-predictor.batch // rows),
+        length=length,
+        config=predictor.config,
+        simulated=spec.profile.device.kind == "metered",
+        ranks=predictor.layout.ranks,
+        image_tokens=predictor.config.image_patches // encoder.merge**2 if encoder else 0,
+        remedies=remedies,
+    )
+
+
+def _largest_that_fits(predictor: Predictor, length: int) -> int:
+    """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
+    # The whole batch at once finds no gradients of earlier micro-batches: it may fit where a little less does not.
+    if predictor.fits(predictor.batch, length):
+        return predictor.batch
+    low, high = 0, predictor.batch - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if predictor.fits(middle, length):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _verdict(
+    arch: Architecture, spec: RunSpec, planned: Prediction, rows: int, length: int
+) -> tuple[Verdict, dict[str, Any]]:
+    """The verdict, and the least set of remedies behind "tight"."""
+    if planned.device_bytes <= spec.profile.device.capacity_bytes:
+        return "fits", {}
+    for changes in _remedies(spec):
+        if rows == 1 and not changes:
+            continue  # that is what was planned
+        most = _largest_that_fits(Predictor(arch, _with_train(spec, changes)), length)
+        if most:
+            return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": most}
+    return "does_not_fit", {}
+
+
+def remedies(spec: RunSpec) -> Iterator[RunSpec]:
+    """The spec under every set of remedies that leaves learning as it is, cheapest first; the first is none."""
+    return (_with_train(spec, changes) for changes in _remedies(spec))
+
+
+def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
+    """What the ladder may do without changing what is learned, cheapest first, each on top of the ones before."""
+    changes: dict[str, Any] = {}
+    yield {}
+    if not spec.recipe.train.gradient_checkpointing:
+        changes["gradient_checkpointing"] = True
+        yield dict(changes)
+    if spec.recipe.train.loss == "plain":
+        changes["loss"] = "chunked"
+        yield dict(changes)
+    if not spec.recipe.train.activation_offload and spec.profile.device.kind != "cpu":
+        changes["activation_offload"] = True
+        yield dict(changes)
+    if not spec.recipe.train.optimizer_offload and spec.profile.device.kind != "cpu":
+        changes["optimizer_offload"] = True
+        yield dict(changes)
+
+
+def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
+    """The run spec with other values in its train table."""
+    train = spec.recipe.train.model_copy(update=changes)
+    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})})

@@ -1,0 +1,166 @@
+"""What a plan warns of before a run starts, although it may start: each warning says what was found and the fix.
+
+Functions of values only; what no device can do is refused by `engine.spec.check.hardware_rules`.
+
+Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from engine.budget.advise.plan import make_plan
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.lookup import find_config
+from engine.budget.architecture.packing_support import refuse_unsafe_packing
+from engine.budget.architecture.parameters import elements, layer_parameters, parameter_count
+from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
+from engine.budget.installed import installed, older
+from engine.budget.predict.inference import generates
+from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
+from engine.budget.predict.static import static_bytes
+from engine.budget.trace.memory_config import memory_config_of
+from engine.errors import ConfigNotHereError
+from engine.spec.check.images import image_key
+from engine.spec.schema.run import RunSpec
+
+GIB = 2**30
+
+SHORT_ANSWER_TOKENS = 32
+"""Generating no more than this at each evaluation is not worth a word."""
+
+
+def warnings_of(
+    arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None, torch_version: str | None = None
+) -> list[str]:
+    """Everything worth a warning; the disk only where it is known how much of it is free. `torch_version` is by default
+    the installed one."""
+    found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
+    found += _shards(spec, torch_version or installed("torch"))
+    if free_disk_bytes is not None:
+        found += _disk(arch, spec, free_disk_bytes)
+    return found
+
+
+def checkpoints_bytes(arch: Architecture, spec: RunSpec) -> int:
+    """Disk that a run's checkpoints take at most: those kept, the best, and one that is being written."""
+    config = memory_config_of(arch, spec)
+    total = static_bytes(arch, replace(config, optimizer_offload=False, image_patches=1)).total
+    # A gradient is as large as its weight: together they are the size of all trained weights, vision included.
+    return (total.gradients + total.optimizer) * (spec.recipe.checkpoint.keep + 2)
+
+
+def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    if spec.recipe.model.quantize != "nf4" or not arch.experts:
+        return
+    layers = (layer_parameters(arch, arch.is_dense(layer)) for layer in range(arch.layers))
+    narrow = sum(elements(parameter for parameter in layer if parameter.linear) for layer in layers)
+    wide, dtype = 1 - narrow / parameter_count(arch), memory_config_of(arch, spec).dtype
+    yield (
+        f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {dtype}: 4-bit '
+        "loading knows linear layers only, not fused experts, and the plan counts them so; "
+        'model.quantize = "none" is faster and hardly larger, and several devices with strategy = "sharded" hold less'
+    )
+
+
+def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Images that no sequence has room for, or that the model has no eyes for."""
+    key, data = image_key(spec.recipe), spec.recipe.data
+    if key is None:
+        return
+    if arch.vision_encoder is None:
+        yield f"{key} is about images, which {spec.recipe.model.id} cannot see: it has no vision tower"
+        return
+    tokens = arch.vision_encoder.tokens_of(data.image_max_pixels)
+    if tokens < data.max_length:
+        return
+    what = f"an image takes up to {tokens} tokens, data.max_length is {data.max_length}"
+    if arch.vision_encoder.patches is not None:
+        yield f"{what}: samples with images are dropped; raise data.max_length"
+        return
+    pixels = data.max_length // 2 * arch.vision_encoder.pixels_per_token
+    yield (
+        f"{what}: samples with such images are dropped; set data.image_max_pixels={pixels} for at most half of a "
+        "sequence, or raise data.max_length"
+    )
+
+
+def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Where the device's memory is the host's there is no other place; beside checkpoints there is little to move."""
+    train = spec.recipe.train
+    asked = [key for key in ("activation_offload", "optimizer_offload") if getattr(train, key)]
+    if asked and spec.profile.device.kind == "cpu":
+        keys = " and ".join(f"train.{key}" for key in asked)
+        yield f'{keys} saves nothing with device.kind = "cpu": the host is the device; leave it out'
+    elif train.activation_offload and train.gradient_checkpointing:
+        yield from _offload_of_checkpoints(arch, spec)
+
+
+def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Every layer waits for its input to travel twice, which only a run that needs the room should pay for."""
+    train = spec.recipe.train.model_copy(update={"activation_offload": False})
+    plan = make_plan(spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})}))
+    if plan.verdict != "fits":
+        return
+    length, kept_bytes = plan.length, plan.config.base_bytes * arch.hidden * arch.layers * plan.tokens_per_micro_batch
+    yield (
+        "train.activation_offload beside train.gradient_checkpointing moves only the layers' inputs, "
+        f"{kept_bytes / GIB:.2f} GiB for {plan.micro_batch} × {length} tokens, and the run fits without: "
+        "set train.activation_offload=false"
+    )
+
+
+def refuse_unsafe(spec: RunSpec) -> None:
+    """Raise UsageError for what would train, but wrongly, as far as the model's config is at hand to tell."""
+    try:
+        facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
+    except ConfigNotHereError:
+        return  # the engine asks again once it has the model
+    refuse_unsafe_packing(facts, spec)
+    refuse_sequence_parallel(facts, spec)
+
+
+def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
+    if spec.profile.parallel.strategy != "sharded" or recovers_with(torch_version):
+        return
+    if older(torch_version, SHARDS_SINCE):
+        yield (
+            f"torch {torch_version}, which is installed here, cannot train this: shards need torch {SHARDS_SINCE}; "
+            f"pip install 'torch=={KNOWN_TORCH[-1]}.*'"
+        )
+        return
+    yield (
+        f"with torch {torch_version} sharded weights cannot be put back in order after memory ran out: every such "
+        f"failure is a restart of all ranks from the last checkpoint; install torch {KNOWN_TORCH[-1]}, or choose a "
+        "train.micro_batch that is sure to fit"
+    )
+
+
+def _generation(spec: RunSpec) -> Iterator[str]:
+    """Answers of a few tokens cost no more than the evaluation around them."""
+    if generates(spec.recipe) and spec.recipe.generate.max_new_tokens > SHORT_ANSWER_TOKENS:
+        yield (
+            f"evaluations inside training generate up to {spec.recipe.generate.max_new_tokens} tokens a sample: this "
+            "takes time and the memory of the plan's row generate; eval.samples=0 without exact_match avoids it"
+        )
+
+
+def _disk(arch: Architecture, spec: RunSpec, free_bytes: int) -> Iterator[str]:
+    needed = checkpoints_bytes(arch, spec)
+    if needed > free_bytes:
+        yield (
+            f"the checkpoints take up to {needed / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB of disk are free where the "
+            "run is kept: a full disk pauses the run; lower checkpoint.keep, or choose another place with --runs"
+        )
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free on the disk that holds `folder`, or will once it is made; None where that cannot be told."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    try:
+        return shutil.disk_usage(existing).free
+    except OSError:
+        return None

@@ -1,0 +1,240 @@
+"""The facts of a decoder that decide its memory, read from the contents of a `config.json`, without its weights.
+
+Where a config is found is `engine.budget.architecture.lookup`; parameter names and shapes follow from these facts in
+`engine.budget.architecture.parameters`.
+
+Try: `python -c "from engine.budget.architecture.lookup import *; print(find_config('builtin:tiny'))"`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.budget.architecture.families import FAMILIES, Family, Layout
+from engine.budget.architecture.vision_encoder import VISION_ENCODERS, VisionEncoder, read_vision_encoder
+from engine.errors import UnknownArchitectureError, UsageError
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The feed-forward half of a mixture-of-experts layer."""
+
+    count: int
+    per_token: int
+    intermediate: int
+    """Width of one expert."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A causal decoder. Sizes are numbers of elements; head_dim is per head."""
+
+    model_type: str
+    layout: Layout
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    activation: str
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    wide_norm: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    """For each layer, whether it attends within the window only; empty without one."""
+    rotary_share: float = 1.0
+    """Part of each head that is turned by position."""
+    rotary_tables: int = 1
+    """How many pairs of rotary tables a forward pass makes: one for all layers, or one for each kind."""
+    buffers: int = 2
+    """Small tensors that are not parameters: frequencies of the rotary tables, twice each, and Gemma's scale."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    positions: int | None = None
+    """Rows of a learned position table (GPT-2)."""
+    experts: Experts | None = None
+    dense_layers: tuple[bool, ...] = ()
+    """For each layer, whether it has a plain feed-forward half among layers of experts; empty where none has."""
+    vision_encoder: VisionEncoder | None = None
+    """Of a vision-language model; the rest of these facts are then its decoder's."""
+    rotary_by_row: bool = False
+    """Every row has rotary tables of its own."""
+    default_attention: str = "sdpa"
+    max_length: int | None = None
+    """Longest sequence the model was made for."""
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer has no experts."""
+        return self.experts is None or (bool(self.dense_layers) and self.dense_layers[layer])
+
+    @property
+    def root(self) -> str:
+        """Dotted name of the decoder's body."""
+        return "model.language_model" if self.vision_encoder else "model"
+
+    @property
+    def query_width(self) -> int:
+        """Output width of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Output width of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+
+def from_config(config: Mapping[str, Any]) -> Architecture:
+    """Read the facts out of a Hugging Face config; raises UnknownArchitectureError for an unknown family."""
+    model_type = str(config.get("model_type", ""))
+    if model_type == "gpt2":
+        return _from_gpt2(config)
+    if model_type in VISION_ENCODERS:
+        return _with_vision_encoder(model_type, config)
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UnknownArchitectureError(
+            f"no memory model for model_type {model_type!r}",
+            expected=f"one of {', '.join(sorted({'gpt2', *FAMILIES, *VISION_ENCODERS}))}",
+            fix="train without a plan: micro-batches start small and what fits is learned during the run",
+        )
+    stated = {key: value for key, value in config.items() if value is not None}
+    return _from_llama_like(model_type, family, {**family.defaults, **stated})
+
+
+def _with_vision_encoder(model_type: str, config: Mapping[str, Any]) -> Architecture:
+    """Published Qwen configs keep the decoder's keys at the top, Gemma's and those saved by transformers 5 in a table
+    of their own; whether embeddings are tied is said in either place."""
+    text = dict(config.get("text_config") or {})
+    decoder = from_config({**config, **text, "model_type": VISION_ENCODERS[model_type][0]})
+    tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
+    return replace(
+        decoder,
+        model_type=model_type,
+        tied=tied if stated else decoder.tied,
+        vision_encoder=read_vision_encoder(config, decoder.hidden),
+    )
+
+
+def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) -> Architecture:
+    """Families whose configs share Llama's key names."""
+    try:
+        heads, hidden = int(facts["num_attention_heads"]), int(facts["hidden_size"])
+        tables = max(1, len(set(_sliding_layers(family, facts)))) if family.rotary_by_kind else 1
+        biased = bool(facts.get(family.bias_key, False)) if family.bias_key else False
+        return Architecture(
+            model_type=model_type,
+            layout=family.layout,
+            vocab=int(facts["vocab_size"]),
+            hidden=hidden,
+            intermediate=int(facts.get("intermediate_size", 0)),
+            layers=int(facts["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(facts.get("num_key_value_heads", heads)),
+            head_dim=int(facts.get("head_dim", hidden // heads)),
+            tied=bool(facts.get("tie_word_embeddings", False)),
+            activation=str(facts.get("hidden_activation") or facts.get("hidden_act", "silu")),
+            qkv_bias=family.qkv_bias or biased,
+            output_bias=biased,
+            mlp_bias=bool(facts.get(family.mlp_bias_key, False)) if family.mlp_bias_key else False,
+            qk_norm=family.qk_norm,
+            norms_per_layer=family.norms_per_layer,
+            wide_norm=family.wide_norm,
+            sliding_window=_window(facts),
+            sliding_layers=_sliding_layers(family, facts),
+            rotary_share=_rotary_share(facts),
+            rotary_tables=tables,
+            buffers=2 * tables + family.scaled_embedding,
+            attention_softcap=facts.get("attn_logit_softcapping"),
+            logit_softcap=facts.get("final_logit_softcapping"),
+            experts=_experts(facts) if family.layout in ("mixtral", "qwen3_moe", "gpt_oss") else None,
+            rotary_by_row=family.rotary_by_row,
+            dense_layers=_dense_layers(facts) if family.layout == "qwen3_moe" else (),
+            default_attention=family.default_attention,
+            max_length=facts.get("max_position_embeddings"),
+        )
+    except KeyError as missing:
+        raise UsageError(
+            f"the {model_type} config has no {missing}",
+            expected="a complete config.json",
+            fix="check the folder named by model.id",
+        ) from None
+
+
+def _window(facts: Mapping[str, Any]) -> int | None:
+    """Sliding window in tokens; Qwen2 configs carry one that `use_sliding_window = false` switches off."""
+    switched_off = "max_window_layers" in facts and not facts.get("use_sliding_window", False)
+    return None if switched_off or facts.get("use_sliding_window") is False else facts.get("sliding_window")
+
+
+def _sliding_layers(family: Family, facts: Mapping[str, Any]) -> tuple[bool, ...]:
+    """`layer_types` where the config has them; else by the family's pattern. Qwen slides from max_window_layers on."""
+    layers = range(int(facts["num_hidden_layers"]))
+    if _window(facts) is None:
+        return ()
+    if "layer_types" in facts:
+        if len(facts["layer_types"]) != len(layers):
+            raise UsageError(
+                f"the model's config has {len(facts['layer_types'])} layer_types for {len(layers)} layers",
+                expected="one for each layer",
+                fix="correct num_hidden_layers or layer_types in its config.json",
+            )
+        return tuple(kind == "sliding_attention" for kind in facts["layer_types"])
+    every = facts.get("sliding_window_pattern", family.full_every)
+    first = int(facts.get("max_window_layers", 0)) if "use_sliding_window" in facts else 0
+    return tuple(layer >= first and not (every and (layer + 1) % int(every) == 0) for layer in layers)
+
+
+def _rotary_share(facts: Mapping[str, Any]) -> float:
+    """Phi-4-mini turns three quarters of each head; the key moved into rope_parameters with transformers 5."""
+    rope = facts.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)))
+
+
+def _dense_layers(facts: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Qwen3-MoE names them in mlp_only_layers, and has experts in every decoder_sparse_step-th layer only."""
+    named, step = facts.get("mlp_only_layers", ()), int(facts.get("decoder_sparse_step", 1))
+    dense = tuple(layer in named or (layer + 1) % step != 0 for layer in range(int(facts["num_hidden_layers"])))
+    return dense if any(dense) else ()
+
+
+def _experts(facts: Mapping[str, Any]) -> Experts:
+    """Mixtral and gpt-oss say num_local_experts, Qwen3-MoE num_experts."""
+    return Experts(
+        count=int(facts["num_experts"] if "num_experts" in facts else facts["num_local_experts"]),
+        per_token=int(facts["num_experts_per_tok"]),
+        intermediate=int(facts.get("moe_intermediate_size", facts.get("intermediate_size", 0))),
+    )
+
+
+def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
+    """GPT-2's own key names: n_embd, n_layer, n_head, n_positions; every linear layer and norm has a bias."""
+    hidden, heads = int(config["n_embd"]), int(config["n_head"])
+    return Architecture(
+        model_type="gpt2",
+        layout="gpt2",
+        vocab=int(config["vocab_size"]),
+        hidden=hidden,
+        intermediate=int(config.get("n_inner") or 4 * hidden),
+        layers=int(config["n_layer"]),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        activation=str(config.get("activation_function", "gelu_new")),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        buffers=0,
+        positions=int(config.get("n_positions", 1024)),
+        max_length=int(config.get("n_positions", 1024)),
+    )

@@ -1,0 +1,158 @@
+"""Where the config of a model is found: built in, a local folder, the hub cache on this machine, or shipped with us.
+
+Nothing is downloaded here (`engine.budget.architecture.hub` does) and no weights are read. What a config says is
+`engine.budget.architecture.facts`.
+
+Try: `python -c "from engine.budget.architecture.lookup import find_config; print(find_config('builtin:tiny'))"`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from engine.budget.architecture.facts import Architecture, from_config
+from engine.errors import ConfigNotHereError, UsageError
+from engine.journal.index import resolve_run
+from engine.spec.load import load_run_spec
+from engine.spec.schema.run import RunSpec
+
+BUILTIN_PREFIX = "builtin:"
+RUN_PREFIX = "run:"
+
+
+def find_architecture(spec: RunSpec) -> Architecture:
+    """The facts of the model a run starts from.
+
+    Raises ConfigNotHereError when no config can be found on this machine, UsageError for an unknown family or a folder
+    that does not exist.
+    """
+    model, revision = start_of(spec.recipe.model.id, spec.recipe.model.revision)
+    file = _config_file(model, revision)
+    return _shipped_architecture(model) if file is None else from_config(_read_json(file))
+
+
+def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The config of a built-in model, local folder, cached hub model or shipped entry, as its JSON would have it."""
+    model, revision = start_of(model, revision)
+    file = _config_file(model, revision)
+    return _shipped_config(model) if file is None else _read_json(file)
+
+
+def _config_file(model: str, revision: str | None) -> Path | None:
+    """Where a config is read from; None for a model that is built in or that nothing but a shipped entry describes."""
+    if model.startswith(BUILTIN_PREFIX):
+        return None
+    local = os.path.expanduser(model) if model.startswith("~") else model
+    if _is_folder(local):
+        return Path(local, "config.json")
+    if os.path.isabs(local) or model.startswith("."):
+        raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
+    return _cached_config(model, revision)
+
+
+def _shipped_config(model: str) -> dict[str, Any]:
+    if model.startswith(BUILTIN_PREFIX):
+        return builtin_config(model)
+    shipped = shipped_configs().get(model.lower())
+    if shipped is not None:
+        return dict(shipped)
+    raise ConfigNotHereError(
+        f"no config.json of {model!r} on this machine",
+        expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
+        fix=f"download it once with: hf download {model} config.json",
+    )
+
+
+@lru_cache(maxsize=64)
+def _shipped_architecture(model: str) -> Architecture:
+    """Shipped entries do not change while a process runs."""
+    return from_config(_shipped_config(model))
+
+
+def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
+    """The model behind "run:RUN" and its revision; what an earlier run made has the shape of what it started from."""
+    while model.startswith(RUN_PREFIX):
+        text = model.removeprefix(RUN_PREFIX).partition("@")[0]
+        start = load_run_spec(resolve_run(text, None).run_toml).recipe.model
+        model, revision = start.id, start.revision
+    return model, revision
+
+
+def builtin_config(name: str) -> dict[str, Any]:
+    """The config of "builtin:NAME": the one place its numbers are kept is profiles/models/builtin-NAME.toml."""
+    config = shipped_configs().get(name)
+    if config is None or not name.startswith(BUILTIN_PREFIX):
+        known = ", ".join(sorted(key for key in shipped_configs() if key.startswith(BUILTIN_PREFIX)))
+        raise UsageError(f"no built-in model {name!r}", expected=known, fix="set model.id to one of them")
+    return dict(config)
+
+
+@lru_cache(maxsize=1)
+def shipped_configs() -> dict[str, dict[str, Any]]:
+    """Lower-case model id = config, over every `profiles/models/*.toml` (one file may describe several ids)."""
+    configs: dict[str, dict[str, Any]] = {}
+    for entry in shipped_entries():
+        for model in entry["ids"]:
+            configs[str(model).lower()] = dict(entry["config"])
+    return configs
+
+
+def shipped_entries() -> Iterator[dict[str, Any]]:
+    """The parsed files of profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
+    for path in sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name):
+        if path.name.endswith(".toml"):
+            yield tomli.loads(path.read_text(encoding="utf-8"))
+
+
+def _cached_config(model: str, revision: str | None) -> Path | None:
+    """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
+    repository = f"{_hub_cache()}/models--{model.replace('/', '--')}"
+    if not _is_folder(repository):
+        return None
+    reference = Path(repository, "refs", revision or "main")
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
+    config = Path(repository, "snapshots", commit, "config.json")
+    return config if commit and config.is_file() else None
+
+
+def _is_folder(path: str) -> bool:
+    """As `os.path.isdir`, which takes twice as long to say no: every plan asks, and nothing is there as a rule."""
+    return os.access(path, os.F_OK) and os.path.isdir(path)
+
+
+def _hub_cache() -> str:
+    """Where huggingface_hub keeps repositories: $HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    given = os.environ.get("HF_HUB_CACHE")
+    if given is not None:
+        return os.path.expanduser(given)
+    return _default_hub_cache(os.environ.get("HF_HOME"), os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+
+
+@lru_cache(maxsize=8)
+def _default_hub_cache(given: str | None, caches: str | None, _home: str | None) -> str:
+    """By what it depends on, the home folder among it: every plan asks."""
+    home = given or os.path.join(caches or "~/.cache", "huggingface")
+    return os.path.join(os.path.expanduser(home), "hub")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A config file as a dict; raises UsageError when it is absent or not JSON."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
+            expected="the model's config.json",
+            fix="check the folder named by model.id",
+        ) from error
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{path} does not hold a JSON object", fix="check the folder named by model.id")
+    return loaded

@@ -1,0 +1,135 @@
+"""Whether several ranks can share sequences (`parallel.sequence`), judged by the model's config and the recipe alone.
+
+A rank holds a slice of each sequence. A slice cannot have a mask, which would be as long as the sequence, squared, on
+every rank (packed documents, images whose tokens see each other, a sliding window except in flash attention); nor
+anything per head outside the projections (gpt-oss' sinks); nor a state that goes from token to token. And heads must
+divide over the ranks; where there are fewer key heads than ranks, several ranks get the same one.
+
+The engine checks the model itself, too (`engine.model.slices.verify_slices`).
+
+Try: `python -m pytest tests/budget/test_sequence_parallel_support.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from engine.budget.architecture.facts import Architecture, from_config
+from engine.budget.architecture.packing_support import POSITION_BLIND_FAMILIES, STATEFUL_FAMILIES
+from engine.errors import UnknownArchitectureError, UsageError
+from engine.spec.check.images import image_key
+from engine.spec.schema.run import RunSpec
+
+SINK_FAMILIES = frozenset({"gpt_oss"})
+"""Model types whose heads each have a sink, a parameter beside keys and values."""
+
+SLICEABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Layer types that look at other positions in attention only, through a causal mask or a window."""
+
+
+class Obstacle(NamedTuple):
+    """What is in the way of slices, and how it is got rid of."""
+
+    found: str
+    fix: str
+
+
+def refuse_sequence_parallel(facts: Mapping[str, Any], spec: RunSpec) -> None:
+    """Raise UsageError where a profile shares sequences that cannot be shared; `facts` are the model's config."""
+    size = spec.profile.parallel.sequence
+    if size == 1:
+        return
+    obstacles = [*_in_recipe(spec), *_in_model(facts, spec)]
+    if obstacles:
+        raise UsageError(
+            f"parallel.sequence = {size}, but " + "; and ".join(obstacle.found for obstacle in obstacles),
+            expected="a recipe and a model whose attention is causal, without masks, over heads that can be dealt out",
+            fix="; ".join(dict.fromkeys(obstacle.fix for obstacle in obstacles)) + "; or set parallel.sequence = 1",
+        )
+
+
+def _in_recipe(spec: RunSpec) -> Iterator[Obstacle]:
+    if spec.recipe.data.packing:
+        yield Obstacle("data.packing = true needs a mask as long as the sequence", "set data.packing = false")
+    key = image_key(spec.recipe)
+    if key is not None:
+        yield Obstacle(f"{key} is about images, which are not cut", "train on text alone")
+
+
+def _in_model(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
+    model_type = str(facts.get("model_type", "unknown"))
+    text = facts.get("text_config") or facts
+    strange = sorted({str(layer) for layer in text.get("layer_types") or ()} - SLICEABLE_LAYERS)
+    if model_type in STATEFUL_FAMILIES or strange:
+        layers = f" in layers of type {', '.join(strange)}" if strange else ""
+        yield Obstacle(f"{model_type} looks at other positions outside attention{layers}", "choose another model.id")
+    elif model_type in POSITION_BLIND_FAMILIES or facts.get("alibi"):
+        yield Obstacle(f"{model_type} does not take position ids", "choose another model.id")
+    if model_type in SINK_FAMILIES:
+        yield Obstacle(f"{model_type} has a sink for each head", "choose another model.id")
+    elif _is_eager(facts, spec):
+        yield Obstacle(
+            f"{model_type} runs with eager attention, whose scores are as long as the sequence, squared",
+            'set model.attention = "flash" where it runs',
+        )
+    yield from _window(facts, spec)
+    yield from _heads(facts, spec)
+
+
+def _is_eager(facts: Mapping[str, Any], spec: RunSpec) -> bool:
+    asked, arch = spec.recipe.model.attention, _known(facts)
+    if asked != "auto":
+        return asked == "eager"
+    return arch is not None and (arch.default_attention == "eager" or arch.attention_softcap is not None)
+
+
+def _window(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
+    arch, longest = _known(facts), spec.recipe.data.max_length
+    window = arch.sliding_window if arch else facts.get("sliding_window")
+    slides = any(arch.sliding_layers) if arch else True
+    if window and slides and longest > int(window) and spec.recipe.model.attention != "flash":
+        yield Obstacle(
+            f"data.max_length = {longest} is beyond the model's sliding window of {window}, which needs a mask",
+            f'set model.attention = "flash" where it runs, or data.max_length to {window}',
+        )
+
+
+def _heads(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
+    size = spec.profile.parallel.sequence
+    heads, key_heads = heads_of(facts)
+    if can_be_dealt(heads, key_heads, size):
+        return
+    devices = spec.profile.device.count * spec.profile.nodes.count
+    possible = [
+        str(smaller)
+        for smaller in range(1, devices + 1)
+        if devices % smaller == 0 and can_be_dealt(heads, key_heads, smaller)
+    ]
+    yield Obstacle(
+        f"{heads} heads with {key_heads} for keys and values cannot be dealt out to {size} ranks",
+        f"set parallel.sequence to {' or '.join(possible)} in the profile",
+    )
+
+
+def can_be_dealt(heads: int, key_heads: int, size: int) -> bool:
+    """Whether `size` ranks get the same number of heads, each with the keys it belongs to: several of them, or one that
+    several ranks have."""
+    return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+
+
+def heads_of(facts: Mapping[str, Any]) -> tuple[int, int]:
+    """Heads, and those of keys and values."""
+    arch = _known(facts)
+    if arch is not None:
+        return arch.heads, arch.kv_heads
+    text = facts.get("text_config") or facts
+    heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
+    return heads, int(text.get("num_key_value_heads") or heads)
+
+
+def _known(facts: Mapping[str, Any]) -> Architecture | None:
+    try:
+        return from_config(facts)
+    except UnknownArchitectureError:
+        return None

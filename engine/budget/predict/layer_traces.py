@@ -1,0 +1,193 @@
+"""The memory traces that a prediction is made of: of one layer of each kind and of the model's end.
+
+How they are put together to a step is `engine.budget.predict.step`, to a pass without gradients
+`engine.budget.predict.inference`.
+
+Try: `python -m pytest tests/budget/test_predict.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.trace.head import Head
+from engine.budget.trace.layer import Layer
+from engine.budget.trace.layer_kinds import LayerKind, body_learns
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.memory_trace import MemoryTrace, Node, TracedTensor
+from engine.budget.trace.polynomial import NO_BYTES, TOKEN, BytesPolynomial, highest, maxima
+
+Sizes = tuple[BytesPolynomial, ...]
+
+
+class ForwardTrace(NamedTuple):
+    """Sizes of a layer's forward pass: its maxima, what stays for backward, and for autocast until the loss."""
+
+    forward: Sizes
+    saved: BytesPolynomial
+    casts: BytesPolynomial
+
+
+def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
+    """Forward of one layer by itself. Where nothing learns, nothing is saved; a checkpoint saves the layer's input."""
+    config = layer_config(config)
+    if not kind.learns:
+        return inference_forward(arch, config, kind)
+    return _layer_step(arch, config, _layer_view(config, kind)).forward
+
+
+def layer_backward(arch: Architecture, config: MemoryConfig, kind: LayerKind, accumulating: bool) -> Sizes:
+    """Maxima of a layer's backward pass, which a checkpointed layer begins by running forward again."""
+    config = layer_config(config)
+    return _settled_backward(arch, config, _layer_view(config, kind), accumulating)
+
+
+@lru_cache(maxsize=256)
+def _settled_backward(arch: Architecture, config: MemoryConfig, kind: LayerKind, accumulating: bool) -> Sizes:
+    return maxima(_layer_step(arch, config, kind).backward, accumulating)
+
+
+def inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
+    """A layer's forward pass without gradients, dropout, or sequences that ranks share."""
+    config = inference_config(layer_config(config))
+    return _inference_forward(arch, config, _layer_view(config, kind._replace(follows=False)))
+
+
+class LayerStep(NamedTuple):
+    """A layer's forward and backward pass."""
+
+    forward: ForwardTrace
+    backward: Sizes
+    """All local maxima; which of them decide differs with what earlier micro-batches have left."""
+
+
+@lru_cache(maxsize=256)
+def _layer_step(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> LayerStep:
+    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, offloads=config.activation_offload)
+    layer, arguments = Layer(trace, arch, config, kind), [layer_input(trace, arch, config, kind.follows)]
+    if config.checkpointing:
+        forward = _checkpointed_forward(arch, config, kind)
+        held = arguments[0].storage  # until the layer's backward is over
+        output = trace.checkpoint(lambda: layer.forward(arguments.pop()))
+    else:
+        output = layer.forward(arguments.pop())
+        with_casts = trace.live
+        trace.casts.clear()
+        forward = ForwardTrace(highest(trace.take_peaks()), trace.live - output.size, with_casts - trace.live)
+    assert output.node is not None
+    size, node = output.size, output.node
+    del output
+    trace.backward(node, trace.allocate(size))
+    backward = highest(trace.take_peaks())
+    if config.checkpointing:
+        del held
+    return LayerStep(forward, backward)
+
+
+def _checkpointed_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
+    """The first forward pass of a checkpointed layer, which saves its input alone."""
+    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, keeps_saved=False)
+    peaks, casts = _forward_alone(trace, Layer(trace, arch, config, kind), arch, config, kind)
+    return ForwardTrace(peaks, arch.hidden * config.base_bytes * TOKEN, casts)
+
+
+@lru_cache(maxsize=256)
+def _inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
+    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
+    peaks, casts = _forward_alone(trace, Layer(trace, arch, config, kind), arch, config, kind)
+    return ForwardTrace(peaks, NO_BYTES, casts)
+
+
+@lru_cache(maxsize=256)
+def caching_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> Sizes:
+    """Maxima of a layer's forward pass that writes keys and values into the cache, these included."""
+    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
+    layer = Layer(trace, arch, config, kind)
+    layer.cached = []
+    return _forward_alone(trace, layer, arch, config, kind)[0]
+
+
+def _forward_alone(
+    trace: MemoryTrace, layer: Layer, arch: Architecture, config: MemoryConfig, kind: LayerKind
+) -> tuple[Sizes, BytesPolynomial]:
+    """Maxima of a forward pass that no backward follows, and the weights that autocast has cast in it."""
+    arguments = [layer_input(trace, arch, config, kind.follows)]
+    output = layer.forward(arguments.pop())
+    del output
+    return highest(trace.take_peaks()), sum([weight.size for weight in trace.casts], NO_BYTES)
+
+
+def _layer_view(config: MemoryConfig, kind: LayerKind) -> LayerKind:
+    """The kind as far as a trace depends on it: of masks only whether there is one, and only where sdpa takes another
+    kernel then."""
+    return kind._replace(masked=kind.masked and config.attention == "sdpa", slides=False)
+
+
+def head_step(arch: Architecture, config: MemoryConfig, accumulating: bool) -> Sizes:
+    """Maxima from the last layer's output to the loss and back to that output's gradient."""
+    return maxima(_head_step(arch, head_config(config)), accumulating)
+
+
+@lru_cache(maxsize=256)
+def _head_step(arch: Architecture, config: MemoryConfig) -> Sizes:
+    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, offloads=config.activation_offload)
+    arguments = [layer_input(trace, arch, config, body_learns(arch, config))]
+    loss = Head(trace, arch, config).forward(arguments.pop())
+    trace.casts.clear()
+    if loss.node is not None:  # else nothing learns at all, which the engine refuses by name once it has the model
+        trace.backward(loss.node, trace.allocate(NO_BYTES))
+    return highest(trace.take_peaks())
+
+
+def inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
+    """Maxima from the last layer's output to the loss, without gradients."""
+    return _inference_head(arch, head_config(inference_config(config)))
+
+
+@lru_cache(maxsize=256)
+def _inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
+    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
+    arguments = [layer_input(trace, arch, config, False)]
+    Head(trace, arch, config).forward(arguments.pop())
+    return highest(trace.take_peaks())
+
+
+def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gradient: bool) -> TracedTensor:
+    """Hidden states that go into a layer, with a node where a gradient is to come."""
+    hidden = trace.new(arch.hidden * TOKEN, config.base_bytes)
+    if gradient:
+        hidden.node = Node(hidden.size)
+    return hidden
+
+
+def step_config(config: MemoryConfig) -> MemoryConfig:
+    """The config as far as anything but the optimizer depends on it."""
+    return replace(config, optimizer="adamw", momentum=False, optimizer_offload=False)
+
+
+@lru_cache(maxsize=256)
+def layer_config(config: MemoryConfig) -> MemoryConfig:
+    """The config as far as a layer's trace depends on it: many remedies change nothing for a layer."""
+    return replace(
+        step_config(config),
+        loss="plain",
+        chunk_tokens=0,
+        # Of a checkpointed layer only the input would go to the host, which is no part of its trace.
+        activation_offload=config.activation_offload and not config.checkpointing,
+    )
+
+
+def inference_config(config: MemoryConfig) -> MemoryConfig:
+    """The config of a pass that trains nothing, and that no other rank shares."""
+    return replace(config, checkpointing=False, dropout=False, sequence=1)
+
+
+@lru_cache(maxsize=256)
+def head_config(config: MemoryConfig) -> MemoryConfig:
+    """The config as far as the trace of the model's end depends on it."""
+    return replace(
+        layer_config(config), loss=config.loss, checkpointing=False, activation_offload=config.activation_offload
+    )

@@ -1,0 +1,53 @@
+"""What a device holds beside torch's tensors: its context, library workspaces, and blocks the allocator cannot use.
+
+Figures for CUDA are guesses until a run on this machine has measured them (`engine.budget.calibration`). Host memory
+has none of them: the metered device counts tensors alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.budget.calibration import is_expandable, residuals_for
+from engine.spec.schema.profile import Profile
+
+MIB = 2**20
+CONTEXT_BYTES = 500 * MIB
+"""CUDA context with torch's kernels loaded: 300 to 600 MiB were seen, growing as kernels load."""
+HOPPER = 9.0
+CUBLAS_BYTES = {True: 32 * MIB, False: 8 * MIB}
+"""cuBLAS workspace, on Hopper and newer, and elsewhere (torch's defaults, aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+FRAGMENTED_SHARE = {True: 0.02, False: 0.06}
+"""Reserved over allocated, with expandable segments and without: 0 to 17 % were seen; a middling value of each."""
+
+
+class NonTorchMemory(NamedTuple):
+    """What one device holds beside tensors, as far as it does not depend on them, and what does."""
+
+    workspace_bytes: int
+    context_bytes: int
+    fragmented_share: float
+
+    def total(self, peak_bytes: int) -> int:
+        """All of it where tensors take so much at the peak."""
+        return self.workspace_bytes + self.context_bytes + int(self.fragmented_share * peak_bytes)
+
+    def components(self, peak_bytes: int) -> dict[str, int]:
+        """The same as the components `workspace`, `context` and `fragmentation`."""
+        return {
+            "workspace": self.workspace_bytes,
+            "context": self.context_bytes,
+            "fragmentation": int(self.fragmented_share * peak_bytes),
+        }
+
+
+def non_torch_memory(profile: Profile) -> NonTorchMemory:
+    """As runs on this machine had it; else typical values."""
+    device = profile.device
+    if device.kind != "cuda":
+        return NonTorchMemory(0, 0, 0.0)
+    seen = residuals_for(profile)
+    if seen is not None:
+        return NonTorchMemory(seen.workspace_bytes, seen.context_bytes, seen.fragmented_share)
+    workspace_bytes = CUBLAS_BYTES[(device.compute_capability or 0.0) >= HOPPER]
+    return NonTorchMemory(workspace_bytes, CONTEXT_BYTES, FRAGMENTED_SHARE[is_expandable(device.allocator)])

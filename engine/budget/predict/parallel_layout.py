@@ -1,0 +1,103 @@
+"""How a run is spread over devices, and what each of them holds of it.
+
+A replica holds everything, and the buffer that gradients are summed in (`engine.distributed.gradient_all_reduce`). A
+shard holds an equal part of weights, gradients and optimizer state, and gather and reduce buffers
+(`engine.budget.predict.shards`). Sequence parallelism cuts each sequence into equal parts; the buffers of its attention
+are in `engine.budget.trace.ulysses_buffers`.
+
+Try: `tunedeck plan -p 4xh100 -r full`
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.blocks import whole_blocks
+from engine.budget.predict.shards import Shards, held_by_a_rank, shards_of
+from engine.budget.predict.static import Tensors, static_bytes, static_config
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.operations import FLOAT
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.run import RunSpec
+
+BUCKET_BYTES = 32 * 2**20
+"""Of the buffer in which gradients are summed over replicas; `engine.distributed.gradient_all_reduce` says the same."""
+
+
+class ParallelLayout(NamedTuple):
+    """How a run is spread over devices."""
+
+    ranks: int = 1
+    sharded: bool = False
+    gathers_each_time: bool = True
+    """Weights are gathered for every use and dropped after it (ZeRO-3); else kept from forward to backward (ZeRO-2)."""
+    sequence: int = 1
+    """Ranks that share one sequence."""
+
+    @property
+    def sequence_groups(self) -> int:
+        """Groups of ranks that work on different sequences."""
+        return max(1, self.ranks // self.sequence)
+
+    def part(self, size_bytes: int) -> int:
+        """A rank's part of tensors that are sharded."""
+        return -(-size_bytes // self.ranks) if self.sharded else size_bytes
+
+    def positions(self, length: int) -> int:
+        """Tokens of a sequence that one rank holds."""
+        return -(-length // self.sequence)
+
+
+SINGLE_DEVICE = ParallelLayout()
+
+
+def on_one_device(spec: RunSpec) -> RunSpec:
+    """The same run by one process: that is how it is evaluated."""
+    parallel = spec.profile.parallel.model_copy(update={"strategy": "single", "sequence": 1})
+    device = spec.profile.device.model_copy(update={"count": 1})
+    nodes = spec.profile.nodes.model_copy(update={"count": 1})
+    profile = spec.profile.model_copy(update={"parallel": parallel, "device": device, "nodes": nodes})
+    return spec.model_copy(update={"profile": profile})
+
+
+def layout_of(profile: Profile) -> ParallelLayout:
+    """Resolve a profile. One device shares with nobody, whatever its strategy."""
+    ranks, parallel = profile.device.count * profile.nodes.count, profile.parallel
+    if ranks == 1:
+        return SINGLE_DEVICE
+    sharded = parallel.strategy == "sharded"
+    return ParallelLayout(ranks, sharded, parallel.shard == "parameters", parallel.sequence)
+
+
+@lru_cache(maxsize=256)
+def static_of_a_rank(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> Tensors:
+    """What a rank holds at every moment, its gradients when they are complete."""
+    if layout.sharded:
+        return held_by_a_rank(arch, static_config(config), layout.ranks)
+    return static_bytes(arch, config).total
+
+
+def bucket_bytes(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> int:
+    """The buffer for gradients that is there from the start to the end of a run; shards have none."""
+    if layout.ranks == 1 or layout.sharded:
+        return 0
+    return min(BUCKET_BYTES, whole_blocks(_trained_elements(arch, config) * FLOAT))
+
+
+def shards(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> Shards | None:
+    """The groups of weights that are spread over ranks; None where they are not."""
+    if not layout.sharded:
+        return None
+    return shards_of(arch, static_config(config), layout.ranks, keeps=not layout.gathers_each_time)
+
+
+def _trained_elements(arch: Architecture, config: MemoryConfig) -> int:
+    """Values that learn, from the bytes of their gradients."""
+    gradients = static_bytes(arch, config).total.gradients
+    return gradients // _trained_width(config)
+
+
+def _trained_width(config: MemoryConfig) -> int:
+    return config.adapter_bytes if config.lora else config.base_bytes

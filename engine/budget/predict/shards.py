@@ -1,0 +1,200 @@
+"""What a rank holds and sends where weights are spread over ranks (torch's FSDP2), group by group.
+
+A group's weights come in a flat buffer and are copied out of it, each tensor by itself; its gradients leave through a
+flat fp32 buffer, and what remains here of all of them is one flat piece. First dimensions are padded to equal parts.
+Which buffers are there at once follows `engine.distributed.sharded` and `torch/distributed/fsdp/_fully_shard` of torch
+2.13: in forward a flat buffer waits until the next group is gathered, in backward the next group is on its way while
+one is at work, and the gradients that left last keep their buffer until the next ones leave.
+
+Try: `pytest tests/budget/test_parallel_layout.py tests/distributed/test_sharded_steps.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.parameter import Parameter
+from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
+from engine.budget.blocks import BLOCK_BYTES, whole_blocks
+from engine.budget.installed import installed, older
+from engine.budget.predict.static import Tensors, state_bytes, vision_tensors
+from engine.budget.trace.layer_kinds import LayerKind, layer_stack
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.operations import FLOAT
+from engine.budget.trace.trainable import trainable_outer
+from engine.errors import EnvironmentProblem
+
+KNOWN_TORCH = ("2.13",)
+"""Versions of torch whose `_fully_shard` folder `engine.distributed.sharded` was read for and is tested with. On later
+ones weights are sharded all the same, but after memory ran out all ranks have to start again."""
+
+SHARDS_SINCE = "2.13"
+"""Before, `fully_shard` could not be told to send gradients of zero for what only other ranks have used."""
+
+Value = tuple[tuple[int, ...], int, bool, bool]
+"""Shape, bytes per element, whether it learns, whether it is part of an adapter."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Bytes of one group."""
+
+    held: Tensors
+    """By the rank with the largest part; gradients are the flat piece."""
+    gathered: int
+    flat: int
+    reduced: int
+    """Gradients on their way out."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """All groups of a model over `ranks`."""
+
+    table: Group
+    """The embedding, with the head where that is tied to it."""
+    layers: tuple[Group, ...]
+    beside: tuple[Group, ...]
+    """Small groups of their own: position tables, the last norm (which comes last)."""
+    head: Group | None
+    """Where it is not tied."""
+    keeps: bool
+    """Gathered weights stay from forward to backward (ZeRO-2)."""
+
+    @property
+    def ends(self) -> tuple[Group, ...]:
+        """All but the layers."""
+        return (self.table, *self.beside, *([self.head] if self.head else []))
+
+    def forward(self, layer: int) -> int:
+        """While a layer is computed."""
+        return self._kept_up_to(layer) + self.layers[layer].flat + self._table_held
+
+    def loss(self) -> int:
+        """While token losses are."""
+        kept = sum(group.gathered for group in (*self.layers, *self.beside)) if self.keeps else 0
+        ends = self.head.flat + self.head.gathered if self.head else self.beside[-1].flat
+        return kept + ends + self._table_held
+
+    def backward(self, layer: int) -> int:
+        """While a layer is differentiated."""
+        behind = self.layers[layer + 1].reduced if layer + 1 < len(self.layers) else self.beside[-1].reduced
+        coming = 0 if self.keeps else self.layers[layer - 1].flat if layer else 0
+        return self._kept_up_to(layer) + coming + behind + self._table_held
+
+    def embedding(self) -> int:
+        """While the table's gradient is made, or leaves."""
+        return max(self.layers[0].reduced + self._table_held, self.table.reduced)
+
+    def evaluate(self) -> int:
+        """While nothing is kept for backward."""
+        layer = max(group.flat + group.gathered for group in self.layers)
+        if self.head is None:
+            return self.table.gathered + layer
+        return max(layer, self.head.flat + self.head.gathered)
+
+    def generate(self) -> int:
+        """The same with the head there all the time."""
+        ends = self.head or self.table
+        return ends.gathered + max(group.flat + group.gathered for group in self.layers)
+
+    @property
+    def _table_held(self) -> int:
+        return self.table.gathered if self.keeps or self.head is None else 0
+
+    def _kept_up_to(self, layer: int) -> int:
+        return sum(g.gathered for g in self.layers[: layer + 1]) if self.keeps else self.layers[layer].gathered
+
+
+def require_shards() -> None:
+    """Raise EnvironmentProblem where torch is too old to spread weights over ranks."""
+    if older(installed("torch"), SHARDS_SINCE):
+        raise EnvironmentProblem(
+            f'parallel.strategy = "sharded" needs torch {SHARDS_SINCE}, this is {installed("torch")}',
+            fix=f"pip install 'torch=={KNOWN_TORCH[-1]}.*', or set parallel.strategy = \"replicated\" if that fits",
+        )
+
+
+def recovers_with(torch_version: str) -> bool:
+    """Whether this version's shards can be put back in order after memory ran out."""
+    return torch_version.startswith(KNOWN_TORCH)
+
+
+@lru_cache(maxsize=256)
+def shards_of(arch: Architecture, config: MemoryConfig, ranks: int, *, keeps: bool) -> Shards:
+    """The groups that `engine.distributed.sharded` makes of a model."""
+    stack = layer_stack(arch, config)
+    of_kind = {kind: _group(_layer_values(arch, config, kind), config, ranks) for kind in stack.kinds}
+    outer = {p.name: p for p in outer_parameters(arch)}
+    table = outer_parameters(arch)[0]
+    beside = dict.fromkeys(p.module for p in outer.values() if p.name not in (table.name, HEAD))
+
+    def group(parameters: Iterable[Parameter]) -> Group:
+        return _group(_outer_values(arch, config, parameters), config, ranks)
+
+    return Shards(
+        group([table]),
+        tuple(of_kind[kind] for kind in stack.layers),
+        tuple(group(p for p in outer.values() if p.module == module) for module in beside),
+        group([outer[HEAD]]) if HEAD in outer else None,
+        keeps,
+    )
+
+
+@lru_cache(maxsize=256)
+def held_by_a_rank(arch: Architecture, config: MemoryConfig, ranks: int) -> Tensors:
+    """Weights, adapters, optimizer state and complete gradients of one rank."""
+    total = Tensors(weights=BLOCK_BYTES * arch.buffers)
+    spread = shards_of(arch, config, ranks, keeps=False)
+    for group in (*spread.layers, *spread.ends):
+        total = total.plus(group.held)
+    if arch.vision_encoder:
+        encoder = vision_tensors(arch.vision_encoder, config)
+        total = total.plus(Tensors(*(-(-size // ranks) for size in encoder)))
+    return total
+
+
+def _layer_values(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> Iterator[Value]:
+    chosen = kind.trainable
+    for parameter in layer_parameters(arch, chosen.dense):
+        yield from _values(parameter, config, parameter.name in chosen.trained, parameter.name in chosen.adapted)
+
+
+def _outer_values(arch: Architecture, config: MemoryConfig, parameters: Iterable[Parameter]) -> Iterator[Value]:
+    trained = trainable_outer(arch, config.patterns)
+    for parameter in parameters:
+        yield from _values(parameter, config, parameter.name in trained, False)
+
+
+def _values(parameter: Parameter, config: MemoryConfig, trained: bool, adapted: bool) -> Iterator[Value]:
+    yield parameter.shape, config.base_bytes, trained and not config.lora, False
+    if trained and config.lora:  # peft trains a copy and keeps the original
+        yield parameter.shape, config.base_bytes, True, False
+    if adapted:
+        outputs, inputs = parameter.shape
+        shapes = [(config.rank, inputs), (outputs, config.rank), *([(outputs,)] if config.dora else [])]
+        yield from ((shape, config.adapter_bytes, True, True) for shape in shapes)
+
+
+def _group(values: Iterable[Value], config: MemoryConfig, ranks: int) -> Group:
+    parts = [((-(-shape[0] // ranks), *shape[1:]), width, learns, adapter) for shape, width, learns, adapter in values]
+    learning = [(shape, width) for shape, width, learns, _ in parts if learns]
+
+    def weights(of_adapters: bool) -> int:
+        return sum(whole_blocks(prod(shape) * width) for shape, width, _, adapter in parts if adapter == of_adapters)
+
+    return Group(
+        Tensors(
+            weights(False),
+            weights(True),
+            whole_blocks(sum(prod(shape) * width for shape, width in learning)),
+            sum(state_bytes(shape, width, config) for shape, width in learning),
+        ),
+        gathered=sum(whole_blocks(ranks * prod(shape) * width) for shape, width, _, _ in parts),
+        flat=whole_blocks(ranks * sum(prod(shape) * width for shape, width, _, _ in parts)),
+        reduced=whole_blocks(ranks * FLOAT * sum(prod(shape) for shape, _ in learning)),
+    )

@@ -1,0 +1,228 @@
+"""Bytes that stay for a whole run: weights, adapters, optimizer state; and gradients, which come with each step.
+
+Each tensor is rounded up to whole blocks (`engine.budget.blocks`).
+
+Try: `python -m pytest tests/budget/test_predict.py`
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.parameter import Parameter
+from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
+from engine.budget.architecture.vision_encoder import VisionEncoder
+from engine.budget.architecture.vision_parameters import vision_end_parameters, vision_layer_parameters
+from engine.budget.blocks import BLOCK_BYTES, whole_blocks
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.trainable import (
+    Trainable,
+    trainable_by_layer,
+    trainable_outer,
+    trainable_vision_ends,
+    vision_trainable_by_layer,
+)
+
+STAGE_BYTES = 32 * 2**20
+"""Optimizer state that is brought from the host at once. Large enough that a copy over PCIe is bound by bandwidth."""
+
+
+class Tensors(NamedTuple):
+    """Bytes of a group of layers or of what stands outside them."""
+
+    weights: int = 0
+    adapters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    def plus(self, other: Tensors, times: int = 1) -> Tensors:
+        """This group and `times` of another."""
+        return Tensors(*[mine + times * its for mine, its in zip(self, other, strict=True)])
+
+    @property
+    def static(self) -> int:
+        """What is there at every moment of the run."""
+        return self.weights + self.adapters + self.optimizer
+
+
+class StaticBytes(NamedTuple):
+    """The whole model's tensors, and those of its parts that a phase asks for."""
+
+    embedding_gradient: int
+    head_gradient: int
+    """Of an untied head; a tied one shares the embedding's."""
+    vision: Tensors
+    """Of a vision encoder. Its gradients come only where there are images."""
+    total: Tensors
+
+
+def static_config(config: MemoryConfig) -> MemoryConfig:
+    """The config as far as what stays for a whole run depends on it."""
+    return replace(config, checkpointing=False, activation_offload=False, loss="plain")
+
+
+def static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
+    """Count every tensor of the run once."""
+    return _static_bytes(arch, static_config(config))
+
+
+@lru_cache(maxsize=256)
+def _static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
+    layers, patterns = Tensors(), config.patterns
+    for trainable, count in Counter(trainable_by_layer(arch, patterns)).items():
+        layers = layers.plus(layer_tensors(arch, config, trainable), count)
+    parameters, trained = outer_parameters(arch), trainable_outer(arch, patterns)
+    outer = _tensors(parameters, Trainable(trained), config).plus(Tensors(weights=BLOCK_BYTES * arch.buffers))
+    gradients = {p.name: whole_blocks(p.elements * config.base_bytes) for p in parameters if p.name in trained}
+    vision = vision_tensors(arch.vision_encoder, config) if arch.vision_encoder else Tensors()
+    return StaticBytes(
+        embedding_gradient=gradients.get(parameters[0].name, 0),
+        head_gradient=gradients.get(HEAD, 0),
+        vision=vision,
+        total=layers.plus(outer).plus(vision),
+    )
+
+
+@lru_cache(maxsize=256)
+def vision_tensors(vision: VisionEncoder, config: MemoryConfig) -> Tensors:
+    """Bytes of a vision vision: its layers, its ends, and its buffers."""
+    ends = trainable_vision_ends(vision, config.patterns)
+    total = _tensors(vision_end_parameters(vision), ends, config)
+    for chosen in vision_trainable_by_layer(vision, config.patterns):
+        total = total.plus(vision_layer_tensors(vision, config, chosen))
+    positions = 8 * vision.patches if vision.patches else 0  # int64
+    total = total.plus(Tensors(weights=whole_blocks(positions) if positions else 2 * BLOCK_BYTES))
+    return total if config.image_patches else total._replace(gradients=0)
+
+
+@lru_cache(maxsize=256)
+def vision_layer_tensors(vision: VisionEncoder, config: MemoryConfig, chosen: Trainable) -> Tensors:
+    """Bytes of one layer of a vision."""
+    return _tensors(vision_layer_parameters(vision), chosen, config)
+
+
+def layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainable) -> Tensors:
+    """Bytes of one layer."""
+    return _layer_tensors(arch, static_config(config), trainable)
+
+
+@lru_cache(maxsize=256)
+def _layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainable) -> Tensors:
+    return _tensors(layer_parameters(arch, trainable.dense), trainable, config)
+
+
+def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: MemoryConfig) -> Tensors:
+    """Add up parameters, some of which are trained in full, or have an adapter beside them."""
+    weights = adapters = 0
+    learning: list[tuple[tuple[int, ...], int]] = []
+    for parameter in parameters:
+        name, whole = parameter.name, whole_blocks(parameter.elements * config.base_bytes)
+        packed = config.quantized and parameter.linear and name != HEAD
+        weights += _nf4_bytes(parameter.elements) if packed else whole
+        if name in trainable.trained:
+            weights += whole if config.lora else 0  # peft trains a copy and keeps the original
+            learning.append((parameter.shape, config.base_bytes))
+        if name in trainable.adapted:
+            shapes = _adapter_shapes(parameter, config)
+            adapters += sum(whole_blocks(prod(shape) * config.adapter_bytes) for shape in shapes)
+            learning += [(shape, config.adapter_bytes) for shape in shapes]
+    gradients = sum(whole_blocks(prod(shape) * itemsize) for shape, itemsize in learning)
+    state = sum(state_bytes(shape, itemsize, config) for shape, itemsize in learning)
+    return Tensors(weights, adapters, gradients, state)
+
+
+@lru_cache(maxsize=256)
+def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
+    """What is made and dropped in the optimizer's step: by fused ones nothing, by adafactor the update of one tensor;
+    and room for the state that comes over from the host, where that is where it lives."""
+    if not config.optimizer_offload and config.optimizer != "adafactor":
+        return 0
+    shapes = set(_learning_shapes(arch, config))
+    scratch = _stage(arch, config, shapes) if config.optimizer_offload else 0
+    if config.optimizer == "adafactor":
+        scratch += whole_blocks(max((prod(shape) * width for shape, width in shapes), default=0))
+    return scratch
+
+
+def _learning_shapes(arch: Architecture, config: MemoryConfig) -> list[tuple[tuple[int, ...], int]]:
+    """(shape, bytes per element) of every kind of tensor that learns, each once."""
+    outer = trainable_outer(arch, config.patterns)
+    full = [p.shape for p in outer_parameters(arch) if p.name in outer]
+    adapted: list[Parameter] = []
+    for parts, found in _groups(arch, config):
+        trained = frozenset[str]().union(*[chosen.trained for chosen in found])
+        beside = frozenset[str]().union(*[chosen.adapted for chosen in found])
+        full += [p.shape for p in parts if p.name in trained]
+        adapted += [p for p in parts if p.name in beside]
+    sides = [(side, config.rank) for p in adapted for side in p.shape]
+    return [(shape, config.base_bytes) for shape in full] + [(shape, config.adapter_bytes) for shape in sides]
+
+
+def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Parameter, ...], set[Trainable]]]:
+    """Parameters that adapters may stand beside, with what is chosen of them in each of their layers."""
+    chosen = set(trainable_by_layer(arch, config.patterns))
+    for dense in {selection.dense for selection in chosen}:
+        yield layer_parameters(arch, dense), {selection for selection in chosen if selection.dense == dense}
+    if arch.vision_encoder:
+        yield (
+            vision_layer_parameters(arch.vision_encoder),
+            set(vision_trainable_by_layer(arch.vision_encoder, config.patterns)),
+        )
+        yield vision_end_parameters(arch.vision_encoder), {trainable_vision_ends(arch.vision_encoder, config.patterns)}
+
+
+def _stage(arch: Architecture, config: MemoryConfig, shapes: set[tuple[tuple[int, ...], int]]) -> int:
+    """Staging of `engine.train.step.optimizer_offload`: STAGE_BYTES, or the largest tensor's state if more."""
+    kept = replace(config, optimizer_offload=False)
+    largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
+    return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
+
+
+def _nf4_bytes(elements: int) -> int:
+    """A linear layer's weight in 4 bits a value, with one fp32 scale per 64 values quantised again to 8 bits.
+
+    Source: bitsandbytes Params4bit, blocksize 64, nested blocks of 256 (QLoRA, arXiv 2305.14314, section 3).
+    """
+    blocks = -(-elements // 64)
+    return (
+        whole_blocks((elements + 1) // 2) + whole_blocks(blocks) + whole_blocks(4 * -(-blocks // 256)) + 4 * BLOCK_BYTES
+    )
+
+
+def _adapter_shapes(parameter: Parameter, config: MemoryConfig) -> list[tuple[int, ...]]:
+    """A [rank, inputs] and B [outputs, rank] of one linear layer, and DoRA's magnitude vector [outputs]."""
+    (outputs, inputs), rank = parameter.shape, config.rank
+    return [(rank, inputs), (outputs, rank), (outputs,)] if config.dora else [(rank, inputs), (outputs, rank)]
+
+
+def state_bytes(shape: tuple[int, ...], dtype_bytes: int, config: MemoryConfig) -> int:
+    """Optimizer state of one tensor, each piece whole_blocks to a block.
+
+    adamw: two moments in the parameter's dtype and an fp32 step counter. adamw_8bit: two moments of one byte with an
+    fp32 scale per 256 values (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column
+    factors in fp32 for matrices, a full variance for vectors. sgd: the momentum buffer, if any. Nothing on the device
+    where state is offloaded.
+    """
+    if config.optimizer_offload:
+        return 0
+    elements = prod(shape)
+    if config.optimizer == "adamw":
+        return 2 * whole_blocks(elements * dtype_bytes) + BLOCK_BYTES
+    if config.optimizer == "sgd":
+        return whole_blocks(elements * dtype_bytes) if config.momentum else 0
+    if config.optimizer == "adamw_8bit":
+        if elements < 4096:
+            return 2 * whole_blocks(4 * elements)
+        return 2 * (whole_blocks(elements) + whole_blocks(4 * -(-elements // 256)))
+    if len(shape) < 2:  # adafactor
+        return whole_blocks(elements * dtype_bytes) + BLOCK_BYTES
+    leading = elements // (shape[-1] * shape[-2])
+    return (
+        whole_blocks(leading * shape[-2] * dtype_bytes) + whole_blocks(leading * shape[-1] * dtype_bytes) + BLOCK_BYTES
+    )

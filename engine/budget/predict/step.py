@@ -1,0 +1,227 @@
+"""One micro-batch, phase by phase: a trace through one layer and one through the head, put together for all layers.
+
+Every phase is a set of candidate live sizes above the static bytes; its peak at a shape is the largest of them there.
+Between phases only arithmetic is needed: while a layer is differentiated, those before it hold what they saved and
+those after it hold their gradients.
+
+Try: `python -m pytest tests/budget/test_predict.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.predict.layer_traces import head_step, layer_backward, layer_forward
+from engine.budget.predict.parallel_layout import SINGLE_DEVICE, ParallelLayout, shards, static_of_a_rank
+from engine.budget.predict.phase import PhaseCost, Phases
+from engine.budget.predict.static import layer_tensors, static_bytes
+from engine.budget.predict.vision import vision_cost
+from engine.budget.trace.layer_kinds import LayerKind, layer_stack, sees_images_both_ways
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.operations import FLOAT, INDEX
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, PAIR, POSITION, SQUARE, TOKEN, BytesPolynomial
+
+INPUT_BYTES = 24
+"""Per token: input ids, labels and the targets among them, int64."""
+
+
+@lru_cache(maxsize=256)
+def step_cost(
+    arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout = SINGLE_DEVICE
+) -> Phases:
+    """Phases of one micro-batch; `accumulating` when an earlier one of the same step has left gradients."""
+    phases = _Step(arch, config, accumulating, layout).phases()
+    if config.image_patches:
+        phases = _with_vision(phases, arch, config, accumulating, layout)
+    return phases
+
+
+class _Step:
+    """What the phases of a micro-batch have in common. Images come on top."""
+
+    def __init__(self, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> None:
+        self.arch, self.config, self.accumulating = arch, config, accumulating
+        self.static, self.shards = static_bytes(arch, config), shards(arch, config, layout)
+        # Where weights are sharded, only shards accumulate: a layer's gradients are made anew in every micro-batch.
+        self.adding = accumulating and self.shards is None
+        self.stack = layer_stack(arch, config)
+        self.ahead = {kind: layer_forward(arch, config, kind) for kind in self.stack.kinds}
+        self.everything = static_of_a_rank(arch, config, layout).gradients
+        self.held = self.everything if accumulating else 0
+        # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
+        self.waiting = self.static.embedding_gradient if arch.tied else 0
+        self.label = "recompute" if config.checkpointing else "activations"
+
+    def phases(self) -> Phases:
+        """All but `optimizer_step`, which depends on nothing here."""
+        phases = {"forward": self._forward(), "loss_backward": (self._head(),)} | self._backward()
+        if self.static.embedding_gradient:
+            phases["embedding_backward"] = (self._embedding(),)
+        return phases
+
+    def _forward(self) -> tuple[PhaseCost, ...]:
+        """The last layer of each kind, behind all that those before it keep."""
+        batch = inputs(self.arch, self.config, masks_of(self.config, self.stack.kinds))
+        embeddings = embeddings_held(self.arch, self.config)
+        return tuple(
+            PhaseCost(
+                self.held,
+                self._kept(layer) + self._casts(layer) + (embeddings if layer else NO_BYTES),
+                self.ahead[kind].forward,
+                self.label,
+                batch,
+                self.shards.forward(layer) if self.shards else 0,
+            )
+            for kind, (_, layer) in self.stack.spans.items()
+        )
+
+    def _head(self) -> PhaseCost:
+        """From the last layer to the loss and back."""
+        layers = self.arch.layers
+        kept = self._kept(layers) + self._casts(layers)
+        working = head_step(self.arch, self.config, self.adding)
+        buffers = self.shards.loss() if self.shards else 0
+        return PhaseCost(self.held, kept, working, "loss", self._batch(layers), buffers)
+
+    def _backward(self) -> Phases:
+        """The first and the last layer of each kind that backward reaches; in shards also the layer after each of the
+        first, which is the first to find gradients on their way out."""
+        ends = self.stack.ends(checkpointed=self.config.checkpointing)
+        if self.shards:
+            after = {layer - 1: name for layer, name in ends.items() if name == "layer_first" and layer}
+            ends = {layer: name for layer, name in after.items() if self.stack.layers[layer].learns} | ends
+        phases: Phases = {}
+        for layer, name in ends.items():
+            phases[name] = (*phases.get(name, ()), self._backward_of(layer))
+        return phases
+
+    def _backward_of(self, layer: int) -> PhaseCost:
+        """One layer's backward pass, when those after it and the head have made their gradients."""
+        gradients = self.held + self.waiting
+        if not self.accumulating:
+            gradients += self._made_after(layer)
+        working = layer_backward(self.arch, self.config, self.stack.layers[layer], self.adding)
+        buffers = self.shards.backward(layer) if self.shards else 0
+        return PhaseCost(gradients, self._kept(layer), working, self.label, self._batch(layer + 1), buffers)
+
+    def _made_after(self, layer: int) -> int:
+        """Gradients of the head and of the layers that come to their backward before this one."""
+        if self.shards:
+            head = self.shards.head.held.gradients if self.shards.head else 0
+            return head + sum(group.held.gradients for group in self.shards.layers[layer + 1 :])
+        above = self.stack.counts(layer + 1, self.arch.layers).items()
+        made = [count * layer_tensors(self.arch, self.config, kind.trainable).gradients for kind, count in above]
+        return self.static.head_gradient + sum(made)
+
+    def _embedding(self) -> PhaseCost:
+        """Tied: the head's gradient, the embedding's, and their sum are live at once."""
+        arch, table = self.arch, self.static.embedding_gradient
+        before = self.everything - (self.shards.table.held.gradients if self.shards else table)
+        if self.accumulating:
+            before = self.held
+        working = (2 if arch.tied else 1) * table * BYTE + arch.hidden * self.config.base_bytes * TOKEN
+        buffers = self.shards.embedding() if self.shards else 0
+        batch = inputs(arch, self.config, 0)
+        return PhaseCost(before + self.waiting, NO_BYTES, (working,), "gradients", batch, buffers)
+
+    def _kept(self, layer: int) -> BytesPolynomial:
+        """What the layers below one keep for backward; of checkpoints nothing where activations wait on the host."""
+        if self.config.activation_offload and self.config.checkpointing:
+            return NO_BYTES
+        counts = self.stack.counts(0, layer).items()
+        return sum([count * self.ahead[kind].saved for kind, count in counts], NO_BYTES)
+
+    def _casts(self, layer: int) -> BytesPolynomial:
+        """What autocast keeps of the layers below one until the loss."""
+        counts = self.stack.counts(0, layer).items()
+        return sum([count * self.ahead[kind].casts for kind, count in counts], NO_BYTES)
+
+    def _batch(self, layers: int) -> BytesPolynomial:
+        """The batch, and masks for as many layers as will run again."""
+        again = self.stack.layers[:layers] if self.config.checkpointing else ()
+        return inputs(self.arch, self.config, masks_of(self.config, {kind for kind in again if kind.learns}))
+
+
+def _with_vision(
+    phases: Phases, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout
+) -> Phases:
+    """Add images: the vision encoder goes first, its output and what it keeps are held meanwhile, and its backward pass
+    comes when gradients have reached the decoder's input, where they wait if the embeddings learn, too."""
+    static, encoder = static_bytes(arch, config), vision_cost(arch, config, accumulating)
+    images = encoder.inputs + (INDEX if sees_images_both_ways(arch, config) else 3 * INDEX) * TOKEN
+    around: Phases = {}
+    for name, costs in phases.items():
+        kept = NO_BYTES if name == "embedding_backward" else encoder.kept
+        kept += encoder.held if name == "forward" else NO_BYTES
+        around[name] = tuple(replace(c, saved=c.saved + kept, inputs=c.inputs + images) for c in costs)
+    label = "recompute" if config.checkpointing else "activations"
+    batch, width = inputs(arch, config, 0) + images, arch.hidden * config.base_bytes * TOKEN
+    total, table = static.total.gradients, static.embedding_gradient
+    waiting = table if arch.tied else 0
+    held = layout.part(total) if accumulating else 0
+    around["forward"] += (PhaseCost(held, width, encoder.forward, label, batch),)
+    made = held + waiting if accumulating else layout.part(total - static.vision.gradients - table + waiting)
+    arrived = width * int(table > 0)
+    backward = tuple(
+        PhaseCost(
+            made + (0 if accumulating else layout.part(moment.gradients)),
+            moment.kept + arrived,
+            moment.working,
+            label,
+            batch,
+        )
+        for moment in encoder.backward
+    )
+    if backward:
+        around["embedding_backward"] = (*around.get("embedding_backward", ()), *backward)
+    return around
+
+
+def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool = True) -> BytesPolynomial:
+    """The model's frame holds what the embedding gave until all layers are done, saved by the first one or not."""
+    follows = layer_stack(arch, config).layers[0].follows
+    saved = learning and (config.checkpointing or (follows and config.base_bytes == FLOAT))
+    summed = arch.layout == "gpt2"  # positions are added: the sum goes in, and the frame holds both parts
+    size = arch.hidden * config.base_bytes
+    if summed and config.packed:
+        return 2 * size * TOKEN
+    return size * (int(summed or not saved) * TOKEN + int(summed) * POSITION)
+
+
+def masks_of(config: MemoryConfig, kinds: Iterable[LayerKind]) -> int:
+    """How many masks there are: one for each way of attending."""
+    return len({_mask_of(config, kind) for kind in kinds} - {None})
+
+
+@lru_cache(maxsize=256)
+def inputs(arch: Architecture, config: MemoryConfig, masks: int) -> BytesPolynomial:
+    """What a batch holds beside activations: ids and targets, positions and their rotary tables, and so many masks.
+
+    Rows share positions and masks unless each is packed differently, or eager.
+    """
+    shared = INPUT_BYTES * TOKEN
+    if config.attention == "eager":
+        shared += masks * config.base_bytes * SQUARE
+    else:
+        shared += masks * (SQUARE if config.packed or sees_images_both_ways(arch, config) else PAIR)
+    tables = _rotary_bytes(arch, config)
+    if config.packed:
+        return shared + (INDEX + tables) * TOKEN
+    return shared + INDEX * POSITION + tables * (TOKEN if arch.rotary_by_row else POSITION)
+
+
+def _mask_of(config: MemoryConfig, kind: LayerKind) -> bool | None:
+    """Which mask a layer attends through: the full one (False), the window's (True), or none."""
+    if config.attention == "flash" or not (config.attention == "eager" or kind.masked):
+        return None
+    return kind.slides
+
+
+def _rotary_bytes(arch: Architecture, config: MemoryConfig) -> int:
+    """A position's rows of cos and sin, once for every kind of layer that has its own."""
+    turned = int(arch.head_dim * arch.rotary_share)
+    width = {"gpt2": 0, "gpt_oss": turned // 2}.get(arch.layout, turned)
+    return 2 * width * config.base_bytes * arch.rotary_tables

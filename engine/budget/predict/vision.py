@@ -1,0 +1,276 @@
+"""A vision encoder in a micro-batch: what its layers and its merger hold, in bytes per row with an image of a known
+size.
+
+A memory trace goes through them with a patch as its token. The result is `VisionCost`; `engine.budget.predict.step`
+puts it around the decoder, which begins when the encoder is done and whose backward pass ends before the encoder's
+begins.
+
+Try: `python -m pytest tests/budget/test_vision.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.vision_encoder import VisionEncoder
+from engine.budget.architecture.vision_parameters import vision_end_parameters
+from engine.budget.predict.layer_traces import Sizes
+from engine.budget.predict.static import vision_layer_tensors
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.memory_trace import MemoryTrace, Node, TracedTensor
+from engine.budget.trace.operations import FLOAT, activation, copy, gather, linear, rms_norm
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, ROW, TOKEN, BytesPolynomial, highest, maxima
+from engine.budget.trace.trainable import Trainable, trainable_vision_ends, vision_trainable_by_layer
+from engine.budget.trace.vision_layer import VisionLayer, norm_of
+from engine.budget.trace.weights import Weights
+
+
+@dataclass(frozen=True)
+class VisionBackward:
+    """A moment of the encoder's backward pass: gradients made so far, what is still kept, what it works with."""
+
+    gradients: int
+    kept: BytesPolynomial
+    working: Sizes
+
+
+@dataclass(frozen=True)
+class VisionCost:
+    """Bytes of one pass through the encoder; everything but `inputs` comes on top of them."""
+
+    inputs: BytesPolynomial
+    """Pixels in fp32, as a processor gives them."""
+    forward: Sizes
+    held: BytesPolynomial
+    """Its output, and what else the model's frame refers to until the decoder is done."""
+    kept: BytesPolynomial
+    """Saved for the encoder's own backward pass."""
+    backward: tuple[VisionBackward, ...]
+
+
+@lru_cache(maxsize=256)
+def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *, learning: bool = True) -> VisionCost:
+    """The encoder of `arch` at `config.image_patches` patches a row; without `learning` nothing is kept."""
+    encoder = arch.vision_encoder
+    assert encoder is not None
+    by_layer = vision_trainable_by_layer(encoder, config.patterns)
+    ends = trainable_vision_ends(encoder, config.patterns)
+    follows = learning and any(not _is_behind(name) for name in ends.trained)
+    around, keeps = _around(encoder, config), learning and not config.activation_offload
+    kept = _kept_around(encoder, config, ends, by_layer) if keeps else NO_BYTES
+    around = around if encoder.kind == "siglip" else around - kept
+    forward: list[BytesPolynomial] = []
+    layers: list[tuple[VisionLayerTrace, BytesPolynomial, int]] = []
+    for layer, trainable in enumerate(by_layer):
+        windowed = encoder.window is not None and layer not in encoder.full_layers
+        found = _layer_trace(encoder, config, trainable, follows, windowed, accumulating, learning)
+        forward += [peak + kept + around for peak in found.forward]
+        layers.append((found, kept, vision_layer_tensors(encoder, config, trainable).gradients))
+        if not config.activation_offload:
+            kept += found.saved
+        follows = follows or bool(learning and (trainable.trained or trainable.adapted))
+    merger = _merger_trace(encoder, config, ends, follows, accumulating, learning)
+    forward += [peak + kept + around for peak in merger.forward]
+    return VisionCost(
+        inputs=FLOAT * encoder.patch_values * config.image_patches * ROW,
+        forward=highest(forward),
+        held=merger.held,
+        kept=kept if config.activation_offload else kept + merger.saved,
+        backward=_backward(encoder, config, ends, merger, kept, layers) if merger.backward else (),
+    )
+
+
+def _is_behind(name: str) -> bool:
+    """Whether a parameter outside the layers comes after them."""
+    return "merger" in name or "projector" in name or "post_layernorm" in name
+
+
+def _backward(
+    encoder: VisionEncoder,
+    config: MemoryConfig,
+    ends: Trainable,
+    merger: MergerTrace,
+    kept: BytesPolynomial,
+    layers: list[tuple[VisionLayerTrace, BytesPolynomial, int]],
+) -> tuple[VisionBackward, ...]:
+    """The merger, then the layers from the last to the first that learns."""
+    moments = [VisionBackward(0, kept, merger.backward)]
+    gradients = sum(p.elements * config.base_bytes for p in vision_end_parameters(encoder) if p.name in ends.trained)
+    for found, below, made in reversed(layers):
+        if not found.backward:
+            break
+        moments.append(VisionBackward(gradients, below, found.backward))
+        gradients += made
+    return tuple(moments)
+
+
+def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
+    """What the encoder's frames refer to from its first layer to its last."""
+    if encoder.kind == "siglip":  # the embeddings of patches, which the first layer gets
+        return encoder.hidden * config.base_bytes * config.image_patches * ROW
+    return _tables(encoder, config) + _cast_pixels(encoder, config)
+
+
+def _kept_around(
+    encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, layers: Sequence[Trainable]
+) -> BytesPolynomial:
+    """Saved beside the layers: pixels for the gradient of what takes them, tables for the rotary embedding's."""
+    first = vision_end_parameters(encoder)[0].name in ends.trained
+    kept = _cast_pixels(encoder, config) if first else NO_BYTES
+    turned = encoder.kind != "siglip" and (first or any(layer.trained or layer.adapted for layer in layers))
+    return kept + _tables(encoder, config) if turned else kept
+
+
+def _cast_pixels(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
+    """Pixels in the encoder's dtype; nothing where that is theirs."""
+    itemsize = 0 if config.base_bytes == FLOAT else config.base_bytes
+    return itemsize * encoder.patch_values * config.image_patches * ROW
+
+
+def _tables(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
+    """Rotary tables of all patches in fp32."""
+    return 2 * FLOAT * encoder.hidden // encoder.heads * config.image_patches * ROW
+
+
+class VisionLayerTrace(NamedTuple):
+    """One layer's bytes: at its forward's maxima, kept after it, and at its backward's maxima."""
+
+    forward: Sizes
+    saved: BytesPolynomial
+    backward: Sizes
+
+
+@lru_cache(maxsize=256)
+def _layer_trace(
+    encoder: VisionEncoder,
+    config: MemoryConfig,
+    trainable: Trainable,
+    follows: bool,
+    windowed: bool,
+    accumulating: bool,
+    learning: bool,
+) -> VisionLayerTrace:
+    """Forward and backward of one layer by itself."""
+    learns = learning and (follows or bool(trainable.trained or trainable.adapted))
+    window = encoder.window if windowed else None
+    in_turn = encoder.kind != "siglip" and not learns
+
+    def sizes(peaks: Iterable[BytesPolynomial]) -> Sizes:
+        settled = maxima(peaks, accumulating)
+        return highest([_by_row(size, config.image_patches, window, one_by_one=in_turn) for size in settled])
+
+    def forward_alone(*, keeps_saved: bool) -> tuple[MemoryTrace, TracedTensor]:
+        trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learns, keeps_saved=keeps_saved)
+        arguments = [_encoder_input(trace, encoder, config, follows)]
+        return trace, VisionLayer(trace, encoder, config, trainable).forward(arguments.pop())
+
+    again = config.checkpointing and learns
+    trace, output = forward_alone(keeps_saved=not again)
+    forward = sizes(trace.take_peaks())
+    if not learns:
+        return VisionLayerTrace(forward, NO_BYTES, ())
+    if not again:
+        trace.casts.clear()
+    else:
+        trace = MemoryTrace(metered=config.metered, autocast=config.autocast)
+        x = _encoder_input(trace, encoder, config, follows)  # held until the layer's backward is over
+        output = trace.checkpoint(lambda: VisionLayer(trace, encoder, config, trainable).forward(x))
+    assert output.node is not None
+    saved, size, node = trace.live - output.size, output.size, output.node
+    del output
+    trace.backward(node, trace.allocate(size))
+    (kept,) = sizes([saved])
+    return VisionLayerTrace(forward, kept, sizes(trace.take_peaks()))
+
+
+def _encoder_input(trace: MemoryTrace, encoder: VisionEncoder, config: MemoryConfig, gradient: bool) -> TracedTensor:
+    hidden = trace.new(encoder.hidden * TOKEN, config.base_bytes)
+    if gradient:
+        hidden.node = Node(hidden.size)
+    return hidden
+
+
+def _by_row(size: BytesPolynomial, patches: int, window: int | None, *, one_by_one: bool = False) -> BytesPolynomial:
+    """Bytes per patch, per pair of patches that see each other, and per position, as bytes per row.
+
+    `one_by_one`: images, or windows, come one after the other, and no pair of the one before is left by then.
+    """
+    seen = min(window or patches, patches)
+    fixed = (size.fixed + size.per_position * patches) * BYTE
+    if one_by_one:
+        return fixed + size.per_square * seen * seen * BYTE + size.per_token * patches * ROW
+    return fixed + (size.per_token + size.per_square * seen) * patches * ROW
+
+
+@dataclass(frozen=True)
+class MergerTrace:
+    """From the last layer's output to the decoder's tokens."""
+
+    forward: Sizes
+    held: BytesPolynomial
+    """Referred to by the model's frame while the decoder runs, and not saved anyway."""
+    saved: BytesPolynomial
+    backward: Sizes
+
+
+def _merger_trace(
+    encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, follows: bool, accumulating: bool, learning: bool
+) -> MergerTrace:
+    """Forward and backward by themselves; gradients of the tokens come as rows taken out of the decoder's input."""
+    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learning)
+    weights = Weights(trace, config, ends, vision_end_parameters(encoder), transposed=False)
+    merge = _siglip_merger if encoder.kind == "siglip" else _qwen_merger
+    held = merge(weights, encoder, _encoder_input(trace, encoder, config, follows))
+
+    def sizes(peaks: Iterable[BytesPolynomial]) -> Sizes:
+        return highest([_by_row(size, config.image_patches, None) for size in maxima(peaks, accumulating)])
+
+    forward, with_held = sizes(trace.take_peaks()), trace.live
+    trace.casts.clear()
+    node, size = held[-1].node, held[-1].size
+    held.clear()
+    (saved,) = sizes([trace.live])
+    (beside,) = sizes([with_held - trace.live])
+    if node is None:
+        return MergerTrace(forward, beside, NO_BYTES, ())
+    taken = [trace.allocate(size), trace.allocate(size)]
+    incoming = taken.pop()
+    taken.clear()
+    trace.backward(node, incoming)
+    return MergerTrace(forward, beside, saved, sizes(trace.take_peaks()))
+
+
+def _qwen_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> list[TracedTensor]:
+    """`PatchMerger`, in Qwen2.5-VL put back into order, and the tokens of all images joined into a copy."""
+    trace, merged = weights.trace, encoder.merge**2
+    hidden = norm_of(weights, "model.visual.merger.ln_q", x)
+    hidden = weights.linear("model.visual.merger.mlp.0", hidden, merged)
+    hidden = activation(trace, hidden)
+    hidden = weights.linear("model.visual.merger.mlp.2", hidden, merged)
+    if encoder.window is not None:
+        hidden = gather(trace, hidden, None, hidden.elements)  # the index outlives the encoder
+    return [x, hidden, copy(trace, hidden)]
+
+
+def _siglip_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> list[TracedTensor]:
+    """The encoder's last norm, then `Gemma3MultiModalProjector`: pooled, normed in fp32, projected."""
+    trace = weights.trace
+    last = norm_of(weights, "model.vision_tower.post_layernorm", x)
+    del x
+    laid_out = copy(trace, last)
+    pooled = _pooled(trace, laid_out, -(-encoder.hidden // encoder.merge**2) * TOKEN)
+    size, trained = weights.weight("model.multi_modal_projector.mm_soft_emb_norm")
+    normed = rms_norm(trace, pooled, TOKEN, size, trained, weights.config.base_bytes, wide=True)
+    size, trained = weights.parameter("model.multi_modal_projector.mm_input_projection_weight")
+    projected = linear(trace, normed, -(-encoder.output // encoder.merge**2), size, trained)
+    return [last, projected]
+
+
+def _pooled(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
+    """`avg_pool2d`: saves its input."""
+    saved = trace.save(x) if x.node is not None else None
+    return trace.unary(x, elements, x.itemsize, saved)

@@ -1,0 +1,265 @@
+"""Attention as transformers 5.23 computes it: rotary embedding, repeated heads, and the kernels sdpa and eager use.
+
+The local variables are those of `modeling_llama.py`, `integrations/sdpa_attention.py` and their variants, because what
+a local variable holds is not freed.
+"""
+
+from __future__ import annotations
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
+from engine.budget.trace.operations import (
+    FLOAT,
+    HALF,
+    INDEX,
+    add,
+    add_number,
+    cast,
+    concatenate,
+    copy,
+    halves,
+    multiply,
+    narrow,
+    saves_output,
+    scale,
+    softmax,
+    subtract,
+)
+from engine.budget.trace.polynomial import NO_BYTES, SQUARE, TOKEN, BytesPolynomial
+from engine.budget.trace.ulysses_buffers import to_heads, to_positions
+
+HEADS_OUTSIDE = ("phi3", "gpt_oss")
+"""Layouts whose rotary embedding ends in a concatenation, which lays queries and keys out head by head."""
+
+
+def rotary(trace: MemoryTrace, arch: Architecture, x: TracedTensor, width: int) -> TracedTensor:
+    """`apply_rotary_pos_emb` of one of query and key."""
+    if arch.layout == "gpt_oss":
+        return _rotary_in_halves(trace, x, width)
+    if arch.layout == "phi3":
+        return _rotary_in_part(trace, x, arch.rotary_share, width)
+    return _rotary(trace, x, width)
+
+
+def _rotary(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
+    """`x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved."""
+    return add(trace, _times_table(trace, x, itemsize), _times_table(trace, _rotate_half(trace, x), itemsize))
+
+
+def _rotate_half(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
+    """`cat(-x2, x1)`."""
+    x1, x2 = narrow(trace, x, x.elements // 2), narrow(trace, x, x.elements // 2)
+    return concatenate(trace, [scale(trace, x2), x1])
+
+
+def _times_table(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
+    """`x * cos`, in the itemsize of the table where that is the wider; the table outlives the layer."""
+    return multiply(trace, x, trace.new(NO_BYTES, itemsize))
+
+
+def _rotary_in_part(trace: MemoryTrace, x: TracedTensor, share: float, width: int) -> TracedTensor:
+    """Phi-3: a share of each head is turned, the rest (which may be nothing) is joined on again."""
+    turned = x if share == 1.0 else narrow(trace, x, int(x.elements.per_token * share) * TOKEN)
+    passed = narrow(trace, x, x.elements - turned.elements)
+    return concatenate(trace, [_rotary(trace, turned, width), passed])
+
+
+def _rotary_in_halves(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
+    """gpt-oss: first * cos - second * sin and second * cos + first * sin, joined."""
+    first, second = halves(trace, x)
+    left = subtract(trace, _times_table(trace, first, itemsize), _times_table(trace, second, itemsize))
+    right = add(trace, _times_table(trace, second, itemsize), _times_table(trace, first, itemsize))
+    return concatenate(trace, [left, right])
+
+
+def repeat_heads(trace: MemoryTrace, arch: Architecture, x: TracedTensor) -> TracedTensor:
+    """`repeat_kv`: a copy with every head several times, summed in backward. A single head is repeated by view."""
+    times = arch.heads // arch.kv_heads
+    if times == 1:
+        return x
+    if arch.kv_heads == 1:
+        return trace.view(x, x.elements * times, trace.new_gradient(x))
+    return trace.unary(x, x.elements * times, x.itemsize)
+
+
+def flash(
+    trace: MemoryTrace,
+    arch: Architecture,
+    query: TracedTensor,
+    key: TracedTensor,
+    value: TracedTensor,
+    mask: TracedTensor | None = None,
+) -> TracedTensor:
+    """The flash kernels: save query, key, value, output and the log-sum-exp (fp32 per token and head).
+
+    The output is laid out like the query: where heads stand outside, the layer copies it to put tokens outside.
+    """
+    output = _kernel(trace, arch, _factor(trace, query), _factor(trace, key), _factor(trace, value), mask)
+    return copy(trace, output) if arch.layout in HEADS_OUTSIDE else output
+
+
+def _kernel(
+    trace: MemoryTrace,
+    arch: Architecture,
+    query: TracedTensor,
+    key: TracedTensor,
+    value: TracedTensor,
+    mask: TracedTensor | None,
+) -> TracedTensor:
+    """One of them, all in one dtype."""
+    sizes = [query.size, key.size, value.size]
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        return [trace.allocate(size) for size in sizes]
+
+    needed = any(tensor.node is not None for tensor in (query, key, value))
+    saved = trace.save(query, key, value, *([mask] if mask else [])) if needed else None
+    output = trace.result(query.elements, query.itemsize, [query, key, value], back, saved)
+    log_sum_exp = trace.new(arch.heads * TOKEN, FLOAT)
+    if saved is not None:
+        saved += trace.save(output, log_sum_exp)
+    return output
+
+
+def _factor(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
+    """What goes into a product: in half precision under autocast."""
+    return cast(trace, x, HALF) if trace.autocast else x
+
+
+def masked_sdpa(
+    trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, value: TracedTensor
+) -> TracedTensor:
+    """sdpa with a mask: heads are repeated, and the boolean mask becomes one in the query's dtype, which is saved."""
+    key = repeat_heads(trace, arch, key)
+    value = repeat_heads(trace, arch, value)
+    additive_mask = trace.new(SQUARE, HALF if trace.autocast else query.itemsize)
+    return flash(trace, arch, query, key, value, additive_mask)
+
+
+def eager(
+    trace: MemoryTrace,
+    arch: Architecture,
+    config: MemoryConfig,
+    query: TracedTensor,
+    key: TracedTensor,
+    value: TracedTensor,
+) -> tuple[TracedTensor, TracedTensor]:
+    """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back; and given back, too.
+
+    The mask has the itemsize of what goes from layer to layer.
+    """
+    key_states, value_states = repeat_heads(trace, arch, key), repeat_heads(trace, arch, value)
+    outside = arch.layout in HEADS_OUTSIDE
+    weights = _scores(trace, arch, query, key_states, outside)
+    weights = add_number(trace, weights, config.base_bytes)
+    if arch.layout == "gpt_oss":
+        _joined, weights = _softmax_with_sinks(trace, arch, weights)
+        weights = cast(trace, weights, value.itemsize)
+    elif arch.layout == "gpt2":
+        weights = cast(trace, saves_output(trace, weights), value.itemsize)
+    else:
+        weights = cast(trace, softmax(trace, weights, FLOAT), query.itemsize)
+    values = _factor(trace, value_states)
+    values = values if config.one_row else _heads_first(trace, arch, values, False)
+    output = _matmul(trace, _factor(trace, weights), values, query.elements)
+    del values
+    return copy(trace, output), weights
+
+
+def _scores(
+    trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, outside: bool
+) -> TracedTensor:
+    """The product of queries and keys, scaled and, in Gemma 2, capped."""
+    weights = scale(trace, _query_by_key(trace, arch, query, key, outside))
+    if arch.attention_softcap is not None:
+        weights = scale(trace, weights)
+        weights = saves_output(trace, weights)
+        weights = scale(trace, weights)
+    return weights
+
+
+def _query_by_key(
+    trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, outside: bool
+) -> TracedTensor:
+    """What is copied for the product is gone after it, unless it is saved."""
+    query = _factor(trace, query)
+    query = query if outside else copy(trace, query)
+    key = _heads_first(trace, arch, _factor(trace, key), outside)
+    return _matmul(trace, query, key, arch.heads * SQUARE)
+
+
+def _heads_first(trace: MemoryTrace, arch: Architecture, x: TracedTensor, outside: bool) -> TracedTensor:
+    """Keys or values for all heads as batched products want them, with heads outside tokens: what was not made so by
+    repeating is copied."""
+    repeated = 1 < arch.kv_heads < arch.heads
+    return x if repeated or (outside and arch.kv_heads == arch.heads) else copy(trace, x)
+
+
+def _softmax_with_sinks(
+    trace: MemoryTrace, arch: Architecture, weights: TracedTensor
+) -> tuple[TracedTensor, TracedTensor]:
+    """A column of sinks is joined on, the maximum subtracted, and the column dropped after the softmax.
+
+    What goes into the softmax stays until the attention function returns.
+    """
+    columns = arch.heads * TOKEN
+    sinks = TracedTensor(weights.storage, columns, weights.itemsize)
+    joined = concatenate(trace, [weights, sinks])
+    joined = subtract(trace, joined, _maximum(trace, joined, arch.heads * TOKEN))
+    probabilities = saves_output(trace, joined)
+    return joined, narrow(trace, probabilities, weights.elements)
+
+
+def _maximum(trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial) -> TracedTensor:
+    """`x.max(-1, keepdim=True)`: saves where it was; backward scatters into zeros of the full size."""
+    index = trace.new(rows, INDEX)
+    saved = trace.save(index) if x.node is not None else None
+    return trace.unary(x, rows, x.itemsize, saved)
+
+
+def _matmul(trace: MemoryTrace, left: TracedTensor, right: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
+    """Batched product: saves both sides."""
+    left_size = left.size if left.node is not None else None
+    right_size = right.size if right.node is not None else None
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        return [None if size is None else trace.allocate(size) for size in (left_size, right_size)]
+
+    needed = left_size is not None or right_size is not None
+    saved = trace.save(left, right) if needed else None
+    return trace.result(elements, left.itemsize, [left, right], back, saved)
+
+
+def _attend_shared(
+    trace: MemoryTrace,
+    arch: Architecture,
+    config: MemoryConfig,
+    query: TracedTensor,
+    key: TracedTensor,
+    value: TracedTensor,
+) -> TracedTensor:
+    """Every rank attends with its own heads, at all positions; the caller holds what it sent until it is back."""
+    own_query, own_key, own_value = to_heads(trace, arch, config.sequence, query, key, value)
+    output = flash(trace, arch, own_query, own_key, own_value)
+    del own_query, own_key, own_value
+    return to_positions(trace, output)
+
+
+def attend(
+    trace: MemoryTrace,
+    arch: Architecture,
+    config: MemoryConfig,
+    masked: bool,
+    query: TracedTensor,
+    key: TracedTensor,
+    value: TracedTensor,
+) -> tuple[TracedTensor, TracedTensor | None]:
+    """The attention kernel the run uses: its output, and the weights where the kernel makes them."""
+    if config.sequence > 1:
+        return _attend_shared(trace, arch, config, query, key, value), None
+    if config.attention == "eager":
+        return eager(trace, arch, config, query, key, value)
+    if config.attention == "sdpa" and masked:
+        return masked_sdpa(trace, arch, query, key, value), None
+    return flash(trace, arch, query, key, value), None

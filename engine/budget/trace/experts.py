@@ -1,0 +1,175 @@
+"""The feed-forward half of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it by default:
+tokens sorted by expert and multiplied in groups, so that memory does not depend on the routing.
+
+Each token is there once per expert it goes to (K copies). The local variables are those of
+`grouped_mm_experts_forward`: what they hold lives until it returns.
+"""
+
+from __future__ import annotations
+
+from engine.budget.architecture.facts import Architecture, Experts
+from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
+from engine.budget.trace.operations import (
+    FLOAT,
+    INDEX,
+    activation,
+    add_number,
+    cast,
+    gather,
+    half_linear,
+    halves,
+    linear,
+    multiply,
+    narrow,
+    saves_output,
+    scale,
+    softmax,
+)
+from engine.budget.trace.polynomial import TOKEN, BytesPolynomial
+
+
+def mixture(
+    trace: MemoryTrace, arch: Architecture, experts: Experts, x: TracedTensor, gradients: dict[str, int]
+) -> TracedTensor:
+    """Router, experts, and the weighted sum. `gradients` holds the gradient bytes of the weights that are trained."""
+    logits, scores, indices = _router(trace, arch, experts, x, gradients)
+    output = _grouped_experts(trace, arch, experts, x, scores, gradients)
+    del logits, indices  # held by the caller while the experts run
+    return output
+
+
+def _router(
+    trace: MemoryTrace, arch: Architecture, experts: Experts, x: TracedTensor, gradients: dict[str, int]
+) -> tuple[TracedTensor, TracedTensor, TracedTensor]:
+    """Logits, scores of the chosen experts, and which they are.
+
+    fp32 softmax over all experts for Mixtral and Qwen3, whose scores are then normalised; over the chosen for gpt-oss.
+    """
+    name = "mlp.router.weight" if arch.layout == "gpt_oss" else "mlp.gate.weight"
+    if trace.autocast:
+        logits = half_linear(trace, x, experts.count, experts.count * arch.hidden, name in gradients)
+    else:
+        logits = linear(trace, x, experts.count, gradients.get(name, 0), name in gradients)
+    if arch.layout == "gpt_oss":
+        chosen, indices = _top(trace, logits, experts)
+        return logits, saves_output(trace, chosen), indices
+    if arch.layout == "mixtral":
+        probabilities = saves_output(trace, cast(trace, logits, FLOAT))
+    else:
+        probabilities = softmax(trace, logits, FLOAT)
+    chosen, indices = _top(trace, probabilities, experts)
+    chosen = _normalised(trace, chosen)
+    return logits, chosen if arch.layout == "mixtral" else cast(trace, chosen, logits.itemsize), indices
+
+
+def _top(trace: MemoryTrace, scores: TracedTensor, experts: Experts) -> tuple[TracedTensor, TracedTensor]:
+    """The largest scores and which they are; backward scatters into all of them."""
+    chosen = experts.per_token * TOKEN
+    indices = trace.new(chosen, INDEX)
+    saved = trace.save(indices) if scores.node is not None else None
+    values = trace.unary(scores, chosen, scores.itemsize, saved)
+    return values, indices
+
+
+def _normalised(trace: MemoryTrace, scores: TracedTensor) -> TracedTensor:
+    """`scores /= scores.sum()`: in place, so that a copy of what was there is saved beside the sums."""
+    if scores.node is None:
+        return scores
+    saved = trace.save(trace.new(scores.elements, scores.itemsize), trace.new(TOKEN, scores.itemsize))
+    output = TracedTensor(scores.storage, scores.elements, scores.itemsize)
+    return trace.on_tape(output, [scores], trace.new_gradient(scores), saved)
+
+
+def _grouped_experts(
+    trace: MemoryTrace,
+    arch: Architecture,
+    experts: Experts,
+    x: TracedTensor,
+    scores: TracedTensor,
+    gradients: dict[str, int],
+) -> TracedTensor:
+    """`grouped_mm_experts_forward`."""
+    rows, biased = experts.per_token * TOKEN, arch.layout == "gpt_oss"
+    width, hidden = rows * experts.intermediate, rows * arch.hidden
+    expert_ids, permutation = trace.new(rows, INDEX), trace.new(rows, INDEX)
+    selected = gather(trace, x, trace.new(rows, INDEX), hidden)
+    sample_weights = gather(trace, scores, permutation, rows)
+    histogram_input = trace.allocate(rows * FLOAT)
+    biases = _biases(trace, expert_ids, 2 * width, x, gradients.get("mlp.experts.gate_up_proj_bias", 0), biased)
+    output = _grouped(trace, selected, 2 * width, gradients.get("mlp.experts.gate_up_proj", 0), biases)
+    output = _gpt_oss_gate(trace, output) if arch.layout == "gpt_oss" else _gate(trace, output)
+    biases = _biases(trace, expert_ids, hidden, x, gradients.get("mlp.experts.down_proj_bias", 0), biased)
+    output = _grouped(trace, output, hidden, gradients.get("mlp.experts.down_proj", 0), biases)
+    weighted = multiply(trace, output, sample_weights)
+    inverse = trace.new(rows, INDEX)
+    counting = trace.allocate(rows * INDEX)
+    del counting
+    weighted = gather(trace, weighted, inverse, hidden)
+    final = _sum_copies(trace, weighted, arch.hidden * TOKEN)
+    del histogram_input
+    return cast(trace, final, x.itemsize)
+
+
+def _biases(
+    trace: MemoryTrace, expert_ids: TracedTensor, elements: BytesPolynomial, x: TracedTensor, weight: int, biased: bool
+) -> TracedTensor | None:
+    """Each row's expert's bias, gathered: as large as what it is added to."""
+    if not biased:
+        return None
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        trace.leaf_gradient(weight)
+        return []
+
+    saved = trace.save(expert_ids) if weight else None
+    return trace.result(elements, x.itemsize, [], back, saved, trains=bool(weight))
+
+
+def _grouped(
+    trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial, weight: int, biases: TracedTensor | None
+) -> TracedTensor:
+    """`grouped_mm`: like a linear layer over all experts at once; biases are added in place."""
+    size, biased = x.size, biases is not None
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        grad_x = trace.allocate(size)
+        if weight:
+            trace.leaf_gradient(weight)
+        return [grad_x, gradient] if biased else [grad_x]
+
+    saved = trace.save(x if weight else None, None) if x.node is not None or weight else None
+    return trace.result(elements, x.itemsize, [x, biases] if biases else [x], back, saved, trains=bool(weight))
+
+
+def _gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
+    """act(gate) * up on two halves of one tensor."""
+    gate, up = halves(trace, gate_up)
+    return multiply(trace, activation(trace, gate), up)
+
+
+def _gpt_oss_gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
+    """(up + 1) · gate · sigmoid(α · gate), both clamped first; every second column each."""
+    gate, up = (narrow(trace, gate_up, gate_up.elements // 2) for _ in range(2))
+    gate = _clamp(trace, gate, bounds=1)
+    up = _clamp(trace, up, bounds=2)
+    glu = multiply(trace, gate, saves_output(trace, scale(trace, gate)))
+    return multiply(trace, add_number(trace, up), glu)
+
+
+def _clamp(trace: MemoryTrace, x: TracedTensor, bounds: int) -> TracedTensor:
+    """`clamp`: saves its input; backward compares it with each bound (bool) and zeroes what was cut."""
+    size, elements = x.size, x.elements
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        within = [trace.allocate(elements) for _ in range(bounds)]
+        result = trace.allocate(size)
+        del within
+        return [result]
+
+    saved = trace.save(x) if x.node is not None else None
+    return trace.result(x.elements, x.itemsize, [x], back, saved)
+
+
+def _sum_copies(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
+    """Sum over a token's experts; backward expands, and lays out what it expanded."""
+    return trace.unary(x, elements, x.itemsize)

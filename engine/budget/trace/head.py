@@ -1,0 +1,169 @@
+"""The memory trace from the last layer's output to the loss: the last norm, the targets, the head, three losses.
+
+It goes through the same steps as `engine.model.loss`, with every token a target, which is the most there can be.
+
+Try: `python -m pytest tests/budget/test_accuracy.py`
+"""
+
+from __future__ import annotations
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.parameters import outer_parameters
+from engine.budget.blocks import whole_blocks
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
+from engine.budget.trace.operations import (
+    FLOAT,
+    INDEX,
+    cast,
+    gather,
+    half_linear,
+    layer_norm,
+    linear,
+    rms_norm,
+    saves_output,
+    scale,
+)
+from engine.budget.trace.polynomial import BYTE, CHUNK, NO_BYTES, SEVERAL, TOKEN
+from engine.budget.trace.trainable import trainable_outer
+
+
+class Head:
+    """The end of the model. `trained` weights are those outside the layers that the recipe trains."""
+
+    def __init__(self, trace: MemoryTrace, arch: Architecture, config: MemoryConfig) -> None:
+        self.trace = trace
+        self.arch = arch
+        self.config = config
+        self.trained = trainable_outer(arch, config.patterns)
+        outer = outer_parameters(arch)
+        self.norm_name = next(p.name for p in outer if p.name.endswith(("norm.weight", "ln_f.weight")))
+        self.table_name = "lm_head.weight" if not arch.tied else outer[0].name
+        self.weight = whole_blocks(arch.vocab * arch.hidden * config.base_bytes)
+
+    def forward(self, hidden: TracedTensor) -> TracedTensor:
+        """The loss of a micro-batch."""
+        hidden = self.norm(hidden)
+        hidden = self.gather_targets(hidden)
+        if self.config.loss == "plain":
+            return self.plain(hidden)
+        if self.config.loss == "fused":
+            return self.fused(hidden)
+        return self.recomputed(hidden) if self.wrapped else self.chunked(hidden)
+
+    def gather_targets(self, hidden: TracedTensor) -> TracedTensor:
+        """`hidden.index_select(0, positions)`: a copy of the target rows, whose numbers are saved.
+
+        Where every position has a target nothing is copied, which is not counted on.
+        """
+        index = self.trace.new(TOKEN, INDEX) if hidden.node is not None else None
+        return gather(self.trace, hidden, index, hidden.elements)
+
+    @property
+    def wrapped(self) -> bool:
+        """Beside adapters a trained head is a copy inside peft's wrapper, no plain linear layer any more."""
+        return self.config.lora and self.table_name in self.trained
+
+    def norm(self, hidden: TracedTensor) -> TracedTensor:
+        """The last norm."""
+        weight = whole_blocks(self.arch.hidden * self.config.base_bytes)
+        trained = self.norm_name in self.trained
+        if self.arch.layout == "gpt2":
+            return layer_norm(self.trace, hidden, weight, trained)
+        return rms_norm(self.trace, hidden, TOKEN, weight, trained, self.config.base_bytes, wide=self.arch.wide_norm)
+
+    def plain(self, hidden: TracedTensor) -> TracedTensor:
+        """Logits of all targets at once, in fp32, and cross entropy."""
+        trace = self.trace
+        trained = self.table_name in self.trained
+        if self.trace.autocast:
+            logits = half_linear(trace, hidden, self.arch.vocab, self.arch.vocab * self.arch.hidden, trained)
+        else:
+            logits = linear(trace, hidden, self.arch.vocab, self.weight, trained)
+        logits = cast(trace, logits, FLOAT)
+        if self.arch.logit_softcap is not None:
+            logits = scale(trace, logits)
+            logits = saves_output(trace, logits)
+            logits = scale(trace, logits)
+        return negative_log_likelihood(trace, saves_output(trace, logits))
+
+    def chunked(self, hidden: TracedTensor) -> TracedTensor:
+        """`engine.model.chunked`: gradients are made in the forward pass, a chunk of logits at a time."""
+        trace, vocab, size = self.trace, self.arch.vocab, hidden.size
+        trained = self.table_name in self.trained
+        saved = [trace.allocate(size)] if trace.learning else []
+        if trained and trace.learning:
+            saved.append(trace.allocate(self.weight * BYTE))
+        narrow = self.config.base_bytes
+        capped = 2 if self.arch.logit_softcap is not None else 0  # the capped logits, and their slope for backward
+        logits = narrow if narrow < FLOAT or capped else 0  # fp32 logits are worked on in place
+        if capped and not trace.learning:
+            capped = int(narrow < FLOAT)
+        logits_and_work = trace.allocate(vocab * (logits + FLOAT * (1 + capped)) * CHUNK)
+        del logits_and_work
+
+        def back(gradient: Storage) -> list[Storage | None]:
+            if trained:
+                trace.adopt_gradient(saved.pop())
+            return [saved.pop()]
+
+        return trace.result(NO_BYTES, FLOAT, [hidden], back, trains=trained)
+
+    def fused(self, hidden: TracedTensor) -> TracedTensor:
+        """torch's `linear_cross_entropy`: a chunk of logits forward and again backward, in the hidden states' dtype.
+
+        With each chunk of backward the head's rows of the targets; a learning head's gradient twice, of all and of the
+        chunk.
+        """
+        trace, size, weight = self.trace, hidden.size, self.weight
+        narrow, trained = self.config.base_bytes, self.table_name in self.trained
+        logits, rows = self.arch.vocab * narrow * CHUNK, self.arch.hidden * narrow * CHUNK
+
+        def back(gradient: Storage) -> list[Storage | None]:
+            scores, made = trace.allocate(logits), trace.allocate(size)
+            whole = [trace.allocate(weight * BYTE), trace.allocate(weight * BYTE)] if trained else []
+            chosen = trace.allocate(rows)
+            del scores, chosen
+            if trained:
+                trace.adopt_gradient(whole[0])
+            return [made]
+
+        scores = trace.allocate(logits)
+        del scores
+        saved = trace.save(hidden)
+        return trace.result(NO_BYTES, FLOAT, [hidden], back, saved, trains=trained)
+
+    def recomputed(self, hidden: TracedTensor) -> TracedTensor:
+        """A head that is no plain linear layer: chunks under checkpointing, computed again in backward, last first.
+
+        With several chunks the weight's gradients are added up out of place, and the hidden states' are joined.
+        """
+        trace, vocab, size, weight = self.trace, self.arch.vocab, hidden.size, self.weight
+        narrow = self.config.base_bytes
+        capped = 2 if self.arch.logit_softcap is not None else 0
+
+        def back(gradient: Storage) -> list[Storage | None]:
+            earlier = trace.allocate(weight * SEVERAL)
+            scores = trace.allocate(vocab * FLOAT * (3 + capped // 2) * CHUNK)
+            del scores
+            logits_gradient = trace.allocate(vocab * narrow * CHUNK)
+            pieces = trace.allocate(size)
+            made = trace.allocate(weight * BYTE)
+            del logits_gradient
+            total = trace.allocate(weight * SEVERAL)
+            del earlier, total
+            trace.adopt_gradient(made)
+            joined = trace.allocate(size)
+            del pieces
+            return [joined]
+
+        logits_and_work = trace.allocate(vocab * FLOAT * (2 + capped) * CHUNK)
+        del logits_and_work
+        saved = trace.save(hidden)
+        return trace.result(NO_BYTES, FLOAT, [hidden], back, saved, trains=True)
+
+
+def negative_log_likelihood(trace: MemoryTrace, scores: TracedTensor) -> TracedTensor:
+    """One number; backward makes a tensor as large as the scores."""
+    saved = trace.save(scores) if scores.node is not None else None
+    return trace.unary(scores, NO_BYTES, FLOAT, saved)

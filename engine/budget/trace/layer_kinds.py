@@ -1,0 +1,122 @@
+"""Which layers of a model are alike: in what learns in them, in their attention mask, and in where gradients stop.
+
+Try: `python -m pytest tests/budget/test_layer_kinds.py`
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.trainable import (
+    Trainable,
+    embedding_learns,
+    trainable_by_layer,
+    trainable_vision_ends,
+    vision_trainable_by_layer,
+)
+
+
+class LayerKind(NamedTuple):
+    """What layers have in common that cost the same."""
+
+    trainable: Trainable
+    masked: bool
+    """Attention gets a mask: packed documents, images seen both ways, or a window shorter than the sequence."""
+    slides: bool
+    """It attends within a window only."""
+    follows: bool
+    """Something below learns, so that the layer's input needs a gradient."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether backward reaches the layer at all."""
+        return self.follows or bool(self.trainable.trained or self.trainable.adapted)
+
+    def holds_more_than(self, other: LayerKind) -> bool:
+        """Whether its layers hold all that the other's do, and a mask or a gradient of the input in addition."""
+        mine, its = (self.masked, self.follows), (other.masked, other.follows)
+        more = mine != its and all(one >= another for one, another in zip(mine, its, strict=True))
+        return more and self.trainable == other.trainable
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The layers of a model by their kinds: there are dozens of layers, and one, two or three kinds."""
+
+    layers: tuple[LayerKind, ...]
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Each kind once, in the order in which they appear."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def spans(self) -> dict[LayerKind, tuple[int, int]]:
+        """The first and the last layer of each kind."""
+        last = len(self.layers) - 1
+        return {kind: (self.layers.index(kind), last - self.layers[::-1].index(kind)) for kind in self.kinds}
+
+    def larger(self, kind: LayerKind) -> list[LayerKind]:
+        """The kinds whose layers hold more than those of one."""
+        return [other for other in self.kinds if other.holds_more_than(kind)]
+
+    def counts(self, start: int, stop: int) -> dict[LayerKind, int]:
+        """How many layers of each kind there are from `start` up to `stop`, which is left out."""
+        return Counter(self.layers[start:stop])
+
+    def ends(self, *, checkpointed: bool) -> dict[int, str]:
+        """The first and the last layer of each kind that backward reaches, the last one first, with the phase of the
+        table that each belongs to: between the two sizes change evenly, so one of them decides.
+
+        Checkpointed layers that make the same gradients all keep as much: a kind cannot be the peak if a kind that
+        holds more has layers both before and after all of its own.
+        """
+        last = len(self.layers) - 1
+        even = checkpointed and len({kind.trainable for kind in self.kinds}) == 1
+        kinds = [kind for kind in self.kinds if kind.learns and not (even and self._is_between_larger(kind))]
+        layers = sorted({layer for kind in kinds for layer in self.spans[kind]}, reverse=True)
+        return {layer: "layer_first" if 2 * layer >= last else "layer_last" for layer in layers}
+
+    def _is_between_larger(self, kind: LayerKind) -> bool:
+        """Whether all layers of a kind lie between those of one with a mask or a gradient of the input in addition."""
+        first, last = self.spans[kind]
+        return any(self.spans[other][0] <= first and last <= self.spans[other][1] for other in self.larger(kind))
+
+
+@lru_cache(maxsize=256)
+def layer_stack(arch: Architecture, config: MemoryConfig) -> LayerStack:
+    """The layers of a model as a recipe trains it."""
+    trainable = trainable_by_layer(arch, config.patterns)
+    slides = arch.sliding_layers or (False,) * arch.layers
+    always_masked = config.packed or sees_images_both_ways(arch, config)
+    follows = vision_learns(arch, config) or embedding_learns(arch, config.patterns)
+    layers = []
+    for each, sliding in zip(trainable, slides, strict=True):
+        kind = LayerKind(each, always_masked or (sliding and config.window_reached), sliding, follows)
+        layers.append(kind)
+        follows = kind.learns
+    return LayerStack(tuple(layers))
+
+
+def sees_images_both_ways(arch: Architecture, config: MemoryConfig) -> bool:
+    """Whether tokens of an image see each other, for which attention needs a mask of every row."""
+    return arch.vision_encoder is not None and arch.vision_encoder.bidirectional and config.image_patches > 0
+
+
+def vision_learns(arch: Architecture, config: MemoryConfig) -> bool:
+    """Whether the decoder's input needs a gradient on account of images."""
+    encoder = arch.vision_encoder
+    if encoder is None or not config.image_patches:
+        return False
+    parts = (trainable_vision_ends(encoder, config.patterns), *vision_trainable_by_layer(encoder, config.patterns))
+    return any(chosen.trained or chosen.adapted for chosen in parts)
+
+
+def body_learns(arch: Architecture, config: MemoryConfig) -> bool:
+    """Whether the last layer's output needs a gradient."""
+    return layer_stack(arch, config).layers[-1].learns

@@ -1,0 +1,194 @@
+"""What a run spec decides about memory, resolved: every "auto" answered, dtypes and patterns ready for use.
+
+Equal settings are one object, found again by identity: predictions are worked out once per (architecture, config) and
+then only evaluated.
+
+Try: `python -m pytest tests/budget/test_predict.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.vision_parameters import VISION_MODULES
+from engine.spec.check.images import image_key
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BFLOAT16_CAPABILITY = 8.0
+"""First compute capability with bf16 tensor cores (Ampere)."""
+
+CHUNK_LOGIT_BYTES = 64 * 2**20
+"""Budget of one chunk's fp32 logits when the recipe does not say; see `chunk_tokens`."""
+
+ROUTERS = ("**.mlp.gate", "**.mlp.router")
+"""Modules that moe.freeze_router keeps as they are."""
+
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
+
+
+class Patterns(NamedTuple):
+    """What learns, by name: all that the kinds of a model's layers depend on, whatever else a remedy changes."""
+
+    lora: bool
+    targets: tuple[str, ...] | str
+    exclude: tuple[str, ...]
+    also_train: tuple[str, ...]
+    train_only: tuple[str, ...]
+    freeze: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The choices that decide memory, beside the architecture and the shape of a micro-batch."""
+
+    dtype: str
+    """Of the base weights, and of what goes from layer to layer."""
+    adapter_dtype: str | None
+    """None without LoRA."""
+    rank: int
+    patterns: Patterns
+    """What learns."""
+    dora: bool
+    dropout: bool
+    checkpointing: bool
+    activation_offload: bool
+    """What a layer keeps for backward waits on the host."""
+    loss: Literal["plain", "chunked", "fused"]
+    chunk_tokens: int
+    optimizer: Optimizer
+    optimizer_offload: bool
+    """Its state lives on the host between steps."""
+    momentum: bool
+    attention: Literal["flash", "sdpa", "eager"]
+    packed: bool
+    """Several documents in a row, kept apart by the attention mask. Padding on the right needs no mask."""
+    window_reached: bool
+    """Sequences may be longer than the model's sliding window."""
+    quantized: bool
+    autocast: bool
+    """fp32 weights are multiplied in fp16: full fine-tuning in float16."""
+    image_patches: int
+    """Of the one image that a sequence holds at most, as far as is planned for; 0 for text only."""
+    sequence: int
+    """Devices that share each sequence."""
+    metered: bool
+    """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
+    one_row: bool = False
+    """The micro-batch is a single sequence, where that makes a difference; see `for_rows`."""
+
+    @property
+    def lora(self) -> bool:
+        """Whether adapters are trained beside a frozen base."""
+        return self.patterns.lora
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes per base weight and per hidden value."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes per adapter weight; 0 without LoRA."""
+        return DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
+
+
+def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
+    """Resolve a run spec for this architecture."""
+    recipe, device = spec.recipe, spec.profile.device
+    method, train, data, lora = recipe.method, recipe.train, recipe.data, recipe.method.kind == "lora"
+    computed = resolved_dtype(spec)
+    autocast = computed == "float16" and not lora
+    return MemoryConfig(
+        dtype="float32" if autocast else computed,
+        adapter_dtype=method.adapter_dtype if lora else None,
+        rank=method.rank if lora else 0,
+        patterns=patterns_of(arch, recipe),
+        dora=lora and method.dora,
+        dropout=lora and method.dropout > 0,
+        checkpointing=train.gradient_checkpointing,
+        activation_offload=train.activation_offload and device.kind != "cpu",
+        loss=resolved_loss(spec),
+        chunk_tokens=chunk_tokens(arch.vocab),
+        optimizer=train.optimizer,
+        optimizer_offload=train.optimizer_offload and device.kind != "cpu",
+        momentum=train.momentum > 0,
+        attention=resolved_attention(arch, spec),
+        packed=data.packing,
+        window_reached=arch.sliding_window is not None and data.max_length > arch.sliding_window,
+        autocast=autocast,
+        quantized=recipe.model.quantize == "nf4",
+        image_patches=image_patches(arch, recipe),
+        sequence=spec.profile.parallel.sequence,
+        metered=device.kind == "metered",
+    )
+
+
+def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
+    """What learns, by name."""
+    method = recipe.method
+    return Patterns(
+        lora=method.kind == "lora",
+        targets=method.targets if isinstance(method.targets, str) else tuple(method.targets),
+        exclude=tuple(method.exclude),
+        also_train=tuple(method.also_train),
+        train_only=tuple(method.train_only),
+        freeze=(*method.freeze, *(() if method.train_only else _frozen_by_default(arch, recipe))),
+    )
+
+
+def for_rows(arch: Architecture, config: MemoryConfig, rows: int) -> MemoryConfig:
+    """The same for a micro-batch of so many sequences. Of one, Phi-3's eager attention multiplies with values where
+    they are, a part of its joint projection, and so keeps all of that; of several it makes a copy, unless heads are
+    repeated anyway."""
+    apart = arch.layout == "phi3" and config.attention == "eager" and arch.kv_heads == arch.heads
+    return replace(config, one_row=True) if apart and rows == 1 else config
+
+
+def image_patches(arch: Architecture, recipe: Recipe) -> int:
+    """Patches of the largest image that the recipe lets through and a sequence has room for; larger ones are dropped
+    with their samples. 0 without images, or without a tower to see them."""
+    encoder = arch.vision_encoder
+    if encoder is None or image_key(recipe) is None:
+        return 0
+    if encoder.patches is not None:
+        return encoder.patches
+    return min(encoder.tokens_of(recipe.data.image_max_pixels), recipe.data.max_length) * encoder.merge**2
+
+
+def _frozen_by_default(arch: Architecture, recipe: Recipe) -> tuple[str, ...]:
+    """Modules that full fine-tuning leaves alone unless train_only names them: routers, and a tower without images."""
+    routers = ROUTERS if arch.experts and recipe.moe.freeze_router else ()
+    return (*routers, *(VISION_MODULES if arch.vision_encoder and not image_patches(arch, recipe) else ()))
+
+
+def resolved_dtype(spec: RunSpec) -> str:
+    """dtype = "auto": bfloat16 where the device has it, else float16 on CUDA, float32 in host memory."""
+    asked, device = spec.recipe.model.dtype, spec.profile.device
+    if asked != "auto":
+        return asked
+    if device.kind != "cuda":
+        return "float32"
+    return "float16" if (device.compute_capability or BFLOAT16_CAPABILITY) < BFLOAT16_CAPABILITY else "bfloat16"
+
+
+def resolved_loss(spec: RunSpec) -> Literal["plain", "chunked", "fused"]:
+    """loss = "auto" is planned as our own chunk loop, the one that every device has."""
+    asked = spec.recipe.train.loss
+    return "chunked" if asked == "auto" else asked
+
+
+def chunk_tokens(vocab: int) -> int:
+    """Tokens per chunk of the loss: as many as keep one fp32 copy of their logits under CHUNK_LOGIT_BYTES."""
+    return max(1, CHUNK_LOGIT_BYTES // (4 * vocab))
+
+
+def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
+    """attention = "auto" is planned as sdpa, except for families that have only eager, or cap their scores."""
+    asked = spec.recipe.model.attention
+    if asked != "auto":
+        return asked
+    return "eager" if arch.default_attention == "eager" or arch.attention_softcap is not None else "sdpa"

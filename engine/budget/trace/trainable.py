@@ -1,0 +1,126 @@
+"""Which parameters of a model are trained, and which linear layers get an adapter, by a recipe's patterns.
+
+Their bytes are counted in `engine.budget.predict.static`; layers that are alike are found in
+`engine.budget.trace.layer_kinds`.
+
+Try: `python -m pytest tests/budget/test_layer_kinds.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.parameter import Parameter
+from engine.budget.architecture.parameters import HEAD, layer_parameters, layer_prefix, outer_parameters
+from engine.budget.architecture.vision_encoder import VisionEncoder
+from engine.budget.architecture.vision_parameters import (
+    in_vision_encoder,
+    vision_end_parameters,
+    vision_layer_parameters,
+    vision_layer_prefix,
+)
+from engine.budget.globs import compile_globs
+from engine.budget.trace.memory_config import Patterns
+
+ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"})
+"""What the module around attention projections is called; targets = "attention" means the linear layers in it."""
+
+
+class Trainable(NamedTuple):
+    """Which parameter names of one layer, relative to it, are trained, and which linear layers get an adapter."""
+
+    trained: frozenset[str] = frozenset()
+    adapted: frozenset[str] = frozenset()
+    dense: bool = True
+    """Whether the layer has no experts."""
+
+
+@lru_cache(maxsize=256)
+def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainable, ...]:
+    """Apply the recipe's patterns to every layer's names."""
+    dense = [arch.is_dense(layer) for layer in range(arch.layers)]
+    return tuple(
+        _trainable(layer_prefix(arch, layer), layer_parameters(arch, each), patterns)._replace(dense=each)
+        for layer, each in enumerate(dense)
+    )
+
+
+@lru_cache(maxsize=256)
+def vision_trainable_by_layer(encoder: VisionEncoder, patterns: Patterns) -> tuple[Trainable, ...]:
+    """Apply the recipe's patterns to every layer of a vision encoder."""
+    parameters = vision_layer_parameters(encoder)
+    return tuple(
+        _trainable(vision_layer_prefix(encoder, layer), parameters, patterns) for layer in range(encoder.layers)
+    )
+
+
+@lru_cache(maxsize=256)
+def trainable_vision_ends(encoder: VisionEncoder, patterns: Patterns) -> Trainable:
+    """Apply the recipe's patterns to the parameters before and behind a vision encoder's layers."""
+    return _trainable("", vision_end_parameters(encoder), patterns)
+
+
+def _trainable(prefix: str, parameters: Sequence[Parameter], patterns: Patterns) -> Trainable:
+    trains = _trained_test(patterns)
+    trained = frozenset([p.name for p in parameters if trains(prefix + p.name)])
+    if not patterns.lora:
+        return Trainable(trained)
+    linear = _adapted(prefix, [p for p in parameters if p.linear], patterns)
+    return Trainable(trained, frozenset([p.name for p in linear]) - trained)
+
+
+@lru_cache(maxsize=256)
+def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
+    """Names outside the layers that are trained. A tied table answers to the head's name, too."""
+    trains = _trained_test(patterns)
+    names = {p.name: [p.name] for p in outer_parameters(arch)}
+    if arch.tied:
+        names[outer_parameters(arch)[0].name].append(HEAD)
+    return frozenset([name for name, aliases in names.items() if trains(*aliases)])
+
+
+def _trained_test(patterns: Patterns) -> Callable[..., bool]:
+    """Whether a base parameter learns, by all its names: with LoRA if also_train names it; else if train_only does, or
+    there is none, and freeze does not."""
+    if patterns.lora:
+        meant, frozen = compile_globs(patterns.also_train).fullmatch, compile_globs(()).fullmatch
+    else:
+        meant, frozen = (
+            compile_globs(patterns.train_only or ("**",)).fullmatch,
+            compile_globs(patterns.freeze).fullmatch,
+        )
+    return lambda *names: any(map(meant, names)) and not any(map(frozen, names))
+
+
+def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
+    """Whether what goes into the first layer needs a gradient: a trained token or position table."""
+    trained = trainable_outer(arch, patterns)
+    if not trained:
+        return False
+    tables = [p.name for p in outer_parameters(arch) if p.shape[-1] == arch.hidden and len(p.shape) == 2]
+    return any(name in trained for name in tables if name != HEAD)
+
+
+def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[Parameter]:
+    """Of the linear layers of one group, the head aside, those that get an adapter. In a vision tower only what a
+    pattern names."""
+    targets = patterns.targets
+    if not isinstance(targets, str):
+        named = _named(targets)
+        linear = [p for p in linear if named(prefix + p.module)]
+    elif not linear or in_vision_encoder(prefix + linear[0].module):
+        return []
+    elif targets == "attention":
+        linear = [p for p in linear if not ATTENTION_PARTS.isdisjoint(p.module.split(".")[:-1])]
+    if patterns.exclude:
+        spared = _named(patterns.exclude)
+        linear = [p for p in linear if not spared(prefix + p.module)]
+    return linear
+
+
+def _named(globs: tuple[str, ...]) -> Callable[[str], object]:
+    """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
+    return compile_globs(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch

@@ -1,0 +1,58 @@
+"""What ranks that share sequences hold around attention: buffers that heads and positions are traded through.
+
+Written like `engine.distributed.sequence_parallel`, tensor by tensor. A rank has as many values of all its positions'
+heads as of its own heads at all positions, so sizes stay what they are, but for keys and values that go to several
+ranks.
+
+Try: `pytest tests/distributed/test_sequence.py`
+"""
+
+from __future__ import annotations
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
+from engine.budget.trace.operations import pieces
+from engine.budget.trace.polynomial import NO_BYTES, BytesPolynomial
+
+
+def to_heads(
+    trace: MemoryTrace, arch: Architecture, sequence: int, query: TracedTensor, key: TracedTensor, value: TracedTensor
+) -> tuple[TracedTensor, TracedTensor, TracedTensor]:
+    """The three travel in one buffer and arrive in another, of which they are views; gradients come back apart."""
+    times = max(1, sequence // arch.kv_heads)
+    parents, elements = [query, key, value], [query.elements, key.elements * times, value.elements * times]
+    total = sum(elements, NO_BYTES) * query.itemsize
+    sizes = [tensor.size for tensor in parents]
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        received = _received(trace, total)
+        del gradient
+        summed = [trace.allocate(size) for size in sizes[1:] if times > 1]
+        made: list[Storage | None] = [trace.allocate(size) for size in sizes]
+        del received, summed
+        return made
+
+    arrived = TracedTensor(_received(trace, total), sum(elements, NO_BYTES), query.itemsize, total)
+    query, key, value = pieces(trace, trace.on_tape(arrived, parents, back), elements)
+    return query, key, value
+
+
+def to_positions(trace: MemoryTrace, output: TracedTensor) -> TracedTensor:
+    """Outputs go back, and are laid out with the heads of a position side by side."""
+    size = output.size
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        return [_received(trace, size)]
+
+    received = _received(trace, size)
+    joined = trace.result(output.elements, output.itemsize, [output], back)
+    del received
+    return joined
+
+
+def _received(trace: MemoryTrace, size: BytesPolynomial) -> Storage:
+    """What arrives, while what is sent was there beside it."""
+    sent = trace.allocate(size)
+    received = trace.allocate(size)
+    del sent
+    return received

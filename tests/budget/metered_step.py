@@ -1,0 +1,251 @@
+"""One optimizer step of the engine's own parts on a real device, the metered one as a rule, for comparison with
+predictions."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.spec.schema.run import RunSpec
+
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False,
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 600, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 6, "tie_word_embeddings": False,
+}
+MISTRAL: dict[str, Any] = {
+    "model_type": "mistral", "vocab_size": 700, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+GEMMA2: dict[str, Any] = {
+    "model_type": "gemma2", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
+}
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+    "sliding_window": 64, "pad_token_id": 0,
+}
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0,
+}
+PHI3: dict[str, Any] = {"model_type": "phi3", **SMALL, "sliding_window": None}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 900, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", **SMALL, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96, "norm_topk_prob": True,
+}
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", **SMALL, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 64,
+}
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}
+PATCHES: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2}
+AXES: dict[str, Any] = {"rope_type": "default", "mrope_section": [4, 6, 6]}
+QWEN2_VL: dict[str, Any] = {
+    "model_type": "qwen2_vl", **TEXT, "rope_scaling": AXES, "image_token_id": 999,
+    "vision_config": {**PATCHES, "embed_dim": 64, "hidden_size": 128, "mlp_ratio": 4},
+}
+QWEN2_5_VL: dict[str, Any] = {
+    "model_type": "qwen2_5_vl", **TEXT, "rope_scaling": AXES, "image_token_id": 999, "tie_word_embeddings": True,
+    "vision_config": {
+        **PATCHES, "hidden_size": 64, "intermediate_size": 176, "out_hidden_size": 128, "window_size": 112,
+        "fullatt_block_indexes": [1],
+    },
+}
+GEMMA3_VL: dict[str, Any] = {
+    "model_type": "gemma3", "mm_tokens_per_image": 16, "image_token_index": 999, "boi_token_index": 998,
+    "eoi_token_index": 997,
+    "text_config": {
+        "model_type": "gemma3_text", **TEXT, "head_dim": 32, "sliding_window": 64, "pad_token_id": 0,
+        "sliding_window_pattern": 2,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 224, "patch_size": 14, "vision_use_head": False,
+    },
+}
+WITH_TOWER: dict[str, dict[str, Any]] = {
+    config["model_type"]: config for config in (QWEN2_VL, QWEN2_5_VL, GEMMA3_VL)
+}
+
+
+def run_spec(start: str | Path = "builtin:tiny", device: dict[str, Any] | None = None, **tables: Any) -> RunSpec:
+    """A run spec with any of the recipe's tables, on a roomy metered device."""
+    recipe = {
+        "name": "cell",
+        "model": {"id": str(start), "tokenizer": "builtin:bytes", "init": "random", **tables.pop("model", {})},
+        "data": {"sources": [{"name": "dates", "path": "builtin:dates"}], **tables.pop("data", {})},
+        **tables,
+    }
+    profile = {"name": "cell", "device": device or {"kind": "metered", "memory_gib": 8.0}}
+    return RunSpec.model_validate({"name": "cell", "profile": profile, "recipe": recipe})
+
+
+def folder_of(config: dict[str, Any], folder: Path) -> Path:
+    """A model folder that holds a config and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def measured_step(spec: RunSpec, rows: int, length: int, micro_batches: int = 1) -> tuple[int, int]:
+    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences on the metered device."""
+    with ready(spec) as bench:
+        bench.device.reset_peak()
+        bench.step(rows, length, micro_batches)
+        return bench.static_bytes, bench.device.memory().peak_bytes
+
+
+def measured_evaluation(spec: RunSpec, rows: int, length: int) -> int:
+    """Peak bytes of the loss of one micro-batch without gradients."""
+    import torch
+
+    with ready(spec) as bench, torch.no_grad():
+        bench.loaded.model.eval()
+        bench.device.reset_peak()
+        float(bench.loss(bench.batch(rows, length)))
+        return bench.device.memory().peak_bytes
+
+
+def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) -> int:
+    """Peak bytes of generating exactly `new_tokens` for prompts of different lengths."""
+    import torch
+    from transformers import GenerationConfig
+
+    with ready(spec) as bench, torch.no_grad():
+        bench.loaded.model.eval()
+        batch = bench.batch(rows, prompt)
+        mask = torch.ones_like(batch.input_ids_BS)
+        mask[0, : prompt // 2] = 0
+        gc.collect()
+        bench.device.reset_peak()
+        images = dict(batch.images)
+        if images.pop("position_ids", None) is not None:
+            images["mm_token_type_ids"] = (batch.input_ids_BS == bench.loaded.config.image_token_id).int()
+        bench.loaded.model.generate(
+            input_ids=batch.input_ids_BS,
+            attention_mask=mask,
+            **images,
+            generation_config=GenerationConfig(
+                max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=1
+            ),
+        )
+        return bench.device.memory().peak_bytes
+
+
+@dataclass
+class Bench:
+    """What a step needs, loaded on a device."""
+
+    spec: RunSpec
+    device: Any
+    loaded: Any
+    loss: Any
+    optimizer: Any
+    static_bytes: int
+
+    def keyed(self, batch: Any) -> AbstractContextManager[None]:
+        """The draw of dropout masks for this batch."""
+        from engine.model.dropout import keyed, keyed_dropouts
+
+        return keyed(keyed_dropouts(self.loaded.model), seed=0, step=1, sample_ids=batch.sample_ids)
+
+    def step(self, rows: int, length: int, micro_batches: int) -> None:
+        """An optimizer step of `micro_batches` × `rows` sequences, all but one token a target; packed rows hold two
+        documents each."""
+        for _ in range(micro_batches):
+            batch = self.batch(rows, length)
+            with self.keyed(batch):
+                value = self.loss(batch) / (rows * length)
+                value.backward()
+            del value, batch
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def batch(self, rows: int, length: int) -> Any:
+        """Random tokens, all of them targets but one, so that targets are gathered."""
+        import torch
+
+        from engine.data.batch import Batch
+
+        with self.device.host_region():
+            ids = torch.randint(0, 200, (rows, length))
+            labels = ids.clone()
+            labels[0, 0:2] = -100
+            positions = (torch.arange(length) % (length // 2)).expand(rows, length)
+            images = self.images(ids)
+        return Batch(
+            input_ids_BS=self.device.upload(ids),
+            labels_BS=self.device.upload(labels),
+            attention_mask_BS=None,
+            position_ids_BS=self.device.upload(positions) if self.spec.recipe.data.packing else None,
+            sample_ids=tuple(range(rows)),
+            target_tokens=rows * (length - 1) - 1,
+            images={name: self.device.upload(tensor) for name, tensor in images.items()},
+        )
+
+    def images(self, ids: Any) -> dict[str, Any]:
+        """Where the recipe has images: one of the largest size at the end of each row, its tokens put into `ids`."""
+        from engine.budget.architecture.lookup import find_architecture
+        from engine.budget.trace.memory_config import image_patches
+        from engine.simulate.images import images_of
+
+        arch = find_architecture(self.spec)
+        patches = image_patches(arch, self.spec.recipe)
+        if not patches:
+            return {}
+        ids[:, -1 - patches // arch.vision_encoder.merge**2 : -1] = self.loaded.config.image_token_id
+        made = images_of(arch.vision_encoder, patches, *ids.shape)
+        if "token_type_ids" in made:
+            made["token_type_ids"] = (ids == self.loaded.config.image_token_id).long()
+        return made
+
+
+@contextmanager
+def ready(spec: RunSpec) -> Iterator[Bench]:
+    """Model, loss and optimizer state, on the profile's device while inside."""
+    from engine.device import open_device
+    from engine.model.load import load_model
+    from engine.model.loss import make_loss
+    from engine.model.tokenizer import load_tokenizer
+    from engine.train.step.optimizer import allocate_state, build_optimizer
+
+    device, train = open_device(spec), spec.recipe.train
+    with device.activate():
+        with device.host_region():
+            tokenizer = load_tokenizer(spec.recipe.model)
+        loaded = load_model(spec, device, tokenizer)
+        loss = make_loss(
+            loaded, implementation=train.loss, label_smoothing=train.label_smoothing, chunk_tokens=None, device=device
+        )
+        loss.offload.on = train.activation_offload
+        optimizer = build_optimizer(train, loaded.trainable())
+        allocate_state(optimizer)
+        gc.collect()
+        yield Bench(spec, device, loaded, loss, optimizer, device.memory().allocated_bytes)
