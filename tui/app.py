@@ -1,7 +1,7 @@
-"""The console: a Textual application that shows runs and asks for things. It holds screens together and nothing else.
+"""The console: a Textual application that opens screens and handles the keys that hold on all of them.
 
-The engine knows nothing of it: they share the run directories, so leaving, killing or losing the console changes no
-run. No module of the console imports torch or a heavy room of the engine, ever.
+Console and engine are separate processes that share the run directories, so quitting or killing the console changes no
+run. No module of the console imports torch or the parts of the engine that need it.
 
 Try: `tunedeck`, `tunedeck --ascii`, `tunedeck --runs DIR`, `tunedeck -p demo -r demo`
 """
@@ -26,21 +26,21 @@ from engine.journal.index import runs_folder
 from engine.spec.files.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
-from tui.run.engine_processes import Engines, still_running
+from tui.run.engine_processes import EngineProcesses, running_runs
 from tui.screens.base import BaseScreen
 from tui.screens.table import SCREENS, ScreenRow, screen_row
 from tui.theme import THEMES
-from tui.widgets.key_order import OneKeyAtATime
+from tui.widgets.key_order import SequentialKeysApp
 
 HOME = "runs"
-"""The screen that every way back ends at."""
+"""The screen at which going back ends."""
 
 REAP_SECONDS = 1.0
-"""Between looks at the engines this console has started."""
+"""Interval at which the engine processes of this console are checked."""
 
 
-class TunedeckApp(OneKeyAtATime):
-    """Opens screens by name, keeps the ones that are kept, and answers the keys that hold everywhere."""
+class TunedeckApp(SequentialKeysApp):
+    """Opens screens by name, and does the actions of the keys that hold everywhere."""
 
     CSS_PATH = "console.tcss"
     TITLE = "Tunedeck"
@@ -51,12 +51,12 @@ class TunedeckApp(OneKeyAtATime):
     COMMAND_PALETTE_BINDING = "ctrl+p"
 
     def __init__(self, flags: Flags) -> None:
-        # With Textual's default, NO_COLOR leaves shades of grey; on the terminal's own colours it leaves none.
+        # NO_COLOR leaves shades of grey with Textual's default colours, and none with the terminal's own colours.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.flags = flags
-        self._engines = Engines()
+        self._engine_processes = EngineProcesses()
         self._visited: list[str] = []
-        """Kept screens on the way back to the list of runs, the present one last."""
+        """Names of the kept screens to go back through, the present one last."""
         self.runs_dir = runs_folder(flags.runs)
         self.ascii_only = arguments.ascii_only(flags, os.environ)
         for theme in THEMES:
@@ -64,7 +64,7 @@ class TunedeckApp(OneKeyAtATime):
         self.theme = arguments.theme_name(flags, os.environ)
 
     def on_mount(self) -> None:
-        """Open the first screen."""
+        """Open the list of runs, or Launch where a profile or recipe was given."""
         self.set_class(self.ascii_only, "-ascii")
         self.set_interval(REAP_SECONDS, self._reap)
         settings = {"profile": self.flags.profile, "recipe": self.flags.recipe}
@@ -74,10 +74,10 @@ class TunedeckApp(OneKeyAtATime):
             self.open_screen(HOME)
 
     def open_screen(self, name: str, argument: object = None) -> None:
-        """Show a screen of the table. A kept one replaces all that is open, the others go on top of it."""
+        """Show a screen of the table. A kept screen replaces all that are open; any other is put on top of them."""
         row = screen_row(name)
-        screen = self._made(row)
-        screen.receive(argument)
+        screen = self._get_or_create(row)
+        screen.set_argument(argument)
         if not row.kept:
             self.push_screen(screen)
             return
@@ -90,7 +90,7 @@ class TunedeckApp(OneKeyAtATime):
         elif self.screen is not screen:
             self.switch_screen(screen)
 
-    def _made(self, row: ScreenRow) -> BaseScreen:
+    def _get_or_create(self, row: ScreenRow) -> BaseScreen:
         if row.kept and self.is_screen_installed(row.name):
             return cast(BaseScreen, self.get_screen(row.name))
         screen = getattr(import_module(row.module), row.class_name)()
@@ -99,81 +99,81 @@ class TunedeckApp(OneKeyAtATime):
         return cast(BaseScreen, screen)
 
     def action_press(self, action: str) -> None:
-        """A key that holds everywhere: no screen refuses it, for these are the ways out."""
+        """Do the action of a key that holds everywhere. No screen can disable it."""
         getattr(self, f"do_{action}")()
 
     def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
-        """Start an engine on a run and say so; False, and why, when it cannot be."""
+        """Start an engine process on a run and show a message; False when it cannot be started."""
         try:
-            warning = self._engines.start(directory, resume=resume)
+            warning = self._engine_processes.start(directory, resume=resume)
         except TunedeckError as error:
-            self.say(error.render().replace("\n", "; "), "bold $bad")
+            self.show_message(error.render().replace("\n", "; "), "bold $bad")
             return False
         except OSError as error:
-            self.say(f"the engine cannot be started: {error.strerror or error}", "bold $bad")
+            self.show_message(f"the engine cannot be started: {error.strerror or error}", "bold $bad")
             return False
-        self.say(warning or f"the engine starts: {directory.name}", "$caution" if warning else "")
+        self.show_message(warning or f"the engine is starting: {directory.name}", "$caution" if warning else "")
         return True
 
     def _reap(self) -> None:
-        for sentence in self._engines.ended_badly():
-            self.say(sentence, "bold $bad")
+        for message in self._engine_processes.unrecorded_ends():
+            self.show_message(message, "bold $bad")
 
     def action_open_screen(self, name: str) -> None:
-        """A digit was pressed."""
+        """Open a screen by its digit."""
         self.open_screen(name)
 
     def action_help_quit(self) -> None:
-        """Ctrl-C: not a way to end anything, but a sign that someone looks for one."""
-        self.say("q leaves the console; training goes on")
+        """Name the key that leaves, when Ctrl-C is pressed. Ctrl-C itself ends nothing."""
+        self.show_message("q leaves the console; training goes on")
 
-    def say(self, text: str, style: str = "") -> None:
-        """A message at the foot of the present screen."""
+    def show_message(self, text: str, style: str = "") -> None:
+        """Show a message in the footer of the present screen."""
         if isinstance(self.screen, BaseScreen):
-            self.screen.say(text, style)
+            self.screen.show_message(text, style)
 
     def do_help(self) -> None:
-        """What the keys do on the present screen."""
-        where = self.screen.where if isinstance(self.screen, BaseScreen) else ""
-        if where != "help":
-            self.open_screen("help", where)
+        """Open help, with the keys of the present screen first."""
+        screen = self.screen.screen_name if isinstance(self.screen, BaseScreen) else ""
+        if screen != "help":
+            self.open_screen("help", screen)
 
     def do_back(self) -> None:
-        """To the screen before, at last to the list of runs."""
+        """Go back to the previous screen; the last one is the list of runs."""
         if len(self.screen_stack) > 2:
             self.pop_screen()
         elif self._visited == [HOME]:
-            self.say("this is the first screen: q leaves the console, training goes on")
+            self.show_message("this is the first screen: q leaves the console, training goes on")
         else:
             self._visited.pop()
             self.open_screen(self._visited[-1] if self._visited else HOME)
 
     def do_leave(self) -> None:
-        """Leave; nothing else ends."""
+        """Leave the console. Engine processes go on."""
         self.exit()
 
     def do_palette(self) -> None:
-        """Everything by name."""
+        """Open the command palette."""
         self.action_command_palette()
 
     def action_command_palette(self) -> None:
-        """Textual's own key for it, too."""
+        """Open the command palette, also from Textual's own key."""
         if not CommandPalette.is_open(cast("App[object]", self)):
             self.push_screen(CommandPalette(placeholder="a screen, or what a key does"))
 
     def do_theme(self) -> None:
-        """The next theme."""
+        """Switch to the next theme."""
         names = [theme.name for theme in THEMES]
         self.theme = names[(names.index(self.theme) + 1) % len(names)]
-        self.say(f"theme: {self.theme}")
+        self.show_message(f"theme: {self.theme}")
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """The palette: every key of the present screen, and every screen."""
+        """The commands of the palette: every key of the present screen, and every screen."""
         if isinstance(screen, BaseScreen):
             for key in screen.key_rows():
-                target = screen if key.where != keys.EVERYWHERE else self
+                target = screen if key.screen != keys.EVERYWHERE else self
                 presser = partial(target.action_press, key.action)
-                yield SystemCommand(f"{key.label or key.action} ({keys.shown(key.keys)})", key.help, presser)
+                yield SystemCommand(f"{key.label or key.action} ({keys.key_label(key.keys)})", key.help, presser)
         for row in SCREENS:
             if row.key:
                 opener = partial(self.open_screen, row.name)
@@ -181,23 +181,23 @@ class TunedeckApp(OneKeyAtATime):
 
 
 def run(flags: Flags) -> NoReturn:
-    """Open the console, stay until it is left, and exit: 0, or 2 where it cannot be opened."""
+    """Open the console and exit when it is left: 0, or 2 where it cannot be opened."""
     try:
         _check(flags)
     except TunedeckError as error:
         sys.stderr.write("tunedeck: " + "\n  ".join(map(visible, error.render().splitlines())) + "\n")
         sys.exit(error.exit_code)
-    _measure_the_terminal_itself()
+    _ignore_exported_size()
     app = TunedeckApp(flags)
     app.run()
-    for name in still_running(app.runs_dir):
+    for name in running_runs(app.runs_dir):
         sys.stderr.write(f"tunedeck: {visible(name)} goes on; tunedeck shows it again\n")
     sys.exit(app.return_code)
 
 
-def _measure_the_terminal_itself() -> None:
-    """Sizes that a shell or a test runner exported would be believed before the terminal's own, for good. Only when
-    served to a browser is there no terminal to ask: then they are all there is."""
+def _ignore_exported_size() -> None:
+    """Remove COLUMNS and LINES, which Textual would use instead of the terminal's real size, even after a resize.
+    Served to a browser (TEXTUAL_DRIVER) they stay: there is no terminal to measure."""
     if "TEXTUAL_DRIVER" not in os.environ:
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)
@@ -205,9 +205,9 @@ def _measure_the_terminal_itself() -> None:
 
 def _check(flags: Flags) -> None:
     if flags.theme and flags.theme not in arguments.THEMES:
-        raise UsageError(f"no theme is called {flags.theme!r}", expected=" or ".join(arguments.THEMES))
+        raise UsageError(f"there is no theme {flags.theme!r}", expected=" or ".join(arguments.THEMES))
     if not arguments.on_a_terminal():
         raise UsageError(
-            "the console needs a terminal, and this is a pipe or a file",
+            "the console needs a terminal, but input or output is a pipe or a file",
             fix="use a command instead, such as: tunedeck runs",
         )

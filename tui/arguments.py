@@ -1,6 +1,7 @@
-"""What the console is opened with: the flags after `tunedeck` where no command follows, and what the terminal can show.
+"""The console's command-line flags, and what the terminal can display.
 
-Standard library only: `tunedeck.py` reads this before every command, to know whether one was given at all.
+Imports the standard library only: `tunedeck.py` imports this before every command, to find out whether the console or
+a command is meant.
 
 Try: `tunedeck --ascii --theme light`, `tunedeck -p demo -r demo`
 """
@@ -14,17 +15,17 @@ from dataclasses import dataclass
 
 VALUED = {"--runs": "runs", "--theme": "theme", "-p": "profile", "--profile": "profile", "-r": "recipe",
           "--recipe": "recipe"}  # fmt: skip
-"""Flags that take a value, and the field it goes to."""
+"""Flags with a value, and the field of `Flags` for it."""
 
 SWITCHES = {"--ascii": "ascii"}
-"""Flags that are there or not."""
+"""Flags without a value, and the field of `Flags` for each."""
 
 THEMES = ("dark", "light", "ansi")
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The flags as they were given; empty where they were not."""
+    """The console's flags; empty where they were not given."""
 
     runs: str = ""
     theme: str = ""
@@ -34,9 +35,9 @@ class Flags:
 
 
 def parse(arguments: Sequence[str]) -> Flags | None:
-    """The console's flags; None where there is anything else among the arguments, which is the command line's affair.
+    """The console's flags; None where the arguments contain anything else, so that a command is meant.
 
-    A flag whose value is missing is left to the command line, too: it knows how to complain.
+    None, too, where a flag's value is missing: the command line's parser then prints the error.
     """
     found: dict[str, str | bool] = {}
     rest = list(arguments)
@@ -52,16 +53,15 @@ def parse(arguments: Sequence[str]) -> Flags | None:
 
 
 def on_a_terminal() -> bool:
-    """Whether keys can be read and a screen drawn. Textual draws on stderr; a piped stdout means a script reads.
-
-    Served to a browser (textual-serve), the pipes are the screen: Textual is told by a variable.
+    """Whether standard input, output and error are a terminal. Textual draws on stderr; a piped stdout means that a
+    script reads it. Served to a browser (textual-serve sets TEXTUAL_DRIVER), pipes take the place of the terminal.
     """
     served = bool(os.environ.get("TEXTUAL_DRIVER"))
     return served or all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def theme_name(flags: Flags, environment: Mapping[str, str]) -> str:
-    """The theme asked for, else `ansi` where the terminal says that it has no more than its sixteen colours."""
+    """The theme of --theme, else `ansi` for a terminal that reports no more than sixteen colours, else `dark`."""
     if flags.theme:
         return flags.theme
     many = environment.get("COLORTERM") or "256color" in environment.get("TERM", "") or environment.get("TMUX")
@@ -69,6 +69,6 @@ def theme_name(flags: Flags, environment: Mapping[str, str]) -> str:
 
 
 def ascii_only(flags: Flags, environment: Mapping[str, str]) -> bool:
-    """Whether to draw with ASCII alone: asked for, no UTF-8, or Linux's own console with its small font."""
+    """Whether to draw with ASCII only: with --ascii, without UTF-8, or on the Linux console with its small font."""
     encoding = (getattr(sys.__stderr__, "encoding", None) or "ascii").lower().replace("-", "")
     return flags.ascii or encoding != "utf8" or environment.get("TERM") == "linux"

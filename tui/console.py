@@ -1,5 +1,6 @@
-"""What a screen may ask of the application. `tui.app` provides it; screens know only this protocol, so that no screen
-imports the application, which imports them.
+"""The part of the application that screens use, as a protocol.
+
+`tui.app` implements it and imports the screens; because screens import only the protocol, there is no import ring.
 
 Try: `BaseScreen.console` in `tui/screens/base.py` is of this type.
 """
@@ -14,7 +15,7 @@ from tui.arguments import Flags
 
 
 class Console(Protocol):
-    """The application as its screens see it."""
+    """What screens may use of the application."""
 
     flags: Flags
     runs_dir: Path
@@ -26,7 +27,7 @@ class Console(Protocol):
     def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
         """Start an engine process on a run and show a message; False when it cannot be started."""
 
-    def say(self, text: str, style: str = "") -> None:
+    def show_message(self, text: str, style: str = "") -> None:
         """Show a message in the footer of the current screen."""
 
     def do_back(self) -> None:

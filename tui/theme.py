@@ -1,8 +1,8 @@
-"""Colours, states and glyphs: the one place that says how anything looks. The layout is in `console.tcss`.
+"""Themes, and the colours and glyphs of states, verdicts and memory components. The layout is in `console.tcss`.
 
-Colours are the palette of Okabe and Ito (jfly.uni-koeln.de/color), which stays apart for every common kind of colour
-blindness; on a light ground its pale ones are darkened until text in them is readable. No meaning hangs on colour
-alone: every state has a word and a glyph beside it, and with `--ascii` the glyph is a letter.
+The colours are the palette of Okabe and Ito (jfly.uni-koeln.de/color), whose colours remain distinct with every common
+kind of colour blindness; on a light background its pale ones are darkened until text in them is readable. Nothing is
+shown by colour alone: every state has a word and a glyph beside it, and with `--ascii` the glyph is a letter.
 
 Try: `T` in the console.
 """
@@ -14,78 +14,78 @@ from typing import NamedTuple
 from textual.theme import Theme
 
 
-class State(NamedTuple):
-    """How a run's state is shown."""
+class StateStyle(NamedTuple):
+    """The glyph and style of a run's state or a plan's verdict."""
 
     glyph: str
     letter: str
-    """The glyph where only ASCII can be drawn."""
+    """Drawn instead of the glyph under --ascii."""
     style: str
 
 
-STATES: dict[str, State] = {
-    "queued": State("○", "q", "$muted"),
-    "running": State("●", "R", "bold $good"),
-    "stopping": State("◐", "S", "bold $caution"),
-    "paused": State("‖", "P", "$caution"),
-    "done": State("✓", "D", "$info"),
-    "stopped": State("■", "S", "$muted"),
-    "failed": State("✗", "F", "bold $bad"),
-    "oom": State("▲", "O", "bold $bad"),
-    "stale": State("?", "?", "bold $caution"),
+STATES: dict[str, StateStyle] = {
+    "queued": StateStyle("○", "q", "$muted"),
+    "running": StateStyle("●", "R", "bold $good"),
+    "stopping": StateStyle("◐", "S", "bold $caution"),
+    "paused": StateStyle("‖", "P", "$caution"),
+    "done": StateStyle("✓", "D", "$info"),
+    "stopped": StateStyle("■", "S", "$muted"),
+    "failed": StateStyle("✗", "F", "bold $bad"),
+    "oom": StateStyle("▲", "O", "bold $bad"),
+    "stale": StateStyle("?", "?", "bold $caution"),
 }
-"""The journal's vocabulary, and `stopping`: a running one that was asked to stop."""
+"""The statuses of the journal, and `stopping` for a running run that was asked to stop."""
 
 
-class Part(NamedTuple):
-    """How a component of the VRAM budget is drawn: its letter, and its letter's style on its own ground."""
+class ComponentStyle(NamedTuple):
+    """The letter of a component of the VRAM bar, and the style of the letter and its background."""
 
     letter: str
     style: str
 
 
-PARTS: dict[str, Part] = {
-    "weights": Part("w", "$paper on $part-weights"),
-    "adapters": Part("d", "$ink on $part-adapters"),
-    "gradients": Part("g", "$ink on $part-gradients"),
-    "optimizer": Part("o", "$ink on $part-optimizer"),
-    "activations": Part("a", "$ink on $part-activations"),
-    "recompute": Part("r", "$ink on $part-recompute"),
-    "loss": Part("l", "$ink on $part-loss"),
-    "buffers": Part("b", "$ink on $part-buffers"),
-    "workspace": Part("k", "$paper on $part-beside"),
-    "context": Part("c", "$paper on $part-beside"),
-    "fragmentation": Part("f", "$paper on $part-beside"),
+COMPONENTS: dict[str, ComponentStyle] = {
+    "weights": ComponentStyle("w", "$paper on $part-weights"),
+    "adapters": ComponentStyle("d", "$ink on $part-adapters"),
+    "gradients": ComponentStyle("g", "$ink on $part-gradients"),
+    "optimizer": ComponentStyle("o", "$ink on $part-optimizer"),
+    "activations": ComponentStyle("a", "$ink on $part-activations"),
+    "recompute": ComponentStyle("r", "$ink on $part-recompute"),
+    "loss": ComponentStyle("l", "$ink on $part-loss"),
+    "buffers": ComponentStyle("b", "$ink on $part-buffers"),
+    "workspace": ComponentStyle("k", "$paper on $part-beside"),
+    "context": ComponentStyle("c", "$paper on $part-beside"),
+    "fragmentation": ComponentStyle("f", "$paper on $part-beside"),
 }
-"""The budget's components in the order of the bar. Letters as in `tunedeck plan`."""
+"""The components of a memory prediction in the order of the bar, with the letters that `tunedeck plan` uses."""
 
-VERDICTS: dict[str, State] = {
-    "fits": State("✓", "+", "bold $good"),
-    "tight": State("◐", "%", "bold $caution"),
-    "does_not_fit": State("✗", "x", "bold $bad"),
+VERDICTS: dict[str, StateStyle] = {
+    "fits": StateStyle("✓", "+", "bold $good"),
+    "tight": StateStyle("◐", "%", "bold $caution"),
+    "does_not_fit": StateStyle("✗", "x", "bold $bad"),
 }
-"""The plan's verdicts. On the screen their underscores are spaces."""
+"""The verdicts of a plan. Screens show spaces for their underscores."""
 
 ASCII = {"●": "*", "○": "o", "▲": "^", "▼": "v", "✓": "+", "✗": "x", "■": "#", "‖": "=", "◐": "%", "│": "|", "─": "-",
          "█": "#", "▓": "%", "▒": "+", "░": ".", "→": ">", "·": "-", "▶": ">", "…": "~", "×": "x", "┊": ":",
          "├": "|", "└": "`", "┤": "|", "◆": "E", "⚠": "!", "▏": "|", "°": " ",
          "≥": ">="}  # fmt: skip
-"""What is drawn instead, glyph by glyph."""
+"""The ASCII replacement of each glyph."""
 
 TO_ASCII = str.maketrans(ASCII)
 
 
-def draw(text: str, *, ascii_only: bool) -> str:
-    """Our own glyphs as the terminal can show them. Not for text from outside, which is cleaned and left as it is."""
+def glyphs(text: str, *, ascii_only: bool) -> str:
+    """The console's own glyphs, replaced by ASCII under --ascii. Not for text from files."""
     return text.translate(TO_ASCII) if ascii_only else text
 
 
-PART_COLOURS = {
+COMPONENT_COLOURS = {
     "part-weights": "#0072b2", "part-adapters": "#56b4e9", "part-gradients": "#009e73", "part-optimizer": "#cc79a7",
     "part-activations": "#e69f00", "part-recompute": "#f0e442", "part-loss": "#d55e00", "part-buffers": "#8b96a3",
     "part-beside": "#565f6a", "ink": "#0b0d10", "paper": "#ffffff",
 }  # fmt: skip
-"""Grounds of the VRAM bar, the same on dark and light: the letters on them bring their own contrast."""
+"""Background colours of the VRAM bar, the same in the dark and the light theme: the letters on them contrast."""
 
 
 def _theme(name: str, *, dark: bool, ground: tuple[str, str, str], text: str, variables: dict[str, str]) -> Theme:
@@ -94,7 +94,7 @@ def _theme(name: str, *, dark: bool, ground: tuple[str, str, str], text: str, va
         name=name, dark=dark, foreground=text, background=background, surface=surface, panel=panel,
         primary=variables["info"], secondary=variables["mark"], accent=variables["caution"], success=variables["good"],
         warning=variables["caution"], error=variables["bad"],
-        variables={**PART_COLOURS, **variables, "border": variables["line"], "border-blurred": variables["line"]},
+        variables={**COMPONENT_COLOURS, **variables, "border": variables["line"], "border-blurred": variables["line"]},
     )  # fmt: skip
 
 
@@ -134,6 +134,6 @@ ANSI = Theme(
         "screen-selection-background": "ansi_bright_blue", "screen-selection-foreground": "ansi_black",
     },
 )  # fmt: skip
-"""The terminal's own sixteen colours on its own ground."""
+"""The terminal's own sixteen colours on its own background."""
 
 THEMES = (DARK, LIGHT, ANSI)

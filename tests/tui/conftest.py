@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.journal.conftest import Spawn, own_state, spawn
-from tests.tui.console_pilot import Desk
+from tests.tui.console_pilot import ConsolePilot
 from tests.tui.tmux_terminal import terminal
 from tui.app import TunedeckApp
 from tui.arguments import Flags
 
 __all__ = ["SIZES", "Opener", "Spawn", "own_state", "spawn", "terminal"]
 
-Opener = Callable[..., AbstractAsyncContextManager[Desk]]
+Opener = Callable[..., AbstractAsyncContextManager[ConsolePilot]]
 
 SIZES = [(80, 24), (120, 36), (60, 15)]
 """What every screen is tried at."""
@@ -35,9 +35,9 @@ def console(runs: Path) -> Opener:
     """Open the console at a size, with these flags; yields a Desk."""
 
     @asynccontextmanager
-    async def opener(width: int = 80, height: int = 24, **flags: object) -> AsyncIterator[Desk]:
+    async def opener(width: int = 80, height: int = 24, **flags: object) -> AsyncIterator[ConsolePilot]:
         app = TunedeckApp(Flags(runs=str(runs), **flags))
-        async with app.run_test(size=(width, height)) as pilot:
-            yield Desk(app, pilot)
+        async with app.run_test(size=(width, height)) as textual_pilot:
+            yield ConsolePilot(app, textual_pilot)
 
     return opener

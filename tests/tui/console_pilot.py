@@ -17,11 +17,11 @@ PATIENCE_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
-class Desk:
+class ConsolePilot:
     """The console, open."""
 
     app: TunedeckApp
-    pilot: Pilot[None]
+    textual_pilot: Pilot[None]
 
     @property
     def text(self) -> str:
@@ -35,8 +35,8 @@ class Desk:
 
     async def press(self, *keys: str) -> None:
         """Press keys and let the console settle."""
-        await self.pilot.press(*keys)
-        await self.pilot.pause()
+        await self.textual_pilot.press(*keys)
+        await self.textual_pilot.pause()
 
     async def until(self, holds: Callable[[], object], what: str = "") -> None:
         """Wait until something holds. Fails with the screen's text after PATIENCE_SECONDS."""
@@ -44,7 +44,7 @@ class Desk:
         while not holds():
             assert time.monotonic() < deadline, f"never came: {what}\n{self.text}"
             await asyncio.sleep(0.02)
-            await self.pilot.pause()
+            await self.textual_pilot.pause()
 
     async def sees(self, *texts: str) -> None:
         """Wait until all of these stand on the screen."""

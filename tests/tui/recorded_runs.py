@@ -36,8 +36,8 @@ recipe_file = "shipped:demo"
 set = ["train.max_steps=100"]
 """
 
-PARTS = {"weights": 3 << 20, "optimizer": 6 << 20, "activations": 120 << 20}
-PLAN = {"verdict": "tight", "peak_bytes": 129 << 20, "capacity_bytes": 64 << 20, "components": PARTS}
+COMPONENTS = {"weights": 3 << 20, "optimizer": 6 << 20, "activations": 120 << 20}
+PLAN = {"verdict": "tight", "peak_bytes": 129 << 20, "capacity_bytes": 64 << 20, "components": COMPONENTS}
 
 
 def make_run(
@@ -55,7 +55,7 @@ def make_run(
 
 def _history(run: RunDirectory, writer: EventWriter, steps: int) -> None:
     writer.write("run_started", run=run.name, pid=1, world_size=1, versions={}, device_name="a device")
-    writer.write("plan", predicted={"peak_bytes": 129 << 20, "components": PARTS}, verdict="tight",
+    writer.write("plan", predicted={"peak_bytes": 129 << 20, "components": COMPONENTS}, verdict="tight",
                  capacity_bytes=64 << 20)  # fmt: skip
     writer.write("stage_started", max_steps=100)
     held = {"capacity_bytes": 64 << 20, "allocated_bytes": 63 << 20, "requested_bytes": 1 << 20}
@@ -77,7 +77,7 @@ def _end(run: RunDirectory, writer: EventWriter, status: str, error: str | None)
     if status == "paused":
         writer.write("paused", step=30)
     codes = {"done": 0, "failed": 5, "oom": 4}
-    measured = {"peak_bytes": 58 << 20, "components": {**PARTS, "activations": 49 << 20}}
+    measured = {"peak_bytes": 58 << 20, "components": {**COMPONENTS, "activations": 49 << 20}}
     writer.write("run_finished", status=status, exit_code=codes.get(status, 130), result="model", error=error,
                  measured=measured, samples_lost=0)  # fmt: skip
 

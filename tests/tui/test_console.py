@@ -11,7 +11,7 @@ import pytest
 from textual.strip import Strip
 
 from tests.tui.conftest import SIZES, Opener
-from tests.tui.console_pilot import Desk
+from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import make_run
 from tui import keys
 from tui.arguments import Flags, parse
@@ -79,9 +79,9 @@ def test_no_key_is_one_that_tmux_screen_or_the_terminal_keeps_for_itself() -> No
 
 
 def test_no_key_means_two_things_on_one_screen() -> None:
-    everywhere = [*keys.of(keys.EVERYWHERE)]
-    for where in {row.where for row in keys.KEYS} - {keys.EVERYWHERE}:
-        used = [key for row in [*keys.of(where), *everywhere] for key in row.keys.split(",")]
+    everywhere = [*keys.of_screen(keys.EVERYWHERE)]
+    for where in {row.screen for row in keys.KEYS} - {keys.EVERYWHERE}:
+        used = [key for row in [*keys.of_screen(where), *everywhere] for key in row.keys.split(",")]
         used += [row.key for row in SCREENS if row.key]
         assert len(used) == len(set(used)), where
 
@@ -89,7 +89,7 @@ def test_no_key_means_two_things_on_one_screen() -> None:
 def test_every_key_of_a_screen_does_something() -> None:
     for screen in SCREENS:
         made = getattr(import_module(screen.module), screen.class_name)
-        missing = [row.action for row in keys.of(screen.name) if not hasattr(made, f"do_{row.action}")]
+        missing = [row.action for row in keys.of_screen(screen.name) if not hasattr(made, f"do_{row.action}")]
         assert not missing, screen.name
 
 
@@ -101,8 +101,8 @@ def test_states_can_be_told_apart_without_colour_and_in_ascii() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("width", "height"), SIZES)
 async def test_an_empty_folder_says_so(console: Opener, width: int, height: int) -> None:
-    async with console(width, height) as desk:
-        await desk.sees("no runs in", "? help", "q quit")
+    async with console(width, height) as pilot:
+        await pilot.sees("no runs in", "? help", "q quit")
 
 
 @pytest.mark.asyncio
@@ -110,85 +110,85 @@ async def test_an_empty_folder_says_so(console: Opener, width: int, height: int)
 async def test_help_shows_the_keys_of_the_screen_it_was_asked_on_first(
     console: Opener, width: int, height: int
 ) -> None:
-    async with console(width, height) as desk:
-        await desk.press("4", "question_mark")
-        await desk.until(lambda: desk.screen.where == "help", "help")
-        lines = [line.strip() for line in desk.text.splitlines()]
+    async with console(width, height) as pilot:
+        await pilot.press("4", "question_mark")
+        await pilot.until(lambda: pilot.screen.screen_name == "help", "help")
+        lines = [line.strip() for line in pilot.text.splitlines()]
         assert lines[1] == "Queue"
-        await desk.sees("start no further run")
-        await desk.press("escape")
-        assert desk.screen.where == "queue"
+        await pilot.sees("start no further run")
+        await pilot.press("escape")
+        assert pilot.screen.screen_name == "queue"
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("width", "height"), SIZES)
 async def test_doctor_tells_what_a_process_of_its_own_found(console: Opener, width: int, height: int) -> None:
-    async with console(width, height) as desk:
-        await desk.press("6")
-        await desk.sees("python", "torch", "ok")
-        await desk.press("r")
-        await desk.sees("asking this machine")
+    async with console(width, height) as pilot:
+        await pilot.press("6")
+        await pilot.sees("python", "torch", "ok")
+        await pilot.press("r")
+        await pilot.sees("asking this machine")
 
 
 @pytest.mark.asyncio
 async def test_a_digit_comes_back_to_a_screen_as_it_was_left(console: Opener) -> None:
-    async with console() as desk:
-        await desk.press("slash", "a", "b", "enter")
-        first = desk.screen
-        await desk.press("4", "1")
-        assert desk.screen is first
-        await desk.sees("no run matches ab")
+    async with console() as pilot:
+        await pilot.press("slash", "a", "b", "enter")
+        first = pilot.screen
+        await pilot.press("4", "1")
+        assert pilot.screen is first
+        await pilot.sees("no run matches ab")
 
 
 @pytest.mark.asyncio
 async def test_escape_goes_back_screen_by_screen_to_the_list_of_runs(console: Opener) -> None:
-    async with console() as desk:
-        await desk.press("2", "3", "question_mark")
-        seen = [desk.screen.where]
+    async with console() as pilot:
+        await pilot.press("2", "3", "question_mark")
+        seen = [pilot.screen.screen_name]
         for _ in range(3):
-            await desk.press("escape")
-            seen.append(desk.screen.where)
+            await pilot.press("escape")
+            seen.append(pilot.screen.screen_name)
         assert seen == ["help", "library", "launch", "runs"]
-        await desk.press("escape")
-        await desk.sees("this is the first screen")
+        await pilot.press("escape")
+        await pilot.sees("this is the first screen")
 
 
 @pytest.mark.asyncio
 async def test_with_ascii_no_screen_draws_anything_else(console: Opener, runs: Path) -> None:
     make_run(runs)
-    async with console(80, 24, ascii=True) as desk:
-        await desk.sees("D done")
+    async with console(80, 24, ascii=True) as pilot:
+        await pilot.sees("D done")
         for keys in (("enter",), ("o",), ("escape", "escape", "2"), ("3",), ("enter",), ("escape", "4"), ("5",),
                      ("colon",), ("escape", "question_mark")):  # fmt: skip
-            await desk.press(*keys)
-            assert desk.text.isascii(), desk.text
+            await pilot.press(*keys)
+            assert pilot.text.isascii(), pilot.text
 
 
 @pytest.mark.asyncio
 async def test_the_palette_offers_the_keys_of_the_screen_by_name(console: Opener) -> None:
-    async with console() as desk:
-        await desk.press("colon", *"delete")
-        await desk.sees("delete (x)", "asks first")
-        await desk.press("escape")
+    async with console() as pilot:
+        await pilot.press("colon", *"delete")
+        await pilot.sees("delete (x)", "asks first")
+        await pilot.press("escape")
 
 
 @pytest.mark.asyncio
 async def test_themes_go_round_and_ctrl_c_names_the_way_out(console: Opener) -> None:
-    async with console() as desk:
+    async with console() as pilot:
         seen = []
         for _ in THEMES:
-            await desk.press("T")
-            seen.append(desk.app.theme)
+            await pilot.press("T")
+            seen.append(pilot.app.theme)
         assert sorted(seen) == sorted(theme.name for theme in THEMES)
-        await desk.press("ctrl+c")
-        await desk.sees("q leaves the console; training goes on")
+        await pilot.press("ctrl+c")
+        await pilot.sees("q leaves the console; training goes on")
 
 
-def _as_written(desk: Desk, strip: Strip) -> Strip:
+def _as_written(pilot: ConsolePilot, strip: Strip) -> Strip:
     """A line as it leaves for the terminal."""
-    for line_filter in desk.app._filters:
+    for line_filter in pilot.app._filters:
         if line_filter.enabled:
-            strip = strip.apply_filter(line_filter, desk.app.screen.styles.background)
+            strip = strip.apply_filter(line_filter, pilot.app.screen.styles.background)
     return strip
 
 
@@ -198,12 +198,12 @@ async def test_without_colour_nothing_is_coloured(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     make_run(runs)
-    async with console() as desk:
-        await desk.sees("✓ done")
+    async with console() as pilot:
+        await pilot.sees("✓ done")
         colours = {
             colour
-            for strip in desk.app.screen._compositor.render_strips()
-            for segment in _as_written(desk, strip)
+            for strip in pilot.app.screen._compositor.render_strips()
+            for segment in _as_written(pilot, strip)
             if segment.style
             for colour in (segment.style.color, segment.style.bgcolor)
             if colour is not None and not colour.is_default

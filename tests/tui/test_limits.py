@@ -32,12 +32,12 @@ def locked(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     for name in ("TUNEDECK_STATE", "TUNEDECK_CONFIG", "TUNEDECK_CACHE"):
         monkeypatch.setenv(name, str(home / name))
         (home / name).mkdir(parents=True)
-    places = [*runs.rglob("*"), runs, *home.iterdir(), home]
-    modes = {place: place.stat().st_mode for place in places}
-    for place in places:
+    positions = [*runs.rglob("*"), runs, *home.iterdir(), home]
+    modes = {place: place.stat().st_mode for place in positions}
+    for place in positions:
         place.chmod(0o500 if place.is_dir() else 0o400)
     yield home
-    for place in reversed(places):
+    for place in reversed(positions):
         place.chmod(modes[place])
 
 
@@ -53,7 +53,7 @@ def test_with_a_full_disk_it_says_what_it_cannot_write_and_stays(terminal: Termi
     terminal.press("1")
     terminal.sees("paused", paused.name)
     terminal.press("Enter")
-    terminal.sees("r goes on with it")
+    terminal.sees("r resumes it")
     terminal.press("r")
     terminal.sees("the engine cannot be started: File too large")
     terminal.press("Escape")

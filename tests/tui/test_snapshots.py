@@ -29,21 +29,21 @@ def agree(name: str, picture: str) -> None:
 @pytest.mark.parametrize("theme", ["dark", "light", "ansi"])
 async def test_the_list_of_runs_and_a_run_look_as_they_did(console: Opener, runs: Path, theme: str) -> None:
     make_run(runs).path.rename(runs / "20261120T205800Z-demo")
-    async with console(60, 15, theme=theme) as desk:
-        await desk.sees("✓ done")
-        await desk.pilot.pause()
-        agree(f"runs-{theme}", desk.app.export_screenshot())
-        await desk.press("enter")
-        await desk.sees("◆", "finished; result in model")
-        await desk.pilot.pause()
-        agree(f"run-{theme}", desk.app.export_screenshot())
+    async with console(60, 15, theme=theme) as pilot:
+        await pilot.sees("✓ done")
+        await pilot.textual_pilot.pause()
+        agree(f"runs-{theme}", pilot.app.export_screenshot())
+        await pilot.press("enter")
+        await pilot.sees("◆", "finished; result in model")
+        await pilot.textual_pilot.pause()
+        agree(f"run-{theme}", pilot.app.export_screenshot())
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("theme", ["dark", "light", "ansi"])
 async def test_the_launch_screen_looks_as_it_did(console: Opener, theme: str) -> None:
-    async with console(60, 15, theme=theme, profile="demo", recipe="demo") as desk:
-        await desk.sees("tight", "activations", "s start")
-        await desk.until(lambda: len(desk.screen._bench.verdicts) == len(desk.screen._bench.recipes), "all verdicts")
-        await desk.pilot.pause()
-        agree(f"launch-{theme}", desk.app.export_screenshot())
+    async with console(60, 15, theme=theme, profile="demo", recipe="demo") as pilot:
+        await pilot.sees("tight", "activations", "s start")
+        await pilot.until(lambda: len(pilot.screen.state.verdicts) == len(pilot.screen.state.recipes), "all verdicts")
+        await pilot.textual_pilot.pause()
+        agree(f"launch-{theme}", pilot.app.export_screenshot())

@@ -73,7 +73,7 @@ def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(
     terminal.press("Enter")
     terminal.sees("● running", "out of memory in")
     terminal.press("p")
-    terminal.sees("‖ paused", "r goes on with it")
+    terminal.sees("‖ paused", "r resumes it")
     paused_at = summarise(demo).step
     assert 0 < paused_at < 120
 

@@ -1,4 +1,7 @@
-"""A file's text with what the checker says beside its lines. Pure functions; texts are strangers' and are cleaned."""
+"""The text of a profile or recipe with the checker's problems beside or below its lines.
+
+Pure functions; the texts come from files and are cleaned.
+"""
 
 from __future__ import annotations
 
@@ -9,78 +12,82 @@ from typing import NamedTuple
 from textual.content import Content
 
 from engine.spec.files.text import visible
-from tui.theme import draw
+from tui.theme import glyphs
 
 LABEL = "line"
-"""What problems are labelled with instead of a file, so that they read `line:12: key: found; allowed`."""
+"""The label given to the checker instead of a file name, so that problems read `line:12: key: found; allowed`."""
 
 
-class Note(NamedTuple):
+class LineProblem(NamedTuple):
     """A problem and the line it belongs to, counted from 1."""
 
     line: int
     text: str
 
 
-def notes_of(problems: Sequence[str]) -> list[Note]:
-    """Problems labelled with LABEL as notes, in the order of their lines."""
-    notes = []
+def line_problems(problems: Sequence[str]) -> list[LineProblem]:
+    """The checker's problems, labelled with LABEL, in the order of their lines; one without a line goes to line 1."""
+    found = []
     for problem in problems:
         match = re.match(rf"{LABEL}:(\d+): (.*)", problem, re.DOTALL)
-        notes.append(Note(int(match[1]), visible(match[2])) if match else Note(1, visible(problem)))
-    return sorted(notes)
+        found.append(LineProblem(int(match[1]), visible(match[2])) if match else LineProblem(1, visible(problem)))
+    return sorted(found)
 
 
-def annotated_lines(text: str, notes: Sequence[Note], width: int, *, ascii_only: bool) -> list[Content]:
-    """The numbered lines; below each line that something is wrong with, what."""
+def annotated_text(text: str, problems: Sequence[LineProblem], width: int, *, ascii_only: bool) -> list[Content]:
+    """The numbered lines of the text, each followed by its problems."""
     lines = text.splitlines() or [""]
     digits = len(str(len(lines)))
     shown: list[Content] = []
     for number, line in enumerate(lines, 1):
         shown.append(Content.assemble((f"{number:>{digits}} ", "$muted"), _coloured(visible(line, keep="\t"))))
-        for note in notes:
-            if note.line == number:
-                shown += _note(note.text, digits + 1, width, ascii_only=ascii_only)
+        for problem in problems:
+            if problem.line == number:
+                shown += _indented(problem.text, digits + 1, width, ascii_only=ascii_only)
     return shown
 
 
-def _note(text: str, indent: int, width: int, *, ascii_only: bool) -> Iterator[Content]:
-    glyph = draw("✗", ascii_only=ascii_only)
-    for part in Content.styled(f"{glyph} {text}", "$bad").wrap(max(16, width - indent - 1)):
+def _indented(text: str, indent: int, width: int, *, ascii_only: bool) -> Iterator[Content]:
+    cross = glyphs("✗", ascii_only=ascii_only)
+    for part in Content.styled(f"{cross} {text}", "$bad").wrap(max(16, width - indent - 1)):
         yield Content.assemble(" " * indent, part)
 
 
 def _coloured(line: str) -> Content:
-    """Comments and headers of tables stand back or out; a key is told from its value by its place alone."""
+    """A line of TOML: comments muted, table headers bold, keys and values plain."""
     bare = line.strip()
     style = "$muted" if bare.startswith("#") else "bold $info" if bare.startswith("[") else ""
     return Content.styled(line, style)
 
 
-def beside_lines(notes: Sequence[Note], top: int, width: int, height: int, *, ascii_only: bool) -> list[Content]:
-    """For an editor that shows `height` lines from line `top` (counted from 0): each note on the line it belongs to,
-    its rest on the lines after it as far as they are free."""
-    glyph = draw("✗", ascii_only=ascii_only)
-    texts = {line: "; ".join(note.text for note in notes if note.line == line) for line, _ in notes}
+def problems_beside(
+    problems: Sequence[LineProblem], top: int, width: int, height: int, *, ascii_only: bool
+) -> list[Content]:
+    """The column beside an editor that shows `height` lines from line `top` (counted from 0): each problem begins on
+    its own line and goes on over the next lines until another problem begins."""
+    cross = glyphs("✗", ascii_only=ascii_only)
+    texts = {line: "; ".join(each.text for each in problems if each.line == line) for line, _ in problems}
     lines: list[Content] = []
     rest: list[Content] = []
     for line in range(top + 1, top + height + 1):
         if line in texts:
-            rest = list(Content.styled(f"{glyph} {texts[line]}", "$bad").wrap(max(16, width - 1)))
+            rest = list(Content.styled(f"{cross} {texts[line]}", "$bad").wrap(max(16, width - 1)))
         lines.append(rest.pop(0) if rest else Content(""))
-    hidden = sum(not top < note.line < top + height for note in notes)
+    hidden = sum(not top < problem.line < top + height for problem in problems)
     if hidden and lines:
-        lines[-1] = Content.styled(f"{glyph} {hidden} out of sight: f3 goes there", "$bad")
+        lines[-1] = Content.styled(f"{cross} {hidden} out of sight: f3 goes there", "$bad")
     return lines
 
 
-def below_lines(notes: Sequence[Note], cursor: int, width: int, height: int, *, ascii_only: bool) -> list[Content]:
-    """For an editor without room beside it: what is wrong with the cursor's line first, then the others with theirs."""
-    glyph = draw("✗", ascii_only=ascii_only)
-    ordered = sorted(notes, key=lambda note: (note.line != cursor + 1, note.line))
+def problems_below(
+    problems: Sequence[LineProblem], cursor: int, width: int, height: int, *, ascii_only: bool
+) -> list[Content]:
+    """The lines below an editor: the problems of the cursor's line first, then the others, with their line numbers."""
+    cross = glyphs("✗", ascii_only=ascii_only)
+    ordered = sorted(problems, key=lambda problem: (problem.line != cursor + 1, problem.line))
     lines = [
         part
-        for note in ordered
-        for part in Content.styled(f"{glyph} line {note.line}: {note.text}", "$bad").wrap(max(16, width))
+        for problem in ordered
+        for part in Content.styled(f"{cross} line {problem.line}: {problem.text}", "$bad").wrap(max(16, width))
     ]
-    return lines[:height] or [Content.styled("nothing is wrong with it", "$muted")]
+    return lines[:height] or [Content.styled("no problems", "$muted")]

@@ -1,6 +1,7 @@
-"""What this machine is, and how the profiles that can be chosen stand to it: which one is this machine, which is not.
+"""The profiles and recipes that can be chosen, and for each profile whether it matches this machine.
 
-The detected device becomes a profile file in the state folder, so that the command shown on the screen can name it.
+Where no profile file describes this machine, the detected device is written into the state folder as one, so that the
+command shown on the screen can name it.
 
 Try: `python -c "from tui.files.catalog import *; print(*profile_entries(read_machine()), sep='\\n')"`
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import TunedeckError
@@ -23,12 +24,12 @@ from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.recipe import Recipe
 
 SAME_MEMORY = 0.01
-"""Two cards whose totals differ by less than this share are the same product: drivers differ by some MiB."""
+"""GPUs whose memory differs by less than this share are the same product: drivers report some MiB more or less."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The first device, how many there are, and how the detected profile reads."""
+    """The first device of this machine, how many there are, and title and notes for a profile of it."""
 
     device: Device
     count: int
@@ -37,35 +38,36 @@ class Machine:
 
     @property
     def stem(self) -> str:
-        """A name for the detected profile: the device's own, in the letters a name may have."""
+        """A name for the detected profile: the device's name, in the letters that a profile's name may have."""
         if self.device.kind == "cpu":
             return "this-cpu"
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")[:60] or "this-gpu"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A profile or recipe that can be chosen. `text` is what -p or -r takes."""
+class FileEntry:
+    """A profile or recipe that can be chosen. `argument` is the name or path that -p or -r takes."""
 
-    text: str
+    argument: str
     title: str
     origin: str
     path: Path
-    trouble: str = ""
-    """Why it cannot be used as it is, or does not match this machine; empty where all is well."""
+    problem: str = ""
+    """Why the file cannot be used, or why the profile does not match this machine; else empty."""
     broken: bool = False
-    here: bool = False
-    """A profile that is this very machine."""
+    """Whether the file cannot be used."""
+    is_this_machine: bool = False
+    """Whether it is a profile of this machine."""
 
 
 def read_machine() -> Machine:
-    """Look at this machine."""
+    """Detect this machine's devices."""
     table, title, notes = detect_device()
     return Machine(Device.model_validate(table), count_devices(), title, notes)
 
 
 def detected_profile(machine: Machine) -> Path:
-    """Write the detected profile into the state folder and return its path. Raises UsageError where it cannot be."""
+    """Write the profile of this machine into the state folder and return its path. Raises UsageError, OSError."""
     device = machine.device.model_dump(exclude_none=True)
     text = new_profile(machine.stem, device, title=machine.title, notes=machine.notes).encode()
     target = state_folder() / "machine" / f"{machine.stem}.toml"
@@ -74,54 +76,53 @@ def detected_profile(machine: Machine) -> Path:
     return target
 
 
-def profile_entries(machine: Machine) -> list[Entry]:
-    """Every profile, this machine first, then those it can stand for, then the others with what does not match."""
+def profile_entries(machine: Machine) -> list[FileEntry]:
+    """Every profile: first this machine's, then those that it can run, then those that do not match it, then broken
+    files."""
     entries = [_entry("profile", located, machine) for located in list_spec_files("profile")]
-    if not any(entry.here for entry in entries):
-        entries.append(_detected(machine))
-    return sorted(entries, key=lambda entry: (not entry.here, entry.broken, bool(entry.trouble)))
+    if not any(entry.is_this_machine for entry in entries):
+        entries.append(_detected_entry(machine))
+    return sorted(entries, key=lambda entry: (not entry.is_this_machine, entry.broken, bool(entry.problem)))
 
 
-def recipe_entries() -> list[Entry]:
-    """Every recipe: the project's and the user's own before the shipped ones."""
+def recipe_entries() -> list[FileEntry]:
+    """Every recipe: those of the project and the user before the shipped ones, broken files last."""
     entries = [_entry("recipe", located, None) for located in list_spec_files("recipe")]
     return sorted(entries, key=lambda entry: (entry.broken, entry.origin == "shipped"))
 
 
-def entry_of(kind: SpecKind, text: str, machine: Machine) -> Entry:
-    """The entry of a name or path that is in no list."""
+def find_entry(kind: SpecKind, argument: str, machine: Machine) -> FileEntry:
+    """The entry of a name or path that is not among the listed ones."""
     try:
-        located = find_spec_file(kind, text)
+        located = find_spec_file(kind, argument)
     except TunedeckError as error:
-        return Entry(text, "", "path", Path(text), error.found, broken=True)
-    entry = _entry(kind, located, machine if kind == "profile" else None)
-    return Entry(text, entry.title, entry.origin, entry.path, entry.trouble, entry.broken, entry.here)
+        return FileEntry(argument, "", "path", Path(argument), error.found, broken=True)
+    return replace(_entry(kind, located, machine if kind == "profile" else None), argument=argument)
 
 
-def _detected(machine: Machine) -> Entry:
+def _detected_entry(machine: Machine) -> FileEntry:
     try:
         path = detected_profile(machine)
     except (TunedeckError, OSError) as error:
         reason = error.found if isinstance(error, TunedeckError) else f"{error.filename}: {error.strerror}"
-        return Entry(machine.stem, machine.title, "detected", Path(machine.stem), reason, broken=True)
-    return Entry(str(path), machine.title, "detected", path, here=True)
+        return FileEntry(machine.stem, machine.title, "detected", Path(machine.stem), reason, broken=True)
+    return FileEntry(str(path), machine.title, "detected", path, is_this_machine=True)
 
 
-def _entry(kind: SpecKind, located: SpecFile, machine: Machine | None) -> Entry:
+def _entry(kind: SpecKind, located: SpecFile, machine: Machine | None) -> FileEntry:
     try:
         table = load_spec_file(kind, located)
     except TunedeckError as error:
-        return Entry(located.name, "", located.origin, located.path, error.found.splitlines()[0], broken=True)
+        return FileEntry(located.name, "", located.origin, located.path, error.found.splitlines()[0], broken=True)
     title = table.title if isinstance(table, (Profile, Recipe)) else ""
     if machine is None or not isinstance(table, Profile):
-        return Entry(located.name, title, located.origin, located.path)
-    return Entry(
-        located.name, title, located.origin, located.path, mismatch(table, machine), here=_is_here(table, machine)
-    )
+        return FileEntry(located.name, title, located.origin, located.path)
+    problem, same = mismatch(table, machine), _is_this_machine(table, machine)
+    return FileEntry(located.name, title, located.origin, located.path, problem, is_this_machine=same)
 
 
 def mismatch(profile: Profile, machine: Machine) -> str:
-    """Why this machine cannot run the profile; empty where it can. A smaller card may be rehearsed on a larger one."""
+    """Why this machine cannot run the profile; empty where it can. A larger GPU runs the profile of a smaller one."""
     wanted, found = profile.device, machine.device
     if wanted.kind == "metered":
         return ""
@@ -139,7 +140,7 @@ def mismatch(profile: Profile, machine: Machine) -> str:
     return ""
 
 
-def _is_here(profile: Profile, machine: Machine) -> bool:
+def _is_this_machine(profile: Profile, machine: Machine) -> bool:
     wanted, found = profile.device, machine.device
     close = abs(wanted.memory_gib - found.memory_gib) <= SAME_MEMORY * found.memory_gib
     same = wanted.kind == found.kind and wanted.compute_capability == found.compute_capability

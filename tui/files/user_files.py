@@ -1,7 +1,6 @@
-"""Where the console writes profiles and recipes, and how: ./profiles for what is made or changed here, never over a
-shipped file.
+"""Profile and recipe files that the console writes: new and changed ones go to ./profiles, shipped ones stay unchanged.
 
-Try: `python -c "from tui.files.user_files import *; print(own_folder('recipe'))"`
+Try: `python -c "from tui.files.user_files import *; print(user_file_folder('recipe'))"`
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from engine.spec.files.working_directory import working_directory
 from engine.spec.schema.base import NAME_PATTERN
 
 
-def own_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
-    """./profiles/..., or the user's own folder where ./profiles is the shipped one (inside Tunedeck's checkout)."""
+def user_file_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
+    """The folder for new files of a kind: in ./profiles, or the user's configuration where ./profiles is the shipped
+    folder itself (inside Tunedeck's checkout)."""
     project = (cwd or working_directory()).absolute() / "profiles"
     shipped = project.resolve() == SHIPPED_FOLDER
     return (user_folder() if shipped else project) / KIND_FOLDERS[kind]
 
 
-def free_name(kind: SpecKind, name: str) -> str:
-    """The name, or the first of NAME-2, NAME-3 ... that no file of this kind has."""
+def unused_name(kind: SpecKind, name: str) -> str:
+    """The name, or NAME-2, NAME-3 ... where a file of this kind already has it."""
     taken = {located.name for located in list_spec_files(kind)}
     number = 2
     while f"{name}-{number}" in taken:
@@ -37,21 +37,21 @@ def free_name(kind: SpecKind, name: str) -> str:
     return name if name not in taken else f"{name}-{number}"
 
 
-def own_path(kind: SpecKind, name: str) -> Path:
-    """The file a new profile or recipe of this name becomes. Raises UsageError for what cannot be a name."""
+def new_file_path(kind: SpecKind, name: str) -> Path:
+    """The path of a new profile or recipe. Raises UsageError where the name is not allowed."""
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80:
         raise UsageError(f"{name!r} is no name", expected="lower-case letters, digits, '.', '_' and '-', 80 at most")
-    return own_folder(kind) / f"{name}.toml"
+    return user_file_folder(kind) / f"{name}.toml"
 
 
-def save_as(kind: SpecKind, source: str, sets: Sequence[str], name: str) -> Path:
-    """Write `source` with the overrides laid over it as a new file. Raises UsageError or SpecError."""
-    target = own_path(kind, name)
-    return write_new_file(target, rewrite_text(kind, source, sets, {}, target).encode(), force=False)
+def save_as(kind: SpecKind, source: str, overrides: Sequence[str], name: str) -> Path:
+    """Write `source` with the overrides (KEY=VALUE) applied as a new file. Raises UsageError or SpecError."""
+    target = new_file_path(kind, name)
+    return write_new_file(target, rewrite_text(kind, source, overrides, {}, target).encode(), force=False)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that may be edited on a screen. Raises UsageError for what cannot be shown as it is."""
+    """The text of a file for the editor. Raises UsageError where it is not UTF-8 or has control characters."""
     try:
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
@@ -59,21 +59,22 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError:
         raise UsageError(f"{visible(str(path))} is not UTF-8", fix="save it as UTF-8") from None
     if hit := UNSAFE.search(text.replace("\n", "").replace("\t", "")):
-        raise UsageError(f"{visible(str(path))} holds the control character {visible(hit[0])}", fix="take it out first")
+        raise UsageError(f"{visible(str(path))} contains the control character {visible(hit[0])}", fix="remove it")
     return text
 
 
 def write_text(path: Path, text: str, *, before: str | None) -> None:
-    """Write an edited file; `before` is what it held when it was read, None for a new one. Raises UsageError."""
+    """Write an edited file; `before` is its text when it was read, None for a new file. Raises UsageError where the
+    file has changed since."""
     if before is not None and path.exists() and read_text(path) != before:
         raise UsageError(
-            f"{visible(str(path))} was changed by someone else meanwhile", fix="copy your text, open the file again"
+            f"{visible(str(path))} was changed by another program meanwhile", fix="copy your text, open the file again"
         )
     write_new_file(path, text.encode(), force=before is not None)
 
 
-def take_in(text: str) -> tuple[SpecKind, Path]:
-    """Import a file as what its own `kind` says it is. Raises SpecError or UsageError."""
+def import_user_file(text: str) -> tuple[SpecKind, Path]:
+    """Check a file and copy it into the user's folder, as the `kind` that it names. Raises SpecError or UsageError."""
     source = Path(text).expanduser()
     kind = read_document(source).data.get("kind")
     if kind not in ("profile", "recipe"):
@@ -81,8 +82,9 @@ def take_in(text: str) -> tuple[SpecKind, Path]:
     return kind, import_spec_file(kind, source)
 
 
-def pass_on(source: Path, text: str) -> tuple[Path, list[str]]:
-    """Copy a file to where it is wanted; returns where, and what others could not use. Raises SpecError, UsageError."""
+def export_user_file(source: Path, text: str) -> tuple[Path, list[str]]:
+    """Copy a file to another place; returns its path there, and the entries that only work on this machine. Raises
+    SpecError, UsageError."""
     document = read_document(source)
     target = Path(text).expanduser().absolute()
     target = target / source.name if target.is_dir() else target

@@ -1,7 +1,8 @@
-"""The VRAM bar: what each device would hold at the peak, component by component, against its capacity.
+"""The budget at the foot of the Launch screen: the verdict, one VRAM bar for each device, a legend, and a status line.
 
-Pure functions from a plan to lines; the widget is `Lines`. Colours are grounds, and on each ground stands the
-component's name or letter: with no colour at all every cell shows the letter.
+A bar shows the predicted peak, component by component, against the device's capacity. Pure functions from evaluated
+choices to lines of text for a width and a height. Every component has a background colour and its name or letter on
+it; without colour every cell of the bar shows the letter.
 
 Try: `python -m pytest tests/tui/screens/test_launch.py`
 """
@@ -13,95 +14,162 @@ from collections.abc import Mapping, Sequence
 from textual.content import Content
 
 from engine.budget.advise.plan import Plan
-from tui.theme import PARTS, VERDICTS, draw
+from engine.spec.files.text import visible
+from tui.launch.evaluate import EvaluatedChoice
+from tui.launch.fields import format_value
+from tui.theme import COMPONENTS, VERDICTS, glyphs
 
-LABEL = 10
+LABEL_WIDTH = 10
 """Cells for the device's name before its bar."""
 
-SHARE = 6
-"""Cells for the percentage after it."""
-
+SHARE_WIDTH = 6
+"""Cells for the percentage after the bar."""
 
 PHASES = {
     "load": "loading", "forward": "forward pass", "loss_backward": "loss", "layer_first": "backward pass",
     "layer_last": "backward pass", "embedding_backward": "embedding", "optimizer_step": "optimizer step",
     "evaluate": "evaluation", "generate": "generation",
 }  # fmt: skip
-"""The plan's phases in words; `tunedeck plan` has their names."""
+"""The plan's phases in words; `tunedeck plan` prints their names."""
 
 
-def size(bytes_: int) -> str:
+def budget_lines(
+    evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, width: int, height: int,
+    *, letters: bool, ascii_only: bool,
+) -> list[Content]:  # fmt: skip
+    """Exactly `height` lines. While `evaluated` has no plan, the plan of `last_valid` is shown, muted.
+
+    `letters` writes the component's letter into every cell of the bars.
+    """
+    status = status_line(evaluated, ascii_only=ascii_only)
+    plan = last_valid.plan
+    if plan is None:
+        return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 2), status]
+    labels = _bar_labels(last_valid, max(1, height - 4))
+    lines = [verdict_line(plan, width, ascii_only=ascii_only)]
+    lines += [bar_line(label, plan, width, letters=letters, ascii_only=ascii_only) for label in labels]
+    lines += legend_lines(plan, width, max(1, height - len(lines) - 1))
+    if evaluated.plan is None:
+        lines = [Content.styled(line.plain, "$muted") for line in lines]
+    return [*lines, *[Content("")] * (height - len(lines) - 1), status]
+
+
+def device_count(evaluated: EvaluatedChoice) -> int:
+    """How many devices the run would use."""
+    return evaluated.spec.profile.device.count if evaluated.spec is not None else 1
+
+
+def _bar_labels(evaluated: EvaluatedChoice, max_bars: int) -> list[str]:
+    """A label for each device's bar, or one for all devices where there is no room."""
+    spec = evaluated.spec
+    if spec is None or spec.profile.device.kind == "metered":
+        return ["simulated"]
+    if spec.profile.device.kind == "cpu":
+        return ["host"]
+    count = spec.profile.device.count
+    indices = spec.limits.devices or list(range(count))
+    return [f"GPU {index}" for index in indices] if count <= max_bars else [f"each of {count}"]
+
+
+def status_line(evaluated: EvaluatedChoice, *, ascii_only: bool) -> Content:
+    """The first that applies: what keeps the run from starting, a notice, the remedies that make it fit, how the batch
+    is divided."""
+    plan, split = evaluated.plan, evaluated.batch_split
+    if evaluated.problems:
+        more = f" (and {len(evaluated.problems) - 1} more)" if len(evaluated.problems) > 1 else ""
+        cross = glyphs("✗", ascii_only=ascii_only)
+        return Content.styled(f"{cross} cannot start{more}: {visible(evaluated.problems[0].sentence)}", "$bad")
+    if evaluated.unplanned:
+        text = f"? no plan: {visible(evaluated.unplanned)}; the micro-batch budget is learned during the run"
+        return Content.styled(text, "$caution")
+    if evaluated.notices:
+        return Content.styled(visible(evaluated.notices[0]), "$caution")
+    if plan is not None and plan.remedies:
+        remedies = ", ".join(f"{key} = {format_value(value)}" for key, value in plan.remedies.items())
+        return Content.styled(f"fits with {remedies}; the result stays the same", "$caution")
+    if split is not None:
+        return Content.styled(glyphs(split.sentence, ascii_only=ascii_only), "$muted")
+    return Content("")
+
+
+def decimal_bytes(count: int) -> str:
     """Bytes for a reader: MiB below 10 GiB, else GiB."""
-    return f"{bytes_ / 2**20:,.1f} MiB" if abs(bytes_) < 10 * 2**30 else f"{bytes_ / 2**30:,.2f} GiB"
+    return f"{count / 2**20:,.1f} MiB" if abs(count) < 10 * 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
 def bar_line(label: str, plan: Plan, width: int, *, letters: bool, ascii_only: bool) -> Content:
-    """One device's bar: its name, the components, free cells, the capacity line, the share of the capacity."""
-    cells = max(4, width - LABEL - SHARE)
+    """One device's bar: its name, the components, free cells, the capacity line, the used share of the capacity."""
+    cells = max(4, width - LABEL_WIDTH - SHARE_WIDTH)
     used, capacity = plan.prediction.device_bytes, plan.capacity_bytes
-    scale = cells / max(used, capacity, 1)
-    line = min(round(capacity * scale), cells - 1)
+    cells_per_byte = cells / max(used, capacity, 1)
+    capacity_cell = min(round(capacity * cells_per_byte), cells - 1)
     parts: list[Content] = []
-    start, held = 0, 0
-    for name, amount in _present(plan.prediction.components):
-        held += amount
-        end = min(round(held * scale), cells)
-        parts += _segment(name, start, end, line, letters=letters, ascii_only=ascii_only)
+    start, drawn_bytes = 0, 0
+    for name, count in _nonzero(plan.prediction.components):
+        drawn_bytes += count
+        end = min(round(drawn_bytes * cells_per_byte), cells)
+        parts += _segment(name, start, end, capacity_cell, letters=letters, ascii_only=ascii_only)
         start = max(start, end)
-    parts += _free(start, cells, line, ascii_only=ascii_only)
+    parts += _free(start, cells, capacity_cell, ascii_only=ascii_only)
     share = f"{100 * used / max(capacity, 1):.0f} %"
-    return Content.assemble(label[: LABEL - 1].ljust(LABEL), *parts, share.rjust(SHARE))
+    return Content.assemble(label[: LABEL_WIDTH - 1].ljust(LABEL_WIDTH), *parts, share.rjust(SHARE_WIDTH))
 
 
-def _present(components: Mapping[str, int]) -> list[tuple[str, int]]:
-    return [(name, components[name]) for name in PARTS if components.get(name, 0) > 0]
+def _nonzero(components: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(name, components[name]) for name in COMPONENTS if components.get(name, 0) > 0]
 
 
-def _segment(name: str, start: int, end: int, line: int, *, letters: bool, ascii_only: bool) -> list[Content]:
-    """A component's cells, the capacity line drawn over them where it falls among them."""
+def _segment(
+    name: str, start: int, end: int, capacity_cell: int, *, letters: bool, ascii_only: bool
+) -> list[Content]:
+    """The cells of one component, with the capacity line where it falls among them."""
     width = end - start
     if width <= 0:
         return []
-    part = PARTS[name]
-    text = part.letter * width if letters else (name if len(name) + 2 <= width else part.letter).center(width)
-    if not start <= line < end:
-        return [Content.styled(text, part.style)]
-    at = line - start
-    return [Content.styled(text[:at], part.style), _capacity(ascii_only), Content.styled(text[at + 1 :], part.style)]
+    component = COMPONENTS[name]
+    text = name if len(name) + 2 <= width else component.letter
+    text = component.letter * width if letters else text.center(width)
+    if not start <= capacity_cell < end:
+        return [Content.styled(text, component.style)]
+    at = capacity_cell - start
+    before, after = Content.styled(text[:at], component.style), Content.styled(text[at + 1 :], component.style)
+    return [before, _capacity_line(ascii_only), after]
 
 
-def _free(start: int, cells: int, line: int, *, ascii_only: bool) -> list[Content]:
+def _free(start: int, cells: int, capacity_cell: int, *, ascii_only: bool) -> list[Content]:
+    """The cells that no component fills, with the capacity line where it falls among them."""
     if start >= cells:
         return []
-    free = Content.styled(draw("·", ascii_only=ascii_only) * (cells - start), "$muted")
-    if line < start:
+    free = Content.styled(glyphs("·", ascii_only=ascii_only) * (cells - start), "$muted")
+    if capacity_cell < start:
         return [free]
-    at = line - start
-    return [free[:at], _capacity(ascii_only), free[at + 1 :]]
+    at = capacity_cell - start
+    return [free[:at], _capacity_line(ascii_only), free[at + 1 :]]
 
 
-def _capacity(ascii_only: bool) -> Content:
-    return Content.styled(draw("│", ascii_only=ascii_only), "bold $bad")
+def _capacity_line(ascii_only: bool) -> Content:
+    return Content.styled(glyphs("│", ascii_only=ascii_only), "bold $bad")
 
 
-def legend_lines(plan: Plan, width: int, rows: int) -> list[Content]:
-    """What the letters mean and how much each is; the smallest are left out where the rows do not take them all."""
-    entries = _present(plan.prediction.components)
+def legend_lines(plan: Plan, width: int, max_lines: int) -> list[Content]:
+    """Letter, name and size of each component; the smallest are left out where there is no room for all."""
+    entries = _nonzero(plan.prediction.components)
     for kept in range(len(entries), 0, -1):
         largest = sorted(entries, key=lambda entry: -entry[1])[:kept]
-        lines = _packed([_legend(*entry) for entry in entries if entry in largest], width)
-        if len(lines) <= rows:
+        lines = _wrap_entries([_legend_entry(*entry) for entry in entries if entry in largest], width)
+        if len(lines) <= max_lines:
             return lines
     return []
 
 
-def _legend(name: str, amount: int) -> Content:
-    part = PARTS[name]
-    return Content.assemble((f" {part.letter} ", part.style), f" {name} ", (size(amount), "$muted"), "  ")
+def _legend_entry(name: str, count: int) -> Content:
+    component = COMPONENTS[name]
+    letter = (f" {component.letter} ", component.style)
+    return Content.assemble(letter, f" {name} ", (decimal_bytes(count), "$muted"), "  ")
 
 
-def _packed(entries: Sequence[Content], width: int) -> list[Content]:
-    """Entries side by side, wrapped between them."""
+def _wrap_entries(entries: Sequence[Content], width: int) -> list[Content]:
+    """Entries side by side; lines break only between them."""
     lines: list[list[Content]] = [[]]
     for entry in entries:
         if lines[-1] and sum(part.cell_length for part in lines[-1]) + entry.cell_length > width + 2:
@@ -110,19 +178,19 @@ def _packed(entries: Sequence[Content], width: int) -> list[Content]:
     return [Content.assemble(*line).rstrip() for line in lines]
 
 
-def verdict_content(verdict: str, *, ascii_only: bool) -> Content:
+def verdict_text(verdict: str, *, ascii_only: bool) -> Content:
     """Glyph and words of a verdict in its colour."""
     shown = VERDICTS[verdict]
     return Content.styled(f"{shown.letter if ascii_only else shown.glyph} {verdict.replace('_', ' ')}", shown.style)
 
 
 def verdict_line(plan: Plan, width: int, *, ascii_only: bool) -> Content:
-    """Verdict, peak of capacity, margin, and the phase that decides."""
+    """The verdict, the predicted peak of the capacity, what is left or missing, and the phase that has the peak."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
-    left = f"{size(abs(margin))} {'left' if margin >= 0 else 'missing'}"
+    left = f"{decimal_bytes(abs(margin))} {'left' if margin >= 0 else 'missing'}"
     phase = PHASES.get(plan.prediction.deciding_phase, plan.prediction.deciding_phase)
-    texts = [f"{size(used)} of {size(plan.capacity_bytes)}", left, f"{phase} decides"]
-    head = verdict_content(plan.verdict, ascii_only=ascii_only)
+    texts = [f"{decimal_bytes(used)} of {decimal_bytes(plan.capacity_bytes)}", left, f"peak in the {phase}"]
+    head = verdict_text(plan.verdict, ascii_only=ascii_only)
     while head.cell_length + sum(len(text) + 3 for text in texts) > width and len(texts) > 1:
         texts.pop(0)
     return Content.assemble(head, *(f"   {text}" for text in texts))

@@ -1,7 +1,7 @@
-"""Fields as rows: walk through them, Enter edits the one under the cursor, Enter or Esc leaves it again.
+"""A list of fields: the cursor moves over them, Enter edits the one under it, Enter or Esc ends the editing.
 
-One input field, laid over the row that is edited, serves them all: typing in it repaints lines and lays out nothing.
-What the texts mean is the screen's affair: it is told of each change as it is typed.
+A single input field is placed over the row that is edited, so typing repaints lines and needs no layout pass. The list
+does not interpret the texts; it reports every change to the screen as it is typed.
 """
 
 from __future__ import annotations
@@ -18,138 +18,137 @@ from textual.message import Message
 from textual.reactive import Reactive
 from textual.widgets import Input
 
-from tui.launch.fields import Row
-from tui.theme import draw
-from tui.widgets.key_order import KeysInOrder
-from tui.widgets.row_list import Rows
-from tui.widgets.text_lines import Lines
+from tui.launch.fields import FieldRow
+from tui.theme import glyphs
+from tui.widgets.key_order import OrderedKeys
+from tui.widgets.row_list import RowList
+from tui.widgets.text_lines import TextLines
 
 LABEL_AT = 2
 VALUE_AT = 17
-"""Columns of a row: a mark, the label, the value."""
+"""Columns of a row at which the label and the value begin; a mark stands in column 0."""
 
 HINT_LINES = 2
 
 
-class Editor(KeysInOrder, Input):
-    """The input field over a row."""
+class FieldInput(OrderedKeys, Input):
+    """The input field over the edited row."""
 
     BINDINGS = [Binding("escape,up,down", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration
     virtual_size = Reactive(Size(0, 0), layout=False)
-    """The width of the text. Textual's own asks for a layout pass of the whole screen whenever it changes, which is at
-    every letter, and took a third of what a letter costs here; where the field stands never depends on it."""
+    """The size of the text. In Textual's Input a change of it, so every letter, causes a layout pass of the whole
+    screen, a third of the time that a letter takes here. The layout does not depend on it, so none is asked for."""
 
     def __init__(self, typed: Callable[[str], None]) -> None:
-        super().__init__(compact=True, id="editor")
+        super().__init__(compact=True, id="field-input")
         self._typed = typed
         self.disable_messages(Input.Changed)
 
     def watch_value(self, value: str) -> None:
-        """Straight on, while the key is still being handled: told by a message, the screen would paint the letter
-        first and what follows from it in a second pass."""
+        """Report the text at once, while the key is being handled: after a message the screen would repaint twice,
+        first the letter and then everything that changes with it."""
         self._typed(value)
 
     def action_leave(self) -> None:
-        """Back to the rows; what was typed stays."""
+        """End the editing and keep the text."""
         self.post_message(self.Submitted(self, self.value))
 
 
-class Fields(Vertical):
-    """The rows, the field over them, and two lines on the row under the cursor."""
+class FieldList(Vertical):
+    """The rows, the input field over them, and a hint of two lines on the row under the cursor."""
 
     DEFAULT_CSS = f"""
-    Fields {{ height: 1fr; layers: rows field; }}
-    Fields Rows {{ height: 1fr; layer: rows; }}
-    Fields #hint {{ height: {HINT_LINES}; layer: rows; color: $muted; }}
-    Fields Editor {{ layer: field; position: absolute; display: none; height: 1; background: $panel; }}
+    FieldList {{ height: 1fr; layers: rows field; }}
+    FieldList RowList {{ height: 1fr; layer: rows; }}
+    FieldList #hint {{ height: {HINT_LINES}; layer: rows; color: $muted; }}
+    FieldList FieldInput {{ layer: field; position: absolute; display: none; height: 1; background: $panel; }}
     """
 
-    class Left(Message):
-        """The row's editing is over."""
+    class EditEnded(Message):
+        """The editing of a row has ended."""
 
         def __init__(self, key: str, text: str) -> None:
             super().__init__()
             self.key, self.text = key, text
 
-    class Moved(Message):
-        """Another row is under the cursor."""
+    class Highlighted(Message):
+        """The cursor moved to another row."""
 
     def __init__(
-        self, choices: Callable[[str], list[str]], begun: Callable[[], None], typed: Callable[[str, str], None],
-        *, ascii_only: bool,
+        self, allowed_values: Callable[[str], list[str]], before_edit: Callable[[], None],
+        on_typed: Callable[[str, str], None], *, ascii_only: bool,
     ) -> None:  # fmt: skip
-        """`choices` are the values of a key that has only some; `begun` is called before a row is changed, `typed` with
-        its key and its text at every change."""
+        """`allowed_values` returns the values that Enter cycles through, none for a key that is typed; `before_edit` is
+        called before a row is changed, `on_typed` with key and text at every change."""
         super().__init__(id="fields")
-        self._choices, self._begun, self._typed, self._ascii_only = choices, begun, typed, ascii_only
-        self._rows: list[Row] = []
-        self._drawn: dict[tuple[Row, str, int], Content] = {}
+        self._allowed_values, self._before_edit, self._on_typed = allowed_values, before_edit, on_typed
+        self._ascii_only = ascii_only
+        self._rows: list[FieldRow] = []
+        self._drawn: dict[tuple[FieldRow, str, int], Content] = {}
+        """Lines made so far, by row, problem and width: most stay the same from one letter to the next."""
         self._edited = ""
+        """Key of the row that is being edited; empty when none is."""
 
     def compose(self) -> ComposeResult:
-        """Rows, hint, and the field on top."""
-        yield Rows(id="field-rows")
-        yield Lines(id="hint")
-        yield Editor(self._changed)
+        """Yield the rows, the hint and the input field."""
+        yield RowList(id="field-rows")
+        yield TextLines(id="hint")
+        yield FieldInput(self._changed)
+
 
     @property
-    def edited(self) -> str:
-        """Key of the row that is being edited; empty when none is."""
-        return self._edited
-
-    @property
-    def row(self) -> Row | None:
+    def row(self) -> FieldRow | None:
         """The row under the cursor."""
-        index = self.query_one(Rows).cursor
+        index = self.query_one(RowList).cursor
         return self._rows[index] if index < len(self._rows) else None
 
-    def put(self, rows: Sequence[Row], troubles: dict[str, str], *, width: int) -> None:
-        """Show these rows, with what is wrong with each."""
+    def set_rows(self, rows: Sequence[FieldRow], problems: dict[str, str], *, width: int) -> None:
+        """Show these rows, with the problem of each by its key."""
         self._rows = list(rows)
         before = self._drawn
-        drawn = [(row, troubles.get(row.key, ""), width) for row in rows]
+        drawn = [(row, problems.get(row.key, ""), width) for row in rows]
         self._drawn = {known: before.get(known) or self._line(*known) for known in drawn}
-        self.query_one(Rows).show([self._drawn[known] for known in drawn])
+        self.query_one(RowList).show([self._drawn[known] for known in drawn])
 
-    def hint(self, text: str, style: str) -> None:
-        """Say something about the row under the cursor."""
-        lines = self.query_one("#hint", Lines)
+    def show_hint(self, text: str, style: str) -> None:
+        """Show a text about the row under the cursor."""
+        lines = self.query_one("#hint", TextLines)
         wrapped = Content.styled(text, style).wrap(max(10, lines.size.width))
         if len(wrapped) > HINT_LINES:
-            more = Content.styled(draw(" …", ascii_only=self._ascii_only), style)
+            more = Content.styled(glyphs(" …", ascii_only=self._ascii_only), style)
             wrapped[HINT_LINES - 1] = Content.assemble(wrapped[HINT_LINES - 1], more)
         lines.show(wrapped[:HINT_LINES])
 
-    def _line(self, row: Row, trouble: str, width: int) -> Content:
-        mark, style = ("✗", "bold $bad") if trouble else ("●", "$info") if row.changed else (" ", "")
+    def _line(self, row: FieldRow, problem: str, width: int) -> Content:
+        mark, style = ("✗", "bold $bad") if problem else ("●", "$info") if row.changed else (" ", "")
         label = row.label[: VALUE_AT - LABEL_AT - 1].ljust(VALUE_AT - LABEL_AT)
-        value = Content.styled(row.value or ("" if row.beside else draw("·", ascii_only=self._ascii_only)),
-                               "$bad" if trouble else "bold" if row.changed else "")  # fmt: skip
-        beside = f"  {row.beside}" if row.value and row.beside else row.beside
-        shown = draw(mark, ascii_only=self._ascii_only)
-        line = Content.assemble((f"{shown} ", style), label, value, (beside, "$muted"))
+        value = Content.styled(row.value or ("" if row.note else glyphs("·", ascii_only=self._ascii_only)),
+                               "$bad" if problem else "bold" if row.changed else "")  # fmt: skip
+        note = f"  {row.note}" if row.value and row.note else row.note
+        shown = glyphs(mark, ascii_only=self._ascii_only)
+        line = Content.assemble((f"{shown} ", style), label, value, (note, "$muted"))
         room = width - line.cell_length - 2
-        return Content.assemble(line, (f"  {trouble}", "$bad")) if trouble and room > 20 else line
+        return Content.assemble(line, (f"  {problem}", "$bad")) if problem and room > 20 else line
 
     def focus_rows(self) -> None:
-        """Give the rows the keys."""
-        self.screen.set_focus(self.query_one(Rows))
+        """Give the rows the focus."""
+        self.screen.set_focus(self.query_one(RowList))
 
     def edit(self) -> None:
-        """Change the row under the cursor: the next of its values, or whatever is typed."""
+        """Edit the row under the cursor: take the next of its allowed values, else open the input field."""
         row = self.row
         if row is None:
             return
-        self._begun()
-        values = self._choices(row.key)
+        self._before_edit()
+        values = self._allowed_values(row.key)
         if values:
             following = values[(values.index(row.value) + 1) % len(values)] if row.value in values else values[0]
-            self._typed(row.key, following)
+            self._on_typed(row.key, following)
         else:
             self._open(row)
 
-    def _open(self, row: Row) -> None:
-        rows, field = self.query_one(Rows), self.query_one(Editor)
+    def _open(self, row: FieldRow) -> None:
+        rows, field = self.query_one(RowList), self.query_one(FieldInput)
         field.value = row.value
         self._edited = row.key
         field.cursor_position = len(row.value)
@@ -157,35 +156,35 @@ class Fields(Vertical):
         field.display = True
         self.screen.set_focus(field)
 
-    def _place(self, rows: Rows, field: Editor) -> None:
-        """Lay the field over its row."""
+    def _place(self, rows: RowList, field: FieldInput) -> None:
+        """Place the input field over its row."""
         field.styles.offset = (VALUE_AT, rows.cursor - rows.top)
         field.styles.width = max(8, self.size.width - VALUE_AT)
 
     def _changed(self, text: str) -> None:
-        """A letter was typed, or the field was filled to begin with."""
+        """Report a change of the text; filling the field before it is edited is none."""
         if self._edited:
-            self._typed(self._edited, text.strip())
+            self._on_typed(self._edited, text.strip())
 
-    def on_rows_chosen(self, event: Rows.Chosen) -> None:
-        """Enter on a row."""
+    def on_row_list_selected(self, event: RowList.Selected) -> None:
+        """Edit the row on which Enter was pressed."""
         event.stop()
         self.edit()
 
-    def on_rows_moved(self, event: Rows.Moved) -> None:
-        """Another row."""
+    def on_row_list_highlighted(self, event: RowList.Highlighted) -> None:
+        """Report that the cursor moved."""
         event.stop()
-        self.post_message(self.Moved())
+        self.post_message(self.Highlighted())
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter, Esc, up or down: the row is left."""
+        """End the editing on Enter, Esc, up or down."""
         event.stop()
         key, self._edited = self._edited, ""
-        self.query_one(Editor).display = False
+        self.query_one(FieldInput).display = False
         self.focus_rows()
-        self.post_message(self.Left(key, event.value.strip()))
+        self.post_message(self.EditEnded(key, event.value.strip()))
 
     def on_resize(self, _event: events.Resize) -> None:
-        """The field follows its row."""
+        """Keep the input field over its row."""
         if self._edited:
-            self._place(self.query_one(Rows), self.query_one(Editor))
+            self._place(self.query_one(RowList), self.query_one(FieldInput))

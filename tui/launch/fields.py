@@ -1,6 +1,6 @@
-"""The fields of the Launch screen: which keys of profile and recipe have a row, in which order, and how each is shown.
+"""The fields of the Launch screen: which keys of profile and recipe have a row, in which order, and with what value.
 
-Data, and pure functions from a run spec to rows. What a key allows and means is read off the spec's own types.
+A table, and pure functions from a run spec to rows. Allowed values and help come from the spec's schema.
 
 Try: `python -c "from tui.launch.fields import FIELDS; print([field.key for field in FIELDS])"`
 """
@@ -8,7 +8,7 @@ Try: `python -c "from tui.launch.fields import FIELDS; print([field.key for fiel
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +21,16 @@ from engine.spec.schema.run import RunSpec
 DEVICES = "--devices"
 NAME = "--name"
 OTHER = "--set"
-"""The row that takes any other key."""
+"""The last row, in which any other key can be set."""
 
 HUB = "hub:"
-"""How a data set on the hub is written in a data row."""
+"""Prefix of a data set on the hub in a data row."""
 
 SOURCES = "data.sources."
 
 
-class Field(NamedTuple):
-    """One key with a row of its own."""
+class LaunchField(NamedTuple):
+    """A key that has a row of its own, where `shown_for` holds."""
 
     key: str
     label: str
@@ -45,127 +45,130 @@ def _cuda(spec: RunSpec) -> bool:
     return spec.profile.device.kind == "cuda"
 
 
-FIELDS: tuple[Field, ...] = (
-    Field("model.id", "model"),
-    Field(SOURCES, "data"),
-    Field("data.max_length", "max length"),
-    Field("train.batch_size", "batch"),
-    Field("train.micro_batch", "micro-batch"),
-    Field("method.rank", "rank", _lora),
-    Field("train.learning_rate", "learning rate"),
-    Field("train.epochs", "epochs"),
-    Field("train.max_steps", "max steps"),
-    Field("train.gradient_checkpointing", "checkpointing"),
-    Field("method.kind", "method"),
-    Field("method.adapter_dtype", "adapter dtype", _lora),
-    Field("model.quantize", "quantize", _cuda),
-    Field("model.dtype", "dtype"),
-    Field("train.loss", "loss"),
-    Field("train.optimizer", "optimizer"),
-    Field("train.scheduler", "scheduler"),
-    Field("train.warmup_ratio", "warm-up ratio"),
-    Field("train.warmup_steps", "warm-up steps"),
-    Field("train.weight_decay", "weight decay"),
-    Field("train.max_grad_norm", "clip norm"),
-    Field("train.seed", "seed"),
-    Field("data.packing", "packing"),
-    Field("data.over_length", "over length"),
-    Field("data.loss_on", "loss on"),
-    Field("data.valid_fraction", "validation"),
-    Field("checkpoint.every_steps", "checkpoint"),
-    Field("eval.every_steps", "evaluate"),
-    Field("device.memory_gib", "memory GiB"),
-    Field("device.reserve_gib", "reserve GiB"),
-    Field(DEVICES, "devices", _cuda),
-    Field(NAME, "run name"),
+FIELDS: tuple[LaunchField, ...] = (
+    LaunchField("model.id", "model"),
+    LaunchField(SOURCES, "data"),
+    LaunchField("data.max_length", "max length"),
+    LaunchField("train.batch_size", "batch"),
+    LaunchField("train.micro_batch", "micro-batch"),
+    LaunchField("method.rank", "rank", _lora),
+    LaunchField("train.learning_rate", "learning rate"),
+    LaunchField("train.epochs", "epochs"),
+    LaunchField("train.max_steps", "max steps"),
+    LaunchField("train.gradient_checkpointing", "checkpointing"),
+    LaunchField("method.kind", "method"),
+    LaunchField("method.adapter_dtype", "adapter dtype", _lora),
+    LaunchField("model.quantize", "quantize", _cuda),
+    LaunchField("model.dtype", "dtype"),
+    LaunchField("train.loss", "loss"),
+    LaunchField("train.optimizer", "optimizer"),
+    LaunchField("train.scheduler", "scheduler"),
+    LaunchField("train.warmup_ratio", "warm-up ratio"),
+    LaunchField("train.warmup_steps", "warm-up steps"),
+    LaunchField("train.weight_decay", "weight decay"),
+    LaunchField("train.max_grad_norm", "clip norm"),
+    LaunchField("train.seed", "seed"),
+    LaunchField("data.packing", "packing"),
+    LaunchField("data.over_length", "over length"),
+    LaunchField("data.loss_on", "loss on"),
+    LaunchField("data.valid_fraction", "validation"),
+    LaunchField("checkpoint.every_steps", "checkpoint"),
+    LaunchField("eval.every_steps", "evaluate"),
+    LaunchField("device.memory_gib", "memory GiB"),
+    LaunchField("device.reserve_gib", "reserve GiB"),
+    LaunchField(DEVICES, "devices", _cuda),
+    LaunchField(NAME, "run name"),
 )
 
 SPECIAL_HELP = {
-    DEVICES: "Which GPUs of this machine: indices such as 0 or 2,3; empty takes the first ones.",
+    DEVICES: "GPUs of this machine to use: indices such as 0 or 2,3; empty takes the first ones.",
     NAME: "The run's name; empty takes the recipe's.",
     OTHER: "Any other key: KEY=VALUE as after --set, such as train.label_smoothing=0.1",
     SOURCES: "A file, folder or glob, or hub:OWNER/NAME for a data set on the hub.",
 }
 
 
-class Row(NamedTuple):
-    """One row as it stands: its key, label and value, and what the hint line says of it."""
+class FieldRow(NamedTuple):
+    """One field with its present value."""
 
     key: str
     label: str
     value: str
-    """As it would be typed; empty where nothing is set."""
-    beside: str = ""
-    """Shown after the value: what "auto" was resolved to, or what stands in for nothing."""
+    """In the form in which it is typed; empty where nothing is set."""
+    note: str = ""
+    """Shown after the value: what "auto" was resolved to, or the default of an empty field."""
     changed: bool = False
     """Whether it differs from the file."""
 
 
-def rows_of(
-    spec: RunSpec | None, written: Mapping[str, str], options: Mapping[str, str], cwd: Path, also: Sequence[str] = ()
-) -> list[Row]:
-    """Every row, for a spec that was resolved with the overrides `written`; `options` are --devices and --name.
+def field_rows(
+    spec: RunSpec | None, overrides: Mapping[str, str], options: Mapping[str, str], cwd: Path,
+    with_problems: Sequence[str] = (),
+) -> list[FieldRow]:  # fmt: skip
+    """Every row, for a spec that was resolved with these overrides; `options` are --devices and --name.
 
-    `also` are keys that need a row whatever the spec: those with something wrong. With no spec at all, only they, what
-    is written and the row for any key are there: enough to mend it.
+    Keys with an override, an option or a problem always get a row. Without a spec these rows and the one for any other
+    key are all: enough to correct the mistake.
     """
-    needed = {*written, *also, *(key for key, value in options.items() if value)}
-    rows = [row for field in FIELDS for row in _rows_of_field(field, spec, written, options, cwd, needed)]
+    needed = dict.fromkeys([*overrides, *with_problems, *(key for key, value in options.items() if value)])
+    rows = [row for field in FIELDS for row in _rows_of_field(field, spec, overrides, options, cwd, needed)]
     known = {row.key for row in rows}
-    others = [key for key in sorted(needed, key=list(needed).index) if key not in known and source_of(key) not in known]
-    typed = [Row(key, key, written.get(key) or _value(spec, key), "", key in written) for key in others]
-    return [*rows, *typed, Row(OTHER, "any other key", "")]
+    others = [key for key in needed if key not in known and row_of_key(key) not in known]
+    typed = [FieldRow(key, key, overrides.get(key) or _value(spec, key), "", key in overrides) for key in others]
+    return [*rows, *typed, FieldRow(OTHER, "any other key", "")]
 
 
 def _rows_of_field(
-    field: Field, spec: RunSpec | None, written: Mapping[str, str], options: Mapping[str, str], cwd: Path,
-    needed: set[str],
-) -> list[Row]:  # fmt: skip
-    """No row, one, or for the data one for each source."""
+    field: LaunchField, spec: RunSpec | None, overrides: Mapping[str, str], options: Mapping[str, str], cwd: Path,
+    needed: Container[str],
+) -> list[FieldRow]:  # fmt: skip
+    """The rows of one field: none where it is not shown, one for each source of the data, else one."""
     if field.key not in needed and (spec is None or not field.shown_for(spec)):
         return []
     if field.key == SOURCES:
-        return [_source_row(source, written, cwd) for source in spec.recipe.data.sources] if spec is not None else []
+        return [_source_row(source, overrides, cwd) for source in spec.recipe.data.sources] if spec is not None else []
     if field.key in (DEVICES, NAME):
         value = options.get(field.key, "")
-        return [Row(field.key, field.label, value, "" if value else _stand_in(field.key, spec), bool(value))]
-    return [Row(field.key, field.label, written.get(field.key, _value(spec, field.key)), "", field.key in written)]
+        return [FieldRow(field.key, field.label, value, "" if value else _default_note(field.key, spec), bool(value))]
+    value = overrides.get(field.key, _value(spec, field.key))
+    return [FieldRow(field.key, field.label, value, "", field.key in overrides)]
 
 
 def _value(spec: RunSpec | None, key: str) -> str:
-    return "" if spec is None else as_typed(value_of(spec, key))
+    return "" if spec is None else format_value(value_at(spec, key))
 
 
-def _source_row(source: Source, written: Mapping[str, str], cwd: Path) -> Row:
+def _source_row(source: Source, overrides: Mapping[str, str], cwd: Path) -> FieldRow:
     key = SOURCES + source.name
-    path, hub = written.get(f"{key}.path"), written.get(f"{key}.hub")
+    path, hub = overrides.get(f"{key}.path"), overrides.get(f"{key}.hub")
     label = f"data {source.name}" if len(source.name) <= 9 else "data"
     if path is not None or hub is not None:
-        return Row(key, label, path if path is not None else HUB + str(hub), "", True)
-    value = HUB + source.hub if source.hub else near(source.path or "", cwd)
-    return Row(key, label, value, "" if source.enabled else "(off)")
+        return FieldRow(key, label, path if path is not None else HUB + str(hub), "", True)
+    value = HUB + source.hub if source.hub else relative_to_cwd(source.path or "", cwd)
+    return FieldRow(key, label, value, "" if source.enabled else "(off)")
 
 
-def near(path: str, cwd: Path) -> str:
-    """A path below the working directory as it would be typed there."""
+def relative_to_cwd(path: str, cwd: Path) -> str:
+    """A path below the working directory, relative to it; any other path as it is."""
     inside = os.path.isabs(path) and os.path.commonpath([path, cwd]) == str(cwd)
     return os.path.relpath(path, cwd) if inside else path
 
 
-def source_of(key: str) -> str:
-    """The data row that shows this override, or the key itself."""
+def row_of_key(key: str) -> str:
+    """The key of the row that shows this override: the source's row for its path or hub, else the key itself."""
     head, _, last = key.rpartition(".")
     return head if key.startswith(SOURCES) and last in ("path", "hub") else key
 
 
-def overrides_of(row: str, text: str) -> dict[str, str]:
-    """The overrides that a text in a row stands for; the row's other ones go."""
+def overrides_from(row: str, text: str) -> dict[str, str]:
+    """The overrides that a text typed in a row makes: a data row sets the source's path or hub."""
     if not row.startswith(SOURCES):
         return {row: text}
     return {f"{row}.hub": text.removeprefix(HUB)} if text.startswith(HUB) else {f"{row}.path": text}
 
 
-def _stand_in(key: str, spec: RunSpec | None) -> str:
+def _default_note(key: str, spec: RunSpec | None) -> str:
+    """What an empty run name or device list stands for."""
     if spec is None:
         return ""
     if key == NAME:
@@ -174,7 +177,7 @@ def _stand_in(key: str, spec: RunSpec | None) -> str:
     return "the first" if count == 1 else f"the first {count}"
 
 
-def value_of(spec: RunSpec, key: str) -> Any:
+def value_at(spec: RunSpec, key: str) -> Any:
     """The value under a dotted key of profile or recipe; None where the key leads nowhere."""
     node: Any = spec.profile if kind_of_table(key.partition(".")[0]) == "profile" else spec.recipe
     for part in key.split("."):
@@ -182,8 +185,8 @@ def value_of(spec: RunSpec, key: str) -> Any:
     return node
 
 
-def as_typed(value: Any) -> str:
-    """A value as one would type it after --set K=."""
+def format_value(value: Any) -> str:
+    """A value in the form in which it is typed after --set KEY=."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -193,8 +196,8 @@ def as_typed(value: Any) -> str:
     return visible(value) if isinstance(value, str) else str(value)
 
 
-def choices(key: str) -> list[str]:
-    """The values a key cycles through; empty where it is typed."""
+def allowed_values(key: str) -> list[str]:
+    """The values that Enter cycles through; empty for a key whose value is typed."""
     place = tuple(key.split("."))
     allowed = describe.allowed_at(_model(key), place)
     if allowed == "true or false":
@@ -203,8 +206,8 @@ def choices(key: str) -> list[str]:
     return words if len(words) > 1 and " or " not in allowed else []
 
 
-def help_of(key: str) -> str:
-    """What the key means and allows, in a line."""
+def field_help(key: str) -> str:
+    """The description of a key from the schema."""
     if key.startswith(SOURCES) and key.count(".") == 2:
         return SPECIAL_HELP[SOURCES]
     if key in SPECIAL_HELP:

@@ -1,4 +1,7 @@
-"""Ranked changes as lines: what each costs and gives, which keys it moves, and why. Pure functions of the advice."""
+"""Suggested changes as lines of text: the margin and speed each gives, the keys it changes, and the reasons.
+
+Pure functions of `engine.budget.advise.fit`.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,26 @@ from typing import NamedTuple
 from textual.content import Content
 
 from engine.budget.advise.fit import Advice, Suggestion
-from tui.launch.budget_bar import size
-from tui.launch.fields import as_typed
+from tui.launch.budget_bar import decimal_bytes
+from tui.launch.fields import format_value
 
 
 class FixLine(NamedTuple):
-    """A line, and the suggestion it belongs to (None for a heading)."""
+    """A line of text and the suggestion it belongs to; None for a heading."""
 
     content: Content
     suggestion: Suggestion | None
 
 
 def fix_lines(advice: Advice, width: int) -> list[FixLine]:
-    """Every suggestion with its changes and its reasons."""
+    """Every suggestion as lines, wrapped at `width`."""
     return [
         FixLine(part, suggestion) for content, suggestion in _lines(advice) for part in _wrapped(content, width - 1)
     ]
 
 
 def _wrapped(content: Content, width: int) -> Iterator[Content]:
-    """The content in lines, those after the first indented like what belongs to a number."""
+    """The content in lines; those after the first are indented by two."""
     first, *rest = content.wrap(max(16, width))
     yield first
     if rest:
@@ -41,7 +44,7 @@ def _stripped(content: Content) -> Content:
 
 def _lines(advice: Advice) -> Iterator[tuple[Content, Suggestion | None]]:
     if advice.plan.verdict == "fits":
-        heading = "It fits. The room left could buy:" if advice.room else "It fits, and nothing larger would."
+        heading = "It fits. Uses for the memory left:" if advice.room else "It fits; no larger setting does."
         yield Content.styled(heading, "$muted"), None
     elif not advice.suggestions:
         heading = "No set of changes makes it fit: a smaller model or a larger device is needed."
@@ -56,13 +59,13 @@ def _suggestion(number: int, suggestion: Suggestion) -> Iterator[Content]:
     speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
     yield Content.assemble(
         (f"{number} ", "bold $info"),
-        (f"{size(plan.margin_bytes)} left", "bold"),
+        (f"{decimal_bytes(plan.margin_bytes)} left", "bold"),
         f", micro-batch {plan.micro_batch}, {speed}",
     )
     if suggestion.changes_learning:
-        yield Content.styled("  changes what is learned", "bold $caution")
+        yield Content.styled("  changes the training result", "bold $caution")
     for key, (before, after) in suggestion.changes.items():
-        was = f"  was {as_typed(before) or 'not set'}"
-        yield Content.assemble(f"  {key} = ", (as_typed(after), "bold"), (was, "$muted"))
+        was = f"  was {format_value(before) or 'not set'}"
+        yield Content.assemble(f"  {key} = ", (format_value(after), "bold"), (was, "$muted"))
     for lever in suggestion.levers:
         yield Content.styled(f"  {lever.note}", "$muted")

@@ -1,25 +1,62 @@
-"""Tokenised samples as lines: what the model sees, with what it learns from standing out. Pure functions of the report
-that `tunedeck data --json` prints.
+"""Tokenised samples of a choice's data: read by a process of its own, and shown as lines of text.
 
-Texts are strangers': control characters are written out, and nothing in them is read as markup.
+The console never imports torch or transformers; `tunedeck data --json` tokenises and prints a report. The texts come
+from data sets: control characters are written out, and nothing in them is read as markup.
+
+Try: `tunedeck data -r demo --show 2 --json` prints the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from textual.content import Content
 
+from engine.errors import TunedeckError
+from engine.launch.process import ENTRY_FILE
 from engine.spec.files.text import visible
 
-MARKS = ("⟦", "⟧")
-ASCII_MARKS = ("[[", "]]")
+SAMPLES = 8
+
+TARGET_MARKS = ("⟦", "⟧")
+"""Stand around text whose tokens are target tokens."""
+
+ASCII_TARGET_MARKS = ("[[", "]]")
+
+
+async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
+    """The report of `tunedeck data` for these arguments. Raises TunedeckError with the command's own message.
+
+    Cancelling the call ends the process.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(ENTRY_FILE), "data", *arguments, "--show", str(SAMPLES), "--json",
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:
+        raise TunedeckError(f"no process can be started to read the data: {error.strerror or error}") from error
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        lines = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
+        raise TunedeckError("\n".join(lines[-6:]) or f"the samples could not be read: exit code {process.returncode}")
+    try:
+        return dict(json.loads(out))
+    except (ValueError, TypeError) as error:
+        raise TunedeckError("the output of tunedeck data cannot be read", fix="run it in a shell") from error
 
 
 def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool) -> list[Content]:
-    """The report's counts, then each sample; learned text is bold and between marks."""
-    contents = [*_counts(report), *_samples(report, ASCII_MARKS if ascii_only else MARKS)]
+    """The report's counts, then each sample; target tokens are bold and between marks."""
+    contents = [*_counts(report), *_samples(report, ASCII_TARGET_MARKS if ascii_only else TARGET_MARKS)]
     return [line for content in contents for line in content.wrap(max(16, width - 1))]
 
 
@@ -27,10 +64,10 @@ def _counts(report: Mapping[str, Any]) -> Iterator[Content]:
     for part in report.get("parts", []):
         yield Content.assemble(
             (f"{visible(str(part['part']))}: ", "bold"),
-            f"{part['rows']:,} sequences, {part['tokens']:,} tokens, {part['target_share']:.0%} learned",
+            f"{part['rows']:,} sequences, {part['tokens']:,} tokens, {part['target_share']:.0%} target tokens",
         )
         lengths = [f"{share}% up to {length:,}" for share, length in part.get("percentiles", {}).items()]
-        yield Content.styled(f"tokens: {', '.join(lengths)}", "$muted")
+        yield Content.styled(f"tokens a sequence: {', '.join(lengths)}", "$muted")
     for source in report.get("sources", []):
         for reason, count in source.get("dropped", {}).items():
             text = f"dropped from {visible(str(source['name']))}: {count:,} x {visible(reason)}"
@@ -41,7 +78,7 @@ def _samples(report: Mapping[str, Any], marks: tuple[str, str]) -> Iterator[Cont
     for number, sample in enumerate(report.get("samples", []), 1):
         yield Content("")
         source = visible(str(sample["source"]))
-        head = f"sample {number}, {source}: {sample['tokens']} tokens, {sample['target_tokens']} learned"
+        head = f"sample {number}, {source}: {sample['tokens']} tokens, {sample['target_tokens']} target tokens"
         yield Content.styled(head, "bold $info")
         yield from Content.assemble(*_pieces(sample["pieces"], marks)).split("\n", allow_blank=True)
 

@@ -1,11 +1,12 @@
-"""What the Launch screen shows, without what it does: two lists, the fields, the tabs, and the budget under them.
+"""The layout of the Launch screen: two lists of files, the fields, the tabs, and the budget under them.
 
-Given values, it draws them; it knows which pane is in front, which is the only one shown where there is room for one.
+`LaunchView` draws a `LaunchSnapshot` and keeps track of the pane in front, the only one shown on a small terminal. What
+the keys do is in `tui.screens.launch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from textual import events
 from textual.app import ComposeResult
@@ -14,16 +15,16 @@ from textual.content import Content
 from textual.message import Message
 
 from engine.spec.files.text import visible
-from tui.files.catalog import Entry
 from tui.launch import file_rows
-from tui.launch.budget_lines import budget_lines, devices_of
-from tui.launch.choice import Choice, Outcome
-from tui.launch.field_list import Fields
-from tui.launch.fields import Row, help_of
-from tui.theme import draw
-from tui.widgets.row_list import Rows
-from tui.widgets.tab_panel import Panel
-from tui.widgets.text_lines import Lines
+from tui.launch.budget_bar import budget_lines, device_count
+from tui.launch.evaluate import EvaluatedChoice
+from tui.launch.field_list import FieldList
+from tui.launch.fields import field_help
+from tui.launch.state import LaunchSnapshot
+from tui.theme import glyphs
+from tui.widgets.row_list import RowList
+from tui.widgets.tab_panel import TabPanel
+from tui.widgets.text_lines import TextLines
 
 PANES = PROFILES, RECIPES, FIELDS, PANEL = ("profiles", "recipes", "field-pane", "panel")
 
@@ -32,52 +33,51 @@ class LaunchView(Vertical):
     """Four panes and the budget."""
 
     class Refocused(Message):
-        """Another pane is in front."""
+        """Another pane came to the front."""
 
-    def __init__(self, tabs: Sequence[str], fields: Fields, *, ascii_only: bool) -> None:
+    def __init__(self, tabs: Sequence[str], fields: FieldList, *, ascii_only: bool) -> None:
         super().__init__(id="launch")
         self._tabs, self._ascii_only = tabs, ascii_only
         self.fields = fields
-        """The rows of fields."""
-        self._changed = 0
+        self._changed_fields = 0
         self.pane = FIELDS
         """The pane in front."""
 
     def compose(self) -> ComposeResult:
-        """The panes, then the budget."""
+        """Yield the panes, then the budget."""
         with Container(id="panes"):
             with Vertical(id=PROFILES, classes="pane"):
-                yield Lines(classes="heading")
-                yield Rows(id="profile-rows")
+                yield TextLines(classes="heading")
+                yield RowList(id="profile-rows")
             with Vertical(id=RECIPES, classes="pane"):
-                yield Lines(classes="heading")
-                yield Rows(id="recipe-rows")
+                yield TextLines(classes="heading")
+                yield RowList(id="recipe-rows")
             with Vertical(id=FIELDS, classes="pane -front"):
-                yield Lines(classes="heading")
+                yield TextLines(classes="heading")
                 yield self.fields
-            yield Panel(self._tabs, id=PANEL, classes="pane")
-        yield Lines(id="budget")
+            yield TabPanel(self._tabs, id=PANEL, classes="pane")
+        yield TextLines(id="budget")
 
     @property
-    def panel(self) -> Panel:
-        """The tabs."""
-        return self.query_one(Panel)
+    def panel(self) -> TabPanel:
+        """The pane with the tabs."""
+        return self.query_one(TabPanel)
 
-    def go(self, pane: str) -> None:
-        """Bring a pane to the front and give it the keys."""
-        self._bring(pane)
-        self.screen.set_focus(self.query_one(f"#{pane} Rows", Rows))
+    def focus_pane(self, pane: str) -> None:
+        """Bring a pane to the front and give it the focus."""
+        self._bring_to_front(pane)
+        self.screen.set_focus(self.query_one(f"#{pane} RowList", RowList))
 
-    def step(self, by: int) -> None:
-        """The pane so many after the one in front."""
-        self.go(PANES[(PANES.index(self.pane) + by) % len(PANES)])
+    def focus_next_pane(self, by: int) -> None:
+        """Focus the pane `by` places after the one in front; before it where `by` is negative."""
+        self.focus_pane(PANES[(PANES.index(self.pane) + by) % len(PANES)])
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        """The pane with the focus is the one in front."""
+        """Bring the pane to the front whose widget got the focus."""
         inside = {widget.id for widget in event.widget.ancestors_with_self}
-        self._bring(next(pane for pane in PANES if pane in inside))
+        self._bring_to_front(next(pane for pane in PANES if pane in inside))
 
-    def _bring(self, pane: str) -> None:
+    def _bring_to_front(self, pane: str) -> None:
         if pane == self.pane:
             return
         self.pane = pane
@@ -85,69 +85,72 @@ class LaunchView(Vertical):
             other.set_class(other.id == pane, "-front")
         self.post_message(self.Refocused())
 
-    def show_lists(
-        self, profiles: Sequence[Entry], recipes: Sequence[Entry], chosen: Choice, verdicts: Mapping[str, Outcome]
-    ) -> None:
-        """Both lists; `verdicts` has what is known of each recipe on the chosen profile."""
-        names, ascii_only = file_rows.name_width(profiles), self._ascii_only
-        self._head(PROFILES, "Profile", [entry.text == chosen.profile for entry in profiles])
-        self.query_one("#profile-rows", Rows).show([
-            file_rows.profile_row(entry, chosen=entry.text == chosen.profile, names=names, ascii_only=ascii_only)
-            for entry in profiles
+    def show_lists(self, snapshot: LaunchSnapshot) -> None:
+        """Show both lists of files, with the chosen ones marked and the verdicts beside the recipes."""
+        profiles, recipes, ascii_only = snapshot.profiles, snapshot.recipes, self._ascii_only
+        chosen = [entry.argument == snapshot.choice.profile for entry in profiles]
+        width = file_rows.name_width(profiles)
+        self._show_heading(PROFILES, "Profile", chosen)
+        self.query_one("#profile-rows", RowList).show([
+            file_rows.profile_row(entry, chosen=mark, name_width=width, ascii_only=ascii_only)
+            for entry, mark in zip(profiles, chosen, strict=True)
         ])  # fmt: skip
-        names = file_rows.name_width(recipes)
-        self._head(RECIPES, "Recipe", [entry.text == chosen.recipe for entry in recipes])
-        self.query_one("#recipe-rows", Rows).show([
+        chosen = [entry.argument == snapshot.choice.recipe for entry in recipes]
+        width = file_rows.name_width(recipes)
+        self._show_heading(RECIPES, "Recipe", chosen)
+        self.query_one("#recipe-rows", RowList).show([
             file_rows.recipe_row(
-                entry, verdicts.get(entry.text), chosen=entry.text == chosen.recipe, names=names, ascii_only=ascii_only
+                entry, snapshot.verdicts.get(entry.argument), chosen=mark, name_width=width, ascii_only=ascii_only
             )
-            for entry in recipes
+            for entry, mark in zip(recipes, chosen, strict=True)
         ])  # fmt: skip
 
-    def put_cursors(self, profile: int, recipe: int) -> None:
-        """Move the cursors of both lists."""
-        self.query_one("#profile-rows", Rows).move_to(profile)
-        self.query_one("#recipe-rows", Rows).move_to(recipe)
+    def move_cursors(self, profile: int, recipe: int) -> None:
+        """Move the cursors of both lists to these rows."""
+        self.query_one("#profile-rows", RowList).move_to(profile)
+        self.query_one("#recipe-rows", RowList).move_to(recipe)
 
-    def show_fields(self, rows: Sequence[Row], outcome: Outcome) -> None:
-        """The rows, with what is wrong with each."""
-        self._changed = sum(row.changed for row in rows)
-        troubles = {row.key: visible(outcome.trouble_of(row.key)) for row in rows}
-        self.fields.put(rows, troubles, width=self.fields.size.width)
-        self.show_hint(outcome)
+    def show_fields(self, snapshot: LaunchSnapshot) -> None:
+        """Show the fields, each with its problem, and the hint of the one under the cursor."""
+        rows = [row._replace(note=glyphs(row.note, ascii_only=self._ascii_only)) for row in snapshot.fields]
+        self._changed_fields = sum(row.changed for row in rows)
+        problems = {row.key: visible(snapshot.evaluated.problem_of(row.key)) for row in rows}
+        self.fields.set_rows(rows, problems, width=self.fields.size.width)
+        self.show_hint(snapshot.evaluated)
 
-    def show_hint(self, outcome: Outcome) -> None:
-        """What is wrong with the field under the cursor, else what it means; its key is in the heading."""
+    def show_hint(self, evaluated: EvaluatedChoice) -> None:
+        """Show the key of the field under the cursor, and its problem or else its description."""
         row = self.fields.row
-        changed = f"  {self._changed} changed" if self._changed else ""
-        self._head(FIELDS, "Fields" + changed, [], visible(row.key) if row is not None else "")
+        changed = f"  {self._changed_fields} changed" if self._changed_fields else ""
+        self._show_heading(FIELDS, "Fields" + changed, [], visible(row.key) if row is not None else "")
         if row is not None:
-            trouble = visible(outcome.trouble_of(row.key))
-            self.fields.hint(trouble or help_of(row.key), "$bad" if trouble else "$muted")
+            problem = visible(evaluated.problem_of(row.key))
+            self.fields.show_hint(problem or field_help(row.key), "$bad" if problem else "$muted")
 
-    def show_budget(self, outcome: Outcome, sound: Outcome) -> None:
-        """Verdict, bars and legend; `sound` is shown, muted, while the outcome has no plan."""
-        several = devices_of(sound) > 1
+    def show_budget(self, snapshot: LaunchSnapshot) -> None:
+        """Show verdict, bars, legend and status line."""
+        several = device_count(snapshot.last_valid) > 1
         if several != self.has_class("-several"):
             self.set_class(several, "-several")
-            self.call_after_refresh(self.show_budget, outcome, sound)
-        box, ascii_only = self.query_one("#budget", Lines), self._ascii_only
+            self.call_after_refresh(self.show_budget, snapshot)
+        box, ascii_only = self.query_one("#budget", TextLines), self._ascii_only
         width, height = box.size
         letters = ascii_only or self.app.no_color
-        box.show(budget_lines(outcome, sound, width, height, letters=letters, ascii_only=ascii_only))
+        evaluated, last_valid = snapshot.evaluated, snapshot.last_valid
+        box.show(budget_lines(evaluated, last_valid, width, height, letters=letters, ascii_only=ascii_only))
 
     def show_panel(self, lines: Sequence[Content]) -> None:
-        """The open tab."""
-        self.panel.show(lines, self._mark(PANEL))
+        """Show the lines of the open tab."""
+        self.panel.show(lines, self._front_mark(PANEL))
 
-    def _head(self, pane: str, text: str, chosen: Sequence[bool], beside: str = "") -> None:
-        """A pane's heading; for a list also which of how many is chosen, `beside` at its right end."""
+    def _show_heading(self, pane: str, text: str, chosen: Sequence[bool], right: str = "") -> None:
+        """Show a pane's heading: for a list also the chosen row and the number of rows; `right` at its right end."""
         count = f"  {chosen.index(True) + 1} of {len(chosen)}" if True in chosen else ""
         style = "bold" if pane == self.pane else "bold $muted"
-        line = Content.assemble((self._mark(pane), "bold $info"), (text + count, style))
-        heading = self.query_one(f"#{pane} > .heading", Lines)
-        gap = heading.size.width - line.cell_length - len(beside) - 1
-        heading.show([Content.assemble(line, " " * gap, (beside, "$muted")) if beside and gap > 0 else line])
+        line = Content.assemble((self._front_mark(pane), "bold $info"), (text + count, style))
+        heading = self.query_one(f"#{pane} > .heading", TextLines)
+        gap = heading.size.width - line.cell_length - len(right) - 1
+        heading.show([Content.assemble(line, " " * gap, (right, "$muted")) if right and gap > 0 else line])
 
-    def _mark(self, pane: str) -> str:
-        return draw("▶ ", ascii_only=self._ascii_only) if pane == self.pane else "  "
+    def _front_mark(self, pane: str) -> str:
+        return glyphs("▶ ", ascii_only=self._ascii_only) if pane == self.pane else "  "

@@ -1,6 +1,6 @@
-"""The loss of one run: mean and range of the steps, scores of evaluations, and marks where something happened.
+"""The loss plot of one run: mean and band of the steps, losses of evaluations, and marks of checkpoints and backoffs.
 
-Draws what it is given, when it is given it: the screen decides how often that is.
+The screen hands it new data and decides how often.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
-from tui.plot.braille import LABEL_WIDTH, Cell, Trace, frame_of, raster, rows_of, ticks, x_axis
-from tui.plot.series import Series, smoothed
-from tui.widgets.text_lines import Lines
+from tui.plot.braille import LABEL_WIDTH, Cell, PlotCurve, draw_curves, fit_y_range, plot_lines, ticks, x_axis_line
+from tui.plot.series import BoundedSeries, smoothed
+from tui.widgets.text_lines import TextLines
 
 HALF_LIFE_SHARE = 0.03
-"""Smoothing forgets half in this share of the width."""
+"""Half-life of the smoothing, as a share of the plot's width."""
 
 ZOOMS = {"all": 1.0, "last half": 0.5, "last tenth": 0.1}
-"""Which part of the run is shown."""
+"""The part of the run that is shown, from its end."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """How the curve is shown."""
+class PlotOptions:
+    """How the plot is drawn."""
 
     log: bool = False
     smooth: bool = False
@@ -31,8 +31,8 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Something that happened at some steps: a row of these under the curve."""
+class StepMarks:
+    """The steps at which something happened; drawn as marks in a row under the curve."""
 
     name: str
     glyph: str
@@ -41,75 +41,76 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """Everything that is drawn."""
+class LossPlotData:
+    """The data of the plot."""
 
-    loss: Series
+    loss: BoundedSeries
     scores: Sequence[tuple[int, float]]
-    """Steps of evaluations with their loss."""
-    marks: Sequence[Mark]
-    """The later of two marks in one place hides the earlier."""
+    """Steps of evaluations with their losses."""
+    marks: Sequence[StepMarks]
+    """Of two marks in one place, the one later in this list is shown."""
     note: str = ""
-    """What to say where there is no curve yet."""
+    """Shown while there is no curve."""
 
 
-class LossPlot(Lines):
+class LossPlot(TextLines):
     """A title, the curve, a row of marks, the steps."""
 
-    def __init__(self, draw: Callable[[str], str], ascii_only: bool, *, id: str | None = None) -> None:
+    def __init__(self, glyphs: Callable[[str], str], ascii_only: bool, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="pane")
-        self._glyphs, self._ascii_only = draw, ascii_only
-        self._picture: Picture | None = None
-        self.look = Look()
+        self._glyphs, self._ascii_only = glyphs, ascii_only
+        self._data: LossPlotData | None = None
+        self.options = PlotOptions()
 
-    def put(self, picture: Picture) -> None:
-        """Draw this."""
-        self._picture = picture
+    def set_data(self, data: LossPlotData) -> None:
+        """Draw new data."""
+        self._data = data
         self._paint()
 
-    def look_at(self, look: Look) -> None:
-        """Draw the same in another way."""
-        self.look = look
+    def set_options(self, options: PlotOptions) -> None:
+        """Draw the same data with other options."""
+        self.options = options
         self._paint()
 
     def on_resize(self) -> None:
-        """Draw it for the new size."""
+        """Draw again for the new size."""
         super().on_resize()
         self._paint()
 
     def _paint(self) -> None:
         width, height = self.content_size.width - LABEL_WIDTH, self.content_size.height - 3
-        if self._picture is None or width < 4 or height < 2:
+        if self._data is None or width < 4 or height < 2:
             self.show([])
             return
-        self.show(self._lines_for(self._picture, width, height))
+        self.show(self._plot(self._data, width, height))
 
-    def _lines_for(self, picture: Picture, width: int, height: int) -> list[Content]:
-        end = picture.loss.end
-        start = end - (end - picture.loss.start) * ZOOMS[self.look.zoom]
-        columns = picture.loss.columns(2 * width, start, end)
-        if self.look.smooth:
+    def _plot(self, data: LossPlotData, width: int, height: int) -> list[Content]:
+        end = data.loss.end
+        start = end - (end - data.loss.start) * ZOOMS[self.options.zoom]
+        columns = data.loss.columns(2 * width, start, end)
+        if self.options.smooth:
             columns = smoothed(columns, max(1.0, 2 * width * HALF_LIFE_SHARE))
-        trace = Trace(columns, "$info", band="$band")
-        scores = [(step, value) for step, value in picture.scores if start <= step <= end]
-        frame = frame_of([trace], [value for _, value in scores], log=self.look.log)
-        if frame is None:
-            return [self._title(picture), Content(""), Content.styled(" " * LABEL_WIDTH + self._why(picture), "$muted")]
-        cells = raster([trace], width, height, frame, ascii_only=self._ascii_only)
-        spread = _Spread(start, end, width)
+        curve = PlotCurve(columns, "$info", band="$band")
+        scores = [(step, value) for step, value in data.scores if start <= step <= end]
+        y_range = fit_y_range([curve], [value for _, value in scores], log=self.options.log)
+        if y_range is None:
+            note = Content.styled(" " * LABEL_WIDTH + self._empty_note(data), "$muted")
+            return [self._title(data), Content(""), note]
+        cells = draw_curves([curve], width, height, y_range, ascii_only=self._ascii_only)
+        x_scale = _XScale(start, end, width)
         for step, value in scores:
-            row = round((1 - frame.share(value)) * (height - 1))
-            cells[row][spread.column(step)] = Cell(self._glyphs("◆"), "bold $mark")
-        marks = rows_of([self._mark_row(picture, spread)], {})
+            row = round((1 - y_range.share(value)) * (height - 1))
+            cells[row][x_scale.column(step)] = Cell(self._glyphs("◆"), "bold $mark")
+        marks = plot_lines([self._mark_row(data, x_scale)], {})
         labels = [f"{step:,.0f}" for step in (start, (start + end) / 2, end)]
-        return [self._title(picture), *rows_of(cells, ticks(frame, height)), *marks, x_axis(labels, width)]
+        return [self._title(data), *plot_lines(cells, ticks(y_range, height)), *marks, x_axis_line(labels, width)]
 
-    def _title(self, picture: Picture) -> Content:
-        ways = [self.look.zoom] if self.look.zoom != "all" else []
-        ways += ["log"] * self.look.log + ["smoothed"] * self.look.smooth
+    def _title(self, data: LossPlotData) -> Content:
+        ways = [self.options.zoom] if self.options.zoom != "all" else []
+        ways += ["log"] * self.options.log + ["smoothed"] * self.options.smooth
         title = Content.assemble(("    loss ", "bold"), (", ".join(ways) + "  " if ways else " ", "$muted"))
-        shown = [("◆", "bold $mark", "evaluation")] if picture.scores else []
-        shown += [(mark.glyph, mark.style, mark.name) for mark in picture.marks if mark.steps]
+        shown = [("◆", "bold $mark", "evaluation")] if data.scores else []
+        shown += [(mark.glyph, mark.style, mark.name) for mark in data.marks if mark.steps]
         for glyph, style, name in shown:
             entry = Content.assemble((self._glyphs(glyph), style), (f" {name}  ", "$muted"))
             if title.cell_length + entry.cell_length > self.content_size.width + 2:
@@ -117,29 +118,29 @@ class LossPlot(Lines):
             title = Content.assemble(title, entry)
         return title
 
-    def _mark_row(self, picture: Picture, spread: _Spread) -> list[Cell]:
-        row = [Cell()] * spread.width
-        for mark in picture.marks:
+    def _mark_row(self, data: LossPlotData, x_scale: _XScale) -> list[Cell]:
+        row = [Cell()] * x_scale.width
+        for mark in data.marks:
             for step in mark.steps:
-                if spread.start <= step <= spread.end:
-                    row[spread.column(step)] = Cell(self._glyphs(mark.glyph), mark.style)
+                if x_scale.start <= step <= x_scale.end:
+                    row[x_scale.column(step)] = Cell(self._glyphs(mark.glyph), mark.style)
         return row
 
-    def _why(self, picture: Picture) -> str:
-        if picture.loss.points:
+    def _empty_note(self, data: LossPlotData) -> str:
+        if data.loss.points:
             return "no loss above zero to show on a log axis"
-        return picture.note
+        return data.note
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """Steps over the width of the plot."""
+class _XScale:
+    """The x axis: a range of steps over the cells of the plot."""
 
     start: float
     end: float
     width: int
 
     def column(self, step: float) -> int:
-        """The cell column a step falls into."""
+        """The column of cells in which a step is drawn."""
         share = (step - self.start) / ((self.end - self.start) or 1.0)
         return max(0, min(self.width - 1, int(share * self.width)))

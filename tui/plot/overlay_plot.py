@@ -1,4 +1,4 @@
-"""Several curves in one frame, each with a colour, and a letter at its end that tells them apart without one."""
+"""The loss of several runs in one plot. Each curve has a colour, and at its end a letter for screens without colour."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
-from tui.plot.braille import LABEL_WIDTH, Cell, Frame, Trace, frame_of, raster, rows_of, ticks, x_axis
-from tui.plot.series import Column, Series, smoothed
-from tui.widgets.text_lines import Lines
+from tui.plot.braille import (
+    LABEL_WIDTH,
+    Cell,
+    PlotCurve,
+    YRange,
+    draw_curves,
+    fit_y_range,
+    plot_lines,
+    ticks,
+    x_axis_line,
+)
+from tui.plot.loss_plot import HALF_LIFE_SHARE
+from tui.plot.series import BoundedSeries, PlotColumn, smoothed
+from tui.widgets.text_lines import TextLines
 
 STYLES = ("$info", "$caution", "$good", "$mark", "$bad", "$series-4")
-"""Of the first curve, the second, ...; the seventh begins again, with another letter."""
-
-HALF_LIFE_SHARE = 0.03
+"""Colours of the curves in order; the seventh has the first colour again, with another letter."""
 
 
 def letter_of(number: int) -> str:
@@ -23,78 +32,78 @@ def letter_of(number: int) -> str:
 
 
 def style_of(number: int) -> str:
-    """The colour of a curve."""
+    """The style with the colour of a curve."""
     return STYLES[number % len(STYLES)]
 
 
 @dataclass(frozen=True)
-class Overlay:
-    """What is drawn: one series per run, in the order of their letters, and the name of the axis."""
+class OverlayData:
+    """The data of the plot: one series for each run, in the order of their letters, and the x axis."""
 
-    series: Sequence[Series]
+    series: Sequence[BoundedSeries]
     axis: str
     end_label: str
-    """How the right end of the axis is written."""
+    """The label at the right end of the x axis."""
     log: bool = False
     smooth: bool = False
 
 
-class OverlayPlot(Lines):
-    """The curves, and the axis under them."""
+class OverlayPlot(TextLines):
+    """The curves with their axes."""
 
     def __init__(self, ascii_only: bool, *, id: str) -> None:
         super().__init__(id=id, classes="pane -front")
         self._ascii_only = ascii_only
-        self._overlay: Overlay | None = None
+        self._data: OverlayData | None = None
 
-    def put(self, overlay: Overlay) -> None:
-        """Draw this."""
-        self._overlay = overlay
+    def set_data(self, data: OverlayData) -> None:
+        """Draw new data."""
+        self._data = data
         self._paint()
 
     def on_resize(self) -> None:
-        """Draw it for the new size."""
+        """Draw again for the new size."""
         super().on_resize()
         self._paint()
 
     def _paint(self) -> None:
         width, height = self.content_size.width - LABEL_WIDTH, self.content_size.height - 1
-        if self._overlay is None or width < 4 or height < 2:
+        if self._data is None or width < 4 or height < 2:
             self.show([])
             return
-        self.show(_lines(self._overlay, width, height, self._ascii_only))
+        self.show(_lines(self._data, width, height, self._ascii_only))
 
 
-def _lines(overlay: Overlay, width: int, height: int, ascii_only: bool) -> list[Content]:
-    end = max((series.end for series in overlay.series), default=0.0)
-    start = min((series.start for series in overlay.series if series.points), default=0.0)
-    traces = [
-        Trace(_columns(series, width, start, end, overlay.smooth), style_of(number))
-        for number, series in enumerate(overlay.series)
+def _lines(data: OverlayData, width: int, height: int, ascii_only: bool) -> list[Content]:
+    end = max((series.end for series in data.series), default=0.0)
+    start = min((series.start for series in data.series if series.points), default=0.0)
+    curves = [
+        PlotCurve(_columns(series, width, start, end, data.smooth), style_of(number))
+        for number, series in enumerate(data.series)
     ]
-    frame = frame_of(traces, log=overlay.log)
-    if frame is None:
-        why = "no loss above zero to show on a log axis" if overlay.log else "no step to show yet"
+    y_range = fit_y_range(curves, log=data.log)
+    if y_range is None:
+        why = "no loss above zero to show on a log axis" if data.log else "no step to show yet"
         return [Content(""), Content.styled(f"  {why}", "$muted")]
-    cells = raster(traces, width, height, frame, ascii_only=ascii_only)
-    for number, trace in enumerate(traces):
-        _letter(cells, trace, frame, height, number)
-    labels = ["0", f"{overlay.end_label} {overlay.axis if overlay.axis != 'time' else ''}".rstrip()]
-    return [*rows_of(cells, ticks(frame, height)), x_axis(labels, width)]
+    cells = draw_curves(curves, width, height, y_range, ascii_only=ascii_only)
+    for number, curve in enumerate(curves):
+        _letter(cells, curve, y_range, height, number)
+    labels = ["0", f"{data.end_label} {data.axis if data.axis != 'time' else ''}".rstrip()]
+    return [*plot_lines(cells, ticks(y_range, height)), x_axis_line(labels, width)]
 
 
-def _columns(series: Series, width: int, start: float, end: float, smooth: bool) -> list[Column | None]:
+def _columns(series: BoundedSeries, width: int, start: float, end: float, smooth: bool) -> list[PlotColumn | None]:
     columns = series.columns(2 * width, start, end)
     return smoothed(columns, max(1.0, 2 * width * HALF_LIFE_SHARE)) if smooth else columns
 
 
-def _letter(cells: list[list[Cell]], trace: Trace, frame: Frame, height: int, number: int) -> None:
-    """Put the curve's letter where it ends; where another's stands already, one to the left of it."""
-    known = [(x, column) for x, column in enumerate(trace.columns) if column is not None]
+def _letter(cells: list[list[Cell]], curve: PlotCurve, y_range: YRange, height: int, number: int) -> None:
+    """Write the curve's letter at its end, or to the left of letters that are there already."""
+    known = [(x, column) for x, column in enumerate(curve.columns) if column is not None]
     if not known:
         return
     x, column = known[-1]
-    row = min(height - 1, round((1 - frame.share(column.mean)) * (height - 1)))
+    row = min(height - 1, round((1 - y_range.share(column.mean)) * (height - 1)))
     place = x >> 1
     while place > 0 and cells[row][place].letter.isalpha():
         place -= 1

@@ -1,6 +1,6 @@
-"""Loss curves of several runs over one axis: steps, tokens or training time. Reads a little at a time; draws nothing.
+"""The loss of a run over steps, tokens and training time, for comparing runs. Reads in short slices; draws nothing.
 
-Try: `curve = Curve(resolve_run("last", None)); curve.look(seconds=1.0); curve.over("tokens")`
+Try: `curve = RunCurve(resolve_run("last", None)); curve.read_more(seconds=1.0); curve.over("tokens")`
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from typing import cast
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, decode_event
 from engine.journal.summary import KIND_WITHIN_BYTES, STEP_MARK
-from tui.plot.series import Series
+from tui.plot.series import BoundedSeries
 
 AXES = ("steps", "tokens", "time")
-"""What a curve may be drawn over; time is that spent in steps, so that pauses do not count."""
+"""The axes a curve can be drawn over. Time is the time spent in steps, so pauses do not count."""
 
 
 STEP = re.compile(
     rb'"kind":"step",.*?"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*?"tokens":(\d+),.*?"step_seconds":([\d.e+-]+)'
 )
-"""What a curve needs of a step's line, as the writer spells it. A line spelled otherwise is parsed in full."""
+"""Step, loss, tokens and seconds in a step's line as the engine writes it. Any other line is parsed as JSON."""
 
 LINES_BETWEEN_CLOCKS = 256
-"""Lines read between two looks at the clock: about a millisecond."""
+"""Lines read before the clock is asked again: about a millisecond."""
 
 
-class Curve:
-    """One run's loss, followed. `trouble` says why it cannot be read."""
+class RunCurve:
+    """The loss of one run. `read_error` says why the run cannot be read."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
-        self.trouble = ""
+        self.read_error = ""
         self._tail = EventTail(directory.events)
-        self._series = {axis: Series() for axis in AXES}
+        self._series = {axis: BoundedSeries() for axis in AXES}
         self._tokens = self._seconds = 0.0
         self._losses: list[float | None] = []
         self._places: list[tuple[float, float, float]] = []
 
-    def over(self, axis: str) -> Series:
+    def over(self, axis: str) -> BoundedSeries:
         """The loss over one of AXES; tokens and seconds add up from the start of the run."""
         return self._series[axis]
 
-    def look(self, *, seconds: float) -> bool:
-        """Read what was added, for about this long. True when anything is different from before."""
-        deadline, count, before = time.monotonic() + seconds, 0, self.trouble
+    def read_more(self, *, seconds: float) -> bool:
+        """Read what was added, for about this long; whether anything changed."""
+        deadline, count, before = time.monotonic() + seconds, 0, self.read_error
         try:
             for count, line in enumerate(self._tail.lines(), 1):
                 step = _quick(line)
@@ -55,11 +55,11 @@ class Curve:
                     self._take(event)
                 if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
                     break
-            self.trouble = "" if self.directory.exists() else "its folder is gone"
+            self.read_error = "" if self.directory.exists() else "its folder is gone"
         except OSError as error:
-            self.trouble = f"cannot be read: {error.strerror or error}"
+            self.read_error = f"cannot be read: {error.strerror or error}"
         self._flush()
-        return count > 0 or self.trouble != before
+        return count > 0 or self.read_error != before
 
     def _take(self, event: Event) -> None:
         if event["kind"] == "resumed":
@@ -67,7 +67,7 @@ class Curve:
             self._cut_after(float(event.get("step") or 0))
         elif event["kind"] == "step":
             figures = [event.get(name) for name in ("step", "tokens", "step_seconds")]
-            if all(isinstance(figure, int | float) for figure in figures):  # else it is left out
+            if all(isinstance(figure, int | float) for figure in figures):  # an incomplete step is left out
                 step, tokens, seconds = map(float, cast("list[float]", figures))
                 loss = event.get("loss")
                 self._step(step, loss if isinstance(loss, int | float) else None, tokens, seconds)
@@ -79,15 +79,15 @@ class Curve:
         self._places.append((step, self._tokens, self._seconds))
 
     def _flush(self) -> None:
-        """Steps into the series, which take many at once far faster than one by one."""
+        """Add the collected steps to the series: many at once are far faster than one by one."""
         if self._places:
             for axis, places in zip(AXES, zip(*self._places, strict=True), strict=True):
                 self._series[axis].extend(places, self._losses)
             self._places, self._losses = [], []
 
     def _cut_after(self, step: float) -> None:
-        """What came after this step did not happen. All axes have the same points in the same buckets, and what goes is
-        whole buckets: of a long run a few tokens and seconds before the cut, less than a dot of the plot."""
+        """Remove the steps after this one, which a resumed run repeats. All axes have the same points in the same
+        buckets, and whole buckets are removed: in a long run that is less than a dot of the plot too much."""
         steps, tokens, seconds = (self._series[axis] for axis in AXES)
         steps.cut_after(step)
         tokens.keep(len(steps))
@@ -96,7 +96,7 @@ class Curve:
 
 
 def _quick(line: bytes) -> tuple[float, float | None, float, float] | None:
-    """Step, loss, tokens and seconds of a step's line; None for any other, and for one that must be parsed."""
+    """Step, loss, tokens and seconds of a step's line; None for a line that STEP does not match."""
     at = line.find(STEP_MARK, 0, KIND_WITHIN_BYTES)
     found = STEP.match(line, at) if at >= 0 else None
     try:

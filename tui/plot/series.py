@@ -17,10 +17,10 @@ from operator import add
 from typing import NamedTuple
 
 LIMIT = 4096
-"""Buckets before neighbours are merged; even. Eight for each dot of a plot 256 columns wide."""
+"""Buckets before neighbours are merged; an even number. Eight for each dot of a plot 256 columns wide."""
 
 
-class Column(NamedTuple):
+class PlotColumn(NamedTuple):
     """What one column of a plot shows: the mean of its points, and the range they span."""
 
     mean: float
@@ -28,8 +28,8 @@ class Column(NamedTuple):
     greatest: float
 
 
-class Series:
-    """Points with growing x. Values that are not finite are counted and left out."""
+class BoundedSeries:
+    """Points in the order of their x. Values that are not finite are left out."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -37,8 +37,6 @@ class Series:
         self._first, self._last = array("d"), array("d")
         self._sum, self._least, self._greatest = array("d"), array("d"), array("d")
         self._count = array("q")
-        self.not_finite = 0
-        """How many points had no finite value."""
 
     def __len__(self) -> int:
         """Number of buckets."""
@@ -46,7 +44,7 @@ class Series:
 
     @property
     def points(self) -> int:
-        """Number of points taken in and not voided."""
+        """Number of points that were added and not cut."""
         return sum(self._count)
 
     @property
@@ -60,9 +58,8 @@ class Series:
         return self._last[-1] if self._last else 0.0
 
     def extend(self, xs: Sequence[float], ys: Sequence[float | None]) -> None:
-        """Take points in. Their x must not be below `end`."""
+        """Add points. Their x must not be below `end`."""
         points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
-        self.not_finite += len(xs) - len(points)
         at = 0
         while at < len(points):
             if not self._count or self._count[-1] >= self._per_bucket:
@@ -72,18 +69,18 @@ class Series:
             at += len(taken)
 
     def cut_after(self, x: float) -> None:
-        """Void every point beyond `x`. A bucket that reaches beyond it goes as a whole: at most one dot of a plot."""
+        """Remove every point beyond `x`, with the whole bucket that reaches beyond it: at most one dot of a plot."""
         self.keep(bisect_right(self._last, x))
 
     def keep(self, kept: int) -> None:
-        """Void all but the first buckets."""
+        """Remove all but the first `kept` buckets."""
         for column in (self._first, self._last, self._sum, self._least, self._greatest, self._count):
             del column[kept:]
 
-    def columns(self, count: int, start: float | None = None, end: float | None = None) -> list[Column | None]:
-        """The curve between two x in this many columns of equal width; None for a column with no point in it.
+    def columns(self, count: int, start: float | None = None, end: float | None = None) -> list[PlotColumn | None]:
+        """The curve between two x in this many columns of equal width; None for a column without a point.
 
-        A bucket counts for every column that it reaches into, so a long one leaves no gap.
+        A bucket belongs to every column that it overlaps, so a long bucket leaves no gap.
         """
         low = self.start if start is None else start
         high = self.end if end is None else end
@@ -98,17 +95,17 @@ class Series:
                 groups[column].append(index)
         return [self._merged(group) for group in groups]
 
-    def _merged(self, group: list[int]) -> Column | None:
+    def _merged(self, group: list[int]) -> PlotColumn | None:
         if not group:
             return None
         total = sum(self._sum[index] for index in group)
         points = sum(self._count[index] for index in group)
-        return Column(
+        return PlotColumn(
             total / points, min(self._least[index] for index in group), max(self._greatest[index] for index in group)
         )
 
     def _open(self, x: float) -> None:
-        """See to it that the last bucket has room: merge, or begin a new one at `x`."""
+        """Make room in the last bucket: merge neighbours, or append a new bucket that begins at `x`."""
         if len(self._first) >= self._limit:
             self._halve()
             if self._count[-1] < self._per_bucket:
@@ -121,7 +118,7 @@ class Series:
         self._count.append(0)
 
     def _fill(self, points: Sequence[tuple[float, float]]) -> None:
-        """Put points into the last bucket."""
+        """Add points to the last bucket."""
         values = [y for _, y in points]
         self._last[-1] = points[-1][0]
         self._sum[-1] += sum(values)
@@ -142,14 +139,14 @@ class Series:
         self._count = array("q", map(add, count[0::2], count[1::2]))
 
 
-def smoothed(columns: Sequence[Column | None], half_life: float) -> list[Column | None]:
-    """The columns with their means replaced by an exponential average that forgets half in `half_life` columns.
+def smoothed(columns: Sequence[PlotColumn | None], half_life: float) -> list[PlotColumn | None]:
+    """The columns with their means replaced by an exponential average with this half-life, in columns.
 
-    Early columns are not pulled towards zero: the weights are normalised (Kingma and Ba 2015, section 3).
+    The weights are normalised, so early columns are not pulled towards zero (Kingma and Ba 2015, section 3).
     """
     keep = 0.5 ** (1.0 / half_life)
     total = weight = 0.0
-    result: list[Column | None] = []
+    result: list[PlotColumn | None] = []
     for column in columns:
         if column is None:
             total, weight = total * keep, weight * keep

@@ -1,10 +1,9 @@
-"""All runs of a folder, read a little at a time and read again only where something changed.
+"""A list of runs, such as all runs of a folder, that is read in short slices and again only where a file changed.
 
-A folder may hold a thousand runs, and one of them a million steps. The list is complete at once with names and times;
-the rest follows, newest runs first, in slices of a few hundredths of a second. A run that has ended costs one `stat` a
-look from then on. Nothing here draws or writes.
+A folder may have a thousand runs, and one of them a million steps. The names are listed at once; the summaries follow,
+newest runs first. Refreshing an ended run then costs three `stat` calls. Nothing here draws or writes.
 
-Try: `RunList(Path("runs")).refresh(seconds=1.0)`
+Try: `RunList.of_folder(Path("runs")).refresh(seconds=1.0)`
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ from engine.journal.index import list_runs
 from engine.journal.summary import RunSummary, SummaryReader
 
 LIVE = ("queued", "running", "stale")
-"""States that can change without a new line in the event file."""
+"""States that can change without a new line in the journal."""
 
-Mark = tuple[int, ...]
+FileStamp = tuple[int, ...]
 
 
 @dataclass
-class Entry:
-    """One run of the list. `summary` is None until it was read, and `trouble` says why it cannot be."""
+class RunEntry:
+    """One run of the list. `summary` is None until it was read; `read_error` says why it cannot be read."""
 
     directory: RunDirectory
     reader: SummaryReader
     summary: RunSummary | None = None
-    trouble: str = ""
-    begun: bool = False
-    """Whether reading it has begun: one with a million steps takes many looks."""
-    mark: Mark = ()
+    read_error: str = ""
+    is_started: bool = False
+    """Whether reading has begun: a run with a million steps takes many calls of `refresh`."""
+    stamp: FileStamp = ()
 
     @property
-    def known(self) -> bool:
-        """Whether it was read to its end, or why it cannot be is known."""
-        return self.summary is not None or bool(self.trouble)
+    def is_read(self) -> bool:
+        """Whether it was read to its end, or cannot be read."""
+        return self.summary is not None or bool(self.read_error)
 
 
 class RunList:
-    """The runs that `find` names, newest first, with what is known of each."""
+    """The runs that `find` returns, with a summary of each."""
 
     def __init__(self, find: Callable[[], list[RunDirectory]]) -> None:
         self._find = find
-        self._entries: dict[Path, Entry] = {}
-        self.trouble = ""
+        self._entries: dict[Path, RunEntry] = {}
+        self.read_error = ""
         """Why the folder cannot be listed; empty when it can."""
 
     @classmethod
@@ -59,17 +58,17 @@ class RunList:
         return cls(lambda: list_runs(runs_dir))
 
     @property
-    def entries(self) -> list[Entry]:
-        """All entries, newest first."""
+    def entries(self) -> list[RunEntry]:
+        """All entries, in the order of `find`."""
         return list(self._entries.values())
 
     @property
     def unread(self) -> int:
-        """How many runs have not been looked at yet."""
-        return sum(not entry.known for entry in self._entries.values())
+        """The number of runs that were not read to their end yet."""
+        return sum(not entry.is_read for entry in self._entries.values())
 
     def refresh(self, *, seconds: float) -> bool:
-        """Look for runs that came or went, and read what changed for about this long. True when anything changed."""
+        """List the runs again, and read those that changed, for about this long; whether anything changed."""
         changed = self._relist()
         deadline = time.monotonic() + seconds
         for entry in self._due():
@@ -82,45 +81,45 @@ class RunList:
         try:
             directories = self._find()
         except OSError as error:
-            self.trouble = f"{error.filename or 'the runs folder'} cannot be read: {error.strerror or error}"
+            self.read_error = f"{error.filename or 'the runs folder'} cannot be read: {error.strerror or error}"
             return False
-        self.trouble = ""
+        self.read_error = ""
         before = list(self._entries)
         self._entries = {
-            directory.path: self._entries.get(directory.path) or Entry(directory, SummaryReader(directory))
+            directory.path: self._entries.get(directory.path) or RunEntry(directory, SummaryReader(directory))
             for directory in directories
         }
         return before != list(self._entries)
 
-    def _due(self) -> Iterator[Entry]:
-        """First what was never looked at, then what may have changed, at last the long ones that are being read."""
-        unread = [entry for entry in self.entries if not entry.known]
-        yield from (entry for entry in unread if not entry.begun)
+    def _due(self) -> Iterator[RunEntry]:
+        """The entries to read, in order: never begun, perhaps changed, long ones whose reading has begun."""
+        unread = [entry for entry in self.entries if not entry.is_read]
+        yield from (entry for entry in unread if not entry.is_started)
         for entry in self.entries:
             live = entry.summary is not None and entry.summary.status in LIVE
-            if entry.known and (live or _mark(entry.directory) != entry.mark):
+            if entry.is_read and (live or _file_stamp(entry.directory) != entry.stamp):
                 yield entry
-        yield from (entry for entry in unread if entry.begun)
+        yield from (entry for entry in unread if entry.is_started)
 
-    def _read(self, entry: Entry, seconds: float) -> bool:
-        before, mark = (entry.summary, entry.trouble), _mark(entry.directory)
-        begun, entry.begun = entry.begun, True
+    def _read(self, entry: RunEntry, seconds: float) -> bool:
+        before, stamp = (entry.summary, entry.read_error), _file_stamp(entry.directory)
+        is_started, entry.is_started = entry.is_started, True
         try:
             if not entry.reader.read(seconds=seconds):
-                return not begun
-            entry.summary, entry.trouble = entry.reader.summary(), ""
+                return not is_started
+            entry.summary, entry.read_error = entry.reader.summary(), ""
         except TunedeckError as error:
-            entry.trouble = error.found
+            entry.read_error = error.found
         except OSError as error:
-            entry.trouble = f"cannot be read: {error.strerror or error}"
+            entry.read_error = f"cannot be read: {error.strerror or error}"
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            entry.trouble = f"its events are not ours: {type(error).__name__}"
-        entry.mark = mark
-        return (entry.summary, entry.trouble) != before
+            entry.read_error = f"its journal is not in Tunedeck's format: {type(error).__name__}"
+        entry.stamp = stamp
+        return (entry.summary, entry.read_error) != before
 
 
-def _mark(directory: RunDirectory) -> Mark:
-    """Changes when anything that a summary is made from does."""
+def _file_stamp(directory: RunDirectory) -> FileStamp:
+    """Sizes and times of the files that a summary is made from; it changes when one of them does."""
     return tuple(number for path in (directory.events, directory.engine, directory.control) for number in _stat(path))
 
 

@@ -1,6 +1,6 @@
-"""What the Run screen says, pane by pane: functions from what is known of a run to lines. No widget, no file.
+"""The text of the Run screen's panes: functions from a `RunWatch` to lines. They read no file and know no widget.
 
-Try: `[line.plain for line in figures(watch)]`
+Try: `[line.plain for line in figure_lines(watch, str, ascii_only=True)]`
 """
 
 from __future__ import annotations
@@ -13,88 +13,89 @@ from textual.content import Content
 
 from engine.journal.event_text import clean, format_bytes, format_duration, format_number, format_score
 from engine.journal.summary import RunSummary, read_spec
-from tui.run.ranks import in_short
+from tui.run.ranks import ranks_in_brief
 from tui.run.table import state_cell, state_of
 from tui.run.watch import ASKED_FOR, FeedLine, RunWatch
 
-Draw = Callable[[str], str]
+Glyphs = Callable[[str], str]
 
-LABEL = 15
+LABEL_WIDTH = 15
 """Cells for the name of a figure."""
 
 EIGHTHS = "▁▂▃▄▅▆▇█"
 ASCII_EIGHTHS = "_.,-=+*#"
 
 NEXT_KEYS = {
-    "queued": "waits for its turn",
-    "paused": "r goes on with it",
-    "stopped": "r goes on from the last checkpoint",
-    "stale": "r goes on from the last checkpoint",
+    "queued": "waits in the queue",
+    "paused": "r resumes it",
+    "stopped": "r resumes from the last checkpoint",
+    "stale": "r resumes from the last checkpoint",
     "failed": "r tries again from the last checkpoint",
-    "oom": "o shows what used the memory; r tries again",
+    "oom": "o opens the out-of-memory report; r tries again",
 }
-"""What can be done about a run that does not run, by state."""
+"""What can be done with a run that is not running, by state."""
 
 FEED_STYLES = {
     "backoff": "$caution", "warning": "$caution", "eval": "$mark", "run_finished": "bold", "resumed": "$info",
 }  # fmt: skip
 
 
-SHOWN_BYTES = 2**19
-"""Less would be shown as 0 MiB."""
+MIN_SHOWN_BYTES = 2**19
+"""A smaller component would be shown as 0 MiB."""
 
 
-def headline(watch: RunWatch, width: int, draw: Draw, *, ascii_only: bool) -> list[Content]:
-    """Two lines, in sight at every size: the state with how far it is, and what it is about or what is wrong."""
+def headline_lines(watch: RunWatch, width: int, glyphs: Glyphs, *, ascii_only: bool) -> list[Content]:
+    """Two lines that are shown at every size: state and progress, then the current phase or what is wrong."""
     summary = watch.summary
     if summary is None:
-        return [Content.styled(f" {watch.trouble or 'reading'}", "$bad" if watch.trouble else "$muted"), Content("")]
-    state = state_cell(state_of(summary), draw, ascii_only=ascii_only)
+        style = "$bad" if watch.read_error else "$muted"
+        return [Content.styled(f" {watch.read_error or 'reading'}", style), Content("")]
+    state = state_cell(state_of(summary), glyphs, ascii_only=ascii_only)
     simulated = " (simulated device)" if summary.simulated else ""
     return [
-        Content.assemble(" ", state, (simulated, "$muted"), "  ", _progress(watch, summary, width, draw)),
-        _second(watch, summary),
+        Content.assemble(" ", state, (simulated, "$muted"), "  ", _progress(watch, summary, width, glyphs)),
+        _status_line(watch, summary),
     ]
 
 
-def _progress(watch: RunWatch, summary: RunSummary, width: int, draw: Draw) -> Content:
+def _progress(watch: RunWatch, summary: RunSummary, width: int, glyphs: Glyphs) -> Content:
     total = summary.max_steps
-    said = f"step {watch.step:,}" + (f" of {total:,}" if total else "")
+    steps = f"step {watch.step:,}" + (f" of {total:,}" if total else "")
     if not total:
-        return Content(said)
+        return Content(steps)
     share = min(1.0, watch.step / total)
     left = watch.seconds_left() if summary.status == "running" else None
     bar = max(0, min(40, width - 70))
     full = round(share * bar)
     return Content.assemble(
-        f"{said}  {100 * share:.0f} %  ",
-        (draw("█" * full), "$info"), (draw("░" * (bar - full)), "$muted"),
+        f"{steps}  {100 * share:.0f} %  ",
+        (glyphs("█" * full), "$info"), (glyphs("░" * (bar - full)), "$muted"),
         (f"  {format_duration(left)} left" if left is not None else ""),
     )  # fmt: skip
 
 
-def _second(watch: RunWatch, summary: RunSummary) -> Content:
-    if watch.trouble:
-        return Content.styled(f" {watch.trouble}", "bold $bad")
-    if watch.behind > 0.01:
-        return Content.styled(f" reading its history: {100 * (1 - watch.behind):.0f} %", "$muted")
+def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
+    if watch.read_error:
+        return Content.styled(f" {watch.read_error}", "bold $bad")
+    if watch.unread_share > 0.01:
+        return Content.styled(f" reading its journal: {100 * (1 - watch.unread_share):.0f} %", "$muted")
     if summary.status in NEXT_KEYS:
         reason = "" if summary.reason == ASKED_FOR else summary.reason
         error = " ".join((summary.last_error or reason or "").split())
         if summary.status == "stale":
-            error = "the engine is gone without recording how the run ended"
-        said = f"  {clean(error)}" if error else ""
-        return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (said, "$bad"))
+            error = "the engine ended without recording how the run ended"
+        why = f"  {clean(error)}" if error else ""
+        return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (why, "$bad"))
     if summary.stopping:
-        return Content.styled(" stops after this step, with a checkpoint; s again: at once, without", "$caution")
+        return Content.styled(" stops after this step, with a checkpoint; s again: stop at once", "$caution")
     if summary.status == "done":
-        said = f" {summary.reason or 'finished'}; result in {summary.result or '-'}"
-        return Content.styled(f" {clean(said)}", "$muted")
+        ended = f" {summary.reason or 'finished'}; result in {summary.result or '-'}"
+        return Content.styled(f" {clean(ended)}", "$muted")
     return Content.styled(f" {clean(summary.phase or 'starting')}", "$muted")
 
 
-def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool, with_ranks: bool = True) -> list[Content]:
-    """The numbers of the latest step; the ranks in short, where they are not in sight one by one."""
+def figure_lines(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool, with_ranks: bool = True) -> list[Content]:
+    """The figures of the latest step; `with_ranks` adds a brief line on the ranks, where their table is not shown."""
     step = watch.latest or {}
     rows: list[tuple[str, str | Content]] = [("loss", format_number(step["loss"]) if "loss" in step else "-")]
     rows += _scores(watch)
@@ -105,10 +106,10 @@ def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool, with_ranks: bool =
         ("MFU", f"{100 * step['mfu']:.1f} %" if step.get("mfu") is not None else "not known"),
         ("step time", _seconds(step.get("step_seconds"))),
         ("data wait", _wait(step)),
-        ("micro-batch", draw(_micro_batch(watch, step))),
+        ("micro-batch", glyphs(_micro_batch(watch, step))),
     ]
     if with_ranks and step.get("ranks"):
-        rows.append(("ranks", in_short(watch)))
+        rows.append(("ranks", ranks_in_brief(watch)))
     if watch.summary is not None:
         times = watch.summary.backoffs
         rows.append(("out of memory", f"{times} {'time' if times == 1 else 'times'}, survived" if times else "never"))
@@ -117,14 +118,14 @@ def figures(watch: RunWatch, draw: Draw, *, ascii_only: bool, with_ranks: bool =
 
 
 def _row(name: str, value: str | Content) -> Content:
-    return Content.assemble((f" {name:<{LABEL}}", "$muted"), value)
+    return Content.assemble((f" {name:<{LABEL_WIDTH}}", "$muted"), value)
 
 
 def _scores(watch: RunWatch) -> Iterable[tuple[str, str]]:
     if watch.state.evals:
         for name, value in list(watch.state.evals[-1]["metrics"].items())[:3]:
             label = "eval loss" if name == "loss" else clean(name).replace("_", " ")
-            yield label[: LABEL - 1], format_score(name, value)
+            yield label[: LABEL_WIDTH - 1], format_score(name, value)
 
 
 def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Content:
@@ -136,7 +137,7 @@ def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Con
 
 
 def sparkline(values: list[float], *, ascii_only: bool = False) -> str:
-    """One character a value, from zero to the greatest of them."""
+    """One character for each value, scaled from zero to the greatest."""
     letters = ASCII_EIGHTHS if ascii_only else EIGHTHS
     top = max(values, default=0.0)
     return "".join(letters[min(7, int(8 * value / top))] for value in values) if top > 0 else ""
@@ -159,28 +160,28 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
     pieces, rows = step.get("micro_batches"), step.get("largest_micro_batch")
     if pieces is None:
         return "-"
-    batch = _dig(read_spec(watch.directory), "recipe", "train", "batch_size")
+    batch = _nested(read_spec(watch.directory), "recipe", "train", "batch_size")
     largest = f"{rows} × {pieces}" if rows else f"{pieces} a step"
     return f"{largest}, batch {batch}" if batch else largest
 
 
-def memory(watch: RunWatch, width: int, draw: Draw) -> list[Content]:
-    """Predicted beside measured: the peak, then component by component; then the devices."""
+def memory_lines(watch: RunWatch, width: int, glyphs: Glyphs) -> list[Content]:
+    """Predicted and measured memory: the peaks, then each component; then the devices."""
     summary = watch.summary
     if summary is None:
         return []
     predicted, measured = summary.predicted, summary.measured
-    lines = _peaks(predicted, measured, max(8, min(30, width - 50)), draw)
-    lines += _now(watch)
-    foretold = measured.get("predicted") or predicted  # once it has ended: for the very micro-batch that ran
-    expected, seen = foretold.get("components") or {}, measured.get("components") or {}
-    if expected or seen:
-        lines.append(Content.styled(f" {'component':<{LABEL}}{'predicted':>11}{'measured':>11}", "$muted"))
-    for name in dict.fromkeys([*expected, *seen]):
-        if max(expected.get(name) or 0, seen.get(name) or 0) >= SHOWN_BYTES:
-            there = format_bytes(seen[name]) if name in seen else ("-" if seen else "at the end")
-            text = f"{_bytes(expected.get(name)):>11}{there:>11}"
-            lines.append(_row(clean(name)[:LABEL], text))
+    lines = _peaks(predicted, measured, max(8, min(30, width - 50)), glyphs)
+    lines += _held_now(watch)
+    # An ended run has a prediction for the micro-batch that it really used.
+    final_prediction = measured.get("predicted") or predicted
+    expected, found = final_prediction.get("components") or {}, measured.get("components") or {}
+    if expected or found:
+        lines.append(Content.styled(f" {'component':<{LABEL_WIDTH}}{'predicted':>11}{'measured':>11}", "$muted"))
+    for name in dict.fromkeys([*expected, *found]):
+        if max(expected.get(name) or 0, found.get(name) or 0) >= MIN_SHOWN_BYTES:
+            measured_text = format_bytes(found[name]) if name in found else ("-" if found else "at the end")
+            lines.append(_row(clean(name)[:LABEL_WIDTH], f"{_bytes(expected.get(name)):>11}{measured_text:>11}"))
     return [*lines, *devices(watch)]
 
 
@@ -188,7 +189,7 @@ def _bytes(count: float | None) -> str:
     return "-" if count is None else format_bytes(count)
 
 
-def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, draw: Draw) -> list[Content]:
+def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, glyphs: Glyphs) -> list[Content]:
     capacity = predicted.get("capacity_bytes")
     lines = []
     peaks = [("peak planned", predicted.get("peak_bytes")), ("peak measured", measured.get("peak_bytes"))]
@@ -203,15 +204,15 @@ def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, draw: 
         over = count > capacity
         lines.append(
             Content.assemble(
-                (f" {name:<{LABEL}}", "$muted"), f"{value:>11} ",
-                (draw("█" * full), "$bad" if over else "$info"), (draw("░" * (bar - full)), "$muted"),
+                (f" {name:<{LABEL_WIDTH}}", "$muted"), f"{value:>11} ",
+                (glyphs("█" * full), "$bad" if over else "$info"), (glyphs("░" * (bar - full)), "$muted"),
                 (f" of {format_bytes(capacity)}" + (", over" if over else ""), "$muted"),
             )
         )  # fmt: skip
     return lines
 
 
-def _now(watch: RunWatch) -> list[Content]:
+def _held_now(watch: RunWatch) -> list[Content]:
     step = watch.latest
     if step is None or watch.summary is None or watch.summary.status != "running":
         return []
@@ -223,7 +224,7 @@ def devices(watch: RunWatch) -> list[Content]:
     """The latest reading of each device."""
     if watch.summary is not None and watch.summary.simulated:
         return [_row("device", "simulated: no sensors to read")]
-    return [_row(f"GPU {index}", _reading(event)) for index, event in sorted(watch.gpus.items())]
+    return [_row(f"GPU {index}", _reading(event)) for index, event in sorted(watch.gpu_readings.items())]
 
 
 def _reading(event: dict[str, Any]) -> str:
@@ -234,27 +235,28 @@ def _reading(event: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def feed_lines(line: FeedLine, width: int) -> list[Content]:
-    """One event: the time of day, and its sentence wrapped under itself."""
+def event_lines(line: FeedLine, width: int) -> list[Content]:
+    """One event: the time of day and its text, wrapped and indented."""
     wrapped = Content.styled(line.text, FEED_STYLES.get(line.kind, "")).wrap(max(10, width - 11))
     clocks = [_clock(line.time), *[""] * len(wrapped)]
     return [Content.assemble((f" {clock:<8}  ", "$muted"), part) for clock, part in zip(clocks, wrapped, strict=False)]
 
 
 def log_lines(line: str, width: int) -> list[Content]:
-    """One line of the log; a long one goes on below."""
+    """One line of the log, folded at the width."""
     return [Content.assemble(" ", part) for part in Content.styled(line, "$muted").fold(max(10, width - 1))]
 
 
 def _clock(time: str) -> str:
-    """The time of day here; empty where there is none."""
+    """The local time of day of an ISO time; empty for any other text."""
     try:
         return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
     except ValueError:
         return ""
 
 
-def _dig(table: Any, *keys: str) -> Any:
+def _nested(table: Any, *keys: str) -> Any:
+    """The value under nested keys; None where one is missing."""
     for key in keys:
         table = table.get(key) if isinstance(table, dict) else None
     return table

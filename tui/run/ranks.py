@@ -1,9 +1,9 @@
-"""What the Run screen says of the ranks of a run, side by side: functions from what is known of it to lines.
+"""The ranks of a run on the Run screen, one a line: functions from a `RunWatch` to lines.
 
-Every step tells what each rank did in it. One that computes for much longer than the others keeps all of them waiting;
-one that runs out of memory costs all of them the attempt. Both are said in words beside the figures.
+The event of each step has the figures of every rank. A rank that computes for much longer than the others keeps all of
+them waiting; when one runs out of memory, all ranks repeat the step. Both are said in words beside the figures.
 
-Try: `[line.plain for line in ranks(watch, 80, 10, str)]`
+Try: `[line.plain for line in rank_lines(watch, 80, 10, str)]`
 """
 
 from __future__ import annotations
@@ -19,82 +19,83 @@ from textual.content import Content
 from engine.journal.event_text import format_bytes, format_duration
 from tui.run.watch import RunWatch
 
-SLOW = 1.5
+SLOW_FACTOR = 1.5
 """A rank is slow when it computes this many times as long as the median of the others."""
 
-STEPS = 20
-"""Latest steps whose mean counts: one slow step is no slow rank."""
+RECENT_STEPS = 20
+"""Latest steps over which means are taken: a single slow step makes no slow rank."""
 
-LEAST_STEPS = 3
-"""Below this many steps nobody is called slow."""
+MIN_STEPS = 3
+"""With fewer steps than this no rank is called slow."""
 
 FIELDS = ("busy_seconds", "step_seconds", "peak_bytes", "micro_batches", "largest_micro_batch")
-"""What a rank tells of a step that is shown here."""
+"""The fields of a rank's report that are shown."""
 
-FIGURES = 48
+FIGURES_WIDTH = 48
 """Cells of a line's figures, without bars."""
 
-REMARK = 16
-"""Cells that are left for what is remarkable before bars are drawn."""
+REMARK_WIDTH = 16
+"""Cells kept free for a remark before bars are drawn."""
 
 
 @dataclass(frozen=True)
-class RankRow:
-    """One rank over the latest steps."""
+class RankSummary:
+    """The figures of one rank over the latest steps."""
 
     rank: int
     busy_seconds: float
     """Mean time in forward and backward passes, per step."""
     wait_seconds: float
-    """Mean time in the rest of a step: for the other ranks, and in what all do together."""
+    """Mean time in the rest of a step: waiting for other ranks, and in collectives."""
     peak_bytes: int
     micro_batch: str
     times_slower: float
-    """Than the median of the other ranks, where that makes it slow; else 0."""
+    """Its computing time over the median of the other ranks, if that makes it slow; else 0."""
     failures: int
-    """How often memory ran out on it."""
+    """How often it ran out of memory."""
     failed_at: int
-    """In which step last."""
+    """The step in which it last ran out of memory."""
     failed_lately: bool
-    """Within the latest steps."""
+    """Whether that was within the latest steps."""
 
     @property
     def is_noteworthy(self) -> bool:
-        """Slow, or out of memory not long ago."""
+        """Whether it is slow, or was out of memory lately."""
         return bool(self.times_slower or self.failed_lately)
 
 
-def rank_rows(watch: RunWatch) -> list[RankRow]:
-    """What is known of each rank; empty for a run of one process, and before its first step."""
-    newest = _told(watch.latest)
-    steps = [told for told in map(_told, list(watch.curves.recent)[-STEPS:]) if len(told) == len(newest)] or [newest]
+def rank_summaries(watch: RunWatch) -> list[RankSummary]:
+    """A summary of each rank; empty for a run of one process, and before the first step."""
+    newest = _rank_reports(watch.latest)
+    reports = map(_rank_reports, list(watch.curves.recent)[-RECENT_STEPS:])
+    steps = [report for report in reports if len(report) == len(newest)] or [newest]
     busy = [_mean(steps, rank, "busy_seconds") for rank in range(len(newest))]
     backoffs = [(event.get("failed_rank"), event.get("step")) for event in watch.state.backoffs]
-    struck = [(rank, step) for rank, step in backoffs if isinstance(rank, int) and isinstance(step, int)]
-    failures, failed_at = Counter(rank for rank, _ in struck), dict(struck)
+    failed = [(rank, step) for rank, step in backoffs if isinstance(rank, int) and isinstance(step, int)]
+    failures, failed_at = Counter(rank for rank, _ in failed), dict(failed)
     return [
-        RankRow(
+        RankSummary(
             rank,
             busy[rank],
             max(0.0, _mean(steps, rank, "step_seconds") - busy[rank]),
-            int(told["peak_bytes"]),
-            f"{told['largest_micro_batch']} × {told['micro_batches']}",
-            _times_slower(busy, rank) if len(steps) >= LEAST_STEPS else 0.0,
+            int(report["peak_bytes"]),
+            f"{report['largest_micro_batch']} × {report['micro_batches']}",
+            _times_slower(busy, rank) if len(steps) >= MIN_STEPS else 0.0,
             failures[rank],
             failed_at.get(rank, 0),
-            failures[rank] > 0 and failed_at.get(rank, 0) > watch.step - STEPS,
+            failures[rank] > 0 and failed_at.get(rank, 0) > watch.step - RECENT_STEPS,
         )
-        for rank, told in enumerate(newest)
+        for rank, report in enumerate(newest)
     ]
 
 
-def _told(event: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What the ranks told of a step; empty unless all of it can be shown."""
-    told = event.get("ranks") if event is not None else None
-    if not isinstance(told, list):
+def _rank_reports(event: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The ranks' reports in a step's event; empty unless every field of every rank is there."""
+    reports = event.get("ranks") if event is not None else None
+    if not isinstance(reports, list):
         return []
-    whole = all(isinstance(each, dict) and all(_is_number(each.get(name)) for name in FIELDS) for each in told)
-    return told if whole else []
+    complete = all(isinstance(each, dict) and all(_is_number(each.get(name)) for name in FIELDS) for each in reports)
+    return reports if complete else []
 
 
 def _is_number(value: object) -> bool:
@@ -102,54 +103,54 @@ def _is_number(value: object) -> bool:
 
 
 def _mean(steps: Sequence[list[dict[str, Any]]], rank: int, name: str) -> float:
-    return sum(float(told[rank][name]) for told in steps) / len(steps)
+    return sum(float(report[rank][name]) for report in steps) / len(steps)
 
 
 def _times_slower(busy: Sequence[float], rank: int) -> float:
     others = median(seconds for other, seconds in enumerate(busy) if other != rank) if len(busy) > 1 else 0.0
-    return busy[rank] / others if others > 0 and busy[rank] >= SLOW * others else 0.0
+    return busy[rank] / others if others > 0 and busy[rank] >= SLOW_FACTOR * others else 0.0
 
 
-def in_short(watch: RunWatch) -> str:
-    """The ranks in a few words: how many, and which to look at."""
-    rows = rank_rows(watch)
+def ranks_in_brief(watch: RunWatch) -> str:
+    """The number of ranks, and which are slow."""
+    rows = rank_summaries(watch)
     slow = ", ".join(str(row.rank) for row in rows if row.times_slower)
     return f"{len(rows)}" + (f"; slow: {slow}" if slow else "")
 
 
-def ranks(watch: RunWatch, width: int, height: int, draw: Callable[[str], str]) -> list[Content]:
-    """A line for each rank under a heading; where there is not room for all, first those that are worth a look."""
-    rows = rank_rows(watch)
+def rank_lines(watch: RunWatch, width: int, height: int, glyphs: Callable[[str], str]) -> list[Content]:
+    """A heading and a line for each rank; where there is no room for all, the noteworthy ranks first."""
+    rows = rank_summaries(watch)
     if not rows:
         return []
     shown = rows if len(rows) < height else sorted(rows, key=lambda row: (not row.is_noteworthy, row.rank))
     shown = shown[: height - 1] if len(rows) < height else sorted(shown[: height - 2], key=lambda row: row.rank)
     capacity = _capacity(watch)
-    bar = max(0, min(12, (width - FIGURES - REMARK) // 2 - 1))
+    bar = max(0, min(12, (width - FIGURES_WIDTH - REMARK_WIDTH) // 2 - 1))
     longest = max(row.busy_seconds for row in rows)
     gap = " " * (bar + 1 if bar else 0)
     heading = f" rank  {'computes':>8}{gap}  {'waits':>7}  {'micro-batch':>11}  {'peak':>9}{gap}"
-    lines = [Content.styled(heading, "$muted"), *(_line(row, longest, capacity, bar, width, draw) for row in shown)]
+    lines = [Content.styled(heading, "$muted"), *(_line(row, longest, capacity, bar, width, glyphs) for row in shown)]
     left_out = len(rows) - len(shown)
     return [*lines, Content.styled(f"  and {left_out} more", "$muted")] if left_out else lines
 
 
 def _line(
-    row: RankRow, longest: float, capacity: int | None, bar: int, width: int, draw: Callable[[str], str]
+    row: RankSummary, longest: float, capacity: int | None, bar: int, width: int, glyphs: Callable[[str], str]
 ) -> Content:
     slow, short = bool(row.times_slower), row.failed_lately
     figures = Content.assemble(
         (f" {row.rank:>4}  ", "bold" if row.is_noteworthy else "$muted"),
         (f"{_time(row.busy_seconds):>8}", "bold $caution" if slow else ""),
-        *_bar(row.busy_seconds / longest if longest else 0.0, bar, "$caution" if slow else "$info", draw),
-        f"  {_time(row.wait_seconds):>7}  {draw(row.micro_batch):>11}  {format_bytes(row.peak_bytes):>9}",
-        *_bar(row.peak_bytes / capacity if capacity else 0.0, bar, "$bad" if short else "$info", draw),
+        *_bar(row.busy_seconds / longest if longest else 0.0, bar, "$caution" if slow else "$info", glyphs),
+        f"  {_time(row.wait_seconds):>7}  {glyphs(row.micro_batch):>11}  {format_bytes(row.peak_bytes):>9}",
+        *_bar(row.peak_bytes / capacity if capacity else 0.0, bar, "$bad" if short else "$info", glyphs),
     )
-    return Content.assemble(figures, *_remarks(row, width - figures.cell_length, draw))
+    return Content.assemble(figures, *_remarks(row, width - figures.cell_length, glyphs))
 
 
-def _remarks(row: RankRow, cells: int, draw: Callable[[str], str]) -> list[tuple[str, str]]:
-    """What is remarkable about the rank, in full where there is room."""
+def _remarks(row: RankSummary, cells: int, glyphs: Callable[[str], str]) -> list[tuple[str, str]]:
+    """Remarks on a slow rank or one that was out of memory, in short where there is no room."""
     long, brief = [], []
     if row.failures:
         times, style = f", {row.failures} times" if row.failures > 1 else "", "bold $bad" if row.failed_lately else ""
@@ -159,14 +160,14 @@ def _remarks(row: RankRow, cells: int, draw: Callable[[str], str]) -> list[tuple
         long.append((f"  slow, {row.times_slower:.1f} × the others", "bold $caution"))
         brief.append((f"  slow {row.times_slower:.1f} ×", "bold $caution"))
     chosen = long if sum(len(text) for text, _ in long) <= cells else brief
-    return [(draw(text), style) for text, style in chosen]
+    return [(glyphs(text), style) for text, style in chosen]
 
 
-def _bar(share: float, cells: int, style: str, draw: Callable[[str], str]) -> list[tuple[str, str]]:
+def _bar(share: float, cells: int, style: str, glyphs: Callable[[str], str]) -> list[tuple[str, str]]:
     if not cells:
         return []
     full = round(cells * min(1.0, share))
-    return [(" " + draw("█" * full), style), (draw("░" * (cells - full)), "$muted")]
+    return [(" " + glyphs("█" * full), style), (glyphs("░" * (cells - full)), "$muted")]
 
 
 def _time(seconds: float) -> str:

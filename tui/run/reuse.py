@@ -1,17 +1,51 @@
-"""Whether a run can be gone on with from here, and if not, why: the same answer on every screen."""
+"""What can be done with an existing run: resume it, or open the Launch screen with its settings.
+
+Try: `launch_settings(resolve_run("last", None))`
+"""
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
+from engine.journal.summary import read_spec
+
+SHIPPED = "shipped:"
 
 
-def why_not_resume(directory: RunDirectory, status: str) -> str | None:
-    """A sentence for the footer; None when it can."""
+def resume_refusal(directory: RunDirectory, status: str) -> str | None:
+    """Why a run with this status cannot be resumed, as a message for the footer; None when it can."""
     if status == "running":
-        return "it runs already"
+        return "the run is running already"
     if status == "done":
-        return f"it is done; to make it longer: tunedeck resume {clean(directory.name)} --set train.max_steps=N"
+        return f"the run is done; to make it longer: tunedeck resume {clean(directory.name)} --set train.max_steps=N"
     if status == "queued":
-        return "it was never started: there is nothing to resume"
+        return "the run was never started: there is nothing to resume"
     return None if status else "the run is not read yet"
+
+
+class LaunchSettings(TypedDict):
+    """Settings with which the Launch screen is opened."""
+
+    profile: str
+    """A name or a path."""
+    recipe: str
+    """A name or a path."""
+    overrides: list[str]
+    """KEY=VALUE, as --set takes them."""
+
+
+def launch_settings(directory: RunDirectory) -> LaunchSettings:
+    """The settings of a run, from the provenance in its run spec; empty where that cannot be read."""
+    spec = read_spec(directory)
+    provenance = spec.get("provenance") or {}
+
+    def source(kind: str) -> str:
+        file = str(provenance.get(f"{kind}_file") or "")
+        if file and not file.startswith(SHIPPED):
+            return file
+        return file.removeprefix(SHIPPED) or str((spec.get(kind) or {}).get("name") or "")
+
+    overrides = [str(override) for override in provenance.get("set") or []]
+    return LaunchSettings(profile=source("profile"), recipe=source("recipe"), overrides=overrides)

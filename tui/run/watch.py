@@ -1,10 +1,10 @@
-"""Follows one run for the screen: reads what was added to its events, and keeps what the screen draws.
+"""Follow one run for the Run screen: read what was added to its journal, and keep what the screen shows.
 
-The engine knows nothing of it. A look reads for a bounded time and goes on at the next one, so a run of a million steps
-opens at once and its curve fills in. Memory stays bounded: of steps, only the curve and the latest lines are kept.
-Nothing here draws or writes, and no state of the run directory (torn, damaged, unreadable, gone) raises.
+`read_more` reads for a bounded time and goes on where it stopped, so a run of a million steps opens at once and its
+curve fills in. Memory is bounded: of steps, only the curve and the latest ones are kept. Nothing here draws or writes,
+and no state of the run directory (incomplete, damaged, unreadable, gone) raises an error.
 
-Try: `watch = RunWatch(resolve_run("last", None)); watch.look(seconds=1.0)`
+Try: `watch = RunWatch(resolve_run("last", None)); watch.read_more(seconds=1.0)`
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from engine.journal.summary import (
     RunSummary,
     summarise_state,
 )
-from tui.plot.series import Series
+from tui.plot.series import BoundedSeries
 
 STEP = re.compile(rb'"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*?"peak_bytes":(\d+)')
-"""What the curve needs of a step's line, as the writer spells it. A line spelled otherwise is parsed in full."""
+"""Step, loss and peak in a step's line as the engine writes it. Any other line is parsed as JSON, which is slower."""
 
 PEEK_BYTES = 64 * 1024
-"""How much of the end is read first where a long history lies before it."""
+"""How much of a long journal's end is read first, for the latest step."""
 
 GPU_MARK = b'"kind":"gpu"'
 ASKED_FOR = "asked for"
-"""The engine's reason for ending because someone said so: no news to whoever did."""
+"""The engine's reason for ending at a request. It is not shown: the user knows it."""
 
 FEED_LINES = 1000
 """Events that the feed keeps. All of them are in events.jsonl."""
 
 PACE_STEPS = 50
-"""Steps whose mean duration the estimate rests on: calm, and quick to follow a backoff."""
+"""Latest steps whose mean duration the estimate uses: it is steady, yet follows a backoff soon."""
 
 
 class FeedLine(NamedTuple):
-    """One event that a person should read."""
+    """One event as a line of the events pane."""
 
     time: str
     kind: str
@@ -59,59 +59,59 @@ class FeedLine(NamedTuple):
 
 @dataclass
 class Curves:
-    """What has been seen of the steps."""
+    """The steps read so far."""
 
-    loss: Series = field(default_factory=Series)
+    loss: BoundedSeries = field(default_factory=BoundedSeries)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
     """The latest steps, whole."""
 
 
 class RunWatch:
-    """One run, followed."""
+    """One run and everything the Run screen shows of it."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.state = JournalState()
         self.curves = Curves()
         self.feed: deque[FeedLine] = deque(maxlen=FEED_LINES)
-        self.saved: list[int] = []
-        """Steps after which a checkpoint was written, whether it is still there or not."""
-        self.fed = 0
-        """How many events the feed has had, those it has let go included."""
-        self.gpus: dict[int, Event] = {}
+        self.checkpoint_steps: list[int] = []
+        """Steps after which a checkpoint was written, also where it has been deleted since."""
+        self.feed_total = 0
+        """Number of events that were ever added to the feed."""
+        self.gpu_readings: dict[int, Event] = {}
         """The latest reading of each device."""
         self.summary: RunSummary | None = None
-        self.trouble = ""
-        """Why the run cannot be read right now; what was known of it stays."""
+        self.read_error = ""
+        """Why the run cannot be read right now; what was read before stays."""
         self.version = 0
-        """Grows with every look that brought something."""
+        """Counted up whenever something changed."""
         self._tail = EventTail(directory.events)
         self._damaged = 0
         self._peeked: Event | None = None
 
-    def look(self, *, seconds: float) -> bool:
-        """Read what was added, for about this long. True when anything is different from before."""
+    def read_more(self, *, seconds: float) -> bool:
+        """Read what was added, for about this long; whether anything changed."""
         summary: RunSummary | None
         try:
             if not self.version:
                 self._peek()
             news = self._read(time.monotonic() + seconds)
             summary = summarise_state(self.directory, self.state, self._damaged)
-            trouble = "" if self.directory.exists() else f"the run's folder is gone: {clean(self.directory.path)}"
+            read_error = "" if self.directory.exists() else f"the run's folder is gone: {clean(self.directory.path)}"
         except TunedeckError as error:
-            news, summary, trouble = True, self.summary, clean(error.found)
+            news, summary, read_error = True, self.summary, clean(error.found)
         except OSError as error:
-            news, summary, trouble = True, self.summary, clean(f"cannot be read: {error.strerror or error}")
-        # With the folder gone, what was known is worth more than what an empty place looks like.
-        summary = self.summary if trouble and self.summary is not None else summary
-        changed = bool(news) or (summary, trouble) != (self.summary, self.trouble)
-        self.summary, self.trouble = summary, trouble
+            news, summary, read_error = True, self.summary, clean(f"cannot be read: {error.strerror or error}")
+        # When the folder is gone, the last summary stays: one made from an empty folder would say nothing.
+        summary = self.summary if read_error and self.summary is not None else summary
+        changed = bool(news) or (summary, read_error) != (self.summary, self.read_error)
+        self.summary, self.read_error = summary, read_error
         self.version += changed
         return changed
 
     @property
-    def behind(self) -> float:
-        """The share of the events that has not been read yet."""
+    def unread_share(self) -> float:
+        """The share of the journal that has not been read yet."""
         try:
             size = os.stat(self.directory.events).st_size
         except OSError:
@@ -120,8 +120,8 @@ class RunWatch:
 
     @property
     def latest(self) -> Event | None:
-        """The newest step there is, also while its history is still being read."""
-        return self._peeked if self._peeked is not None and self.behind else self.state.last_step
+        """The newest step, also while the journal before it is still being read."""
+        return self._peeked if self._peeked is not None and self.unread_share else self.state.last_step
 
     @property
     def step(self) -> int:
@@ -129,7 +129,7 @@ class RunWatch:
         return int(self.latest["step"]) if self.latest is not None else self.state.step
 
     def seconds_left(self) -> float | None:
-        """An estimate from the mean of recent steps; None when it cannot be known."""
+        """Estimated time to the end, from the mean of recent steps; None where the number of steps is not known."""
         recent = (event.get("step_seconds") for event in self.curves.recent)
         steps = [float(seconds) for seconds in recent if seconds is not None]
         if not self.state.max_steps or not steps:
@@ -137,7 +137,7 @@ class RunWatch:
         return max(0, self.state.max_steps - self.step) * sum(steps) / len(steps)
 
     def _peek(self) -> None:
-        """Before a long history is read: what its last step says. Reading a million steps takes two seconds."""
+        """Read the last step of a long journal first: reading a million steps takes two seconds."""
         end = end_of_events(self.directory.events)
         if end > PEEK_BYTES:
             tail = EventTail(self.directory.events, offset=end - PEEK_BYTES)
@@ -164,7 +164,7 @@ class RunWatch:
         return count > 0
 
     def _fold(self, batch: _Batch) -> None:
-        """Take a stretch of steps into the curve, the latest steps, and by its ends into the state."""
+        """Add a batch of steps to the curve and the latest steps, and its first and last step to the state."""
         latest = [event for event in map(decode_event, batch.latest) if event is not None]
         if not latest:
             return
@@ -174,45 +174,45 @@ class RunWatch:
         self.state.fold_steps(decode_event(batch.first), latest[-1])
 
     def _other(self, line: bytes) -> None:
-        """Take in one line that is not one of a stretch of steps."""
+        """Read a line that is no step, or one that cannot be read as such."""
         event = decode_event(line)
         try:
-            text = None if event is None else self._meaning(event, line)
+            text = None if event is None else self._apply(event, line)
         except (KeyError, TypeError, ValueError, AttributeError):
-            event = None  # JSON, but not an event as any version of the engine writes it
+            event = None  # JSON, but not in the format of any version of the engine
         if event is None:
             self._damaged += 1
             return
         if text is not None:
-            self.fed += 1
+            self.feed_total += 1
             self.feed.append(FeedLine(str(event.get("time", "")), str(event["kind"]), text))
 
-    def _meaning(self, event: Event, line: bytes) -> str | None:
-        """Take an event into the state; returns its line for the feed, if it has one."""
+    def _apply(self, event: Event, line: bytes) -> str | None:
+        """Apply an event to the state; returns its text for the feed, if it has one."""
         if event["kind"] == "step":
             batch = _Batch()
             batch.take(line)
             self._fold(batch)
             return None
-        text = _words(event)
+        text = _event_text(event)
         if event["kind"] == "eval" and self.state.evals:
             self.state.evals[-1].pop("samples", None)  # only the latest answers are shown
         self.state.fold(event)
         if event["kind"] == "resumed":
             self.curves.loss.cut_after(float(event["step"]))
             self.curves.recent.clear()
-            self.saved = [step for step in self.saved if step <= int(event["step"])]
+            self.checkpoint_steps = [step for step in self.checkpoint_steps if step <= int(event["step"])]
         if event["kind"] == "checkpoint_saved":
-            self.saved.append(int(event["step"]))
+            self.checkpoint_steps.append(int(event["step"]))
         return text
 
     def _gpu(self, event: Event | None) -> None:
         if event is not None and isinstance(event.get("index"), int):
-            self.gpus[event["index"]] = event
+            self.gpu_readings[event["index"]] = event
 
 
 class _Batch:
-    """A stretch of step lines: numbers for the curve, and the last lines whole."""
+    """Consecutive step lines: their numbers for the curve, and the latest lines whole."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -222,7 +222,7 @@ class _Batch:
         self.peak_bytes = 0
 
     def take(self, line: bytes) -> bool:
-        """Take one line in; False when it is none of ours."""
+        """Add one line; False when it is no step in a known format."""
         found = STEP.search(line)
         try:
             step, loss, peak = found.groups() if found else _parsed(line)
@@ -238,7 +238,7 @@ class _Batch:
 
 
 def _parsed(line: bytes) -> tuple[Any, Any, Any]:
-    """Step, loss and peak of a line that the quick look does not understand. Raises ValueError for a damaged one."""
+    """Step, loss and peak of a line that STEP does not match, parsed as JSON. Raises ValueError for a damaged one."""
     event = decode_event(line)
     if event is None or not isinstance(event.get("step"), int):
         raise ValueError("no step")
@@ -246,8 +246,8 @@ def _parsed(line: bytes) -> tuple[Any, Any, Any]:
     return event["step"], b"null" if not isinstance(loss, int | float) else loss, event.get("peak_bytes") or 0
 
 
-def _words(event: Event) -> str | None:
-    """What the feed says of an event; None for those that only move figures."""
+def _event_text(event: Event) -> str | None:
+    """The feed's text of an event; None for an event that only changes figures."""
     if event["kind"] == "run_started":
         again = "again " if event.get("resumed") else ""
         where = event.get("device_name") or event.get("device") or "this machine"
@@ -255,13 +255,13 @@ def _words(event: Event) -> str | None:
     if event["kind"] == "run_finished":
         why = event.get("error") or event.get("reason")
         if event.get("status") == "paused" and why in (None, ASKED_FOR):
-            return None  # its own event has said so
+            return None  # the event `paused` before it has said so
         return clean(f"{event.get('status')}" + (f": {why}" if why else ""))
     return describe_event(event)
 
 
 class LogTail:
-    """The last lines of a file that may grow by megabytes a second: its end is read, never the rest."""
+    """The last lines of a log file that may be large: only its end is read."""
 
     READ_BYTES = 16 * 1024
 
@@ -270,8 +270,8 @@ class LogTail:
         self._seen = (-1, -1)
         self.lines: list[str] = []
 
-    def look(self) -> bool:
-        """Read the end again where the file has changed; True when it had."""
+    def refresh(self) -> bool:
+        """Read the end again if the file has changed; whether it had."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -282,7 +282,7 @@ class LogTail:
                 text = file.read(self.READ_BYTES).decode("utf-8", errors="replace")
         except OSError:
             return False
-        # A progress bar overwrites its line with carriage returns: the last state of it is what counts.
+        # A progress bar overwrites its line with carriage returns; only the last text is kept.
         lines = text.split("\n")
         lines = lines[1:] if found.st_size > self.READ_BYTES else lines
         self.lines = [_log_line(line) for line in lines if line.strip()]
@@ -290,6 +290,6 @@ class LogTail:
 
 
 def _log_line(line: str) -> str:
-    """One line of a log with its control characters taken out and its indentation kept."""
+    """One line of a log without control characters and with its indentation."""
     text = line.rstrip().rpartition("\r")[2].expandtabs()
     return text[: len(text) - len(text.lstrip(" "))] + clean(text)

@@ -1,7 +1,8 @@
-"""What every screen has: a title line, a body, a footer made from the key table, messages, and keys that say why not.
+"""The base class of all screens: a title bar, a body, a footer with the keys from the key table, and messages.
 
-A screen gives `where` (its name in the key table) and `body`. A key's action calls `do_ACTION`; before, `why_not` may
-refuse it with a sentence, which the footer shows as a grey key and a press of the key spells out.
+A screen defines `screen_name`, by which the key table knows it, and `compose_body`. A key's action calls `do_ACTION`,
+unless `disabled_reason` returns why it has no effect now: then the key is grey in the footer, and pressing it shows the
+reason.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from engine.spec.files.text import visible
 from tui import keys
 from tui.console import Console
 from tui.screens.table import SCREENS
-from tui.theme import draw
-from tui.widgets.title_and_footer import FooterLine, TitleLine
+from tui.theme import glyphs
+from tui.widgets.title_and_footer import FooterBar, TitleBar
 
 SMALLEST = (80, 24)
-"""Below this, in either direction, one pane is shown at a time."""
+"""Columns and rows below which only one pane is shown at a time."""
 
 ROOMY = (110, 32)
-"""From this on, in both directions, there is room for everything at once."""
+"""Columns and rows from which on there is room for all panes at once."""
 
 
 class BaseScreen(Screen[None]):
     """A screen of the console. Below 80x24 it has the class `-one-pane`; from 110x32 on, `-roomy`."""
 
-    where: ClassVar[str] = ""
-    """Its name in the tables of screens and keys."""
-    AUTO_FOCUS = "Rows"
+    screen_name: ClassVar[str] = ""
+    """The screen's name in the tables of screens and keys."""
+    AUTO_FOCUS = "RowList"
 
     @property
     def console(self) -> Console:
@@ -42,41 +43,41 @@ class BaseScreen(Screen[None]):
         return cast(Console, self.app)
 
     def compose(self) -> ComposeResult:
-        """Title, body, footer."""
-        yield TitleLine()
-        yield from self.body()
-        yield FooterLine()
+        """Yield title bar, body and footer."""
+        yield TitleBar()
+        yield from self.compose_body()
+        yield FooterBar()
 
-    def body(self) -> ComposeResult:
-        """The widgets between title and footer."""
+    def compose_body(self) -> ComposeResult:
+        """Yield the widgets between title bar and footer."""
         raise NotImplementedError
 
-    def receive(self, argument: object) -> None:
-        """Take what the screen was opened with, if anything. Called each time it is opened, before it is shown: the
-        first time its widgets are not there yet, so keep it for `on_screen_resume`."""
+    def set_argument(self, argument: object) -> None:
+        """Take the argument with which the screen is opened, if any. Called each time before the screen is shown; the
+        first time its widgets do not exist yet, so a screen keeps the argument for `on_screen_resume`."""
 
-    def why_not(self, action: str) -> str | None:
-        """Why the key of this action can do nothing now; None when it can. A sentence without a full stop."""
+    def disabled_reason(self, action: str) -> str | None:
+        """Why the key of this action has no effect now, as a sentence without a full stop; None when it has one."""
         return None
 
-    def about(self) -> str:
-        """What stands beside the screen's name in the title line. Plain text."""
+    def title_detail(self) -> str:
+        """Plain text after the screen's name in the title bar."""
         return ""
 
     def action_press(self, action: str) -> None:
-        """A key of this screen was pressed."""
-        refusal = self.why_not(action)
+        """Do the action of a key of this screen, or show why it is disabled."""
+        refusal = self.disabled_reason(action)
         if refusal is not None:
-            self.say(refusal, "$caution")
+            self.show_message(refusal, "$caution")
         else:
             getattr(self, f"do_{action}")()
 
-    def say(self, text: str, style: str = "") -> None:
-        """A message in place of the keys, for a few seconds."""
-        self.query_one(FooterLine).say(visible(text, keep="\n"), style)
+    def show_message(self, text: str, style: str = "") -> None:
+        """Show a message in place of the footer's keys for a few seconds."""
+        self.query_one(FooterBar).show_message(visible(text, keep="\n"), style)
 
-    def refuse(self, error: TunedeckError) -> None:
-        """Say why something could not be done, in the lines there are: the first thing found, and the fix."""
+    def show_error(self, error: TunedeckError) -> None:
+        """Show an error in the few lines of the footer: the first problem, what was expected, and the fix."""
         first, *more = error.found.splitlines()
         found = f"{first} (and {len(more)} more)" if more else first
         parts = [
@@ -84,51 +85,49 @@ class BaseScreen(Screen[None]):
             f"expected: {error.expected}" if error.expected else "",
             f"fix: {error.fix}" if error.fix else "",
         ]
-        self.say("\n".join(visible(part) for part in parts if part), "$bad")
+        self.show_message("\n".join(visible(part) for part in parts if part), "$bad")
 
     def key_rows(self) -> list[keys.Key]:
-        """The rows of the key table that hold here."""
-        return [*keys.of(self.where), *keys.of(keys.EVERYWHERE)]
+        """The rows of the key table for this screen and for everywhere."""
+        return [*keys.of_screen(self.screen_name), *keys.of_screen(keys.EVERYWHERE)]
 
     def footer_rows(self) -> list[keys.Key]:
-        """Those that the footer has a place for: the way back only where a digit does not lead there as well."""
-        kept = any(row.kept for row in SCREENS if row.name == self.where)
+        """The keys for the footer. Back is left out on screens that are kept: digits lead from one to another."""
+        kept = any(row.kept for row in SCREENS if row.name == self.screen_name)
         return [key for key in self.key_rows() if not (kept and key.action == "back")]
 
-    def refresh_bars(self) -> None:
-        """Write title and footer anew: call it when what `about` or `why_not` answers may have changed."""
-        self.query_one(TitleLine).put([self._left(named=True), self._left(named=False)], self._right())
-        self.query_one(FooterLine).put([(key, self._usable(key)) for key in self.footer_rows()])
+    def refresh_title_and_footer(self) -> None:
+        """Update title bar and footer. Call it when `title_detail` or `disabled_reason` may answer differently."""
+        lefts = [self._screen_title(with_program=True), self._screen_title(with_program=False)]
+        self.query_one(TitleBar).set_title(lefts, Content.assemble(*self._screen_tabs()))
+        self.query_one(FooterBar).set_keys([(key, self._is_enabled(key)) for key in self.footer_rows()])
 
-    def _usable(self, key: keys.Key) -> bool:
-        return key.where == keys.EVERYWHERE or self.why_not(key.action) is None
+    def _is_enabled(self, key: keys.Key) -> bool:
+        return key.screen == keys.EVERYWHERE or self.disabled_reason(key.action) is None
 
-    def draw(self, text: str) -> str:
-        """Our own glyphs, in ASCII where that was asked for."""
-        return draw(text, ascii_only=self.console.ascii_only)
+    def glyphs(self, text: str) -> str:
+        """The console's own glyphs, replaced by ASCII under --ascii."""
+        return glyphs(text, ascii_only=self.console.ascii_only)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Choose between one pane and all, and fill the bars for the new width."""
+        """Set the size classes, and fill title bar and footer for the new width."""
         width, height = event.size
         self.set_class(width < SMALLEST[0] or height < SMALLEST[1], "-one-pane")
         self.set_class(width >= ROOMY[0] and height >= ROOMY[1], "-roomy")
-        self.call_after_refresh(self.refresh_bars)
+        self.call_after_refresh(self.refresh_title_and_footer)
 
     def on_screen_resume(self) -> None:
-        """Shown again: what the bars say may have changed meanwhile."""
-        self.call_after_refresh(self.refresh_bars)
+        """Update title bar and footer whenever the screen is shown again."""
+        self.call_after_refresh(self.refresh_title_and_footer)
 
-    def _left(self, *, named: bool) -> Content:
-        name = next((row.title for row in SCREENS if row.name == self.where), self.where)
-        about = self.about()
-        program = " Tunedeck " if named else " "
-        return Content.assemble((program, "bold $info"), (name, "bold"), ("  " + about if about else "", "$muted"))
+    def _screen_title(self, *, with_program: bool) -> Content:
+        name = next((row.title for row in SCREENS if row.name == self.screen_name), self.screen_name)
+        program, detail = " Tunedeck " if with_program else " ", self.title_detail()
+        return Content.assemble((program, "bold $info"), (name, "bold"), ("  " + detail if detail else "", "$muted"))
 
-    def _right(self) -> Content:
-        return Content.assemble(*self._tabs())
-
-    def _tabs(self) -> Iterable[Content]:
+    def _screen_tabs(self) -> Iterable[Content]:
+        """The digit and title of each screen that a digit opens."""
         for row in SCREENS:
             if row.key:
-                here = row.name == self.where
-                yield Content.assemble((f" {row.key}", "bold $info"), (f" {row.title} ", "bold" if here else "$muted"))
+                style = "bold" if row.name == self.screen_name else "$muted"
+                yield Content.assemble((f" {row.key}", "bold $info"), (f" {row.title} ", style))

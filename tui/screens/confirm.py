@@ -1,4 +1,4 @@
-"""One question at the foot of the screen: y or Enter is yes, every other key is no."""
+"""A yes-or-no question at the foot of the screen: y or Enter is yes, every other key is no."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.screen import ModalScreen
 
-from tui.widgets.text_lines import Lines
+from tui.widgets.text_lines import TextLines
 
 
-class Question(ModalScreen[bool]):
-    """Ends with True for yes."""
+class ConfirmScreen(ModalScreen[bool]):
+    """A modal screen that is dismissed with True for yes, False for no."""
 
     def __init__(self, question: str, yes: str) -> None:
         super().__init__()
         self._question, self._yes = question, yes
 
     def compose(self) -> ComposeResult:
-        """The question, and what the keys mean."""
-        yield Lines(id="question")
+        """Yield the question with its keys."""
+        yield TextLines(id="question")
 
     def on_resize(self) -> None:
-        """As many lines as it needs at this width."""
+        """Wrap the question at the new width."""
         wrapped = Content.styled(self._question, "bold").wrap(max(10, self.size.width - 2))
         lines = [Content.assemble(" ", line) for line in wrapped]
         keys = Content.assemble((" y", "bold $info"), f" {self._yes}   ", ("any other key", "bold $info"), " no")
-        field = self.query_one(Lines)
+        field = self.query_one(TextLines)
         field.styles.height = len(lines) + 1
         field.show([*lines, keys])
 
     def on_key(self, event: events.Key) -> None:
-        """Any key answers."""
+        """Take any key as the answer."""
         event.stop()
         event.prevent_default()
         self.dismiss(event.key in ("y", "Y", "enter"))

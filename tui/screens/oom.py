@@ -1,4 +1,4 @@
-"""Out of memory: every time it happened in a run, what was done about it, and the engine's reports of what held it.
+"""Out of memory: every time a run ran out of memory, the remedy taken, and the engine's reports of what used it.
 
 Try: `o` on a run that has backed off; headless: `tunedeck show RUN --oom`.
 """
@@ -16,36 +16,36 @@ from engine.journal.events import EventTail, decode_event
 from engine.journal.oom_page import read_report, report_lines
 from engine.journal.summary import KIND_WITHIN_BYTES
 from tui.keys import bindings
-from tui.screens.text_screen import ReadingScreen
+from tui.screens.text_screen import TextScreen
 
-MOST_REPORTS = 20
-"""Reports that are shown, the newest."""
+MAX_REPORTS = 20
+"""The number of newest reports that are shown."""
 
 BACKOFF_MARK = b'"kind":"backoff"'
-"""How the writer spells it. Only these lines are parsed: there may be a million others."""
+"""As the engine writes it. Only lines with it are parsed: a journal may have a million others."""
 
 
-class OomScreen(ReadingScreen):
-    """What ran out, and where it went."""
+class OomScreen(TextScreen):
+    """The backoffs of a run and its out-of-memory reports."""
 
-    where = "oom"
+    screen_name = "oom"
     BINDINGS = bindings("oom")
 
-    def receive(self, argument: object) -> None:
-        """The run directory."""
+    def set_argument(self, argument: object) -> None:
+        """Take the run directory, and read its backoffs and reports."""
         assert isinstance(argument, RunDirectory)
         self._directory = argument
-        self._told = [*self._sentences(), *self._reports()]
+        self._contents = [*self._backoffs(), *self._reports()]
 
-    def about(self) -> str:
+    def title_detail(self) -> str:
         """The run's name."""
         return clean(self._directory.name)
 
-    def lines(self, width: int) -> Sequence[Content]:
-        """First the sentences, then the reports, newest first."""
-        return [Content.assemble(" ", line) for content in self._told for line in content.wrap(max(10, width - 2))]
+    def text_lines(self, width: int) -> Sequence[Content]:
+        """First the backoffs as sentences, then the reports, newest first."""
+        return [Content.assemble(" ", line) for content in self._contents for line in content.wrap(max(10, width - 2))]
 
-    def _sentences(self) -> Iterable[Content]:
+    def _backoffs(self) -> Iterable[Content]:
         try:
             for line in EventTail(self._directory.events).lines():
                 event = decode_event(line) if line.find(BACKOFF_MARK, 0, KIND_WITHIN_BYTES) >= 0 else None
@@ -58,21 +58,21 @@ class OomScreen(ReadingScreen):
         paths = sorted(self._directory.oom.glob("*.json"), reverse=True)
         yield Content("")
         if not paths:
-            yield Content.styled("the engine has left no report of its own in oom/", "$muted")
-        for path in paths[:MOST_REPORTS]:
+            yield Content.styled("the engine has written no report into oom/", "$muted")
+        for path in paths[:MAX_REPORTS]:
             yield Content.styled(clean(path.name), "bold $info")
             yield from _report(path, "#" if self.console.ascii_only else "█")
             yield Content("")
-        if len(paths) > MOST_REPORTS:
-            yield Content.styled(f"{len(paths) - MOST_REPORTS} older reports are in {clean(paths[0].parent)}", "$muted")
+        if len(paths) > MAX_REPORTS:
+            yield Content.styled(f"{len(paths) - MAX_REPORTS} older reports are in {clean(paths[0].parent)}", "$muted")
 
 
 def _report(path: Path, bar: str) -> list[Content]:
-    """A report as a page."""
+    """The lines of one report."""
     report = read_report(path)
     if report is None:
-        return [Content.styled("cannot be read: it may have been cut off", "$caution")]
+        return [Content.styled("cannot be read: it may be incomplete", "$caution")]
     try:
         return [Content(line) for line in report_lines(report, bar=bar)]
     except (KeyError, TypeError, ValueError, AttributeError):
-        return [Content.styled("is no report as this version writes them", "$caution")]
+        return [Content.styled("not in the format of this version's reports", "$caution")]

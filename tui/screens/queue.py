@@ -1,6 +1,6 @@
-"""Queue: what runs now and what waits, in order. The same list and the same keeper as `tunedeck queue`.
+"""Queue: the running and the waiting runs, in order. The same list and the same worker as `tunedeck queue`.
 
-The work is done by a process of its own (`engine.launch.queue_worker`): leaving the console changes nothing.
+A process of its own (`engine.launch.queue_worker`) starts the runs, so leaving the console changes nothing.
 
 Try: `tunedeck queue add -p demo -r demo`, then `tunedeck` and the Queue key.
 """
@@ -22,180 +22,184 @@ from engine.journal.summary import RunSummary
 from engine.journal.trash import move_to_trash
 from engine.launch.queue_worker import start_queue_worker
 from tui.keys import bindings
-from tui.run.listing import Entry, RunList
-from tui.run.table import Column, heading, row
+from tui.run.listing import RunEntry, RunList
+from tui.run.table import TableColumn, run_row, table_heading
 from tui.screens.base import BaseScreen
-from tui.widgets.row_list import Rows
-from tui.widgets.text_lines import Lines
+from tui.widgets.row_list import RowList
+from tui.widgets.text_lines import TextLines
 
-LOOK_SECONDS = 1.0
-SLICE_SECONDS = 0.05
+POLL_SECONDS = 1.0
+"""Interval at which queue and runs are read."""
+
+READ_SECONDS = 0.05
+"""Longest time that one poll reads: less than what a key press may wait."""
 
 
 class QueueScreen(BaseScreen):
     """The queue of the runs folder."""
 
-    where = "queue"
+    screen_name = "queue"
     BINDINGS = bindings("queue")
 
     def __init__(self) -> None:
         super().__init__()
         self._order = QueueState()
-        self._trouble = ""
-        self._doomed = ""
-        """The run that the next press of the same key takes out."""
+        self._read_error = ""
+        self._to_remove = ""
+        """Name of the run that a second press of the key removes."""
         self._columns = (
-            Column("turn", 4, 0, self._turn, right=True),
-            Column("run", 0, 0, lambda entry, _: entry.directory.name),
-            Column("step", 13, 70, lambda _, summary: f"{summary.step:,}" if summary.step else "", right=True),
-            Column("loss", 8, 80, _loss, right=True),
-            Column("profile", 10, 90, lambda _, summary: summary.profile),
-            Column("recipe", 14, 110, lambda _, summary: summary.recipe),
-            Column("model", 22, 130, lambda _, summary: summary.model),
+            TableColumn("place", 5, 0, self._position, right=True),
+            TableColumn("run", 0, 0, lambda entry, _: entry.directory.name),
+            TableColumn("step", 13, 70, lambda _, summary: f"{summary.step:,}" if summary.step else "", right=True),
+            TableColumn("loss", 8, 80, _loss, right=True),
+            TableColumn("profile", 10, 90, lambda _, summary: summary.profile),
+            TableColumn("recipe", 14, 110, lambda _, summary: summary.recipe),
+            TableColumn("model", 22, 130, lambda _, summary: summary.model),
         )
 
-    def body(self) -> ComposeResult:
+    def compose_body(self) -> ComposeResult:
         """Column titles, the rows, and a line on who works on them."""
-        yield Lines(classes="heading")
-        yield Rows(id="queue")
-        yield Lines(id="keeper", classes="heading")
+        yield TextLines(classes="heading")
+        yield RowList(id="queue")
+        yield TextLines(id="worker", classes="heading")
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Start to poll."""
         self._queue = Queue(self.console.runs_dir)
-        self._runs = RunList(self._in_order)
-        self._look()
+        self._runs = RunList(self._queued_runs)
+        self._poll()
 
     def on_screen_resume(self) -> None:
-        """Shown again: look at once."""
+        """Read at once when the screen is shown again."""
         super().on_screen_resume()
         self._read()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self.is_current:
             self._read()
-        self.set_timer(LOOK_SECONDS, self._look)
+        self.set_timer(POLL_SECONDS, self._poll)
 
     def _read(self) -> None:
-        self._runs.refresh(seconds=SLICE_SECONDS)
+        self._runs.refresh(seconds=READ_SECONDS)
         self._fill()
 
-    def _in_order(self) -> list[RunDirectory]:
-        """The present run, then those that wait."""
+    def _queued_runs(self) -> list[RunDirectory]:
+        """The running run, then the waiting ones in order."""
         try:
-            self._order, self._trouble = self._queue.look(), ""
+            self._order, self._read_error = self._queue.look(), ""
         except TunedeckError as error:
-            self._order, self._trouble = QueueState(), error.found
+            self._order, self._read_error = QueueState(), error.found
         except OSError as error:
-            self._order, self._trouble = QueueState(), f"a run that waits cannot be read: {error.strerror or error}"
-        names = [*([self._order.current] if self._at_work else []), *self._order.waiting]
+            self._order, self._read_error = QueueState(), f"a waiting run cannot be read: {error.strerror or error}"
+        names = [*([self._order.current] if self._is_working else []), *self._order.waiting]
         return [RunDirectory(self.console.runs_dir / str(name)) for name in names]
 
     @property
-    def _at_work(self) -> bool:
+    def _is_working(self) -> bool:
         return self._order.keeper is not None and self._order.current is not None
 
-    def _turn(self, entry: Entry, _summary: RunSummary) -> str:
+    def _position(self, entry: RunEntry, _summary: RunSummary) -> str:
         name = entry.directory.name
         return str(self._order.waiting.index(name) + 1) if name in self._order.waiting else "now"
 
     def _fill(self) -> None:
         width = self.size.width
-        self.query_one(".heading", Lines).show([heading(width, self._columns)])
-        lines = [row(entry, width, self.console.ascii_only, self._columns) for entry in self._runs.entries]
-        self.query_one(Rows).show(lines or list(self._empty()))
-        self.query_one("#keeper", Lines).show([Content.styled(self._state(), "$muted")])
-        self.refresh_bars()
+        self.query_one(".heading", TextLines).show([table_heading(width, self._columns)])
+        lines = [run_row(entry, width, self.console.ascii_only, self._columns) for entry in self._runs.entries]
+        self.query_one(RowList).show(lines or list(self._empty()))
+        self.query_one("#worker", TextLines).show([Content.styled(self._worker_status(), "$muted")])
+        self.refresh_title_and_footer()
 
     def _empty(self) -> Iterable[Content]:
-        if self._trouble:
-            yield from Content.styled(clean(self._trouble), "$bad").wrap(self.size.width)
+        if self._read_error:
+            yield from Content.styled(clean(self._read_error), "$bad").wrap(self.size.width)
         else:
-            yield Content.styled("  nothing waits; add a run from Launch, or with: tunedeck queue add", "$muted")
+            yield Content.styled("  the queue is empty; add a run on Launch, or with: tunedeck queue add", "$muted")
 
-    def _state(self) -> str:
+    def _worker_status(self) -> str:
         if self._order.keeper is not None:
-            return f" process {self._order.keeper.pid} works on the queue, also without this console"
-        return " nobody works on the queue" + ("; s starts it" if self._order.waiting else "")
+            return f" process {self._order.keeper.pid} starts the runs in order, also without this console"
+        return " the queue is not started" + ("; s starts it" if self._order.waiting else "")
 
     @property
-    def chosen(self) -> Entry | None:
+    def chosen(self) -> RunEntry | None:
         """The run under the cursor."""
-        entries, index = self._runs.entries, self.query_one(Rows).cursor
+        entries, index = self._runs.entries, self.query_one(RowList).cursor
         return entries[index] if index < len(entries) else None
 
     @property
     def _chosen_place(self) -> int | None:
-        """Place of the run under the cursor among those that wait, from 1; None for the present run."""
+        """Place of the run under the cursor among the waiting ones, from 1; None for the running one."""
         chosen = self.chosen
         waits = chosen is not None and chosen.directory.name in self._order.waiting
         return self._order.waiting.index(chosen.directory.name) + 1 if chosen and waits else None
 
-    def about(self) -> str:
-        """How many wait."""
-        return f"{len(self._order.waiting)} wait"
+    def title_detail(self) -> str:
+        """The number of waiting runs."""
+        return f"{len(self._order.waiting)} waiting"
 
-    def why_not(self, action: str) -> str | None:
-        """Moving and removing are for runs that wait; starting for a queue that rests."""
+    def disabled_reason(self, action: str) -> str | None:
+        """Only waiting runs are moved and removed; only a queue that is not started can be started."""
         if action == "start":
             if self._order.keeper is not None:
-                return "the queue is being worked on already"
-            return None if self._order.waiting else "nothing waits"
+                return "the queue is started already"
+            return None if self._order.waiting else "no run is waiting"
         if action == "end":
-            return None if self._order.keeper is not None else "nobody works on the queue"
+            return None if self._order.keeper is not None else "the queue is not started"
         if action == "open":
             return None if self.chosen is not None else "there is no run to open"
         place = self._chosen_place
         if place is None:
-            return "this run has begun" if self.chosen is not None else "nothing waits"
+            return "this run has started" if self.chosen is not None else "no run is waiting"
         if action == "sooner" and place == 1:
-            return "it is the next already"
+            return "it is already the first of the waiting runs"
         if action == "later" and place == len(self._order.waiting):
-            return "it is the last already"
+            return "it is already the last of the waiting runs"
         return None
 
-    def on_rows_chosen(self) -> None:
-        """Enter on a row."""
+    def on_row_list_selected(self) -> None:
+        """Open the run on Enter."""
         self.action_press("open")
 
-    def on_rows_moved(self) -> None:
-        """Other keys apply to another run."""
-        self._doomed = ""
-        self.refresh_bars()
+    def on_row_list_highlighted(self) -> None:
+        """Update the keys for the run under the cursor."""
+        self._to_remove = ""
+        self.refresh_title_and_footer()
 
     def do_open(self) -> None:
-        """Watch the run under the cursor."""
+        """Open the run under the cursor."""
         if self.chosen is not None:
             self.console.open_screen("run", self.chosen.directory)
 
     def do_start(self) -> None:
-        """Work on the queue."""
+        """Start the queue's worker process."""
         try:
             pid = start_queue_worker(self.console.runs_dir)
         except TunedeckError as error:
-            self.say(f"{error.found}; {error.fix}", "$bad")
+            self.show_message(f"{error.found}; {error.fix}", "$bad")
         else:
-            self.say(f"process {pid} begins with the first run")
+            self.show_message(f"process {pid} starts the first run")
 
     def do_end(self) -> None:
-        """Start no further run."""
+        """End the worker process, so that no further run is started."""
         if self._order.keeper is not None:
+            pid = self._order.keeper.pid
             try:
-                os.kill(self._order.keeper.pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM)
             except ProcessLookupError:
-                self.say("it has ended by itself")
+                self.show_message("it has ended already")
             except PermissionError:
-                self.say(f"process {self._order.keeper.pid} belongs to someone else, who alone can end it", "$bad")
+                self.show_message(f"process {pid} belongs to another user, who alone can end it", "$bad")
             else:
-                self.say("no further run is started; the present one goes on")
+                self.show_message("no further run is started; the present one goes on")
         self._read()
 
     def do_sooner(self) -> None:
-        """One place up."""
+        """Move the run under the cursor one place up."""
         self._move(-1)
 
     def do_later(self) -> None:
-        """One place down."""
+        """Move the run under the cursor one place down."""
         self._move(+1)
 
     def _move(self, places: int) -> None:
@@ -205,33 +209,33 @@ class QueueScreen(BaseScreen):
         self._try(lambda: self._queue.move(chosen.directory.name, place + places))
         entries = [entry.directory.path for entry in self._runs.entries]
         if chosen.directory.path in entries:
-            self.query_one(Rows).move_to(entries.index(chosen.directory.path))
+            self.query_one(RowList).move_to(entries.index(chosen.directory.path))
 
     def do_remove(self) -> None:
-        """Take a run out, on the second press."""
+        """Remove the run under the cursor, on the second press."""
         chosen = self.chosen
         if chosen is None:
             return
         name = chosen.directory.name
-        if self._doomed != name:
-            self._doomed = name
-            self.say(f"once more takes {clean(name)} out; its folder goes to the trash", "$caution")
+        if self._to_remove != name:
+            self._to_remove = name
+            self.show_message(f"x again removes {clean(name)}; its folder goes to the trash", "$caution")
             return
-        self._doomed = ""
+        self._to_remove = ""
         if self._try(lambda: self._queue.remove(name)) and self._try(lambda: move_to_trash(chosen.directory)):
-            self.say(f"{clean(name)} is in the trash of the runs folder")
+            self.show_message(f"{clean(name)} is in the trash of the runs folder")
 
     def _try(self, change: Callable[[], object]) -> bool:
-        """Make a change and look again; what speaks against it is said."""
+        """Make a change, show its error if it has one, and read the queue again."""
         try:
             change()
         except TunedeckError as error:
-            self.say(f"{clean(error.found)}; {clean(error.fix)}", "$bad")
+            self.show_message(f"{clean(error.found)}; {clean(error.fix)}", "$bad")
             return False
         finally:
             self._read()
         return True
 
 
-def _loss(_entry: Entry, summary: RunSummary) -> str:
+def _loss(_entry: RunEntry, summary: RunSummary) -> str:
     return format_number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else ""

@@ -1,7 +1,8 @@
-"""Run: one run as it goes, or as it went: state, loss, figures, memory, events, log; and the keys that ask for things.
+"""Run: one run, running or ended: its state, loss, figures, memory, events and log; keys to checkpoint, pause, stop.
 
-The screen asks and watches; it decides nothing. A request is a file that the engine answers with an event, so what the
-screen shows is what the engine said. Below 80x24 one pane at a time, with the state always in sight.
+The screen only reads the run directory and writes requests into it. The engine answers a request with an event, so
+the screen never shows a state that the engine has not recorded. Below 80x24 one pane is shown at a time, with the
+state always in sight.
 
 Try: `tunedeck`, then Enter on a run.
 """
@@ -24,45 +25,44 @@ from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.launch.process import force_stop
 from tui.keys import bindings
-from tui.plot.loss_plot import ZOOMS, LossPlot, Mark, Picture
-from tui.run.clone import recipe_of
-from tui.run.panels import feed_lines, figures, headline, log_lines, memory
-from tui.run.ranks import ranks
-from tui.run.reuse import why_not_resume
+from tui.plot.loss_plot import ZOOMS, LossPlot, LossPlotData, StepMarks
+from tui.run.panels import event_lines, figure_lines, headline_lines, log_lines, memory_lines
+from tui.run.ranks import rank_lines
+from tui.run.reuse import launch_settings, resume_refusal
 from tui.run.watch import FeedLine, LogTail, RunWatch
 from tui.screens.base import BaseScreen
-from tui.screens.confirm import Question
+from tui.screens.confirm import ConfirmScreen
 from tui.widgets.scrollback import Scrollback
-from tui.widgets.text_lines import Lines
+from tui.widgets.text_lines import TextLines
 
-LOOK_SECONDS = 0.5
-"""Two redraws a second at most: more makes an SSH line crawl."""
+POLL_SECONDS = 0.5
+"""Interval at which the run is read: at most two repaints a second, more would slow down an SSH connection."""
 
 PLOT_SECONDS = 1.0
-"""Between two redraws of the curve."""
+"""Least interval between repaints of the curve."""
 
-SLICE_SECONDS = 0.04
-"""How long one look may read; a key press waits no longer."""
+READ_SECONDS = 0.04
+"""Longest time that one poll reads; a key press waits no longer."""
 
 CATCH_UP_SECONDS = 0.02
-"""Between looks while a long history is being read."""
+"""The interval while a long journal is being read."""
 
 ALL_PANES = ("loss", "figures", "ranks", "events", "log", "memory")
 
 PANES = {"all": (), "regular": ("events", "memory", "log"), "one": ("loss", "figures", "events", "memory", "log")}
-"""Which panes `tab` goes through, by how much room there is; the others are always in sight."""
+"""The panes that `tab` goes through, by the room there is; all others are always shown."""
 
 RANKS_BEFORE = {"regular": "memory", "one": "events"}
-"""Where the ranks of a run of several stand among them."""
+"""The pane before which the ranks of a run over several devices are put."""
 
-MOST_RANK_LINES = 9
-"""Of a screen that shows everything: eight ranks and their heading."""
+MAX_RANK_LINES = 9
+"""Lines for the ranks on a screen that shows all panes: a heading and eight ranks."""
 
 
 class RunScreen(BaseScreen):
-    """One run."""
+    """The panes of one run."""
 
-    where = "run"
+    screen_name = "run"
     BINDINGS = bindings("run")
     AUTO_FOCUS = ""
 
@@ -71,98 +71,101 @@ class RunScreen(BaseScreen):
         self._pane = {"all": "events", "regular": "events", "one": "loss"}
         self._rank_lines = 0
         """Lines that the ranks take; 0 for a run of one process."""
-        self._fed = 0
+        self._feed_shown = 0
+        """Number of events that were given to the events pane."""
         self._plotted = (-1, float("-inf"))
+        """Version of the data and time of the latest repaint of the curve."""
 
-    def receive(self, argument: object) -> None:
-        """The run directory to show."""
+    def set_argument(self, argument: object) -> None:
+        """Take the run directory to show."""
         assert isinstance(argument, RunDirectory)
-        self.watch_of = RunWatch(argument)
+        self.run_watch = RunWatch(argument)
         self._log = LogTail(argument.log)
 
     @property
     def directory(self) -> RunDirectory:
-        """Of the run that is shown."""
-        return self.watch_of.directory
+        """The directory of the run that is shown."""
+        return self.run_watch.directory
 
     @property
     def status(self) -> str:
         """The run's state; empty while it is not known."""
-        return self.watch_of.summary.status if self.watch_of.summary is not None else ""
+        return self.run_watch.summary.status if self.run_watch.summary is not None else ""
 
-    def body(self) -> ComposeResult:
-        """The panes."""
-        yield Lines(id="headline")
-        yield Lines(id="all-tabs", classes="tabs")
+    def compose_body(self) -> ComposeResult:
+        """Yield the panes."""
+        yield TextLines(id="headline")
+        yield TextLines(id="all-tabs", classes="tabs")
         with Horizontal(id="upper"):
-            yield LossPlot(self.draw, self.console.ascii_only, id="loss")
-            yield Lines(id="figures", classes="pane")
-        yield Lines(id="word-tabs", classes="tabs")
-        yield Lines(id="ranks", classes="pane")
+            yield LossPlot(self.glyphs, self.console.ascii_only, id="loss")
+            yield TextLines(id="figures", classes="pane")
+        yield TextLines(id="word-tabs", classes="tabs")
+        yield TextLines(id="ranks", classes="pane")
         with Horizontal(id="lower"):
             with Vertical(id="words"):
-                yield Scrollback[FeedLine]("events", feed_lines, empty="nothing has happened yet", id="events")
+                yield Scrollback[FeedLine]("events", event_lines, empty="nothing has happened yet", id="events")
                 yield Scrollback[str]("log", log_lines, empty="the engine has written nothing to engine.log", id="log")
-            yield Lines(id="memory", classes="pane")
+            yield TextLines(id="memory", classes="pane")
 
     def on_mount(self) -> None:
-        """Begin to look."""
-        self._look()
+        """Start to poll."""
+        self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self.is_current:
-            if self.watch_of.look(seconds=SLICE_SECONDS):
+            if self.run_watch.read_more(seconds=READ_SECONDS):
                 self._paint()
             self._plot()
-            if self._log.look():
+            if self._log.refresh():
                 self.query_one("#log", Scrollback).replace(self._log.lines)
-        self.set_timer(CATCH_UP_SECONDS if self.watch_of.behind > 0.01 else LOOK_SECONDS, self._look)
+        self.set_timer(CATCH_UP_SECONDS if self.run_watch.unread_share > 0.01 else POLL_SECONDS, self._poll)
 
     def _paint(self) -> None:
-        watch, ascii_only = self.watch_of, self.console.ascii_only
-        self.query_one("#headline", Lines).show(headline(watch, self.size.width, self.draw, ascii_only=ascii_only))
-        numbers = figures(watch, self.draw, ascii_only=ascii_only, with_ranks=self._room != "all")
-        self.query_one("#figures", Lines).show(numbers)
-        pane = self.query_one("#memory", Lines)
+        watch, ascii_only = self.run_watch, self.console.ascii_only
+        head = headline_lines(watch, self.size.width, self.glyphs, ascii_only=ascii_only)
+        self.query_one("#headline", TextLines).show(head)
+        numbers = figure_lines(watch, self.glyphs, ascii_only=ascii_only, with_ranks=self._room != "all")
+        self.query_one("#figures", TextLines).show(numbers)
+        pane = self.query_one("#memory", TextLines)
         heading = [Content.styled(" memory", "bold")] if self._room == "all" else []
-        pane.show([*heading, *memory(watch, pane.size.width, self.draw)])
+        pane.show([*heading, *memory_lines(watch, pane.size.width, self.glyphs)])
         self._paint_ranks()
-        new, self._fed = watch.fed - self._fed, watch.fed
+        new, self._feed_shown = watch.feed_total - self._feed_shown, watch.feed_total
         if new:
             self.query_one("#events", Scrollback).add(list(watch.feed)[-new:])
-        self.refresh_bars()
+        self.refresh_title_and_footer()
 
     def _paint_ranks(self) -> None:
-        pane = self.query_one("#ranks", Lines)
-        height = MOST_RANK_LINES if self._room == "all" else max(3, pane.size.height)
-        lines = ranks(self.watch_of, self.size.width, height, self.draw)
+        pane = self.query_one("#ranks", TextLines)
+        height = MAX_RANK_LINES if self._room == "all" else max(3, pane.size.height)
+        lines = rank_lines(self.run_watch, self.size.width, height, self.glyphs)
         pane.show(lines)
         if len(lines) != self._rank_lines:
             self._rank_lines = len(lines)
             self._arrange()
 
     def _plot(self) -> None:
-        """Redraw the curve when data came, at most once a second."""
+        """Repaint the curve when there is new data, at most once every PLOT_SECONDS."""
         drawn, at = self._plotted
-        if self.watch_of.version != drawn and time.monotonic() - at >= PLOT_SECONDS:
-            self._plotted = (self.watch_of.version, time.monotonic())
-            self.query_one(LossPlot).put(self._picture())
+        if self.run_watch.version != drawn and time.monotonic() - at >= PLOT_SECONDS:
+            self._plotted = (self.run_watch.version, time.monotonic())
+            self.query_one(LossPlot).set_data(self._plot_data())
 
-    def _picture(self) -> Picture:
-        state = self.watch_of.state
+    def _plot_data(self) -> LossPlotData:
+        state = self.run_watch.state
         scores = [(e["step"], e["metrics"]["loss"]) for e in state.evals if e["metrics"].get("loss") is not None]
         marks = [
-            Mark("checkpoint", "■", "$muted", self.watch_of.saved),
-            Mark("oom", "▲", "bold $bad", [event["step"] for event in state.backoffs]),
+            StepMarks("checkpoint", "■", "$muted", self.run_watch.checkpoint_steps),
+            StepMarks("oom", "▲", "bold $bad", [event["step"] for event in state.backoffs]),
         ]
-        return Picture(self.watch_of.curves.loss, scores, marks, note="no step yet")
+        return LossPlotData(self.run_watch.curves.loss, scores, marks, note="no step yet")
 
-    def about(self) -> str:
+    def title_detail(self) -> str:
         """The run's name."""
         return clean(self.directory.name)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Other panes fit."""
+        """Show the panes that fit the new size."""
         super().on_resize(event)
         self._arrange()
         self.call_after_refresh(self._paint)
@@ -174,7 +177,7 @@ class RunScreen(BaseScreen):
         return "all" if self.has_class("-roomy") else "regular"
 
     def _panes(self) -> tuple[str, ...]:
-        """Which panes `tab` goes through now."""
+        """The panes that `tab` goes through now."""
         names = PANES[self._room]
         if not self._rank_lines or not names:
             return names
@@ -182,12 +185,12 @@ class RunScreen(BaseScreen):
         return (*names[:at], "ranks", *names[at:])
 
     def _arrange(self) -> None:
-        """Show the panes there is room for."""
+        """Show the panes that there is room for, and hide the others."""
         room, switched = self._room, self._panes()
         chosen = self._pane[room]
         for name in ALL_PANES:
             self.query_one(f"#{name}").display = name not in switched or name == chosen
-        table = self.query_one("#ranks", Lines)
+        table = self.query_one("#ranks", TextLines)
         table.display = table.display and bool(self._rank_lines)
         table.styles.height = self._rank_lines if room == "all" else "1fr"
         self.set_class(bool(self._rank_lines), "-ranks")
@@ -197,91 +200,92 @@ class RunScreen(BaseScreen):
         for pane in self.query(Scrollback):
             pane.headed = not switched
         for name, where in (("#all-tabs", "one"), ("#word-tabs", "regular")):
-            tabs = self.query_one(name, Lines)
+            tabs = self.query_one(name, TextLines)
             tabs.display = room == where
             tabs.show([_tabs(switched, chosen)])
 
-    def why_not(self, action: str) -> str | None:
-        """What the run's state forbids."""
+    def disabled_reason(self, action: str) -> str | None:
+        """The run's state decides which keys have an effect."""
         status = self.status
-        summary = self.watch_of.summary
+        summary = self.run_watch.summary
         if action in ("checkpoint", "pause", "stop") and status != "running":
             return f"the run is {status or 'not read yet'}: there is no engine to ask"
         if action in ("checkpoint", "pause") and summary is not None and summary.stopping:
             return "it is stopping already"
         if action == "resume":
-            return why_not_resume(self.directory, status)
-        if action == "report" and not (self.watch_of.state.backoffs or self.watch_of.state.oom_reports):
-            return "memory never ran out in this run"
+            return resume_refusal(self.directory, status)
+        if action == "report" and not (self.run_watch.state.backoffs or self.run_watch.state.oom_reports):
+            return "this run never ran out of memory"
         if action == "next_pane" and not PANES[self._room]:
-            return "every pane is in sight"
+            return "all panes are shown"
         return None
 
     def do_checkpoint(self) -> None:
-        """Ask for a checkpoint."""
+        """Request a checkpoint."""
         self._ask_engine("checkpoint", "asked for a checkpoint after this step")
 
     def do_pause(self) -> None:
-        """Ask for a pause."""
+        """Request a pause."""
         self._ask_engine("pause", "asked to pause: a checkpoint, then the device is free")
 
     def do_stop(self) -> None:
-        """Ask whether to stop; where a stop was asked for already, end it by force."""
-        if self.watch_of.summary is not None and self.watch_of.summary.stopping:
-            self.say("stopping it by force")
+        """Request a stop after a confirmation; where a stop was requested before, end the engine by force."""
+        if self.run_watch.summary is not None and self.run_watch.summary.stopping:
+            self.show_message("the engine is being ended by force")
             self.run_worker(self._force, thread=True, exit_on_error=False)
             return
         question = "Stop this run after the present step, with a checkpoint?"
-        self.app.push_screen(Question(question, "stop it"), self._stop_if)
+        self.app.push_screen(ConfirmScreen(question, "stop it"), self._stop_if)
 
     def _stop_if(self, yes: bool | None) -> None:
         if yes:
             self._ask_engine("stop", "asked to stop after this step; s again stops it at once, without a checkpoint")
 
-    def _ask_engine(self, name: str, promise: str) -> None:
+    def _ask_engine(self, name: str, message: str) -> None:
+        """Write a request into the run directory."""
         try:
             control.send_request(self.directory, name)
         except OSError as error:
-            self.say(f"the request cannot be written: {error.strerror or error}", "bold $bad")
+            self.show_message(f"the request cannot be written: {error.strerror or error}", "bold $bad")
         else:
-            self.say(promise)
-        self._look_now()
+            self.show_message(message)
+        self._refresh_now()
 
     def _force(self) -> None:
-        """In a thread: a driver may hold a killed process for seconds."""
+        """Kill the engine, in a thread: a GPU driver may keep a killed process for seconds."""
         try:
             force_stop(self.directory)
         except (TunedeckError, OSError) as error:
             found = error.found if isinstance(error, TunedeckError) else str(error)
-            self.app.call_from_thread(self.say, found, "bold $bad")
+            self.app.call_from_thread(self.show_message, found, "bold $bad")
 
     def do_resume(self) -> None:
-        """Start an engine that goes on with the run."""
+        """Start an engine process that resumes the run."""
         self.console.start_engine(self.directory, resume=True)
-        self._look_now()
+        self._refresh_now()
 
     def do_report(self) -> None:
-        """What memory was made of when it ran out."""
+        """Open the out-of-memory report."""
         self.console.open_screen("oom", self.directory)
 
     def do_clone(self) -> None:
-        """The same again, to be changed before it starts."""
-        self.console.open_screen("launch", recipe_of(self.directory))
+        """Open Launch with the settings of this run."""
+        self.console.open_screen("launch", launch_settings(self.directory))
 
     def do_log_axis(self) -> None:
-        """Loss on a log axis, or not."""
+        """Switch between a log and a linear axis."""
         plot = self.query_one(LossPlot)
-        plot.look_at(replace(plot.look, log=not plot.look.log))
+        plot.set_options(replace(plot.options, log=not plot.options.log))
 
     def do_smooth(self) -> None:
-        """Smoothed, or as it is."""
+        """Switch between the smoothed and the plain curve."""
         plot = self.query_one(LossPlot)
-        plot.look_at(replace(plot.look, smooth=not plot.look.smooth))
+        plot.set_options(replace(plot.options, smooth=not plot.options.smooth))
 
     def do_zoom(self) -> None:
-        """The whole run, its last half, its last tenth."""
+        """Switch between the whole run, its last half and its last tenth."""
         plot, names = self.query_one(LossPlot), list(ZOOMS)
-        plot.look_at(replace(plot.look, zoom=names[(names.index(plot.look.zoom) + 1) % len(names)]))
+        plot.set_options(replace(plot.options, zoom=names[(names.index(plot.options.zoom) + 1) % len(names)]))
 
     def do_next_pane(self) -> None:
         """Show the next pane."""
@@ -291,23 +295,23 @@ class RunScreen(BaseScreen):
         self.call_after_refresh(self._paint)
 
     def do_older(self) -> None:
-        """Back through events, or the log where that is what is shown."""
+        """Scroll up by a line, in the log where it is shown, else in the events."""
         self._scroll(1)
 
     def do_newer(self) -> None:
-        """Forth again."""
+        """Scroll down by a line."""
         self._scroll(-1)
 
     def do_page_older(self) -> None:
-        """A page back."""
+        """Scroll up by a page."""
         self._scroll(self._scrolled.page)
 
     def do_page_newer(self) -> None:
-        """A page forth."""
+        """Scroll down by a page."""
         self._scroll(-self._scrolled.page)
 
     def do_newest(self) -> None:
-        """To the end, and follow it."""
+        """Scroll to the end, and follow new lines."""
         self._scroll(-(10**9))
 
     @property
@@ -317,8 +321,8 @@ class RunScreen(BaseScreen):
     def _scroll(self, lines: int) -> None:
         self._scrolled.scroll_lines(lines)
 
-    def _look_now(self) -> None:
-        if self.watch_of.look(seconds=SLICE_SECONDS):
+    def _refresh_now(self) -> None:
+        if self.run_watch.read_more(seconds=READ_SECONDS):
             self._paint()
 
 

@@ -1,6 +1,6 @@
-"""The table of screens. A screen's module is imported when it is first opened, so none costs the start anything.
+"""The table of screens. A screen's module is imported when the screen is first opened, so none slows the start.
 
-Data only. A screen that is kept lives on when another is looked at, and is found as it was left.
+A kept screen stays in memory while another is shown, and is found as it was left.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class ScreenRow(NamedTuple):
-    """One screen: its name in the key table, the digit that opens it (empty: reached from another), and its class."""
+    """One screen: its name in the key table, the digit that opens it (empty: none does), its title and its class."""
 
     name: str
     key: str

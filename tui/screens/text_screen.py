@@ -1,4 +1,4 @@
-"""A screen that is only read: lines made for the width, walked through with the arrows."""
+"""The base class of screens that only show text: lines made for the width, scrolled by a cursor."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from textual.app import ComposeResult
 from textual.content import Content
 
 from tui.screens.base import BaseScreen
-from tui.widgets.row_list import Rows
+from tui.widgets.row_list import RowList
 
 
-class ReadingScreen(BaseScreen):
-    """Shows `lines`; call `refill` when they have changed."""
+class TextScreen(BaseScreen):
+    """Shows `text_lines`; call `refill` when they have changed."""
 
-    def body(self) -> ComposeResult:
-        """The lines."""
-        yield Rows()
+    def compose_body(self) -> ComposeResult:
+        """Yield the list that shows the lines."""
+        yield RowList()
 
-    def lines(self, width: int) -> Sequence[Content]:
-        """What is shown at this width."""
+    def text_lines(self, width: int) -> Sequence[Content]:
+        """The lines to show at this width."""
         raise NotImplementedError
 
     def refill(self) -> None:
-        """Make the lines anew."""
-        self.query_one(Rows).show(self.lines(self.size.width))
+        """Make the lines again and show them."""
+        self.query_one(RowList).show(self.text_lines(self.size.width))
 
     def on_resize(self, event: events.Resize) -> None:
-        """Lines wrap elsewhere."""
+        """Make the lines for the new width."""
         super().on_resize(event)
         self.refill()

@@ -1,1 +1,1 @@
-"""What the screens are made of. Nothing here reads a file: widgets are given values and draw them."""
+"""The widgets that screens are made of. They read no file: screens give them values, and they draw them."""

@@ -1,6 +1,6 @@
-"""A question at the foot of a screen, answered with a line of text: a name to save under, a file to import.
+"""A question at the foot of a screen that is answered with a line of text, such as a name or a file to import.
 
-The screen places one `Prompt`; `ask` shows it. Enter answers, Esc withdraws the question.
+A screen composes one `InputPrompt`, which is hidden until `ask`. Enter answers, Esc cancels.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Input
 
-from tui.widgets.key_order import KeysInOrder
-from tui.widgets.text_lines import Lines
+from tui.widgets.key_order import OrderedKeys
+from tui.widgets.text_lines import TextLines
 
 
-class Answer(KeysInOrder, Input):
-    """The field; Esc belongs to the question, not to the screen."""
+class PromptInput(OrderedKeys, Input):
+    """The input field of the prompt."""
 
-    BINDINGS = [Binding("escape", "withdraw", show=False)]  # noqa: RUF012  # Textual's own declaration
+    BINDINGS = [Binding("escape", "cancel", show=False)]  # noqa: RUF012  # Textual's own declaration
 
-    def action_withdraw(self) -> None:
-        """No answer."""
+    def action_cancel(self) -> None:
+        """Close the prompt without an answer."""
         prompt = self.parent
-        if isinstance(prompt, Prompt):
+        if isinstance(prompt, InputPrompt):
             prompt.close()
 
 
-class Prompt(Horizontal):
+class InputPrompt(Horizontal):
     """The question and the field, hidden until something is asked."""
 
     DEFAULT_CSS = """
-    Prompt { height: 1; display: none; background: $panel; }
-    Prompt Lines { height: 1; color: $info; text-style: bold; }
-    Prompt Answer { width: 1fr; height: 1; }
+    InputPrompt { height: 1; display: none; background: $panel; }
+    InputPrompt TextLines { height: 1; color: $info; text-style: bold; }
+    InputPrompt PromptInput { width: 1fr; height: 1; }
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class Prompt(Horizontal):
         self._before: Widget | None = None
 
     def compose(self) -> ComposeResult:
-        """The question, then the field."""
-        yield Lines()
-        yield Answer(compact=True)
+        """Yield the question and the field."""
+        yield TextLines()
+        yield PromptInput(compact=True)
 
     def ask(self, question: str, text: str, answered: Callable[[str], None]) -> None:
-        """Ask, with `text` to start from; `answered` gets what Enter was pressed on."""
-        label, field = self.query_one(Lines), self.query_one(Answer)
+        """Show the question with `text` in the field; `answered` is called with the text when Enter is pressed."""
+        label, field = self.query_one(TextLines), self.query_one(PromptInput)
         self._before, self._answered = self.screen.focused, answered
         label.styles.width = len(question) + 3
         label.show([Content(f" {question}: ")])
@@ -61,18 +61,18 @@ class Prompt(Horizontal):
         self.screen.set_focus(field)
 
     def close(self) -> None:
-        """Hide it and go back to where the focus was."""
+        """Hide the prompt and give the focus back."""
         self._answered = None
         self.display = False
         if self._before is not None:
             self.screen.set_focus(self._before)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Nobody else's affair."""
+        """Keep the field's changes from the screen, which may have other input fields."""
         event.stop()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Answered."""
+        """Hand the answer over, unless it is empty."""
         event.stop()
         answered, text = self._answered, event.value.strip()
         self.close()

@@ -1,6 +1,6 @@
-"""Lines that come at the end and are scrolled back through: it follows the end until someone scrolls up.
+"""A pane of items that are appended, such as events or log lines; it follows the newest until the user scrolls up.
 
-It keeps what it was given and forms lines from it anew when the width changes; `form` says how one item looks.
+`form` turns an item into lines of text. The items are kept, so the lines are made again when the width changes.
 """
 
 from __future__ import annotations
@@ -11,59 +11,59 @@ from typing import Generic, TypeVar
 
 from textual.content import Content
 
-from tui.widgets.text_lines import Lines
+from tui.widgets.text_lines import TextLines
 
 T = TypeVar("T")
 
-KEPT = 1000
-"""Items that are kept."""
+MAX_ITEMS = 1000
+"""Older items than these are dropped."""
 
 
-class Scrollback(Lines, Generic[T]):
-    """A heading, and the newest lines under it."""
+class Scrollback(TextLines, Generic[T]):
+    """A heading and the newest lines under it."""
 
     def __init__(self, name: str, form: Callable[[T, int], list[Content]], *, empty: str, id: str) -> None:
         super().__init__(id=id, classes="pane")
         self._name, self._form, self._empty = name, form, Content.styled(f" {empty}", "$muted")
-        self._items: deque[T] = deque(maxlen=KEPT)
+        self._items: deque[T] = deque(maxlen=MAX_ITEMS)
         self._formed: list[Content] = []
         self._lines = [self._empty]
         self._back = 0
         self.headed = True
-        """Whether its first line is its name."""
+        """Whether the name is shown as the first line."""
 
     def add(self, items: Iterable[T]) -> None:
-        """More at the end."""
+        """Append items."""
         new = list(items)
         self._items.extend(new)
         lines = [line for item in new for line in self._form(item, self.content_size.width)]
-        # Scrolled back, the same lines stay in sight.
+        # While scrolled back, the same lines stay visible.
         self._back += len(lines) if self._back else 0
-        self._formed = [*self._formed, *lines][-4 * KEPT :]
+        self._formed = [*self._formed, *lines][-4 * MAX_ITEMS :]
         self._paint()
 
     def replace(self, items: Iterable[T]) -> None:
-        """Something else altogether."""
+        """Replace all items."""
         self._items.clear()
         self._items.extend(items)
         self._reform()
 
     def scroll_lines(self, lines: int) -> None:
-        """Back through the lines, or forth with a negative number."""
+        """Scroll up by this many lines; down where the number is negative."""
         self._back = max(0, min(self._back + lines, len(self._formed) - self._room))
         self._paint()
 
     def on_resize(self) -> None:
-        """Lines wrap elsewhere."""
+        """Make the lines for the new width."""
         super().on_resize()
         self._reform()
 
     def on_mouse_scroll_up(self) -> None:
-        """The wheel, back."""
+        """Scroll up with the mouse wheel."""
         self.scroll_lines(3)
 
     def on_mouse_scroll_down(self) -> None:
-        """The wheel, forth."""
+        """Scroll down with the mouse wheel."""
         self.scroll_lines(-3)
 
     @property
@@ -84,5 +84,5 @@ class Scrollback(Lines, Generic[T]):
         end = len(self._formed) - self._back
         shown = self._formed[max(0, end - self._room) : end] or [self._empty]
         if self._back:
-            shown[-1] = Content.styled(f" {self._back + 1} more below; end follows them", "$caution")
+            shown[-1] = Content.styled(f" {self._back + 1} more below; end goes to the newest", "$caution")
         self.show([Content.styled(f" {self._name}", "bold"), *shown] if self.headed else shown)

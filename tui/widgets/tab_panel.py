@@ -1,6 +1,6 @@
-"""Tabs of lines: a heading with the tabs' names, and under it the lines of the one that is open, scrolled by a cursor.
+"""Tabs of text: a heading with the tabs' names, and under it the lines of the open tab, scrolled by a cursor.
 
-One list serves all tabs, so that changing the tab lays out nothing.
+A single list serves all tabs, so changing the tab needs no layout pass.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 
-from tui.widgets.row_list import Rows
-from tui.widgets.text_lines import Lines
+from tui.widgets.row_list import RowList
+from tui.widgets.text_lines import TextLines
 
 
-class Panel(Vertical):
-    """The tabs and the lines of the open one."""
+class TabPanel(Vertical):
+    """The tab names and the lines of the open tab."""
 
     def __init__(self, tabs: Sequence[str], *, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)
@@ -25,22 +25,22 @@ class Panel(Vertical):
         """The tab that is open."""
 
     def compose(self) -> ComposeResult:
-        """Heading and lines."""
-        yield Lines(classes="heading")
-        yield Rows(id=f"{self.id}-rows")
+        """Yield heading and lines."""
+        yield TextLines(classes="heading")
+        yield RowList(id=f"{self.id}-rows")
 
-    def turn(self, by: int) -> None:
-        """Open the next tab, or the one before."""
+    def next_tab(self, by: int) -> None:
+        """Open the tab `by` places after the open one; before it where `by` is negative."""
         self.tab = self.tabs[(self.tabs.index(self.tab) + by) % len(self.tabs)]
-        self.query_one(Rows).move_to(0)
+        self.query_one(RowList).move_to(0)
 
     def show(self, lines: Sequence[Content], mark: str) -> None:
-        """The open tab's lines; `mark` stands before the heading."""
+        """Show the open tab's lines, and `mark` before the heading."""
         parts = [(f" {tab} ", "bold reverse" if tab == self.tab else "$muted") for tab in self.tabs]
-        self.query_one(Lines).show([Content.assemble((mark, "bold $info"), *parts)])
-        self.query_one(Rows).show(lines)
+        self.query_one(TextLines).show([Content.assemble((mark, "bold $info"), *parts)])
+        self.query_one(RowList).show(lines)
 
     @property
     def line(self) -> int:
-        """The line under the cursor."""
-        return self.query_one(Rows).cursor
+        """Index of the line under the cursor."""
+        return self.query_one(RowList).cursor

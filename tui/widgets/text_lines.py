@@ -1,9 +1,9 @@
-"""Lines of text drawn cheaply: the ground on which most of the console's widgets stand.
+"""A widget of text lines that repaints only what changed: the base of most widgets of the console.
 
-`Lines` draws one `Content` per line, keeps what it has drawn, and when it is given new lines repaints only those that
-changed. It never asks for a layout pass, wraps nothing and reads no markup: whoever makes a line decides what is in it.
-A watched run at 120x36 repaints most of its screen twice a second; with `Static` that alone cost several per cent of a
-core, because every update there is a layout pass and every span a style with its own offset.
+`TextLines` draws one `Content` per line, keeps what it has drawn, and when it is given new lines repaints only those
+that changed. It never asks for a layout pass, wraps nothing and reads no markup; that is for whoever makes the lines. A
+run that is watched at 120x36 repaints most of its screen twice a second. With Textual's `Static` that took several per
+cent of a core, because there every update is a layout pass and every span a style with its own offset.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from textual.strip import Strip
 from textual.style import Style
 from textual.widget import Widget
 
-from tui.theme import draw
+from tui.theme import glyphs
 
 BLANK = Content("")
 
 
-class Lines(Widget):
-    """Draws the lines it was given last, from the top; what does not fit is cut."""
+class TextLines(Widget):
+    """Draws the lines it was given last, from the top; lines that are too long are cut."""
 
     ALLOW_SELECT = False
 
@@ -46,7 +46,7 @@ class Lines(Widget):
         return "\n".join(line.plain for line in self._lines)
 
     def redraw(self, y: int) -> None:
-        """Forget how line `y` was drawn, and draw it again."""
+        """Draw line `y` again."""
         self._strips.pop(y, None)
         if 0 <= y < self.size.height:
             self.refresh(Region(0, y, self.size.width, 1))
@@ -65,15 +65,15 @@ class Lines(Widget):
         return self.visual_style
 
     def render_line(self, y: int) -> Strip:
-        """Textual asks for one line at a time."""
+        """Draw one line for Textual, or take the one drawn before."""
         strip = self._strips.get(y)
         if strip is None:
             strip = self._strips[y] = self._draw(y)
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The drawn lines as they are, where nothing stands around them. Textual's own way to its kept strips asks
-        every widget in sight for the colours of all its ancestors whenever any other changes: half of a repaint."""
+        """The drawn lines as they are, for a widget without borders and filters. Textual's own method computes the
+        colours of all ancestors of every visible widget whenever any widget changes, half of the time of a repaint."""
         if self.styles.gutter or self.get_line_filters() or crop.column_span != (0, self.size.width):
             return super().render_lines(crop)
         return [self.render_line(y) for y in crop.line_range]
@@ -87,14 +87,14 @@ class Lines(Widget):
 
     @property
     def _cut(self) -> str:
-        """Stands at the end of a line that was cut."""
-        return draw("…", ascii_only=getattr(self.app, "ascii_only", False))
+        """The mark at the end of a line that was cut."""
+        return glyphs("…", ascii_only=getattr(self.app, "ascii_only", False))
 
     def on_resize(self) -> None:
-        """Another width, other strips."""
+        """Draw every line again for the new width."""
         self._strips.clear()
 
     def notify_style_update(self) -> None:
-        """Another theme or focus: other colours."""
+        """Draw every line again when theme or focus change its colours."""
         super().notify_style_update()
         self._strips.clear()

@@ -1,4 +1,4 @@
-"""The first and the last line of every screen: where one is, and which keys there are or what was just said."""
+"""The first and the last line of every screen: the title bar, and the footer with the keys or a message."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from collections.abc import Sequence
 from textual.content import Content
 from textual.timer import Timer
 
-from tui.keys import EVERYWHERE, Key, shown
-from tui.widgets.text_lines import Lines
+from tui.keys import EVERYWHERE, Key, key_label
+from tui.widgets.text_lines import TextLines
 
-SAID_SECONDS = 8.0
-"""How long a message stays: long enough to read two lines."""
+MESSAGE_SECONDS = 8.0
+"""How long a message is shown: long enough to read two lines."""
 
-SAID_LINES = 3
-"""Lines that a message may take."""
+MESSAGE_LINES = 3
+"""The most lines that a message takes."""
 
 
-class TitleLine(Lines):
-    """The screen's name on the left, what it is about in the middle, the other screens on the right."""
+class TitleBar(TextLines):
+    """The screen's name and detail on the left, the digits of the screens on the right."""
 
-    def put(self, lefts: Sequence[Content], right: Content) -> None:
-        """Show the first left one that leaves room for the right one; where none does, the first alone."""
+    def set_title(self, lefts: Sequence[Content], right: Content) -> None:
+        """Show the first of `lefts` that leaves room for `right`; where none does, the first one alone."""
         gaps = [self.size.width - left.cell_length - right.cell_length for left in lefts]
         fitting = (Content.assemble(left, " " * gap, right) for left, gap in zip(lefts, gaps, strict=True) if gap > 0)
         self.show([next(fitting, lefts[0])])
 
 
-class FooterLine(Lines):
-    """The keys of the screen, or for a while a message in their place."""
+class FooterBar(TextLines):
+    """The keys of the screen, or a message in their place for some seconds."""
 
     def __init__(self) -> None:
         super().__init__()
         self._keys: list[tuple[Key, bool]] = []
-        self._said: Content | None = None
+        self._message: Content | None = None
         self._timer: Timer | None = None
 
-    def put(self, keys: Sequence[tuple[Key, bool]]) -> None:
-        """Offer these keys; False marks one that can do nothing now."""
+    def set_keys(self, keys: Sequence[tuple[Key, bool]]) -> None:
+        """Show these keys; False marks a key that is disabled now."""
         self._keys = [(key, usable) for key, usable in keys if key.label]
         self._fill()
 
-    def say(self, text: str, style: str = "") -> None:
-        """Show a message for a while. Plain text: nothing in it is read as markup."""
-        self._said = Content.styled(text, style)
+    def show_message(self, text: str, style: str = "") -> None:
+        """Show a message for MESSAGE_SECONDS. It is plain text: no markup is read in it."""
+        self._message = Content.styled(text, style)
         if self._timer is not None:
             self._timer.stop()
-        self._timer = self.set_timer(SAID_SECONDS, self.clear)
+        self._timer = self.set_timer(MESSAGE_SECONDS, self.clear)
         self._fill()
 
     def clear(self) -> None:
-        """Back to the keys."""
-        self._said = None
+        """Show the keys again."""
+        self._message = None
         self._fill()
 
     def on_resize(self) -> None:
-        """Other keys fit."""
+        """Fill the line for the new width."""
         super().on_resize()
         self._fill()
 
     def _fill(self) -> None:
         width = max(1, self.content_size.width)
-        lines = [self._key_line(width)] if self._said is None else in_few_lines(self._said, width)
+        lines = [self._key_line(width)] if self._message is None else shorten_message(self._message, width)
         if self.styles.height is None or self.styles.height.value != len(lines):
             self.styles.height = len(lines)
         self.show(lines)
 
     def _key_line(self, width: int) -> Content:
-        """As many keys as fit, usable ones first. Those that hold everywhere come last and always: the way out."""
-        last = [self._one(key, usable) for key, usable in self._keys if key.where == EVERYWHERE]
+        """As many keys as fit, enabled ones first. Keys that hold everywhere are always shown, at the end."""
+        last = [self._one(key, usable) for key, usable in self._keys if key.screen == EVERYWHERE]
         room = width - sum(part.cell_length for part in last)
         parts: list[Content] = []
         for key, usable in sorted(self._keys, key=lambda row: not row[1]):
             part = self._one(key, usable)
-            if key.where != EVERYWHERE and part.cell_length <= room:
+            if key.screen != EVERYWHERE and part.cell_length <= room:
                 room -= part.cell_length
                 parts.append(part)
         return Content.assemble(*parts, *last)
@@ -81,19 +81,19 @@ class FooterLine(Lines):
     @staticmethod
     def _one(key: Key, usable: bool) -> Content:
         return Content.assemble(
-            (shown(key.keys), "bold $info" if usable else "$muted"), (f" {key.label}  ", "" if usable else "$muted")
+            (key_label(key.keys), "bold $info" if usable else "$muted"), (f" {key.label}  ", "" if usable else "$muted")
         )
 
 
-def in_few_lines(said: Content, width: int) -> list[Content]:
-    """A message in SAID_LINES: where it has more, what is between its first and last sentence goes, then the end of the
-    first; the last is what to do about it."""
-    wrapped = [sentence.wrap(width) for sentence in said.split("\n")]
-    while len(wrapped) > 2 and sum(map(len, wrapped)) > SAID_LINES:
+def shorten_message(message: Content, width: int) -> list[Content]:
+    """A message in at most MESSAGE_LINES. Of a longer one, the sentences between the first and the last are left out,
+    then the end of the first; the last one, which says what to do, stays whole."""
+    wrapped = [sentence.wrap(width) for sentence in message.split("\n")]
+    while len(wrapped) > 2 and sum(map(len, wrapped)) > MESSAGE_LINES:
         wrapped.pop(-2)
     *first, last = wrapped
-    room = max(1, SAID_LINES - len(last))
+    room = max(1, MESSAGE_LINES - len(last))
     kept = [line for lines in first for line in lines]
     if len(kept) > room:
         kept = [*kept[: room - 1], Content.assemble(kept[room - 1].rstrip().truncate(width - 1), "…")]
-    return [*kept, *last][:SAID_LINES]
+    return [*kept, *last][:MESSAGE_LINES]

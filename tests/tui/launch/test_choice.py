@@ -12,9 +12,15 @@ from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.run import RunSpec
 from tui.files.catalog import Machine, mismatch, profile_entries
-from tui.launch.choice import Choice, command, command_lines, from_settings, refusal, split_of, work_out
-from tui.launch.fields import FIELDS, NAME, OTHER, choices, help_of, rows_of
-from tui.launch.state import Bench
+from tui.launch.choice import (
+    Choice,
+    choice_from_settings,
+    shell_lines,
+    train_command,
+)
+from tui.launch.evaluate import evaluate_choice
+from tui.launch.fields import FIELDS, NAME, OTHER, allowed_values, field_help, field_rows
+from tui.launch.state import LaunchState
 
 CPU = Machine(Device(kind="cpu", memory_gib=16.0), 1, "This machine's CPU, 2 cores", "")
 H100 = Machine(Device(kind="cuda", memory_gib=79.64, compute_capability=9.0), 1, "NVIDIA H100 80GB HBM3", "")
@@ -22,13 +28,13 @@ DEMO = Choice("demo", "demo")
 
 
 def spec_of(choice: Choice) -> tuple[RunSpec, Plan]:
-    outcome = work_out(choice)
-    assert outcome.spec is not None and outcome.plan is not None, outcome.troubles
-    return outcome.spec, outcome.plan
+    evaluated = evaluate_choice(choice)
+    assert evaluated.spec is not None and evaluated.plan is not None, evaluated.problems
+    return evaluated.spec, evaluated.plan
 
 
-def trouble(choice: Choice, row: str) -> str:
-    return work_out(choice).trouble_of(row)
+def problem(choice: Choice, row: str) -> str:
+    return evaluate_choice(choice).problem_of(row)
 
 
 @pytest.mark.parametrize(
@@ -47,54 +53,55 @@ def trouble(choice: Choice, row: str) -> str:
 )
 def test_what_is_wrong_stands_beside_the_row_it_was_typed_in(key: str, text: str, said: str) -> None:
     row = "data.sources.main" if key.startswith("data.sources") else key
-    assert said in trouble(replace(DEMO, overrides={key: text}), row)
+    assert said in problem(replace(DEMO, overrides={key: text}), row)
 
 
 def test_data_that_is_not_there_is_said_before_the_engine_would_find_out(tmp_path: Path) -> None:
-    choice = DEMO.put("data.sources.dates", str(tmp_path / "none.jsonl"))
-    assert trouble(choice, "data.sources.dates").startswith("no such file: ")
-    assert "cannot start" in str(refusal(work_out(choice), "start"))
-    assert refusal(work_out(choice), "queue") is None
+    choice = DEMO.with_field("data.sources.dates", str(tmp_path / "none.jsonl"))
+    assert problem(choice, "data.sources.dates").startswith("no such file: ")
+    assert "cannot start" in str(evaluate_choice(choice).start_refusal("start"))
+    assert evaluate_choice(choice).start_refusal("queue") is None
 
 
 def test_devices_and_name_are_checked_like_any_field() -> None:
-    assert "list of devices" in trouble(replace(DEMO, devices="a,b"), "--devices")
-    assert "names 2" in trouble(Choice("24gb", "lora", devices="0,1"), "--devices")
-    assert "letters, digits" in trouble(replace(DEMO, name="a b"), NAME)
+    assert "list of devices" in problem(replace(DEMO, devices="a,b"), "--devices")
+    assert "names 2" in problem(Choice("24gb", "lora", devices="0,1"), "--devices")
+    assert "letters, digits" in problem(replace(DEMO, name="a b"), NAME)
 
 
 def test_a_model_whose_config_is_not_here_is_started_without_a_plan() -> None:
-    outcome = work_out(DEMO.put("model.id", "nobody/knows"))
-    assert outcome.plan is None and "nobody/knows" in outcome.unplanned
-    assert refusal(outcome, "start") is None
+    evaluated = evaluate_choice(DEMO.with_field("model.id", "nobody/knows"))
+    assert evaluated.plan is None and "nobody/knows" in evaluated.unplanned
+    assert evaluated.start_refusal("start") is None
 
 
 def test_what_does_not_fit_is_started_only_by_force() -> None:
-    outcome = work_out(DEMO.put("device.memory_gib", "0.001"))
-    assert "does not fit" in str(refusal(outcome, "start"))
-    assert refusal(outcome, "force") is None
-    assert refusal(work_out(DEMO), "force") == "nothing to force: s starts it"
+    evaluated = evaluate_choice(DEMO.with_field("device.memory_gib", "0.001"))
+    assert "does not fit" in str(evaluated.start_refusal("start"))
+    assert evaluated.start_refusal("force") is None
+    assert evaluate_choice(DEMO).start_refusal("force") == "nothing to force: s starts it"
 
 
-@pytest.mark.parametrize(("batch", "micro", "short"), [(64, 16, "16 × 4 × 1 = 64"), (64, 24, "24 × 3 × 1 ≥ 64")])
-def test_the_effective_batch_is_micro_times_accumulation_times_devices(batch: int, micro: int, short: str) -> None:
-    spec, plan = spec_of(DEMO.put("train.batch_size", str(batch)).put("train.micro_batch", str(micro)))
-    assert split_of(spec, plan).short == short
+@pytest.mark.parametrize(("batch", "micro", "formula"), [(64, 16, "16 × 4 × 1 = 64"), (64, 24, "24 × 3 × 1 ≥ 64")])
+def test_the_effective_batch_is_micro_times_accumulation_times_devices(batch: int, micro: int, formula: str) -> None:
+    choice = DEMO.with_field("train.batch_size", str(batch)).with_field("train.micro_batch", str(micro))
+    split = evaluate_choice(choice).batch_split
+    assert split is not None and split.formula == formula
 
 
 def test_the_command_repeats_the_choice_word_for_word() -> None:
-    choice = replace(DEMO.put("train.batch_size", "32").put("model.id", "my model"), devices="0", name="n")
-    words = command(choice, runs="there", force=True)
+    choice = DEMO.with_field("train.batch_size", "32").with_field("model.id", "my model")
+    words = train_command(replace(choice, devices="0", name="n"), runs="there")
     assert words == [
         "tunedeck", "train", "-p", "demo", "-r", "demo", "--set", "train.batch_size=32", "--set", "model.id=my model",
-        "--devices", "0", "--name", "n", "--runs", "there", "--force", "--detach",
+        "--devices", "0", "--name", "n", "--runs", "there", "--detach",
     ]  # fmt: skip
-    assert command_lines(words)[2] == "  --set 'model.id=my model' \\"
+    assert shell_lines(words)[2] == "  --set 'model.id=my model' \\"
 
 
 def test_a_run_is_cloned_with_its_overrides_and_its_own_shipped_files() -> None:
     settings = {"profile": "shipped:demo", "recipe": "demo", "overrides": ["train.seed=7", "data.max_length=48"]}
-    choice = from_settings(settings, Choice("", ""))
+    choice = choice_from_settings(settings, Choice("", ""))
     assert choice.profile == str(SHIPPED_FOLDER / KIND_FOLDERS["profile"] / "demo.toml")
     assert choice.overrides == {"train.seed": "7", "data.max_length": "48"}
     spec, _ = spec_of(choice)
@@ -103,16 +110,16 @@ def test_a_run_is_cloned_with_its_overrides_and_its_own_shipped_files() -> None:
 
 def test_every_field_has_words_about_it_and_its_choices_are_accepted() -> None:
     spec, _ = spec_of(Choice("24gb", "lora"))
-    for row in rows_of(spec, {}, {}, Path.cwd()):
-        assert help_of(row.key).strip(" :"), row.key
-        for text in choices(row.key):
-            assert "is allowed" not in trouble(Choice("24gb", "lora", {row.key: text}), row.key)
+    for row in field_rows(spec, {}, {}, Path.cwd()):
+        assert field_help(row.key).strip(" :"), row.key
+        for text in allowed_values(row.key):
+            assert "is allowed" not in problem(Choice("24gb", "lora", {row.key: text}), row.key)
     assert len({field.key for field in FIELDS}) == len(FIELDS)
 
 
 def test_a_key_without_a_row_gets_one_while_something_is_wrong_with_it_or_it_was_set() -> None:
     spec, _ = spec_of(DEMO)
-    keys = [row.key for row in rows_of(spec, {"train.eps": "1e-7"}, {}, Path.cwd(), ["model.revision"])]
+    keys = [row.key for row in field_rows(spec, {"train.eps": "1e-7"}, {}, Path.cwd(), ["model.revision"])]
     assert {"train.eps", "model.revision"} <= set(keys) and keys[-1] == OTHER
 
 
@@ -134,78 +141,78 @@ def test_a_profile_says_why_it_is_not_this_machine(device: Device, machine: Mach
 
 def test_this_machine_comes_first_under_the_name_of_a_profile_that_describes_it() -> None:
     first = profile_entries(H100)[0]
-    assert (first.text, first.here) == ("80gb", True)
+    assert (first.argument, first.is_this_machine) == ("80gb", True)
 
 
 def test_a_machine_no_profile_describes_gets_one_that_can_be_used() -> None:
     first = profile_entries(CPU)[0]
-    assert first.here and first.origin == "detected"
-    spec, _ = spec_of(Choice(first.text, "demo"))
+    assert first.is_this_machine and first.origin == "detected"
+    spec, _ = spec_of(Choice(first.argument, "demo"))
     assert spec.profile.device.memory_gib == 16.0
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchState:
     """A bench on the demo, in a project folder of its own."""
     monkeypatch.chdir(tmp_path)
-    made = Bench(CPU)
+    made = LaunchState(CPU)
     made.begin({"profile": "demo", "recipe": "demo"})
     return made
 
 
-def test_typing_what_the_file_says_is_no_change(bench: Bench) -> None:
-    bench.type("train.batch_size", "6")
-    bench.type("train.batch_size", "64")
-    assert bench.choice == DEMO
+def test_typing_what_the_file_says_is_no_change(launch: LaunchState) -> None:
+    launch.set_field("train.batch_size", "6")
+    launch.set_field("train.batch_size", "64")
+    assert launch.choice == DEMO
 
 
-def test_the_last_sound_figures_stay_until_another_recipe_is_chosen(bench: Bench) -> None:
-    plan = bench.sound.plan
-    bench.type("train.batch_size", "6x")
-    assert bench.outcome.plan is None and bench.sound.plan is plan
-    bench.change(Choice("demo", "qlora"))
-    assert bench.sound.plan is None
-    assert [row.key for row in bench.rows()] == ["model.quantize", OTHER]
+def test_the_last_valid_plan_stays_until_another_recipe_is_chosen(launch: LaunchState) -> None:
+    plan = launch.snapshot().last_valid.plan
+    launch.set_field("train.batch_size", "6x")
+    assert launch.evaluated.plan is None and launch.snapshot().last_valid.plan is plan
+    launch.change(Choice("demo", "qlora"))
+    assert launch.snapshot().last_valid.plan is None
+    assert [row.key for row in launch.field_rows()] == ["model.quantize", OTHER]
 
 
-def test_applied_advice_makes_it_fit_and_can_be_taken_back(bench: Bench) -> None:
-    advice = bench.advice(work=True)
+def test_applied_advice_makes_it_fit_and_can_be_taken_back(launch: LaunchState) -> None:
+    advice = launch.advice(compute=True)
     assert advice is not None and advice.plan.verdict == "tight"
-    bench.apply(advice.suggestions[0])
-    assert bench.outcome.plan is not None and bench.outcome.plan.verdict == "fits"
-    bench.undo()
-    assert bench.choice == DEMO
+    launch.apply(advice.suggestions[0])
+    assert launch.evaluated.plan is not None and launch.evaluated.plan.verdict == "fits"
+    launch.undo()
+    assert launch.choice == DEMO
 
 
-def test_a_changed_recipe_is_saved_with_its_comments_and_becomes_the_choice(bench: Bench) -> None:
-    bench.change(Choice("24gb", "lora", {"train.batch_size": "8", "device.reserve_gib": "2.0"}))
-    assert bench.unsaved == ["recipe", "profile"]
-    path = bench.save("recipe", bench.name_for("recipe"))
+def test_a_changed_recipe_is_saved_with_its_comments_and_becomes_the_choice(launch: LaunchState) -> None:
+    launch.change(Choice("24gb", "lora", {"train.batch_size": "8", "device.reserve_gib": "2.0"}))
+    assert launch.changed_kinds == ["recipe", "profile"]
+    path = launch.save("recipe", launch.unused_name("recipe"))
     assert path == Path("profiles/recipes/lora-2.toml").absolute()
     text = path.read_text()
     assert "batch_size = 8" in text and "# Your data:" in text
-    assert (bench.choice.recipe, dict(bench.choice.overrides)) == ("lora-2", {"device.reserve_gib": "2.0"})
-    bench.save("profile", "mine")
-    assert (bench.choice.profile, dict(bench.choice.overrides)) == ("mine", {})
-    spec, _ = spec_of(bench.choice)
+    assert (launch.choice.recipe, dict(launch.choice.overrides)) == ("lora-2", {"device.reserve_gib": "2.0"})
+    launch.save("profile", "mine")
+    assert (launch.choice.profile, dict(launch.choice.overrides)) == ("mine", {})
+    spec, _ = spec_of(launch.choice)
     assert (spec.recipe.train.batch_size, spec.profile.device.reserve_gib) == (8, 2.0)
 
 
-def test_every_recipe_gets_its_verdict_on_the_chosen_profile(bench: Bench) -> None:
-    while bench.next_verdict():
+def test_every_recipe_gets_its_verdict_on_the_chosen_profile(launch: LaunchState) -> None:
+    while launch.compute_next_verdict():
         pass
-    verdicts = {name: outcome.plan and outcome.plan.verdict for name, outcome in bench.verdicts.items()}
+    verdicts = {name: evaluated.plan and evaluated.plan.verdict for name, evaluated in launch.verdicts.items()}
     assert (verdicts["demo"], verdicts["full"], verdicts["qlora"]) == ("tight", "does_not_fit", None)
-    bench.change(replace(bench.choice, profile="80gb"))
-    assert bench.verdicts == {}
+    launch.change(replace(launch.choice, profile="80gb"))
+    assert launch.verdicts == {}
 
 
-def test_a_profile_of_another_machine_is_planned_for_but_not_started(bench: Bench) -> None:
-    bench.change(replace(bench.choice, profile="24gb"))
-    assert bench.outcome.plan is not None
-    assert "no CUDA device" in str(refusal(bench.outcome, "start"))
+def test_a_profile_of_another_machine_is_planned_for_but_not_started(launch: LaunchState) -> None:
+    launch.change(replace(launch.choice, profile="24gb"))
+    assert launch.evaluated.plan is not None
+    assert "no CUDA device" in str(launch.evaluated.start_refusal("start"))
 
 
 def test_a_name_that_no_file_has_is_said_with_the_names_there_are() -> None:
-    outcome = work_out(Choice("nope", "demo"))
-    assert outcome.spec is None and "no profile named" in outcome.troubles[0].text
+    evaluated = evaluate_choice(Choice("nope", "demo"))
+    assert evaluated.spec is None and "no profile named" in evaluated.problems[0].text

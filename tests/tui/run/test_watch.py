@@ -29,17 +29,17 @@ def started(run: RunDirectory, steps: int) -> None:
 
 def looked(run: RunDirectory) -> RunWatch:
     watch = RunWatch(run)
-    watch.look(seconds=10.0)
+    watch.read_more(seconds=10.0)
     return watch
 
 
 def test_only_what_was_added_is_read(run: RunDirectory) -> None:
     started(run, 3)
     watch = looked(run)
-    assert not watch.look(seconds=1.0)
+    assert not watch.read_more(seconds=1.0)
     with EventWriter(run) as writer:
         writer.write("step", **step_fields(4))
-    assert watch.look(seconds=1.0)
+    assert watch.read_more(seconds=1.0)
     assert (watch.step, watch.curves.loss.points) == (4, 4)
 
 
@@ -48,11 +48,11 @@ def test_a_long_history_shows_its_present_at_the_first_look_and_its_past_later(r
         head = {"seq": 1, "time": "2026-01-01T00:00:00Z", "stage": "", "rank": 0}
         file.writelines(encode_event({**head, "kind": "step", **step_fields(step)}) for step in range(1, 50_001))
     watch = RunWatch(run)
-    watch.look(seconds=0.0)
+    watch.read_more(seconds=0.0)
     assert watch.step == 50_000
     assert 0 < watch.curves.loss.points < 50_000
-    while watch.behind:
-        watch.look(seconds=0.05)
+    while watch.unread_share:
+        watch.read_more(seconds=0.05)
     assert watch.curves.loss.points == 50_000
     assert len(watch.curves.recent) == 50
 
@@ -92,8 +92,8 @@ def test_a_folder_that_vanishes_is_said_and_what_was_known_stays(run: RunDirecto
     started(run, 5)
     watch = looked(run)
     shutil.rmtree(run.path)
-    assert watch.look(seconds=1.0)
-    assert "gone" in watch.trouble
+    assert watch.read_more(seconds=1.0)
+    assert "gone" in watch.read_error
     assert watch.step == 5
     assert watch.summary is not None
 
@@ -113,7 +113,7 @@ def test_the_latest_reading_of_each_device_is_kept(run: RunDirectory) -> None:
         for index, used in ((0, 1), (1, 2), (0, 3)):
             reading = {"utilisation_percent": 1, "temperature_celsius": 2, "power_watts": 3}
             writer.write("gpu", index=index, used_bytes=used, **reading)
-    assert {index: event["used_bytes"] for index, event in looked(run).gpus.items()} == {0: 3, 1: 2}
+    assert {index: event["used_bytes"] for index, event in looked(run).gpu_readings.items()} == {0: 3, 1: 2}
 
 
 def test_of_a_log_of_megabytes_the_end_is_read_without_control_codes(run: RunDirectory) -> None:
@@ -121,7 +121,7 @@ def test_of_a_log_of_megabytes_the_end_is_read_without_control_codes(run: RunDir
         file.write(b"line\n" * 1_000_000)
         file.write(b"10 %\r20 %\r\x1b[31m30 %\x1b[0m\n  indented\n")
     tail = LogTail(run.log)
-    assert tail.look()
+    assert tail.refresh()
     assert tail.lines[-2:] == ["[31m30 % [0m", "  indented"]
     assert len(tail.lines) < 10_000
-    assert not tail.look()
+    assert not tail.refresh()

@@ -10,8 +10,8 @@ from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
 from tests.journal.samples import step_fields
 from tests.tui.conftest import SIZES, Opener
-from tests.tui.console_pilot import Desk
-from tui.plot.run_curve import Curve
+from tests.tui.console_pilot import ConsolePilot
+from tui.plot.run_curve import RunCurve
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,61 +40,61 @@ def finished(runs: Path, name: str, *, rate: float, losses: list[float], tokens:
     return run
 
 
-async def open_compare(desk: Desk, *runs: RunDirectory) -> None:
-    desk.app.open_screen("compare", list(runs))
-    await desk.until(lambda: desk.screen.where == "compare")
+async def open_compare(pilot: ConsolePilot, *runs: RunDirectory) -> None:
+    pilot.app.open_screen("compare", list(runs))
+    await pilot.until(lambda: pilot.screen.screen_name == "compare")
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_curves_table_and_letters_are_there(console: Opener, runs: Path, size: tuple[int, int]) -> None:
     slow = finished(runs, "slow", rate=1e-4, losses=[4.0, 3.5, 3.2])
     fast = finished(runs, "fast", rate=1e-3, losses=[4.0, 2.0, 1.0])
-    async with console(*size) as desk:
-        await open_compare(desk, slow, fast)
-        await desk.sees("A", "B", "loss over steps")
+    async with console(*size) as pilot:
+        await open_compare(pilot, slow, fast)
+        await pilot.sees("A", "B", "loss over steps")
         if size == (60, 15):
-            await desk.sees("tab: table")
-            await desk.press("tab")
-        await desk.sees(slow.name, fast.name)
+            await pilot.sees("tab: table")
+            await pilot.press("tab")
+        await pilot.sees(slow.name, fast.name)
 
 
 async def test_only_what_differs_is_listed_and_the_best_carries_a_star(console: Opener, runs: Path) -> None:
     slow = finished(runs, "slow", rate=1e-4, losses=[4.0, 3.5])
     fast = finished(runs, "fast", rate=1e-3, losses=[4.0, 1.0])
-    async with console(120, 36) as desk:
-        await open_compare(desk, slow, fast)
-        await desk.sees("train.learning_rate", "0.0001", "0.001", "1 *")
-        assert "model.id" not in desk.text
+    async with console(120, 36) as pilot:
+        await open_compare(pilot, slow, fast)
+        await pilot.sees("train.learning_rate", "0.0001", "0.001", "1 *")
+        assert "model.id" not in pilot.text
 
 
 async def test_the_axis_goes_round_by_key(console: Opener, runs: Path) -> None:
     run, other = (finished(runs, name, rate=1e-4, losses=[2.0, 1.0], tokens=500) for name in ("a", "b"))
-    async with console(120, 36) as desk:
-        await open_compare(desk, run, other)
-        await desk.sees("loss over steps", "2 steps")
-        await desk.press("x")
-        await desk.sees("loss over tokens", "1,000 tokens")
-        await desk.press("x")
-        await desk.sees("loss over time", "0:01")
-        await desk.press("y", "m")
-        await desk.sees("log axis", "smoothed")
+    async with console(120, 36) as pilot:
+        await open_compare(pilot, run, other)
+        await pilot.sees("loss over steps", "2 steps")
+        await pilot.press("x")
+        await pilot.sees("loss over tokens", "1,000 tokens")
+        await pilot.press("x")
+        await pilot.sees("loss over time", "0:01")
+        await pilot.press("y", "m")
+        await pilot.sees("log axis", "smoothed")
 
 
 async def test_without_marked_runs_it_says_how_to_mark_them(console: Opener) -> None:
-    async with console() as desk:
-        await desk.press("5")
-        await desk.sees("mark runs on the Runs screen")
-        await desk.press("x")
-        await desk.sees("no run is marked")
+    async with console() as pilot:
+        await pilot.press("5")
+        await pilot.sees("mark runs on the Runs screen")
+        await pilot.press("x")
+        await pilot.sees("no run is marked")
 
 
 async def test_a_run_that_vanishes_leaves_the_screen_up(console: Opener, runs: Path) -> None:
     a, b = (finished(runs, name, rate=1e-4, losses=[2.0, 1.0]) for name in ("a", "b"))
-    async with console(120, 36) as desk:
-        await open_compare(desk, a, b)
-        await desk.sees(a.name)
+    async with console(120, 36) as pilot:
+        await open_compare(pilot, a, b)
+        await pilot.sees(a.name)
         a.path.rename(runs / ".gone")
-        await desk.sees("its folder is gone", "loss over steps", "done")
+        await pilot.sees("its folder is gone", "loss over steps", "done")
 
 
 async def test_what_a_resume_voids_leaves_every_axis(runs: Path) -> None:
@@ -102,8 +102,8 @@ async def test_what_a_resume_voids_leaves_every_axis(runs: Path) -> None:
     with EventWriter(run) as writer:
         writer.write("resumed", step=1, **{"from": "checkpoints/step-00000001"})
         writer.write("step", **{**step_fields(2), "loss": 1.5, "tokens": 100, "step_seconds": 0.5})
-    curve = Curve(run)
-    while curve.look(seconds=1.0):
+    curve = RunCurve(run)
+    while curve.read_more(seconds=1.0):
         pass
     assert curve.over("steps").end == 2 and curve.over("tokens").end == 200 and curve.over("time").end == 1.0
 
@@ -113,8 +113,8 @@ async def test_a_step_written_in_another_order_of_fields_counts_as_well(runs: Pa
     with run.events.open("a") as file:
         file.write('{"kind": "step", "loss": 3.0, "step_seconds": 2, "tokens": 50, "step": 2}\n')
         file.write('{"kind":"step","step":3,"epoch":0,"loss":-,"tokens":5,"step_seconds":1}\n')
-    curve = Curve(run)
-    while curve.look(seconds=1.0):
+    curve = RunCurve(run)
+    while curve.read_more(seconds=1.0):
         pass
     assert [curve.over(axis).end for axis in ("steps", "tokens", "time")] == [2.0, 150.0, 2.5]
     assert curve.over("steps").points == 2
@@ -122,21 +122,21 @@ async def test_a_step_written_in_another_order_of_fields_counts_as_well(runs: Pa
 
 async def test_runs_are_marked_on_the_list_and_compared_by_keys(console: Opener, runs: Path) -> None:
     a, b = (finished(runs, name, rate=1e-4, losses=[2.0, 1.0]) for name in ("a", "b"))
-    async with console(120, 36) as desk:
-        await desk.sees(a.name, b.name)
-        await desk.press("c")
-        await desk.sees("mark two runs or more")
-        await desk.press("space", "space")
-        await desk.sees("2 marked", "◆")
-        await desk.press("c")
-        await desk.sees("loss over steps", a.name, b.name)
+    async with console(120, 36) as pilot:
+        await pilot.sees(a.name, b.name)
+        await pilot.press("c")
+        await pilot.sees("mark two runs or more")
+        await pilot.press("space", "space")
+        await pilot.sees("2 marked", "◆")
+        await pilot.press("c")
+        await pilot.sees("loss over steps", a.name, b.name)
 
 
 async def test_a_mark_goes_with_its_run(console: Opener, runs: Path) -> None:
     a = finished(runs, "a", rate=1e-4, losses=[2.0])
-    async with console() as desk:
-        await desk.sees(a.name)
-        await desk.press("space")
-        await desk.sees("1 marked")
+    async with console() as pilot:
+        await pilot.sees(a.name)
+        await pilot.press("space")
+        await pilot.sees("1 marked")
         a.path.rename(runs / ".gone")
-        await desk.until(lambda: "marked" not in desk.text)
+        await pilot.until(lambda: "marked" not in pilot.text)

@@ -13,96 +13,96 @@ from engine.journal.index import list_runs
 from engine.journal.queue import Queue
 from engine.launch.process import force_stop
 from tests.tui.conftest import SIZES, Opener
-from tests.tui.console_pilot import Desk
+from tests.tui.console_pilot import ConsolePilot
 from tui.screens.launch import LaunchScreen
 
 pytestmark = pytest.mark.asyncio
 DEMO = {"profile": "demo", "recipe": "demo"}
 
 
-def budget(desk: Desk) -> str:
+def budget(pilot: ConsolePilot) -> str:
     """The foot of the screen: verdict, bar, legend, state."""
-    return str(desk.screen.query_one("#budget").text)
+    return str(pilot.screen.query_one("#budget").text)
 
 
-async def to_row(desk: Desk, key: str) -> None:
+async def to_row(pilot: ConsolePilot, key: str) -> None:
     """Walk to a field by keys."""
-    rows = [row.key for row in desk.screen._bench.rows()]
-    await desk.press("g", *["j"] * rows.index(key))
-    assert desk.screen.view.fields.row.key == key
+    rows = [row.key for row in pilot.screen.state.field_rows()]
+    await pilot.press("g", *["j"] * rows.index(key))
+    assert pilot.screen.view.fields.row.key == key
 
 
-async def type_in(desk: Desk, key: str, text: str) -> None:
+async def type_in(pilot: ConsolePilot, key: str, text: str) -> None:
     """Put a text in a field by keys and leave it."""
-    await to_row(desk, key)
-    await desk.press("enter", "end", "ctrl+u", *text, "escape")
+    await to_row(pilot, key)
+    await pilot.press("enter", "end", "ctrl+u", *text, "escape")
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 async def test_verdict_bar_and_start_key_are_in_sight(console: Opener, width: int, height: int) -> None:
-    async with console(width, height, **DEMO) as desk:
-        assert isinstance(desk.screen, LaunchScreen)
-        await desk.sees("tight", "simulated", "300 %", "activations", "s start", "q quit")
-        assert all(len(line) <= width for line in desk.text.splitlines())
+    async with console(width, height, **DEMO) as pilot:
+        assert isinstance(pilot.screen, LaunchScreen)
+        await pilot.sees("tight", "simulated", "300 %", "activations", "s start", "q quit")
+        assert all(len(line) <= width for line in pilot.text.splitlines())
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_with_room_all_four_panes_are_shown(console: Opener, size: tuple[int, int]) -> None:
-    async with console(*size, **DEMO) as desk:
-        await desk.sees("Profile  ", "Recipe  ", "Fields", "command", "builtin:tiny", "does not fit", "this machine")
+    async with console(*size, **DEMO) as pilot:
+        await pilot.sees("Profile  ", "Recipe  ", "Fields", "command", "builtin:tiny", "does not fit", "this machine")
 
 
 async def test_without_room_one_pane_is_shown_and_tab_goes_on_to_the_next(console: Opener) -> None:
-    async with console(60, 15, **DEMO) as desk:
-        await desk.sees("Fields")
-        assert "Recipe" not in desk.text
+    async with console(60, 15, **DEMO) as pilot:
+        await pilot.sees("Fields")
+        assert "Recipe" not in pilot.text
         for shown in ("train.micro_batch = auto", "this machine", "Learn to rewrite", "builtin:tiny"):
-            await desk.press("tab")
-            await desk.sees(shown, "128.2 MiB missing")
+            await pilot.press("tab")
+            await pilot.sees(shown, "128.2 MiB missing")
 
 
 async def test_moving_in_the_lists_chooses_and_shows_what_it_costs(console: Opener) -> None:
-    async with console(120, 36, **DEMO) as desk:
-        await desk.sees("128.2 MiB missing")
-        await desk.press("h", "j", "j")
-        await desk.sees("cannot start", "/train.jsonl")
-        assert desk.screen._bench.choice.recipe == "lora"
-        await desk.press("k", "k")
-        await desk.sees("fits with train.micro_batch = 17")
+    async with console(120, 36, **DEMO) as pilot:
+        await pilot.sees("128.2 MiB missing")
+        await pilot.press("h", "j", "j")
+        await pilot.sees("cannot start", "/train.jsonl")
+        assert pilot.screen.state.choice.recipe == "lora"
+        await pilot.press("k", "k")
+        await pilot.sees("fits with train.micro_batch = 17")
 
 
 async def test_the_bar_follows_every_letter_and_letters_are_no_keys_while_editing(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        await to_row(desk, "train.micro_batch")
-        before = budget(desk)
-        await desk.press("enter", "end", "backspace")
-        assert budget(desk) != before and "6 micro-batch × 11 accumulation" in budget(desk)
-        await desk.press("q")
-        await desk.sees('"6q" is text')
-        await desk.press("backspace", "backspace", "8", "enter")
-        assert desk.screen._bench.choice.overrides == {"train.micro_batch": "8"}
-        await desk.press("u")
-        assert desk.screen._bench.choice.overrides == {}
+    async with console(**DEMO) as pilot:
+        await to_row(pilot, "train.micro_batch")
+        before = budget(pilot)
+        await pilot.press("enter", "end", "backspace")
+        assert budget(pilot) != before and "6 micro-batch × 11 accumulation" in budget(pilot)
+        await pilot.press("q")
+        await pilot.sees('"6q" is text')
+        await pilot.press("backspace", "backspace", "8", "enter")
+        assert pilot.screen.state.choice.overrides == {"train.micro_batch": "8"}
+        await pilot.press("u")
+        assert pilot.screen.state.choice.overrides == {}
 
 
 async def test_keys_that_come_in_one_burst_are_obeyed_in_their_order(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        await to_row(desk, "train.micro_batch")
-        await desk.press("enter")
+    async with console(**DEMO) as pilot:
+        await to_row(pilot, "train.micro_batch")
+        await pilot.press("enter")
         for key in ("5", "6", "backspace", "ctrl+u", "4", "0", "left", "1"):
-            desk.app.post_message(events.Key(key, key if len(key) == 1 else None))
-        await desk.until(lambda: desk.screen._bench.choice.overrides == {"train.micro_batch": "410"}, "410")
+            pilot.app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await pilot.until(lambda: pilot.screen.state.choice.overrides == {"train.micro_batch": "410"}, "410")
 
 
 async def test_keys_of_one_burst_follow_the_focus_that_the_keys_before_them_move(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        desk.screen.view.go("profiles")
-        await desk.app.workers.wait_for_complete()
+    async with console(**DEMO) as pilot:
+        pilot.screen.view.focus_pane("profiles")
+        await pilot.app.workers.wait_for_complete()
         for key in ("j", "tab", "k", "tab", "g", "j", "j", "enter", "ctrl+u", "9", "6", "enter", "k"):
-            desk.app.post_message(events.Key(key, key if len(key) == 1 else None))
-        await desk.until(lambda: desk.screen._bench.choice.overrides == {"data.max_length": "96"}, "96")
-        await desk.until(lambda: desk.screen.view.fields.row.key == "data.sources.main", "the row above")
-        assert desk.screen._bench.choice.profile == "demo-2"
+            pilot.app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await pilot.until(lambda: pilot.screen.state.choice.overrides == {"data.max_length": "96"}, "96")
+        await pilot.until(lambda: pilot.screen.view.fields.row.key == "data.sources.main", "the row above")
+        assert pilot.screen.state.choice.profile == "demo-2"
 
 
 async def test_the_bar_is_painted_with_its_letter_and_without_a_layout_pass(
@@ -115,93 +115,94 @@ async def test_the_bar_is_painted_with_its_letter_and_without_a_layout_pass(
     def spy(compositor: Compositor) -> ChopsUpdate | None:
         update = partial(compositor)
         if update is not None:
-            painted.append(budget(desk))
+            painted.append(budget(pilot))
         return update
 
-    async with console(120, 36, **DEMO) as desk:
-        await to_row(desk, "train.micro_batch")
-        await desk.press("enter", "end", "backspace")
-        await desk.until(lambda: desk.screen._bench.next_verdict() is False, "every recipe's verdict")
-        before = budget(desk)
-        desk.screen.screen_layout_refresh_signal.subscribe(desk.screen, layouts.append)
+    async with console(120, 36, **DEMO) as pilot:
+        await to_row(pilot, "train.micro_batch")
+        await pilot.press("enter", "end", "backspace")
+        await pilot.until(lambda: pilot.screen.state.compute_next_verdict() is False, "every recipe's verdict")
+        before = budget(pilot)
+        pilot.screen.screen_layout_refresh_signal.subscribe(pilot.screen, layouts.append)
         monkeypatch.setattr(Compositor, "render_partial_update", spy)
-        desk.app.post_message(events.Key("7", "7"))
-        await desk.until(lambda: painted, "a repaint")
-        assert budget(desk) != before
-        assert painted[0] == budget(desk)
+        pilot.app.post_message(events.Key("7", "7"))
+        await pilot.until(lambda: painted, "a repaint")
+        assert budget(pilot) != before
+        assert painted[0] == budget(pilot)
         assert layouts == []
 
 
 async def test_what_is_wrong_is_said_below_the_row_and_start_refuses_with_it(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        await type_in(desk, "train.batch_size", "many")
-        await desk.sees('"many" is text', "cannot start: train.batch_size")
-        await desk.press("s")
-        await desk.sees("cannot start: train.batch_size")
-        assert isinstance(desk.screen, LaunchScreen)
-        await desk.press("x")
-        assert desk.screen._bench.choice.overrides == {}
+    async with console(**DEMO) as pilot:
+        await type_in(pilot, "train.batch_size", "many")
+        await pilot.sees('"many" is text', "cannot start: train.batch_size")
+        await pilot.press("s")
+        await pilot.sees("cannot start: train.batch_size")
+        assert isinstance(pilot.screen, LaunchScreen)
+        await pilot.press("x")
+        assert pilot.screen.state.choice.overrides == {}
 
 
 async def test_enter_turns_a_choice_to_its_next_value(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        await to_row(desk, "train.gradient_checkpointing")
-        await desk.press("enter")
-        assert desk.screen._bench.choice.overrides == {"train.gradient_checkpointing": "true"}
-        await desk.press("enter")
-        assert desk.screen._bench.choice.overrides == {}
+    async with console(**DEMO) as pilot:
+        await to_row(pilot, "train.gradient_checkpointing")
+        await pilot.press("enter")
+        assert pilot.screen.state.choice.overrides == {"train.gradient_checkpointing": "true"}
+        await pilot.press("enter")
+        assert pilot.screen.state.choice.overrides == {}
 
 
 async def test_any_key_of_the_recipe_can_be_typed(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        await desk.press("G", "enter", *"train.eps=1e-7", "enter")
-        assert desk.screen._bench.choice.overrides == {"train.eps": "1e-7"}
-        assert desk.screen._bench.outcome.spec.recipe.train.eps == 1e-7
+    async with console(**DEMO) as pilot:
+        await pilot.press("G", "enter", *"train.eps=1e-7", "enter")
+        assert pilot.screen.state.choice.overrides == {"train.eps": "1e-7"}
+        assert pilot.screen.state.evaluated.spec.recipe.train.eps == 1e-7
 
 
 async def test_one_key_applies_the_first_fix(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        await desk.sees("train.micro_batch = auto")
-        await desk.press("a")
-        await desk.sees("applied train.micro_batch = auto", "✓ fits", "MiB left")
+    async with console(**DEMO) as pilot:
+        await pilot.sees("train.micro_batch = auto")
+        await pilot.press("a")
+        await pilot.sees("applied train.micro_batch = auto", "✓ fits", "MiB left")
 
 
 async def test_enter_on_a_fix_applies_that_one(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        await desk.sees("2 ", "slower")
-        last = desk.screen._bench.advice().suggestions[-1]
-        await desk.press("l", "G", "enter")
-        assert set(desk.screen._bench.choice.overrides) == set(last.changes)
+    async with console(**DEMO) as pilot:
+        await pilot.sees("2 ", "slower")
+        last = pilot.screen.state.advice().suggestions[-1]
+        await pilot.press("l", "G", "enter")
+        assert set(pilot.screen.state.choice.overrides) == set(last.changes)
 
 
 async def test_the_command_tab_shows_what_start_runs(console: Opener, runs: Path) -> None:
-    async with console(120, 36, **DEMO) as desk:
-        await desk.press("a", "right_square_bracket", "right_square_bracket")
-        await desk.sees("tunedeck train -p demo -r demo", "--set train.micro_batch=auto", "--runs", "--detach")
+    async with console(120, 36, **DEMO) as pilot:
+        await pilot.press("a", "right_square_bracket", "right_square_bracket")
+        await pilot.sees("tunedeck train -p demo -r demo", "--set train.micro_batch=auto", "--runs", "--detach")
 
 
 async def test_samples_are_read_by_another_process_and_learned_text_is_marked(console: Opener) -> None:
-    async with console(120, 36, **DEMO) as desk:
-        await desk.press("right_square_bracket", "l", "enter")
-        await desk.sees("reading the data")
-        await desk.until(lambda: "sample 1, dates" in desk.text or "tunedeck" in desk.screen._reading, "a sample")
-        await desk.sees("<eos>⟧", "20,000 sequences")
+    async with console(120, 36, **DEMO) as pilot:
+        await pilot.press("right_square_bracket", "l", "enter")
+        await pilot.sees("reading the data")
+        contents = pilot.screen._tab_contents
+        await pilot.until(lambda: "sample 1, dates" in pilot.text or "tunedeck" in contents.samples_status, "a sample")
+        await pilot.sees("<eos>⟧", "20,000 sequences")
 
 
 async def test_data_that_cannot_be_read_is_said_in_the_samples_tab(console: Opener, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("[red]no json[/red]\n")
-    async with console(120, 36, **DEMO) as desk:
-        desk.screen._bench.type("data.sources.dates", str(tmp_path / "bad.jsonl"))
-        await desk.press("right_square_bracket", "d")
-        await desk.until(lambda: "reading the data" not in desk.text, "an answer")
-        await desk.sees("bad.jsonl")
+    async with console(120, 36, **DEMO) as pilot:
+        pilot.screen.state.set_field("data.sources.dates", str(tmp_path / "bad.jsonl"))
+        await pilot.press("right_square_bracket", "d")
+        await pilot.until(lambda: "reading the data" not in pilot.text, "an answer")
+        await pilot.sees("bad.jsonl")
 
 
 async def test_start_makes_the_run_starts_an_engine_and_opens_its_screen(console: Opener, runs: Path) -> None:
-    async with console(**DEMO) as desk:
-        await type_in(desk, "train.max_steps", "25")
-        await desk.press("s")
-        await desk.until(lambda: not isinstance(desk.screen, LaunchScreen), "the run's screen")
+    async with console(**DEMO) as pilot:
+        await type_in(pilot, "train.max_steps", "25")
+        await pilot.press("s")
+        await pilot.until(lambda: not isinstance(pilot.screen, LaunchScreen), "the run's screen")
         (directory,) = list_runs(runs)
         spec = directory.run_toml.read_text()
         force_stop(directory)
@@ -209,9 +210,9 @@ async def test_start_makes_the_run_starts_an_engine_and_opens_its_screen(console
 
 
 async def test_a_run_can_be_queued_instead(console: Opener, runs: Path) -> None:
-    async with console(120, 36, **DEMO) as desk:
-        await desk.press("Q")
-        await desk.sees("is number 1 in the queue")
+    async with console(120, 36, **DEMO) as pilot:
+        await pilot.press("Q")
+        await pilot.sees("is number 1 in the queue")
     (directory,) = list_runs(runs)
     assert Queue(runs).look().waiting == [directory.name]
     assert json.loads((directory.path / "plan.json").read_text())["verdict"] == "tight"
@@ -221,23 +222,23 @@ async def test_saving_asks_for_a_name_and_esc_takes_the_question_back(
     console: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    async with console(**DEMO) as desk:
-        await desk.press("w")
-        await desk.sees("nothing was changed")
-        await desk.press("a", "w")
-        await desk.sees("save as a new recipe, named: demo-2")
-        await desk.press("escape")
+    async with console(**DEMO) as pilot:
+        await pilot.press("w")
+        await pilot.sees("nothing was changed")
+        await pilot.press("a", "w")
+        await pilot.sees("save as a new recipe, named: demo-2")
+        await pilot.press("escape")
         assert not (tmp_path / "profiles").exists()
-        await desk.press("w", "enter")
-        await desk.sees("saved", "demo-2")
+        await pilot.press("w", "enter")
+        await pilot.sees("saved", "demo-2")
     assert 'micro_batch = "auto"' in (tmp_path / "profiles" / "recipes" / "demo-2.toml").read_text()
 
 
 async def test_the_screen_opens_on_what_a_run_was_made_from(console: Opener) -> None:
-    async with console() as desk:
+    async with console() as pilot:
         settings = {"profile": "demo", "recipe": "demo", "overrides": ["train.batch_size=32", "train.micro_batch=8"]}
-        desk.app.open_screen("launch", settings)
-        await desk.sees("8 × 4 × 1 = 32", "Fields  2 changed")
+        pilot.app.open_screen("launch", settings)
+        await pilot.sees("8 × 4 × 1 = 32", "Fields  2 changed")
 
 
 async def test_a_strangers_title_is_shown_as_it_is_written(
@@ -249,19 +250,19 @@ async def test_a_strangers_title_is_shown_as_it_is_written(
     (tmp_path / "profiles" / "recipes" / "a.toml").write_text(
         text.replace('name = "demo"', 'name = "a"').replace("Learn to rewrite", "[red]L[/red]\\u001b[31m")
     )
-    async with console(120, 36, profile="demo", recipe="a") as desk:
-        await desk.sees("[red]L[/red]\\x1b[31m dates")
+    async with console(120, 36, profile="demo", recipe="a") as pilot:
+        await pilot.sees("[red]L[/red]\\x1b[31m dates")
 
 
 async def test_in_ascii_nothing_else_is_drawn(console: Opener) -> None:
-    async with console(120, 36, ascii=True, **DEMO) as desk:
-        await desk.sees("tight", "aaaaaaaa", "64 x 1 x 1")
-        assert desk.text.isascii(), [letter for letter in desk.text if not letter.isascii()]
+    async with console(120, 36, ascii=True, **DEMO) as pilot:
+        await pilot.sees("tight", "aaaaaaaa", "64 x 1 x 1")
+        assert pilot.text.isascii(), [letter for letter in pilot.text if not letter.isascii()]
 
 
 async def test_the_field_that_is_edited_covers_its_own_row_only(console: Opener) -> None:
-    async with console(**DEMO) as desk:
-        await desk.sees("builtin:tiny")
-        await desk.press("enter", "end", "x")
-        assert desk.screen.query_one("#editor").region.height == 1
-        await desk.sees("builtin:tinyx", "builtin:dates")
+    async with console(**DEMO) as pilot:
+        await pilot.sees("builtin:tiny")
+        await pilot.press("enter", "end", "x")
+        assert pilot.screen.query_one("#field-input").region.height == 1
+        await pilot.sees("builtin:tinyx", "builtin:dates")

@@ -8,8 +8,8 @@ import pytest
 
 from engine.spec.files.find import user_folder
 from tests.tui.conftest import SIZES, Opener
-from tests.tui.console_pilot import Desk
-from tui.files.annotated import LABEL, annotated_lines, notes_of
+from tests.tui.console_pilot import ConsolePilot
+from tui.files.annotated import LABEL, annotated_text, line_problems
 from tui.screens.editor import EditorScreen
 from tui.screens.launch import LaunchScreen
 from tui.screens.library import LibraryScreen
@@ -30,137 +30,137 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def to_file(desk: Desk, stem: str, kind: str = "recipe") -> None:
+async def to_file(pilot: ConsolePilot, stem: str, kind: str = "recipe") -> None:
     """Walk to a file of the list by keys."""
-    await desk.press("3")
-    await desk.until(lambda: isinstance(desk.screen, LibraryScreen) and desk.screen._items, "the list")
-    names = [(item.kind, item.entry.path.stem if item.entry else "") for item in desk.screen._items]
-    await desk.press("g", *["j"] * names.index((kind, stem)))
+    await pilot.press("3")
+    await pilot.until(lambda: isinstance(pilot.screen, LibraryScreen) and pilot.screen._items, "the list")
+    names = [(item.kind, item.entry.path.stem if item.entry else "") for item in pilot.screen._items]
+    await pilot.press("g", *["j"] * names.index((kind, stem)))
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 async def test_every_file_is_listed_with_where_it_comes_from(console: Opener, width: int, height: int) -> None:
-    async with console(width, height) as desk:
-        await desk.press("3")
-        await desk.sees("Profiles", "24gb", "shipped", "detected", "enter edit", "q quit")
-        await desk.press("G")
-        await desk.sees("qlora")
+    async with console(width, height) as pilot:
+        await pilot.press("3")
+        await pilot.sees("Profiles", "24gb", "shipped", "detected", "enter edit", "q quit")
+        await pilot.press("G")
+        await pilot.sees("qlora")
 
 
 async def test_the_first_file_is_chosen_and_shown_at_once(console: Opener) -> None:
-    async with console(120, 36) as desk:
-        await desk.press("3")
-        await desk.sees("kind = ", "enter edit")
-        assert desk.screen.chosen.entry is not None
+    async with console(120, 36) as pilot:
+        await pilot.press("3")
+        await pilot.sees("kind = ", "enter edit")
+        assert pilot.screen.chosen.entry is not None
 
 
 async def test_the_text_is_shown_with_what_is_wrong_below_its_line(console: Opener, project: Path) -> None:
-    async with console(120, 36) as desk:
-        await to_file(desk, "mine")
-        await desk.sees("project: ", "unknown key; did you mean train.batch_size?", "the [b]seed[/b]")
+    async with console(120, 36) as pilot:
+        await to_file(pilot, "mine")
+        await pilot.sees("project: ", "unknown key; did you mean train.batch_size?", "the [b]seed[/b]")
 
 
 async def test_where_there_is_room_for_one_pane_tab_shows_the_text(console: Opener, project: Path) -> None:
-    async with console(60, 15) as desk:
-        await to_file(desk, "mine")
-        assert "schema = 1" not in desk.text
-        await desk.press("tab")
-        await desk.sees("schema = 1")
+    async with console(60, 15) as pilot:
+        await to_file(pilot, "mine")
+        assert "schema = 1" not in pilot.text
+        await pilot.press("tab")
+        await pilot.sees("schema = 1")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_the_checker_follows_the_typing(console: Opener, project: Path, size: tuple[int, int]) -> None:
-    async with console(*size) as desk:
-        await to_file(desk, "mine")
-        await desk.press("enter")
-        await desk.sees("2 problems")
-        await desk.press("f3")
-        line = desk.screen.area.cursor_location[0]
-        assert desk.screen.area.document.get_line(line).startswith("batch_sise")
-        await desk.press("end", "ctrl+u", *"batch_size = 64")
-        await desk.sees("no problems")
-        await desk.press("f2")
-        await desk.sees("saved")
+    async with console(*size) as pilot:
+        await to_file(pilot, "mine")
+        await pilot.press("enter")
+        await pilot.sees("2 problems")
+        await pilot.press("f3")
+        line = pilot.screen.area.cursor_location[0]
+        assert pilot.screen.area.document.get_line(line).startswith("batch_sise")
+        await pilot.press("end", "ctrl+u", *"batch_size = 64")
+        await pilot.sees("no problems")
+        await pilot.press("f2")
+        await pilot.sees("saved")
     assert "batch_size = 64\n" in (project / "profiles" / "recipes" / "mine.toml").read_text()
 
 
 async def test_in_a_wide_editor_each_message_stands_on_its_line(console: Opener, project: Path) -> None:
-    async with console(120, 36) as desk:
-        await to_file(desk, "mine")
-        await desk.press("enter", "f3")
-        await desk.sees("did you mean")
-        (line,) = [line for line in desk.text.splitlines() if "did you mean" in line]
+    async with console(120, 36) as pilot:
+        await to_file(pilot, "mine")
+        await pilot.press("enter", "f3")
+        await pilot.sees("did you mean")
+        (line,) = [line for line in pilot.text.splitlines() if "did you mean" in line]
         assert "batch_sise" in line
 
 
 async def test_a_shipped_file_is_edited_as_a_copy_in_the_project(console: Opener, project: Path) -> None:
     before = (SHIPPED / "recipes" / "lora.toml").read_bytes()
-    async with console() as desk:
-        await to_file(desk, "lora")
-        await desk.press("enter", *"# mine", "enter", "f2")
-        await desk.sees("saved")
+    async with console() as pilot:
+        await to_file(pilot, "lora")
+        await pilot.press("enter", *"# mine", "enter", "f2")
+        await pilot.sees("saved")
     assert (SHIPPED / "recipes" / "lora.toml").read_bytes() == before
     assert (project / "profiles" / "recipes" / "lora.toml").read_text().startswith("# mine\nschema = 1")
 
 
 async def test_leaving_an_unsaved_text_takes_two_keys(console: Opener, project: Path) -> None:
-    async with console() as desk:
-        await to_file(desk, "mine")
-        await desk.press("enter", "x", "escape")
-        await desk.sees("this is not saved")
-        assert isinstance(desk.screen, EditorScreen)
-        await desk.press("escape")
-        assert isinstance(desk.screen, LibraryScreen)
+    async with console() as pilot:
+        await to_file(pilot, "mine")
+        await pilot.press("enter", "x", "escape")
+        await pilot.sees("this is not saved")
+        assert isinstance(pilot.screen, EditorScreen)
+        await pilot.press("escape")
+        assert isinstance(pilot.screen, LibraryScreen)
     assert (project / "profiles" / "recipes" / "mine.toml").read_text().startswith("schema")
 
 
-async def test_a_file_changed_by_someone_else_is_not_overwritten(console: Opener, project: Path) -> None:
+async def test_a_file_changed_by_another_program_is_not_overwritten(console: Opener, project: Path) -> None:
     path = project / "profiles" / "recipes" / "mine.toml"
-    async with console() as desk:
-        await to_file(desk, "mine")
-        await desk.press("enter", "x")
+    async with console() as pilot:
+        await to_file(pilot, "mine")
+        await pilot.press("enter", "x")
         path.write_text("theirs")
-        await desk.press("f2")
-        await desk.sees("was changed by someone else meanwhile")
+        await pilot.press("f2")
+        await pilot.sees("was changed by another program meanwhile")
     assert path.read_text() == "theirs"
 
 
 async def test_a_new_file_has_its_own_name_in_it(console: Opener, project: Path) -> None:
-    async with console() as desk:
-        await to_file(desk, "24gb", "profile")
-        await desk.press("n", *["backspace"] * 20, *"my-card", "enter", "f2")
-        await desk.sees("saved", "no problems")
+    async with console() as pilot:
+        await to_file(pilot, "24gb", "profile")
+        await pilot.press("n", *["backspace"] * 20, *"my-card", "enter", "f2")
+        await pilot.sees("saved", "no problems")
     assert 'name = "my-card"' in (project / "profiles" / "hardware" / "my-card.toml").read_text()
 
 
 async def test_a_strangers_file_is_imported_only_when_it_is_sound(console: Opener, project: Path) -> None:
     (project / "good.toml").write_text((SHIPPED / "recipes" / "demo.toml").read_text().replace('"demo"', '"theirs"', 1))
-    async with console(120, 36) as desk:
-        await to_file(desk, "mine")
-        await desk.press("i", *"profiles/recipes/mine.toml", "enter")
-        await desk.sees("nothing was imported")
-        await desk.press("i", *"good.toml", "enter")
-        await desk.sees("imported the recipe theirs")
+    async with console(120, 36) as pilot:
+        await to_file(pilot, "mine")
+        await pilot.press("i", *"profiles/recipes/mine.toml", "enter")
+        await pilot.sees("nothing was imported")
+        await pilot.press("i", *"good.toml", "enter")
+        await pilot.sees("imported the recipe theirs")
     assert (user_folder() / "recipes" / "theirs.toml").exists()
     (user_folder() / "recipes" / "theirs.toml").unlink()
 
 
 async def test_a_file_is_exported_under_the_name_given(console: Opener, project: Path) -> None:
-    async with console() as desk:
-        await to_file(desk, "lora")
-        await desk.press("e", "enter")
-        await desk.sees("exported to")
+    async with console() as pilot:
+        await to_file(pilot, "lora")
+        await pilot.press("e", "enter")
+        await pilot.sees("exported to")
     assert (project / "lora.toml").read_bytes() == (SHIPPED / "recipes" / "lora.toml").read_bytes()
 
 
 async def test_a_recipe_is_taken_to_the_launch_screen(console: Opener, project: Path) -> None:
-    async with console() as desk:
-        await to_file(desk, "demo")
-        await desk.press("u")
-        await desk.until(lambda: isinstance(desk.screen, LaunchScreen), "the Launch screen")
-        assert desk.screen._bench.choice.recipe == "demo"
+    async with console() as pilot:
+        await to_file(pilot, "demo")
+        await pilot.press("u")
+        await pilot.until(lambda: isinstance(pilot.screen, LaunchScreen), "the Launch screen")
+        assert pilot.screen.state.choice.recipe == "demo"
 
 
 async def test_escape_codes_of_a_file_are_written_out() -> None:
-    lines = annotated_lines("a = 1\x1b[31m\nb", notes_of([f"{LABEL}:2: b: \x1b[1mno"]), 60, ascii_only=True)
+    lines = annotated_text("a = 1\x1b[31m\nb", line_problems([f"{LABEL}:2: b: \x1b[1mno"]), 60, ascii_only=True)
     assert [line.plain for line in lines] == ["1 a = 1\\x1b[31m", "2 b", "  x b: \\x1b[1mno"]

@@ -10,8 +10,8 @@ from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
 from tests.tui.conftest import SIZES, Opener
-from tests.tui.console_pilot import Desk
-from tui.keys import of
+from tests.tui.console_pilot import ConsolePilot
+from tui.keys import of_screen
 
 pytestmark = pytest.mark.asyncio
 
@@ -25,69 +25,69 @@ def queued(runs: Path, *names: str) -> list[str]:
     return [run.name for run in made]
 
 
-async def open_queue(desk: Desk) -> None:
-    await desk.press("4")
-    await desk.until(lambda: desk.screen.where == "queue")
+async def open_queue(pilot: ConsolePilot) -> None:
+    await pilot.press("4")
+    await pilot.until(lambda: pilot.screen.screen_name == "queue")
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_what_waits_is_listed_in_order(console: Opener, runs: Path, size: tuple[int, int]) -> None:
     queued(runs, "first", "second")
-    async with console(*size) as desk:
-        await open_queue(desk)
-        await desk.sees("first", "second", "nobody works on the queue")
-        assert desk.text.index("-first") < desk.text.index("-second")
+    async with console(*size) as pilot:
+        await open_queue(pilot)
+        await pilot.sees("first", "second", "the queue is not started")
+        assert pilot.text.index("-first") < pilot.text.index("-second")
 
 
 async def test_runs_are_moved_by_keys_and_the_cursor_goes_along(console: Opener, runs: Path) -> None:
     a, b, c = queued(runs, "a", "b", "c")
-    async with console() as desk:
-        await open_queue(desk)
-        await desk.sees(a, b, c)
-        await desk.press("J", "J")
+    async with console() as pilot:
+        await open_queue(pilot)
+        await pilot.sees(a, b, c)
+        await pilot.press("J", "J")
         assert Queue(runs).look().waiting == [b, c, a]
-        await desk.press("J")
-        await desk.sees("it is the last already")
-        await desk.press("K")
+        await pilot.press("J")
+        await pilot.sees("it is already the last of the waiting runs")
+        await pilot.press("K")
         assert Queue(runs).look().waiting == [b, a, c]
 
 
 async def test_removing_takes_two_presses_and_keeps_the_folder_in_the_trash(console: Opener, runs: Path) -> None:
     a, b = queued(runs, "a", "b")
-    async with console() as desk:
-        await open_queue(desk)
-        await desk.sees(a, b)
-        await desk.press("x")
-        await desk.sees("once more takes")
+    async with console() as pilot:
+        await open_queue(pilot)
+        await pilot.sees(a, b)
+        await pilot.press("x")
+        await pilot.sees("x again removes")
         assert Queue(runs).look().waiting == [a, b]
-        await desk.press("x")
+        await pilot.press("x")
         assert Queue(runs).look().waiting == [b]
         assert RunDirectory(runs / ".trash" / a).exists()
 
 
 async def test_an_empty_queue_says_how_to_fill_it(console: Opener) -> None:
-    async with console() as desk:
-        await open_queue(desk)
-        await desk.sees("nothing waits", "tunedeck queue add")
-        for key in of("queue"):
-            assert desk.screen.why_not(key.action), key
+    async with console() as pilot:
+        await open_queue(pilot)
+        await pilot.sees("the queue is empty", "tunedeck queue add")
+        for key in of_screen("queue"):
+            assert pilot.screen.disabled_reason(key.action), key
 
 
 async def test_a_damaged_list_is_said_and_the_console_stays(console: Opener, runs: Path) -> None:
     queued(runs, "a")
     (runs / ".queue" / "order.json").write_text("{", "utf-8")
-    async with console() as desk:
-        await open_queue(desk)
-        await desk.sees("cannot be read")
+    async with console() as pilot:
+        await open_queue(pilot)
+        await pilot.sees("cannot be read")
 
 
 async def test_the_queue_is_worked_on_by_a_process_of_its_own(console: Opener, runs: Path) -> None:
     (name,) = queued(runs, "broken")
-    async with console(120, 36) as desk:
-        await open_queue(desk)
-        await desk.sees(name)
-        await desk.press("s")
+    async with console(120, 36) as pilot:
+        await open_queue(pilot)
+        await pilot.sees(name)
+        await pilot.press("s")
         # The spec above is none that an engine accepts: the keeper notes it and goes on to the end.
-        await desk.until(lambda: "ended with" in Queue(runs).log.read_text("utf-8"))
-        await desk.sees("nothing waits")
+        await pilot.until(lambda: "ended with" in Queue(runs).log.read_text("utf-8"))
+        await pilot.sees("the queue is empty")
     assert summarise(RunDirectory(runs / name)).status != "queued"

@@ -15,18 +15,18 @@ from engine.journal.events import EventWriter
 from engine.journal.summary import summarise
 from tests.journal.samples import backoff_fields, step_fields
 from tests.tui.conftest import SIZES, Opener, Spawn
-from tests.tui.console_pilot import Desk
+from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
 from tui.screens.run import PANES
 
 pytestmark = pytest.mark.asyncio
 
 
-async def open_run(desk: Desk) -> None:
+async def open_run(pilot: ConsolePilot) -> None:
     """Open the run that the list's cursor is on."""
-    await desk.until(lambda: desk.screen.where == "runs" and desk.screen.chosen, "a run in the list")
-    await desk.press("enter")
-    await desk.until(lambda: desk.screen.where == "run" and desk.screen.status, "the run")
+    await pilot.until(lambda: pilot.screen.screen_name == "runs" and pilot.screen.chosen, "a run in the list")
+    await pilot.press("enter")
+    await pilot.until(lambda: pilot.screen.screen_name == "run" and pilot.screen.status, "the run")
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -34,78 +34,78 @@ async def test_state_and_progress_are_in_sight_at_every_size(
     console: Opener, runs: Path, width: int, height: int
 ) -> None:
     run = make_run(runs)
-    async with console(width, height) as desk:
-        await open_run(desk)
-        await desk.sees(run.name[:20], "✓ done", "(simulated device)", "step 30 of 100  30 %", "result in model")
+    async with console(width, height) as pilot:
+        await open_run(pilot)
+        await pilot.sees(run.name[:20], "✓ done", "(simulated device)", "step 30 of 100  30 %", "result in model")
 
 
 async def test_at_80x24_loss_and_figures_stand_over_one_pane_of_words(console: Opener, runs: Path) -> None:
     make_run(runs)
-    async with console(80, 24) as desk:
-        await open_run(desk)
-        await desk.sees("loss", "25 × 2, batch 64", "1 time, survived", "exact match    8.2 %")
-        await desk.sees("redone with at most 25")
-        await desk.press("tab")
-        await desk.sees("peak planned", "129 MiB", "of 64 MiB, over", "peak measured", "58 MiB")
-        assert "redone with" not in desk.text
+    async with console(80, 24) as pilot:
+        await open_run(pilot)
+        await pilot.sees("loss", "25 × 2, batch 64", "1 time, survived", "exact match    8.2 %")
+        await pilot.sees("redone with at most 25")
+        await pilot.press("tab")
+        await pilot.sees("peak planned", "129 MiB", "of 64 MiB, over", "peak measured", "58 MiB")
+        assert "redone with" not in pilot.text
 
 
 async def test_at_120x36_every_pane_is_in_sight(console: Opener, runs: Path) -> None:
     run = make_run(runs)
     run.log.write_text("a line of the log\n")
-    async with console(120, 36) as desk:
-        await open_run(desk)
-        await desk.sees("tokens/s", "redone with at most 25", "activations", "120 MiB", "49 MiB", "a line of the log")
-        await desk.press("tab")
-        await desk.sees("every pane is in sight")
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.sees("tokens/s", "redone with at most 25", "activations", "120 MiB", "49 MiB", "a line of the log")
+        await pilot.press("tab")
+        await pilot.sees("all panes are shown")
 
 
 async def test_at_60x15_tab_goes_through_the_panes_one_at_a_time(console: Opener, runs: Path) -> None:
     make_run(runs)
-    async with console(60, 15) as desk:
-        await open_run(desk)
+    async with console(60, 15) as pilot:
+        await open_run(pilot)
         for pane in PANES["one"]:
-            shown = [name for name in PANES["one"] if desk.screen.query_one(f"#{name}").region.area]
+            shown = [name for name in PANES["one"] if pilot.screen.query_one(f"#{name}").region.area]
             assert shown == [pane]
-            await desk.press("tab")
+            await pilot.press("tab")
 
 
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        ("paused", ["‖ paused", "r goes on with it"]),
-        ("stopped", ["■ stopped", "r goes on from the last checkpoint"]),
+        ("paused", ["‖ paused", "r resumes it"]),
+        ("stopped", ["■ stopped", "r resumes from the last checkpoint"]),
         ("failed", ["✗ failed", "r tries again", "nothing to train on"]),
-        ("oom", ["▲ oom", "o shows what used the memory"]),
-        ("stale", ["? stale", "r goes on from the last checkpoint", "without recording how"]),
-        ("queued", ["○ queued", "waits for its turn"]),
+        ("oom", ["▲ oom", "o opens the out-of-memory report"]),
+        ("stale", ["? stale", "r resumes from the last checkpoint", "without recording how"]),
+        ("queued", ["○ queued", "waits in the queue"]),
     ],
 )
 async def test_a_run_that_does_not_run_says_what_can_be_done(
     console: Opener, runs: Path, status: str, words: list[str]
 ) -> None:
     make_run(runs, status=status, error="nothing to train on" if status == "failed" else None)
-    async with console() as desk:
-        await open_run(desk)
-        await desk.sees(*words)
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.sees(*words)
 
 
 async def test_a_key_that_can_do_nothing_says_why(console: Opener, runs: Path) -> None:
     make_run(runs, status="paused")
-    async with console() as desk:
-        await open_run(desk)
-        await desk.press("p")
-        await desk.sees("the run is paused: there is no engine to ask")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.press("p")
+        await pilot.sees("the run is paused: there is no engine to ask")
 
 
 async def test_what_the_engine_writes_appears_while_it_is_watched(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "obey")
-    async with console(120, 36) as desk:
-        await open_run(desk)
-        await desk.sees("● running", "step ")
-        before = desk.screen.watch_of.step
-        await desk.until(lambda: desk.screen.watch_of.step > before + 5, "more steps")
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.sees("● running", "step ")
+        before = pilot.screen.run_watch.step
+        await pilot.until(lambda: pilot.screen.run_watch.step > before + 5, "more steps")
 
 
 async def test_checkpoint_and_pause_are_asked_for_and_the_answer_is_shown(
@@ -113,51 +113,51 @@ async def test_checkpoint_and_pause_are_asked_for_and_the_answer_is_shown(
 ) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "obey")
-    async with console() as desk:
-        await open_run(desk)
-        await desk.sees("● running")
-        await desk.press("c")
-        await desk.sees("checkpoint accepted")
-        await desk.press("p")
-        await desk.sees("‖ paused", "r goes on with it")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.sees("● running")
+        await pilot.press("c")
+        await pilot.sees("checkpoint accepted")
+        await pilot.press("p")
+        await pilot.sees("‖ paused", "r resumes it")
 
 
 async def test_only_a_yes_stops_a_run(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "obey")
-    async with console() as desk:
-        await open_run(desk)
-        await desk.sees("● running")
-        await desk.press("s")
-        await desk.sees("Stop this run after the present step", "y stop it")
-        await desk.press("n")
-        await desk.until(lambda: desk.screen.where == "run", "the question gone")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.sees("● running")
+        await pilot.press("s")
+        await pilot.sees("Stop this run after the present step", "y stop it")
+        await pilot.press("n")
+        await pilot.until(lambda: pilot.screen.screen_name == "run", "the question gone")
         assert not pending(run)
-        await desk.press("s", "y")
-        await desk.sees("■ stopped")
+        await pilot.press("s", "y")
+        await pilot.sees("■ stopped")
 
 
 async def test_a_second_stop_ends_an_engine_that_does_not_obey(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     child = spawn(run, "stubborn")
-    async with console() as desk:
-        await open_run(desk)
-        await desk.sees("● running")
-        await desk.press("s", "y")
-        await desk.sees("◐ stopping")
-        await desk.press("s")
-        await desk.until(lambda: child.poll() is not None, "the engine's end")
-        await desk.sees("■ stopped")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.sees("● running")
+        await pilot.press("s", "y")
+        await pilot.sees("◐ stopping")
+        await pilot.press("s")
+        await pilot.until(lambda: child.poll() is not None, "the engine's end")
+        await pilot.sees("■ stopped")
     assert summarise(run).reason == "stopped by force"
 
 
 async def test_leaving_the_console_leaves_the_engine_alone(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     child = spawn(run, "obey")
-    async with console() as desk:
-        await open_run(desk)
-        await desk.sees("● running")
-        await desk.press("q")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.sees("● running")
+        await pilot.press("q")
     assert child.poll() is None
     assert not pending(run)
 
@@ -170,71 +170,71 @@ async def test_the_out_of_memory_screen_shows_sentences_and_reports(console: Ope
     (run.oom / "step-1.json").write_text(json.dumps(report))
     (run.oom / "step-2.json").write_text('{"held_by')
     (run.oom / "step-3.json").write_text('{"largest": [{}]}')
-    async with console(80, 36) as desk:
-        await open_run(desk)
-        await desk.press("o")
-        await desk.sees("step 1: out of memory in backward", "step 7, attempt 1")
-        await desk.sees("63 MiB  4x5 float32  [red]layer 3[/red]")
-        await desk.sees("cannot be read: it may have been cut off", "is no report as this version writes them")
-        await desk.press("escape")
-        assert desk.screen.where == "run"
+    async with console(80, 36) as pilot:
+        await open_run(pilot)
+        await pilot.press("o")
+        await pilot.sees("step 1: out of memory in backward", "step 7, attempt 1")
+        await pilot.sees("63 MiB  4x5 float32  [red]layer 3[/red]")
+        await pilot.sees("cannot be read: it may be incomplete", "not in the format of this version's reports")
+        await pilot.press("escape")
+        assert pilot.screen.screen_name == "run"
 
 
 async def test_without_a_backoff_there_is_no_report_to_open(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "finish").wait()
-    async with console() as desk:
-        await open_run(desk)
-        await desk.press("o")
-        await desk.sees("memory never ran out in this run")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.press("o")
+        await pilot.sees("this run never ran out of memory")
 
 
 async def test_loss_can_be_seen_on_a_log_axis_smoothed_and_closer(console: Opener, runs: Path) -> None:
     make_run(runs)
-    async with console() as desk:
-        await open_run(desk)
-        await desk.sees("30")
-        await desk.press("y", "m", "z")
-        await desk.sees("loss last half, log, smoothed")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.sees("30")
+        await pilot.press("y", "m", "z")
+        await pilot.sees("loss last half, log, smoothed")
 
 
 async def test_text_from_a_run_is_never_markup_and_never_moves_the_cursor(console: Opener, runs: Path) -> None:
     run = make_run(runs, model="[bold red]evil[/]")
     add(run, lambda writer: writer.write("warning", code="x", text="[link=file:///]click\x1b[2J\x1b[H[/link]", fix=""))
     run.log.write_text("[blink]log\x1b[2J\n")
-    async with console(120, 36) as desk:
-        await open_run(desk)
-        await desk.sees("[link=file:///]click", "[/link]", "[blink]log")
-        assert "\x1b" not in desk.text
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.sees("[link=file:///]click", "[/link]", "[blink]log")
+        assert "\x1b" not in pilot.text
 
 
 async def test_a_run_folder_that_vanishes_leaves_the_console_up(console: Opener, runs: Path) -> None:
     run = make_run(runs)
-    async with console() as desk:
-        await open_run(desk)
+    async with console() as pilot:
+        await open_run(pilot)
         shutil.rmtree(run.path)
-        await desk.sees("the run's folder is gone", "step 30 of 100")
-        await desk.press("escape")
-        await desk.sees("no runs in")
+        await pilot.sees("the run's folder is gone", "step 30 of 100")
+        await pilot.press("escape")
+        await pilot.sees("no runs in")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 async def test_a_request_that_cannot_be_written_says_so(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "obey")
-    async with console() as desk:
-        await open_run(desk)
-        await desk.sees("● running")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.sees("● running")
         run.control.chmod(0o500)
-        await desk.press("p")
-        await desk.sees("the request cannot be written")
+        await pilot.press("p")
+        await pilot.sees("the request cannot be written")
         run.control.chmod(0o700)
 
 
 async def test_a_flood_of_events_and_log_lines_leaves_the_keys_alive(console: Opener, runs: Path) -> None:
     run = make_run(runs, status="queued")
-    async with console(120, 36) as desk:
-        await open_run(desk)
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
         with EventWriter(run) as writer, run.log.open("w") as log:
             writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
             for step in range(1, 20_001):
@@ -242,24 +242,24 @@ async def test_a_flood_of_events_and_log_lines_leaves_the_keys_alive(console: Op
                 log.write(f"line {step}\n")
                 if step % 100 == 0:
                     writer.write("backoff", **backoff_fields(step))
-        await desk.press("y")
-        await desk.sees("log  ", "line 20000", "step 20,000")
+        await pilot.press("y")
+        await pilot.sees("log  ", "line 20000", "step 20,000")
 
 
 async def test_a_storm_of_resizes_leaves_everything_in_its_place(console: Opener, runs: Path) -> None:
     make_run(runs)
-    async with console(120, 36) as desk:
-        await open_run(desk)
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
         for width in (20, 200, 79, 80, 1, 120, 60):
             for height in (5, 50, 23, 24, 1, 36):
-                await desk.pilot.resize_terminal(width, height)
-        await desk.pilot.resize_terminal(120, 36)
-        await desk.sees("✓ done", "tokens/s", "redone with at most 25", "activations")
+                await pilot.textual_pilot.resize_terminal(width, height)
+        await pilot.textual_pilot.resize_terminal(120, 36)
+        await pilot.sees("✓ done", "tokens/s", "redone with at most 25", "activations")
 
 
 async def test_a_clone_is_what_the_run_was_started_with(runs: Path) -> None:
-    from tui.run.clone import recipe_of
+    from tui.run.reuse import launch_settings
 
     run = make_run(runs)
-    assert recipe_of(run) == {"profile": "demo", "recipe": "demo", "overrides": ["train.max_steps=100"]}
-    assert recipe_of(RunDirectory(runs / "nowhere")) == {"profile": "", "recipe": "", "overrides": []}
+    assert launch_settings(run) == {"profile": "demo", "recipe": "demo", "overrides": ["train.max_steps=100"]}
+    assert launch_settings(RunDirectory(runs / "nowhere")) == {"profile": "", "recipe": "", "overrides": []}

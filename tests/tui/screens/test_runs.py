@@ -16,19 +16,19 @@ from engine.journal.summary import summarise
 from tests.cli.harness import make_run as make_real_run
 from tests.cli.harness import write_recipe
 from tests.tui.conftest import SIZES, Opener, Spawn
-from tests.tui.console_pilot import Desk
+from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
 from tui.run.listing import RunList
-from tui.widgets.row_list import Rows
+from tui.widgets.row_list import RowList
 
 pytestmark = pytest.mark.asyncio
 
 STATES = ("queued", "paused", "done", "stopped", "failed", "oom", "stale")
 
 
-async def listed(desk: Desk, count: int) -> None:
-    await desk.until(lambda: len(desk.screen.shown) == count and not desk.screen.runs.unread, f"{count} runs")
-    await desk.pilot.pause()
+async def listed(pilot: ConsolePilot, count: int) -> None:
+    await pilot.until(lambda: len(pilot.screen.shown) == count and not pilot.screen.runs.unread, f"{count} runs")
+    await pilot.textual_pilot.pause()
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -38,17 +38,17 @@ async def test_every_state_has_its_word_and_glyph(
     for status in STATES:
         make_run(runs, status, status=status)
     spawn(make_run(runs, "running", status="queued"), "obey")
-    async with console(width, height) as desk:
-        await desk.sees("● running", "○ queued", "‖ paused", "✓ done", "■ stopped", "✗ failed", "▲ oom", "? stale")
+    async with console(width, height) as pilot:
+        await pilot.sees("● running", "○ queued", "‖ paused", "✓ done", "■ stopped", "✗ failed", "▲ oom", "? stale")
 
 
 async def test_in_ascii_nothing_else_is_drawn(console: Opener, runs: Path) -> None:
     make_run(runs)
-    async with console(120, 36, ascii=True) as desk:
-        await desk.sees("D done")
-        await desk.press("enter")
-        await desk.sees("25 x 2, batch 64")
-        assert desk.text.isascii()
+    async with console(120, 36, ascii=True) as pilot:
+        await pilot.sees("D done")
+        await pilot.press("enter")
+        await pilot.sees("25 x 2, batch 64")
+        assert pilot.text.isascii()
 
 
 @pytest.mark.parametrize(
@@ -66,52 +66,52 @@ async def test_a_filter_lets_through_what_holds_every_word(
     make_run(runs, "small")
     make_run(runs, "big", model="Qwen/Qwen2.5-7B")
     make_run(runs, "later", status="paused")
-    async with console() as desk:
-        await listed(desk, 3)
-        await desk.press("slash", *("space" if letter == " " else letter for letter in typed), "enter")
-        assert {entry.summary.name for entry in desk.screen.shown} == names
-        await desk.press("escape")
-        assert len(desk.screen.shown) == 3
+    async with console() as pilot:
+        await listed(pilot, 3)
+        await pilot.press("slash", *("space" if letter == " " else letter for letter in typed), "enter")
+        assert {entry.summary.name for entry in pilot.screen.shown} == names
+        await pilot.press("escape")
+        assert len(pilot.screen.shown) == 3
 
 
 async def test_the_arrows_move_in_a_filtered_list(console: Opener, runs: Path) -> None:
     make_run(runs, "small")
     make_run(runs, "smaller")
-    async with console() as desk:
-        await listed(desk, 2)
-        await desk.press("slash", *"small", "enter", "home", "down")
-        assert desk.screen.query_one(Rows).cursor == 1
+    async with console() as pilot:
+        await listed(pilot, 2)
+        await pilot.press("slash", *"small", "enter", "home", "down")
+        assert pilot.screen.query_one(RowList).cursor == 1
 
 
 async def test_a_run_started_elsewhere_appears_and_a_removed_one_goes(console: Opener, runs: Path) -> None:
     first = make_run(runs, "first")
-    async with console() as desk:
-        await desk.sees("-first")
+    async with console() as pilot:
+        await pilot.sees("-first")
         make_run(runs, "second")
-        await desk.sees("-second")
+        await pilot.sees("-second")
         shutil.rmtree(first.path)
-        await desk.until(lambda: "-first" not in desk.text, "the first run gone")
+        await pilot.until(lambda: "-first" not in pilot.text, "the first run gone")
 
 
 async def test_the_cursor_stays_on_its_run_when_others_come(console: Opener, runs: Path) -> None:
     old = RunDirectory(make_run(runs, "old").path.rename(runs / "20200101T000000Z-old"))
-    async with console() as desk:
-        await desk.sees("-old")
+    async with console() as pilot:
+        await pilot.sees("-old")
         make_run(runs, "new")
-        await desk.sees("-new")
-        assert desk.screen.chosen.directory.path == old.path
+        await pilot.sees("-new")
+        assert pilot.screen.chosen.directory.path == old.path
 
 
 async def test_delete_asks_and_moves_the_run_into_the_trash(console: Opener, runs: Path) -> None:
     run = make_run(runs)
-    async with console() as desk:
-        await listed(desk, 1)
-        await desk.press("x")
-        await desk.sees("Delete", "y delete it")
-        await desk.press("n")
+    async with console() as pilot:
+        await listed(pilot, 1)
+        await pilot.press("x")
+        await pilot.sees("Delete", "y delete it")
+        await pilot.press("n")
         assert run.path.is_dir()
-        await desk.press("x", "y")
-        await desk.sees("moved to")
+        await pilot.press("x", "y")
+        await pilot.sees("moved to")
     assert not run.path.exists()
     assert (runs / ".trash" / run.name).is_dir()
 
@@ -119,21 +119,21 @@ async def test_delete_asks_and_moves_the_run_into_the_trash(console: Opener, run
 async def test_a_running_run_can_be_neither_deleted_nor_resumed(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "obey")
-    async with console() as desk:
-        await desk.sees("● running")
-        await desk.press("x")
-        await desk.sees("it runs: stop it first")
-        await desk.press("r")
-        await desk.sees("it runs already")
+    async with console() as pilot:
+        await pilot.sees("● running")
+        await pilot.press("x")
+        await pilot.sees("the run is running: stop it first")
+        await pilot.press("r")
+        await pilot.sees("the run is running already")
 
 
 async def test_a_spec_that_no_engine_takes_is_refused_with_its_faults(console: Opener, runs: Path) -> None:
     make_run(runs, status="paused")
-    async with console(120, 36) as desk:
-        await listed(desk, 1)
-        await desk.press("r")
-        await desk.sees("memory_gib: missing")
-        assert desk.screen.where == "runs"
+    async with console(120, 36) as pilot:
+        await listed(pilot, 1)
+        await pilot.press("r")
+        await pilot.sees("memory_gib: missing")
+        assert pilot.screen.screen_name == "runs"
 
 
 async def test_an_engine_that_is_killed_after_resume_is_told_of(console: Opener, runs: Path, tmp_path: Path) -> None:
@@ -141,22 +141,22 @@ async def test_an_engine_that_is_killed_after_resume_is_told_of(console: Opener,
     started = {"run": run.name, "pid": 1, "world_size": 1, "versions": {}}
     add(run, lambda writer: writer.write("run_started", **started))
     add(run, lambda writer: writer.write("run_finished", status="paused", exit_code=130, result=None))
-    async with console(120, 36) as desk:
-        await listed(desk, 1)
-        await desk.press("r")
-        await desk.until(lambda: desk.screen.where == "run", "the run")
+    async with console(120, 36) as pilot:
+        await listed(pilot, 1)
+        await pilot.press("r")
+        await pilot.until(lambda: pilot.screen.screen_name == "run", "the run")
         engine = engine_process(run)
         assert engine is not None
         os.kill(engine.pid, signal.SIGKILL)
-        await desk.sees("the engine was killed (SIGKILL")
+        await pilot.sees("the engine was killed (SIGKILL")
 
 
 async def test_a_run_that_cannot_be_read_says_so_and_the_others_are_there(console: Opener, runs: Path) -> None:
     make_run(runs, "good")
     bad = make_run(runs, "bad")
     bad.events.write_text('{"kind":"step","step":"x"}\n{"kind":"eval"}\n{"kind":"resumed"}\n')
-    async with console() as desk:
-        await desk.sees("✓ done", "-good", "✗ damaged", "-bad")
+    async with console() as pilot:
+        await pilot.sees("✓ done", "-good", "✗ damaged", "-bad")
 
 
 async def test_a_thousand_runs_are_listed_at_once_and_read_bit_by_bit(runs: Path) -> None:
@@ -183,7 +183,7 @@ async def test_a_run_of_many_steps_keeps_no_other_waiting(runs: Path) -> None:
     found = RunList.of_folder(runs)
     for _ in range(4):
         found.refresh(seconds=0.0)
-    assert [entry.known for entry in found.entries] == [False, True, True, True]
+    assert [entry.is_read for entry in found.entries] == [False, True, True, True]
     deadline = time.monotonic() + 60
     while found.unread and time.monotonic() < deadline:
         found.refresh(seconds=0.0)
@@ -203,6 +203,6 @@ async def test_a_run_that_has_ended_is_not_read_again(runs: Path) -> None:
 async def test_names_with_markup_and_escape_codes_are_shown_as_they_are(console: Opener, runs: Path) -> None:
     run = make_run(runs)
     run.path.rename(runs / "[bold red]x[bold]\x1b[2J")
-    async with console() as desk:
-        await desk.sees("[bold red]x[bold]")
-        assert "\x1b" not in desk.text
+    async with console() as pilot:
+        await pilot.sees("[bold red]x[bold]")
+        assert "\x1b" not in pilot.text

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from tui.widgets.title_and_footer import SAID_LINES, in_few_lines
+from tui.widgets.title_and_footer import MESSAGE_LINES, shorten_message
 
 
 def lines(*sentences: str, width: int = 20) -> list[str]:
-    return [line.plain.rstrip() for line in in_few_lines(Content("\n".join(sentences)), width)]
+    return [line.plain.rstrip() for line in shorten_message(Content("\n".join(sentences)), width)]
 
 
 def test_a_short_message_stands_as_it_is() -> None:
@@ -24,7 +24,7 @@ def test_what_was_expected_goes_before_the_fix_does() -> None:
 def test_a_long_complaint_is_cut_so_that_the_fix_is_whole() -> None:
     kept = lines("nothing can be made in /a/very/long/path/indeed/it/is", "fix: choose another with --runs")
     assert kept == ["nothing can be made…", "fix: choose another", "with --runs"]
-    assert len(kept) == SAID_LINES
+    assert len(kept) == MESSAGE_LINES
 
 
 def test_one_long_sentence_fills_the_lines() -> None:

@@ -1,0 +1,174 @@
+"""Evaluate a choice of the Launch screen: its run spec, its memory plan, and the problems of its fields.
+
+`evaluate_choice` takes a few milliseconds, so the screen calls it after every key. It reads profile and recipe files;
+nothing here draws or writes.
+
+Try: `python -c "from tui.launch.evaluate import *; print(evaluate_choice(Choice('demo', 'demo')).plan.verdict)"`
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.budget.advise.plan import Plan, make_plan
+from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
+from engine.launch.create_run import require_launcher
+from engine.spec.check.devices import parse_device_indices, require_matching_devices
+from engine.spec.check.unsupported import refuse_unsupported
+from engine.spec.files.working_directory import working_directory
+from engine.spec.load import resolve
+from engine.spec.schema.run import Limits, RunSpec
+from tui.launch.choice import Choice
+from tui.launch.fields import DEVICES, NAME, SOURCES, row_of_key
+
+BUILTIN = "builtin:"
+NO_FILE = "no such file: "
+
+
+class FieldProblem(NamedTuple):
+    """Something that keeps a run from being started; `row` is empty where it belongs to no field."""
+
+    row: str
+    text: str
+
+    @property
+    def sentence(self) -> str:
+        """The text with the field's key before it, unless it begins with that key."""
+        return self.text if not self.row or self.text.startswith(self.row) else f"{self.row}: {self.text}"
+
+
+@dataclass(frozen=True)
+class EvaluatedChoice:
+    """What `evaluate_choice` found out about a choice."""
+
+    spec: RunSpec | None = None
+    """The resolved run spec; None where a file or an override is wrong."""
+    plan: Plan | None = None
+    problems: tuple[FieldProblem, ...] = ()
+    unplanned: str = ""
+    """Why there is no plan although a run may be started."""
+    notices: tuple[str, ...] = ()
+
+    def problem_of(self, row: str) -> str:
+        """The problems of one field, joined into one text."""
+        return "; ".join(problem.text for problem in self.problems if problem.row == row)
+
+    def start_refusal(self, action: str) -> str | None:
+        """Why the run cannot be started ("start"), started although it does not fit ("force"), or queued ("queue");
+        None when it can. Missing data files do not matter for the queue: they may arrive while the run waits."""
+        serious = [problem for problem in self.problems if action != "queue" or not problem.text.startswith(NO_FILE)]
+        if serious:
+            return f"cannot start: {serious[0].sentence}"
+        too_large = self.plan is not None and self.plan.verdict == "does_not_fit"
+        if too_large and action != "force":
+            return "it does not fit: a applies the first fix, S starts it anyway"
+        return "nothing to force: s starts it" if action == "force" and not too_large else None
+
+    @property
+    def batch_split(self) -> BatchSplit | None:
+        """The batch as micro-batches; None without a plan."""
+        if self.spec is None or self.plan is None:
+            return None
+        batch, devices = self.spec.recipe.train.batch_size, self.spec.profile.device.count
+        return BatchSplit(batch, self.plan.micro_batch, -(-batch // (self.plan.micro_batch * devices)), devices)
+
+
+class BatchSplit(NamedTuple):
+    """The effective batch as micro-batch x accumulation x devices; the last round may not be full."""
+
+    batch: int
+    micro_batch: int
+    accumulation: int
+    devices: int
+
+    @property
+    def formula(self) -> str:
+        """In numbers: 8 × 4 × 1 = 32."""
+        return f"{self.micro_batch} × {self.accumulation} × {self.devices} {self._equals} {self.batch}"
+
+    @property
+    def sentence(self) -> str:
+        """In words."""
+        return (
+            f"{self.micro_batch} micro-batch × {self.accumulation} accumulation × {self.devices} device"
+            f"{'s' * (self.devices > 1)} {self._equals} {self.batch} sequences per step"
+        )
+
+    @property
+    def _equals(self) -> str:
+        return "=" if self.micro_batch * self.accumulation * self.devices == self.batch else "≥"
+
+
+def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
+    """Resolve, check and plan a choice. Never raises for what a user can type."""
+    cwd = (cwd or working_directory()).absolute()
+    try:
+        limits = Limits(devices=parse_device_indices(choice.devices or None))
+        resolved = resolve(
+            choice.profile, choice.recipe, choice.set_arguments, name=choice.name or None, limits=limits, cwd=cwd
+        )
+        require_matching_devices(resolved.spec)
+    except SpecError as error:
+        return EvaluatedChoice(problems=tuple(map(_field_problem, error.problems)))
+    except UsageError as error:
+        return EvaluatedChoice(problems=(FieldProblem(DEVICES, _sentence(error)),))
+    problems = [*_unsupported(resolved.spec), *_missing_data(resolved.spec)]
+    plan, unplanned = None, ""
+    try:
+        plan = make_plan(resolved.spec)
+    except (UnknownArchitectureError, ConfigNotHereError) as unknown:
+        unplanned = unknown.found
+    except TunedeckError as error:
+        problems.append(FieldProblem("model.id", _sentence(error)))
+    return EvaluatedChoice(resolved.spec, plan, tuple(problems), unplanned, tuple(resolved.notices))
+
+
+def _sentence(error: TunedeckError) -> str:
+    return "; ".join(part for part in (error.found, error.expected) if part)
+
+
+_WITH_PLACE = re.compile(r"(?:--set |(?P<file>.*?:\d+): )(?P<key>[\w.\"-]+?): (?P<text>.*)", re.DOTALL)
+"""A problem as the checker writes it: the override or the file and line, the key, the text."""
+
+_LEADING_KEY = re.compile(r"(?P<key>[a-z]+(?:\.[\w-]+)+|--devices|--name)\b")
+
+
+def _field_problem(problem: str) -> FieldProblem:
+    """A problem of the checker, assigned to the field it is about."""
+    if problem.startswith("--name "):
+        return FieldProblem(NAME, problem.removeprefix("--name "))
+    match = _WITH_PLACE.fullmatch(problem)
+    if match is None:
+        return FieldProblem("", problem)
+    file_and_line = f" ({os.path.basename(match['file'])})" if match["file"] else ""
+    return FieldProblem(row_of_key(match["key"]), match["text"] + file_and_line)
+
+
+def _unsupported(spec: RunSpec) -> list[FieldProblem]:
+    """Combinations that this version refuses, and runs over several machines, which the console cannot start."""
+    try:
+        refuse_unsupported(spec)
+    except SpecError as error:
+        return [
+            FieldProblem(match["key"] if (match := _LEADING_KEY.match(text)) else "", text) for text in error.problems
+        ]
+    try:
+        require_launcher(spec)
+    except UsageError as error:
+        return [FieldProblem("", f"{error.found}: tunedeck launch writes a script for all of them")]
+    return []
+
+
+def _missing_data(spec: RunSpec) -> list[FieldProblem]:
+    """Data files that do not exist. The engine itself would notice only after it has loaded the model."""
+    paths = [(source.name, source.path) for source in spec.recipe.data.sources if source.enabled and source.path]
+    return [FieldProblem(SOURCES + name, f"{NO_FILE}{path}") for name, path in paths if not _may_exist(path)]
+
+
+def _may_exist(path: str) -> bool:
+    return path.startswith(BUILTIN) or "://" in path or glob.has_magic(path) or os.path.exists(path)

@@ -1,0 +1,84 @@
+"""The contents of the Launch screen's tabs: suggested fixes, samples of the data, and the headless command.
+
+`TabContents` makes the lines of each tab for a width. The screen decides when samples are read and when advice is
+computed.
+
+Try: `tunedeck -p demo -r demo`, then `]`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from textual.content import Content
+
+from engine.budget.advise.fit import Suggestion
+from engine.errors import TunedeckError
+from engine.spec.files.text import visible
+from tui.launch.choice import Choice, data_arguments, shell_lines, train_command
+from tui.launch.fixes import FixLine, fix_lines
+from tui.launch.samples import read_samples, sample_lines
+from tui.launch.state import LaunchState
+
+FIXES, SAMPLES, COMMAND = TABS = ("fixes", "samples", "command")
+
+
+class TabContents:
+    """The lines of the tabs for the present choice."""
+
+    def __init__(self, state: LaunchState, *, runs: str, ascii_only: bool) -> None:
+        """`runs` is the console's --runs, for the command."""
+        self._state, self._runs, self._ascii_only = state, runs, ascii_only
+        self._fixes: list[FixLine] = []
+        self._report: tuple[Choice, Mapping[str, Any]] | None = None
+        self.samples_status = ""
+        """What the samples tab says instead of samples; empty where it shows them."""
+
+    def lines(self, tab: str, width: int) -> list[Content]:
+        """The lines of one tab."""
+        return {FIXES: self._fix_lines, SAMPLES: self._sample_lines, COMMAND: self._command_lines}[tab](width)
+
+    def _fix_lines(self, width: int) -> list[Content]:
+        """The advice. That of the choice before stays until there is new: a list that flickers cannot be read."""
+        advice = self._state.advice()
+        if self._state.evaluated.plan is None:
+            self._fixes = []
+            return Content.styled("no plan, no advice", "$muted").wrap(width)
+        if advice is not None:
+            self._fixes = fix_lines(advice, width)
+        return [line.content for line in self._fixes]
+
+    def _sample_lines(self, width: int) -> list[Content]:
+        if self.samples_status or self._report is None:
+            text = self.samples_status or "enter reads the data as the model will see them"
+            return Content.styled(text, "$muted").wrap(width)
+        choice, report = self._report
+        outdated = Content.styled("from before the last change; enter reads again", "$caution").wrap(width)
+        lines = sample_lines(report, width, ascii_only=self._ascii_only)
+        return lines if choice == self._state.choice else [*outdated, *lines]
+
+    def _command_lines(self, width: int) -> list[Content]:
+        lines = [part for line in shell_lines(self.command()) for part in Content(visible(line)).wrap(width)]
+        note = Content.styled("s starts the same run. y copies the command.", "$muted").wrap(width)
+        return [*lines, Content(""), *note]
+
+    def command(self) -> list[str]:
+        """The command line that starts the run without the console."""
+        return train_command(self._state.choice, runs=self._runs)
+
+    def suggestion(self, line: int | None, width: int) -> Suggestion | None:
+        """The suggestion on a line of the fixes, else the first one. Computes the advice where that is still to do."""
+        if self._state.advice() is None:
+            advice = self._state.advice(compute=True)
+            self._fixes = fix_lines(advice, width) if advice is not None else []
+        on_line = self._fixes[line : line + 1] if line is not None else []
+        return next((fix.suggestion for fix in [*on_line, *self._fixes] if fix.suggestion is not None), None)
+
+    async def read_samples(self, choice: Choice) -> None:
+        """Read the samples of a choice in a process of its own."""
+        try:
+            self._report = (choice, await read_samples(data_arguments(choice)))
+            self.samples_status = ""
+        except TunedeckError as error:
+            self.samples_status = visible(error.found, keep="\n")
