@@ -164,13 +164,13 @@ def simulate(budget: MicroBatchBudget, rooms: list[int], *, seen: bool) -> tuple
     """
     whole, counts, failed = max(rooms), [], []
     for step, room in enumerate(rooms):
-        told = room if seen else whole
+        visible = room if seen else whole
         while (rows := max(1, min(32, budget.budget_bytes // 100))) * 110 > room:
             failed.append(step)
-            budget.cut(rows * 100, told, beside_co_tenant=told < whole)
+            budget.cut(rows * 100, visible, beside_co_tenant=visible < whole)
         budget.record_success(rows * 100, rows * 110)
         if step not in failed:
-            budget.record_clean_step(told, may_grow=True)
+            budget.record_clean_step(visible, may_grow=True)
         counts.append(-(-32 // rows))
     return counts, failed
 

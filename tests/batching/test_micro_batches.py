@@ -38,7 +38,7 @@ def test_every_sequence_comes_exactly_once_and_costs_stay_below_the_budget(cost:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_dearest_micro_batch_comes_first(seed: int) -> None:
+def test_the_most_expensive_micro_batch_comes_first(seed: int) -> None:
     plan = plan_micro_batches(ragged(seed), quadratic, 50_000)
     costs = [group.cost_bytes for group in plan]
     assert costs == sorted(costs, reverse=True)
