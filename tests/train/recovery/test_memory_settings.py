@@ -58,6 +58,32 @@ def test_what_was_saved_as_json_is_adopted(bench: Bench) -> None:
     assert memory_as_json(parts) == saved
 
 
+IN_CHECKPOINTS = {
+    "budget": {
+        "budget_bytes": 640, "top_bytes": 1000, "proven_bytes": 600, "since_cut_bytes": 600, "ceiling_bytes": 800,
+        "passing_bytes": None, "passing_room_bytes": 0, "known_bytes": 0, "patience_steps": 100, "slope": 1.5,
+        "expected_slope": 1.0, "clean_steps": 7, "thrashed_steps": 0,
+    },
+    "remedies": {
+        "checkpointing": True, "chunk_tokens": 64, "activation_offload": False, "optimizer_offload": True,
+        "max_length": 24,
+    },
+    "standing": [
+        {
+            "name": "optimizer_offload", "before": False, "after": True, "failed_bytes": 600, "room_bytes": 500,
+            "passing": True, "learned": {"budget_bytes": 640, "top_bytes": 1000}, "moved_bytes": 4096,
+        }
+    ],
+}  # fmt: skip
+"""What `state.json` of a checkpoint holds about memory. Runs of earlier versions are resumed from it."""
+
+
+def test_what_checkpoints_hold_is_read_and_written_in_the_same_form(bench: Bench) -> None:
+    adopt_memory(bench.parts, json.loads(json.dumps(IN_CHECKPOINTS)))
+    assert current_settings(bench.parts) == MemorySettings(640, True, 64, False, True, 24)
+    assert json.loads(json.dumps(memory_as_json(bench.parts))) == IN_CHECKPOINTS
+
+
 def test_the_effective_spec_names_what_is_in_force(bench: Bench) -> None:
     apply_settings(bench.parts, other(current_settings(bench.parts)))
     train = effective_spec(bench.spec, bench.parts).recipe.train
