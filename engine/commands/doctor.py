@@ -32,7 +32,6 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetens
 OPTIONAL = {
     "liger-kernel": "fused loss on CUDA",
     "bitsandbytes": "adamw_8bit and nf4",
-    "torchao": "quantised training",
 }
 State = Literal["ok", "missing", "problem", "note"]
 _GLYPHS: dict[State, str] = {"ok": "+", "missing": "-", "problem": "!", "note": "."}

@@ -1,1 +1,1 @@
-"""What a finished run can be turned into."""
+"""Exports of a finished run: merging an adapter into its base model."""

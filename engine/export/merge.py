@@ -1,7 +1,7 @@
-"""An adapter and its base made one model, in host memory, as a folder that needs no peft to open.
+"""Merges an adapter into its base model; the resulting folder can be opened without peft.
 
-No device is used: what training left on the card does not matter, and a model too large for it can be merged. What it
-takes is known beforehand and asked for before anything is loaded; a passing shortage is tried again.
+Merging uses host memory only, so a model too large for the card can be merged, too. Memory and disk are checked before
+anything is loaded, and after an OOM merging is tried again.
 
 Try: `tunedeck merge last --out merged`
 """
@@ -27,18 +27,19 @@ from engine.model.config import auto_class
 from engine.model.hub import HUB_ERRORS, loading_error
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 
-ROOM = 1.15
-"""Memory asked for, over the size of the weights: one layer's product in fp32, and buffers of reading and writing."""
+MEMORY_FACTOR = 1.15
+"""Host memory needed, relative to the size of the weights: includes one layer in fp32, and buffers for files."""
 
 Say = Callable[[str], None]
+"""Shows a line of progress."""
 
 
 def merge(adapter: Path, target: Path, say: Say, *, trust_remote_code: bool = False) -> int:
     """Write the merged model to `target`, which must not exist; returns its size in bytes.
 
     Raises:
-        UsageError: no adapter there, the target exists, the base does not belong to it.
-        EnvironmentProblem: the base cannot be fetched, or the disk has no room.
+        UsageError: no adapter in the folder, the target exists, or the base does not fit the adapter.
+        EnvironmentProblem: the base cannot be fetched, or the disk is too small.
         MemoryExhaustedError: the host has not enough memory.
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
@@ -51,7 +52,7 @@ def merge(adapter: Path, target: Path, say: Say, *, trust_remote_code: bool = Fa
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _expect_room(base, target.parent)
+        _require_space(base, target.parent)
         device = CpuDevice(psutil.virtual_memory().total)
         write = partial(_merge, adapter, base, revision, draft, say, trust_remote_code)
         retry_on_oom(write, "merge", device, _report(say))
@@ -73,7 +74,7 @@ def _merge(
     say(f"loading {base}")
     model = _base(base, revision, trust_remote_code)
     say("merging")
-    # safe_merge looks at each product before it replaces a weight: an adapter that is not finite is refused.
+    # safe_merge checks each merged weight before it replaces one, and refuses an adapter that is not finite.
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     say("writing")
     merged.save_pretrained(draft)
@@ -94,13 +95,13 @@ def _base(base: str, revision: str | None, trust_remote_code: bool) -> PreTraine
     return model
 
 
-def _expect_room(base: str, folder: Path) -> None:
-    """Weigh a local base against the host's memory and the disk; one that is still on the hub weighs nothing yet."""
+def _require_space(base: str, folder: Path) -> None:
+    """Raise an error when host memory or disk space is too small for a local base; one on the hub is not checked."""
     size_bytes = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
     free_bytes = psutil.virtual_memory().available
-    if size_bytes * ROOM > free_bytes:
+    if size_bytes * MEMORY_FACTOR > free_bytes:
         raise MemoryExhaustedError(
-            f"merging {base} takes about {size_bytes * ROOM / 2**30:.1f} GiB of host memory, "
+            f"merging {base} takes about {size_bytes * MEMORY_FACTOR / 2**30:.1f} GiB of host memory, "
             f"{free_bytes / 2**30:.1f} GiB are free",
             fix="close other programs, or merge on a machine with more memory",
         )

@@ -1,1 +1,1 @@
-"""The engine's own step over tensors that have shapes and no memory: what `plan --exact` and the budget's judge use."""
+"""One optimizer step of the engine, simulated on tensors without memory. `plan --exact` uses it."""

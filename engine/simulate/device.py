@@ -23,40 +23,40 @@ from transformers import masking_utils
 
 from engine.device.metered import MeteredDevice
 
-ROOMY_BYTES = 1 << 60
-"""A simulation is there to find the peak, not to run into a limit."""
+UNLIMITED_BYTES = 1 << 60
+"""Capacity that no simulation reaches: it measures the peak."""
 
 
 class SimulatedDevice(MeteredDevice):
-    """See the module's docstring."""
+    """Counts the bytes of fake tensors; with `like_a_card` in the way of a CUDA card."""
 
     def __init__(self, *, like_a_card: bool) -> None:
-        super().__init__(ROOMY_BYTES)
+        super().__init__(UNLIMITED_BYTES)
         self.name = "simulated"
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.tracker.counts_fake_tensors = True
         self._like_a_card = like_a_card
-        self._answers = _Answers()
+        self._scalars = _Scalars()
 
     @contextmanager
     def simulating(self, *, packed: bool) -> Iterator[None]:
-        """Everything made inside is fake and counted."""
-        kernels = _softmax_of_a_card() if self._like_a_card else nullcontext()
-        with _packing_known(packed), self._mode, self.activate(), self._answers, kernels:
+        """Tensors created inside the block are fake and counted."""
+        kernels = _cuda_softmax() if self._like_a_card else nullcontext()
+        with _assume_packed(packed), self._mode, self.activate(), self._scalars, kernels:
             yield
 
     @contextmanager
     def unequal_rows(self) -> Iterator[None]:
-        """Inside, whether a mask is ones all over is answered with no: rows are of different lengths."""
-        self._answers.truth = False
+        """Inside the block, rows have different lengths: a fake mask is not all ones."""
+        self._scalars.truth = False
         try:
             yield
         finally:
-            self._answers.truth = True
+            self._scalars.truth = True
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass."""
+        """Count as in a backward pass inside the block."""
         self._meter.tracker.sums_gradients_in_place = self._like_a_card
         try:
             yield
@@ -64,23 +64,23 @@ class SimulatedDevice(MeteredDevice):
             self._meter.tracker.sums_gradients_in_place = False
 
 
-class _Answers(TorchDispatchMode):
-    """Answers `tensor.item()` of a fake tensor with one: no size depends on what is asked of them. And multiplies in
-    groups in every dtype that torch has kernels for, of which its fakes know bf16 alone.
+class _Scalars(TorchDispatchMode):
+    """Gives `tensor.item()` of a fake tensor the value 1, since no size depends on it, and adds grouped matrix products
+    in dtypes other than bf16, which torch's fake tensors lack.
 
-    Sizes do depend on how images are cut into windows. This is worked out in whole numbers, which come from the grid of
-    each image: real ones stay real, and so does what is made of nothing else.
+    Sizes do depend on how images are divided into windows, which is computed from integers, the grid of each image. So
+    operations on real integer tensors alone run for real.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.truth = True
-        """Of whether something holds."""
+        """The value of a fake boolean."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [value for value in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(value, torch.Tensor)]
-        if all(_is_known(tensor) for tensor in tensors) and (tensors or func is torch.ops.aten.arange.default):
+        if all(_is_real_integer(tensor) for tensor in tensors) and (tensors or func is torch.ops.aten.arange.default):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -91,27 +91,27 @@ class _Answers(TorchDispatchMode):
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """A tensor as `torch._grouped_mm` gives it: rows are apart by whole units of 16 bytes."""
-    groups = [len(offsets)] if right.dim() == 2 else []  # of both sides: the gradient of the weights
+    """The result of `torch._grouped_mm`, whose rows are padded to multiples of 16 bytes."""
+    groups = [len(offsets)] if right.dim() == 2 else []  # two matrices: the gradient of the weights
     rows, columns, unit = left.shape[-2], right.shape[-1], 16 // left.itemsize
-    apart = -(-columns // unit) * unit
-    return left.new_empty_strided((*groups, rows, columns), (*[rows * apart for _ in groups], apart, 1))
+    stride = -(-columns // unit) * unit
+    return left.new_empty_strided((*groups, rows, columns), (*[rows * stride for _ in groups], stride, 1))
 
 
-def _is_known(tensor: torch.Tensor) -> bool:
-    """Whether it holds real whole numbers."""
+def _is_real_integer(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not fake, and of an integer or boolean dtype."""
     return not isinstance(tensor, FakeTensor) and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 @contextmanager
-def _packing_known(packed: bool) -> Iterator[None]:
-    """transformers looks at position ids to see whether rows are packed; fake ones cannot be looked at."""
+def _assume_packed(packed: bool) -> Iterator[None]:
+    """Tell transformers whether rows are packed: it reads that from position ids, and fake ones have no values."""
     former = masking_utils.find_packed_sequence_indices
 
-    def known(position_ids: torch.Tensor) -> torch.Tensor | None:
+    def assumed(position_ids: torch.Tensor) -> torch.Tensor | None:
         return former(position_ids) if packed else None
 
-    masking_utils.find_packed_sequence_indices = known
+    masking_utils.find_packed_sequence_indices = assumed
     try:
         yield
     finally:
@@ -119,8 +119,8 @@ def _packing_known(packed: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _softmax_of_a_card() -> Iterator[None]:
-    """Softmax of a half-precision tensor in fp32 as CUDA does it, forward and backward: in one pass."""
+def _cuda_softmax() -> Iterator[None]:
+    """Inside the block, fp32 softmax of a half-precision tensor is one operation, forward and backward, as on CUDA."""
     former = functional.softmax
 
     def softmax(

@@ -1,4 +1,4 @@
-"""Images of a size, as a vision-language model takes them: tensors of the right shapes, one image in front of each row.
+"""Inputs of a vision-language model for images of a given size, one image at the start of each row.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2-VL-2B-Instruct --set data.image_max_pixels=501760 --exact`
 """
@@ -24,7 +24,7 @@ def images_of(tower: VisionEncoder, patches: int, rows: int, length: int) -> dic
 
 
 def grid_of(patches: int, merge: int) -> tuple[int, int]:
-    """Patches from top to bottom and from left to right, as square as their number allows."""
+    """(height, width) in patches of an image with this many patches, as square as possible."""
     tokens = patches // merge**2
     high = next(side for side in range(int(tokens**0.5), 0, -1) if tokens % side == 0)
     return high * merge, tokens // high * merge

@@ -1,6 +1,8 @@
-"""`plan --exact`: the plan's verdict and peak by simulating the engine's step instead of the closed form.
+"""`plan --exact`: verdict and peak from a simulated optimizer step instead of the budget's closed form.
 
-The closed form, where it knows the architecture, only says how many sequences go at once; an unknown one starts at one.
+The closed form only chooses the micro-batch; for an architecture that it does not know, that is one sequence.
+
+Try: `tunedeck plan -p 80gb -r lora --exact`
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from engine.spec.schema.run import RunSpec
 
 @dataclass(frozen=True)
 class ExactPlan:
-    """What `plan --exact` prints; the keys of `as_json` are those of `plan --json`."""
+    """The answer of `plan --exact`. `as_json` has the keys of `plan --json`."""
 
     verdict: str
     capacity_bytes: int
@@ -32,21 +34,21 @@ class ExactPlan:
 
     @property
     def closed_form_bytes(self) -> int | None:
-        """Its peak."""
+        """Peak bytes of the closed form; None where it does not know the architecture."""
         return max(sum(row.values()) for row in self.closed_form.values()) if self.closed_form else None
 
     @property
     def device_bytes(self) -> int:
-        """What the driver would show."""
+        """Bytes that the driver would show as used."""
         return self.simulation.peak_bytes + sum(self.beside.values())
 
     @property
     def margin_bytes(self) -> int:
-        """Capacity left; negative where it does not fit."""
+        """Bytes of the capacity that are left; negative where the step does not fit."""
         return self.capacity_bytes - self.device_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The document."""
+        """The JSON document."""
         return {
             "verdict": self.verdict,
             "capacity_bytes": self.capacity_bytes,
@@ -66,7 +68,11 @@ class ExactPlan:
 
 
 def exact_plan(spec: RunSpec) -> ExactPlan:
-    """Simulate the planned micro-batch. Raises what `simulate_step` raises."""
+    """Simulate the planned micro-batch.
+
+    Raises:
+        UsageError: the step cannot be simulated (see `simulate_step`).
+    """
     batch, asked = spec.recipe.train.batch_size, spec.recipe.train.micro_batch
     length, closed_form = spec.recipe.data.max_length, None
     try:
@@ -83,7 +89,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
 
 
 def _remedied_fits(spec: RunSpec, length: int) -> bool:
-    """Whether one sequence fits with some of the remedies that leave learning as it is."""
+    """Whether one sequence fits with remedies that do not change what is learned."""
     for remedied in remedies(spec):
         peak_bytes = simulate_step(remedied, rows=1, length=length).peak_bytes
         if peak_bytes + non_torch_memory(spec.profile).total(peak_bytes) <= spec.profile.device.capacity_bytes:

@@ -1,8 +1,8 @@
-"""One optimizer step of the engine's own parts, simulated: model, adapters, loss, checkpointing, clipping, optimizer;
-and the evaluation and the generation that follow it, where the recipe has them.
+"""Simulates one optimizer step with the engine's own model, adapters, loss, checkpointing, clipping and optimizer, and
+the evaluation and generation that follow it in the recipe.
 
-Layers are not extrapolated: all of them are run, which takes about 0.1 s each, and so nothing is assumed about which of
-them decides. Workspace inside an operation is not counted, here as on the metered device.
+All layers are run, which takes about 0.1 s each, so nothing is assumed about which of them has the peak. Workspace
+inside an operation is not counted, as on the metered device.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-7B --exact`
 """
@@ -34,7 +34,7 @@ from engine.model.reference import StartingWeights
 from engine.simulate.device import SimulatedDevice
 from engine.simulate.generate import simulate_generation
 from engine.simulate.images import images_of
-from engine.simulate.watch import Watch
+from engine.simulate.phase_peaks import PhasePeaks
 from engine.spec.check.images import image_key
 from engine.spec.schema.run import RunSpec
 from engine.train.step.optimizer import allocate_state, allocation_free, build_optimizer, state_tensors
@@ -43,51 +43,50 @@ from engine.train.step.optimizer_offload import HostState
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peak bytes by phase, and what stays."""
+    """Peak bytes by phase, and the bytes that stay allocated."""
 
     phases: dict[str, dict[str, int]]
-    """Phase by component, with the names of the plan's table: weights, adapters, optimizer, the gradients there were
-    when the phase began, and all else that was allocated at its peak as activations."""
+    """Bytes by phase and component, named as in the plan: weights, adapters, optimizer, gradients at the beginning of
+    the phase, and everything else at its peak as activations."""
     static_bytes: int
 
     @property
     def sums(self) -> dict[str, int]:
-        """The most that was allocated at once in each phase."""
+        """Peak bytes of each phase."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     @property
     def peak_bytes(self) -> int:
-        """The largest of the phases."""
+        """Peak bytes of the step."""
         return max(self.sums.values())
 
     @property
     def deciding_phase(self) -> str:
-        """Where the peak is."""
+        """The phase with the peak."""
         sums = self.sums
         return max(sums, key=sums.__getitem__)
 
     @property
     def components(self) -> dict[str, int]:
-        """Those of the deciding phase; they add up to the peak."""
+        """Bytes by component in the deciding phase; their sum is the peak."""
         return self.phases[self.deciding_phase]
 
 
 def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
-    """A step of two micro-batches of `rows` sequences of `length` tokens (one where the batch is no larger), and what
-    the recipe lets follow it: an evaluation of as many, answers to prompts as long.
+    """Simulate a step of two micro-batches (or one, for a smaller batch) of `rows` sequences of `length` tokens.
 
-    All but one token are targets; packed rows hold two documents.
+    If the recipe has them, an evaluation of as many sequences and answers to prompts of this length follow. All tokens
+    but one are targets.
 
     Raises:
-        UsageError: a 4-bit base, which only CUDA kernels handle; shared sequences; what the model's configuration
-            raises.
+        UsageError: a 4-bit base, which needs CUDA kernels; sequence parallelism; an invalid config of the model.
     """
     if spec.recipe.model.quantize != "none":
         raise UsageError("a 4-bit base cannot be simulated", fix="leave --exact out: the closed form knows it")
     if spec.profile.parallel.sequence > 1:
         raise UsageError(
-            "sequences that several devices share cannot be simulated on one",
-            fix="leave --exact out: the closed form knows what each of them holds",
+            "sequence parallelism cannot be simulated on one device",
+            fix="leave --exact out: the closed form knows what each rank holds",
         )
     device = SimulatedDevice(like_a_card=spec.profile.device.kind != "metered")
     loaded = _on_meta(spec, device)
@@ -96,7 +95,7 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
 
 
 def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
-    """The model with its adapters, without memory. Adapters cannot be made of fake tensors, so this comes first."""
+    """The model with its adapters on the meta device. Adapters cannot be created as fake tensors, only converted."""
     model = spec.recipe.model.model_copy(update={"dtype": resolved_dtype(spec)})
     spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
     facts = find_config(model.id, model.revision)
@@ -123,41 +122,41 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     host_state.on = train.optimizer_offload and not host_state.empty
     static_bytes = device.memory().allocated_bytes
     held = _held(loaded, None if host_state.on else optimizer)
-    watch = Watch(device, loaded.base, lambda: bytes_of(_gradients(loaded)), _ends(spec))
+    peaks = PhasePeaks(device, loaded.base, lambda: bytes_of(_gradients(loaded)), _ends(spec))
     dropouts = keyed_dropouts(loaded.model)
     for _ in range(min(2, -(-train.batch_size // rows))):
         batch = _batch(spec, device, rows, length)
-        watch.enter("forward")
+        peaks.enter("forward")
         with keyed(dropouts, seed=0, step=1, sample_ids=batch.sample_ids):
             total = loss(batch) / (rows * length)
             with device.backward():
                 total.backward()
-        watch.leave()
+        peaks.leave()
         del total, batch
-    watch.enter("optimizer_step")
+    peaks.enter("optimizer_step")
     _clip(train.max_grad_norm, loaded)
     host_state.make_room()
-    if not allocation_free(optimizer):  # a fused one takes nothing, and fake tensors cannot stand in for its kernel
+    if not allocation_free(optimizer):  # a fused step allocates nothing, and its kernel does not take fake tensors
         host_state.step()
-    watch.leave()
+    peaks.leave()
     if evaluates(spec.recipe):
         loaded.model.zero_grad(set_to_none=True)
         loaded.model.eval()
         batch = _batch(spec, device, rows, length)
-        watch.enter("evaluate")
+        peaks.enter("evaluate")
         with torch.no_grad():
             loss(batch)
-        watch.leave()
+        peaks.leave()
         del batch
     if generates(spec.recipe):
         with torch.no_grad():
             answers = _answers_at_once(spec, length)
-            simulate_generation(device, loaded, spec.recipe.generate, watch, rows=answers, prompt=length)
-    return Simulation({phase: _row(held, *found) for phase, found in watch.peaks.items()}, static_bytes)
+            simulate_generation(device, loaded, spec.recipe.generate, peaks, rows=answers, prompt=length)
+    return Simulation({phase: _row(held, *found) for phase, found in peaks.by_phase.items()}, static_bytes)
 
 
 def _leave_meta(model: torch.nn.Module) -> None:
-    """A tensor for every weight; one that has several names stays one."""
+    """Replace meta tensors by fake ones on the CPU; a tied weight stays one tensor."""
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -169,7 +168,7 @@ def _leave_meta(model: torch.nn.Module) -> None:
 
 
 def _answers_at_once(spec: RunSpec, length: int) -> int:
-    """As many as the plan says; the most there can be where it does not know the architecture."""
+    """How many answers are generated at once, by the plan; the most possible for an architecture it does not know."""
     try:
         return Predictor(find_architecture(spec), spec).generation_rows(length)
     except UnknownArchitectureError:
@@ -177,7 +176,7 @@ def _answers_at_once(spec: RunSpec, length: int) -> int:
 
 
 def _ends(spec: RunSpec) -> dict[int, str]:
-    """The layers whose backward passes the plan compares; none where it does not know the architecture."""
+    """Phase of the plan that ends with each layer's backward pass; empty for an architecture it does not know."""
     try:
         arch = find_architecture(spec)
     except UnknownArchitectureError:
@@ -191,14 +190,14 @@ def _gradients(loaded: LoadedModel) -> list[torch.Tensor]:
 
 
 def _clip(max_grad_norm: float, loaded: LoadedModel) -> None:
-    """What is done to gradients before they are used."""
+    """Clip gradients as the engine does before an optimizer step."""
     if max_grad_norm:
         norm = torch.nn.utils.get_total_norm(_gradients(loaded))
         torch.nn.utils.clip_grads_with_norm_([p for _, p in loaded.trainable()], max_grad_norm, norm)
 
 
 def _held(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """What stays, by component."""
+    """Bytes that stay allocated, by component."""
     trainable = loaded.trainable()
     adapters = [parameter for name, parameter in trainable if "lora_" in name]
     return {
@@ -209,7 +208,7 @@ def _held(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def _row(held: dict[str, int], peak_bytes: int, gradient_bytes: int) -> dict[str, int]:
-    """One row of the table."""
+    """Bytes by component at the peak of a phase."""
     rest = peak_bytes - sum(held.values()) - gradient_bytes
     return {**held, "gradients": gradient_bytes, "activations": max(0, rest)}
 
@@ -225,7 +224,7 @@ def _batch(spec: RunSpec, device: SimulatedDevice, rows: int, length: int) -> Ba
 
 
 def _images(spec: RunSpec, facts: dict[str, Any], rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Those of a recipe with images and a model with a tower that the budget knows."""
+    """Image inputs, for a recipe with images and a model whose vision encoder the budget knows; else empty."""
     if image_key(spec.recipe) is None or facts.get("model_type") not in VISION_ENCODERS:
         return {}
     arch = from_config(facts)

@@ -1,8 +1,8 @@
-"""Which phase a simulated step is in, told by hooks on the decoder's layers: so peaks stand beside the plan's.
+"""Peaks of a simulated step by phase of the plan, so that they can be compared with the plan's.
 
-A phase of the plan ends where a hook fires: the last layer has given its output, its gradient has come, and so on to
-the gradient of the first layer's input. Which layers the plan looks at is given; should one between them decide after
-all, the larger of the two rows shows it.
+Hooks on the decoder's layers tell where a phase ends: at the output of the last layer, at its gradient, and so on to
+the gradient of the first layer's input. The plan compares only some layers; a peak in another layer is added to the
+larger of their phases.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -25,14 +25,14 @@ PHASES = (
 )  # fmt: skip
 
 
-class Watch:
-    """Peaks of a step, phase by phase, with the gradients that were there when the phase began."""
+class PhasePeaks:
+    """Measures peak bytes in each phase of a step, and the bytes of gradients when the phase began."""
 
     def __init__(
         self, device: MeteredDevice, base: nn.Module, gradient_bytes: Callable[[], int], ends: Mapping[int, str]
     ) -> None:
         self._peaks: dict[str, tuple[int, int]] = {}
-        """(bytes at the peak, bytes of gradients) by phase, the largest of all micro-batches."""
+        """(peak bytes, bytes of gradients) by phase; the largest of all micro-batches."""
         self._device, self._gradient_bytes = device, gradient_bytes
         self._now: tuple[str, int] | None = None
         self._forward = False
@@ -43,14 +43,14 @@ class Watch:
             layer.register_forward_hook(lambda _, given, made, n=number: self._after(n, made, len(layers)))
 
     def enter(self, phase: str) -> None:
-        """From here on it is this phase."""
+        """End the current phase and begin this one."""
         self.leave()
         self._forward = phase == "forward"
         self._now = (phase, self._gradient_bytes())
         self._device.reset_peak()
 
     def leave(self) -> None:
-        """The phase is over."""
+        """End the current phase and record its peak."""
         if self._now is not None:
             phase, gradient_bytes = self._now
             found = (self._device.memory().peak_bytes, gradient_bytes)
@@ -58,8 +58,8 @@ class Watch:
         self._now = None
 
     @property
-    def peaks(self) -> dict[str, tuple[int, int]]:
-        """By phase, in the order of a step."""
+    def by_phase(self) -> dict[str, tuple[int, int]]:
+        """(peak bytes, bytes of gradients) of each phase, in the order of a step."""
         found = dict(self._peaks)
         between = found.pop(BETWEEN, None)
         if between is not None:
@@ -68,12 +68,12 @@ class Watch:
         return {phase: found[phase] for phase in PHASES if phase in found}
 
     def _before(self, number: int, given: tuple[Any, ...]) -> None:
-        """The gradient of the first layer's input is that of the embeddings."""
+        """Begin the phase of the embeddings' backward at the gradient of the first layer's input."""
         if self._forward and number == 0 and given and given[0].requires_grad:
             given[0].register_hook(lambda gradient: self.enter("embedding_backward"))
 
     def _after(self, number: int, made: Any, count: int) -> None:
-        """Not while a checkpoint runs the layer again."""
+        """Begin the phase that follows a layer; ignored while checkpointing recomputes the layer."""
         if not self._forward:
             return
         hidden = made if isinstance(made, torch.Tensor) else made[0]
