@@ -148,14 +148,6 @@ class Device(Protocol):
         """Count device tensors whose allocation the device could not observe, such as a memory-mapped file."""
         ...
 
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """State of every random generator that the run uses, as uint8 host tensors."""
-        ...
-
-    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore states that `rng_state` returned."""
-        ...
-
     def readings(self) -> list[GpuReading]:
         """NVML's readings of the run's GPUs; empty on devices that are not GPUs."""
         ...

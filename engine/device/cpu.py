@@ -92,14 +92,6 @@ class CpuDevice:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Does nothing: single tensors are not counted."""
 
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """The CPU generator's state."""
-        return {"cpu": torch.get_rng_state()}
-
-    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore states that `rng_state` returned."""
-        torch.set_rng_state(state["cpu"])
-
     def readings(self) -> list[GpuReading]:
         """Empty: there is no GPU."""
         return []

@@ -104,16 +104,6 @@ class CudaDevice:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Does nothing: the caching allocator counts every tensor on the card."""
 
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of the CPU's generator and this card's."""
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.torch_device)}
-
-    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore states that `rng_state` returned; where no card's is among them, only the CPU's generator."""
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self.torch_device)
-
     def readings(self) -> list[GpuReading]:
         """NVML's reading of this card; empty where NVML does not find its UUID."""
         return read_gpus([self._uuid])

@@ -105,16 +105,6 @@ class MeteredDevice:
         """Count storages that were created unobserved or in a host region. Raises torch.OutOfMemoryError."""
         self._meter.adopt(tensors)
 
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """The CPU generator's state, in host memory."""
-        with self._meter.host_region():
-            return {"cpu": torch.get_rng_state()}
-
-    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore states that `rng_state` returned."""
-        with self._meter.host_region():
-            torch.set_rng_state(state["cpu"])
-
     def readings(self) -> list[GpuReading]:
         """Empty: there is no GPU."""
         return []
