@@ -1,4 +1,4 @@
-"""The console as a user meets it: `console(width, height)` opens it here, on the test's own folder of runs."""
+"""Fixtures of the console's tests: `console(width, height)` opens the console on `runs`, the test's own folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["SIZES", "Opener", "Spawn", "own_state", "spawn", "terminal"]
 Opener = Callable[..., AbstractAsyncContextManager[ConsolePilot]]
 
 SIZES = [(80, 24), (120, 36), (60, 15)]
-"""What every screen is tried at."""
+"""Terminal sizes at which screens are tested."""
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """The folder of runs; empty."""
+    """An empty runs folder."""
     folder = tmp_path / "runs"
     folder.mkdir()
     return folder
@@ -32,7 +32,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def console(runs: Path) -> Opener:
-    """Open the console at a size, with these flags; yields a Desk."""
+    """A function that opens the console at a size, with these flags, and yields a ConsolePilot."""
 
     @asynccontextmanager
     async def opener(width: int = 80, height: int = 24, **flags: object) -> AsyncIterator[ConsolePilot]:

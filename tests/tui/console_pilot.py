@@ -1,4 +1,4 @@
-"""What the console's tests are made of: a desk to press keys at and to read the screen from."""
+"""`ConsolePilot` presses keys in an open console, reads its screen as text and waits for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class ConsolePilot:
-    """The console, open."""
+    """An open console."""
 
     app: TunedeckApp
     textual_pilot: Pilot[None]
@@ -34,12 +34,12 @@ class ConsolePilot:
         return self.app.screen
 
     async def press(self, *keys: str) -> None:
-        """Press keys and let the console settle."""
+        """Press keys and wait until the console is idle."""
         await self.textual_pilot.press(*keys)
         await self.textual_pilot.pause()
 
     async def until(self, holds: Callable[[], object], what: str = "") -> None:
-        """Wait until something holds. Fails with the screen's text after PATIENCE_SECONDS."""
+        """Wait until `holds()` is true. Fails with the screen's text after PATIENCE_SECONDS."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not holds():
             assert time.monotonic() < deadline, f"never came: {what}\n{self.text}"
@@ -47,5 +47,5 @@ class ConsolePilot:
             await self.textual_pilot.pause()
 
     async def sees(self, *texts: str) -> None:
-        """Wait until all of these stand on the screen."""
+        """Wait until all of these texts are on the screen."""
         await self.until(lambda: all(text in self.text for text in texts), " and ".join(texts))

@@ -1,4 +1,4 @@
-"""Runs as engines leave them, in every state, without an engine."""
+"""`make_run` writes the run directory of a run in any state, without an engine."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ def _end(run: RunDirectory, writer: EventWriter, status: str, error: str | None)
 
 
 def add(run: RunDirectory, write: Callable[[EventWriter], Any]) -> None:
-    """Let an engine write more."""
+    """Append events to a run's journal, as an engine would."""
     with EventWriter(run) as writer:
         write(writer)

@@ -1,4 +1,4 @@
-"""The console as a whole: what it imports, what it is opened with, the key table, the way around."""
+"""The console as a whole: its imports, flags, key table, navigation, themes and ASCII mode."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def test_themes_go_round_and_ctrl_c_names_the_way_out(console: Opener) -> 
 
 
 def _as_written(pilot: ConsolePilot, strip: Strip) -> Strip:
-    """A line as it leaves for the terminal."""
+    """A line after the application's filters, as it is written to the terminal."""
     for line_filter in pilot.app._filters:
         if line_filter.enabled:
             strip = strip.apply_filter(line_filter, pilot.app.screen.styles.background)

@@ -1,4 +1,4 @@
-"""The console where nothing can be written: it stays up, shows what it knows, and says what it could not do.
+"""The console where nothing can be written: it keeps running, shows runs and plans, and says what it cannot write.
 
 The limits are the system's own: a process that may write no byte to any file, and folders without the right to write
 (root is stripped of the power to write there all the same).

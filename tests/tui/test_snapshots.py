@@ -1,6 +1,6 @@
-"""How two screens look, kept as pictures: colours, glyphs and places at once.
+"""Three screens in every theme, compared with stored pictures of them.
 
-A change that is meant is accepted with TUNEDECK_ACCEPT=1; look at the files before committing them.
+TUNEDECK_ACCEPT=1 stores the present pictures; look at the files before committing them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 from tests.tui.conftest import Opener
 from tests.tui.recorded_runs import make_run
 
-KEPT = Path(__file__).with_name("snapshots")
+STORED = Path(__file__).with_name("snapshots")
 
 
-def agree(name: str, picture: str) -> None:
-    """Compare with the kept picture, or keep this one."""
-    path = KEPT / f"{name}.svg"
+def assert_matches(name: str, picture: str) -> None:
+    """Compare with the stored picture; with TUNEDECK_ACCEPT store this one."""
+    path = STORED / f"{name}.svg"
     if os.environ.get("TUNEDECK_ACCEPT"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(picture, "utf-8")
@@ -32,11 +32,11 @@ async def test_the_list_of_runs_and_a_run_look_as_they_did(console: Opener, runs
     async with console(60, 15, theme=theme) as pilot:
         await pilot.sees("✓ done")
         await pilot.textual_pilot.pause()
-        agree(f"runs-{theme}", pilot.app.export_screenshot())
+        assert_matches(f"runs-{theme}", pilot.app.export_screenshot())
         await pilot.press("enter")
         await pilot.sees("◆", "finished; result in model")
         await pilot.textual_pilot.pause()
-        agree(f"run-{theme}", pilot.app.export_screenshot())
+        assert_matches(f"run-{theme}", pilot.app.export_screenshot())
 
 
 @pytest.mark.asyncio
@@ -46,4 +46,4 @@ async def test_the_launch_screen_looks_as_it_did(console: Opener, theme: str) ->
         await pilot.sees("tight", "activations", "s start")
         await pilot.until(lambda: len(pilot.screen.state.verdicts) == len(pilot.screen.state.recipes), "all verdicts")
         await pilot.textual_pilot.pause()
-        agree(f"launch-{theme}", pilot.app.export_screenshot())
+        assert_matches(f"launch-{theme}", pilot.app.export_screenshot())

@@ -1,4 +1,4 @@
-"""The whole thing as it is used: a real terminal in tmux, a real engine, and nothing but keys.
+"""The console as it is used: in a real terminal (tmux), with a real engine, led by keys alone.
 
 The one test here takes about a minute: it learns, is killed, paused, stopped and resumed like a run of days.
 """
@@ -21,14 +21,14 @@ from tests.tui.tmux_terminal import ROOT, Terminal, needs_tmux, until
 
 SHORTER = (("max_steps = 300", "max_steps = 120"), ('split = "train"', 'split = "train"\nlimit = 4000'),
            ("at_start = true", "at_start = true\nlimit = 32"))  # fmt: skip
-"""The demo in a third of its time."""
+"""Replacements in the demo's recipe that make its run a third as long."""
 
 pytestmark = needs_tmux
 
 
 @pytest.fixture
 def recipe(runs: Path, tmp_path: Path) -> Iterator[Path]:
-    """The demo's recipe, shortened. Whatever happens, no engine outlives the test."""
+    """The demo's recipe with fewer steps. Its engine is ended when the test ends."""
     text = (ROOT / "profiles" / "recipes" / "demo.toml").read_text("utf-8")
     for before, after in SHORTER:
         assert before in text

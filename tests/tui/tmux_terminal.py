@@ -1,4 +1,4 @@
-"""A real terminal for tests of what no pilot shows: tmux with one window, the console in it, and keys."""
+"""`Terminal` opens the console in a real terminal (a window of tmux), presses keys and reads the screen."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Terminal:
 
     @property
     def console_pid(self) -> int:
-        """The process in the window."""
+        """Pid of the console."""
         return int(self.tmux("list-panes", "-F#{pane_pid}"))
 
     @property
     def text(self) -> str:
-        """What stands on the screen."""
+        """The text on the screen."""
         return self.tmux("capture-pane", "-p")
 
     def press(self, key: str) -> None:
@@ -51,7 +51,7 @@ class Terminal:
         self.tmux("send-keys", key)
 
     def sees(self, *texts: str) -> str:
-        """Wait until all of these stand on the screen, whatever lines they are broken into; returns it."""
+        """Wait until all of these texts are on the screen, also where lines break them; returns the screen's text."""
 
         def seen() -> bool:
             screen = self.text

@@ -1,4 +1,4 @@
-"""What a choice on the Launch screen comes to, without a screen."""
+"""Choices of the Launch screen, their evaluation and the changes of them, without a screen."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_machine_no_profile_describes_gets_one_that_can_be_used() -> None:
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchState:
-    """A bench on the demo, in a project folder of its own."""
+    """The Launch screen's state with the demo chosen, in a project folder of its own."""
     monkeypatch.chdir(tmp_path)
     made = LaunchState(CPU)
     made.begin({"profile": "demo", "recipe": "demo"})

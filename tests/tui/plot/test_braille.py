@@ -1,4 +1,4 @@
-"""Curves as text: what a plot shows of values, in braille and in ASCII."""
+"""Curves drawn as text, in braille and in ASCII."""
 
 from __future__ import annotations
 

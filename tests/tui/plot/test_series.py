@@ -1,4 +1,4 @@
-"""Curves of any length in bounded memory: what is kept, what is voided, what a column shows."""
+"""BoundedSeries: merged buckets, cutting, and the columns of a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of several ranks on the Run screen: side by side, the slow one and the one short of memory recognisable."""
+"""The ranks of a run on the Run screen: a slow rank and one that was out of memory stand out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tui.run.watch import RunWatch
 QUICK, SLOW = 0.1, 0.25
 
 
-def told(busy_seconds: float, **other: Any) -> dict[str, Any]:
-    """What a rank tells of a step."""
+def rank_report(busy_seconds: float, **other: Any) -> dict[str, Any]:
+    """A rank's report in the event of a step."""
     return {
         "micro_batches": 1, "largest_micro_batch": 16, "samples": 16, "busy_seconds": busy_seconds,
         "step_seconds": 0.3, "peak_bytes": 40 << 20, "allocated_bytes": 13 << 20, **other,
@@ -37,7 +37,7 @@ def run_of_ranks(runs: Path, count: int = 4, *, slow: int | None = None, short: 
         for step in range(1, 31):
             if short is not None and step in (2, 15):
                 writer.write("backoff", **backoff_fields(step, failed_rank=short, sequences_after=8))
-            each = [told(SLOW if rank == slow else QUICK) for rank in range(count)]
+            each = [rank_report(SLOW if rank == slow else QUICK) for rank in range(count)]
             writer.write("step", **step_fields(step, ranks=each, largest_micro_batch=16, micro_batches=1))
         writer.write("run_finished", status="done", exit_code=0, result="model")
     return run
@@ -109,7 +109,7 @@ def test_what_ran_out_long_ago_is_told_and_is_no_alarm(runs: Path) -> None:
     assert rank_summaries(watch)[1].is_noteworthy
     with EventWriter(watch.directory) as writer:
         for step in range(31, 61):
-            writer.write("step", **step_fields(step, ranks=[told(QUICK)] * 4))
+            writer.write("step", **step_fields(step, ranks=[rank_report(QUICK)] * 4))
     while watch.read_more(seconds=5.0) and watch.unread_share:
         pass
     assert not rank_summaries(watch)[1].is_noteworthy

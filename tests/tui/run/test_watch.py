@@ -1,4 +1,4 @@
-"""Following a run for the screen: bounded reading, what counts after a resume, folders in every state of damage."""
+"""RunWatch: reading in short slices, a resumed run, damaged run directories, and the end of a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Compare screen: curves over steps, tokens or time, only the settings that differ, the best marked."""
+"""The Compare screen: curves over steps, tokens or time, and a table of differing settings with the best scores."""
 
 from __future__ import annotations
 

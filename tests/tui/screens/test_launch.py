@@ -1,4 +1,4 @@
-"""The Launch screen by its keys: choosing, typing, fixes, tabs, starting, saving."""
+"""The Launch screen's keys: choosing, typing, fixes, tabs, starting, saving."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ DEMO = {"profile": "demo", "recipe": "demo"}
 
 
 def budget(pilot: ConsolePilot) -> str:
-    """The foot of the screen: verdict, bar, legend, state."""
+    """The text of the budget: verdict, bar, legend, status line."""
     return str(pilot.screen.query_one("#budget").text)
 
 
 async def to_row(pilot: ConsolePilot, key: str) -> None:
-    """Walk to a field by keys."""
+    """Move the cursor to a field with keys."""
     rows = [row.key for row in pilot.screen.state.field_rows()]
     await pilot.press("g", *["j"] * rows.index(key))
     assert pilot.screen.view.fields.row.key == key
 
 
 async def type_in(pilot: ConsolePilot, key: str, text: str) -> None:
-    """Put a text in a field by keys and leave it."""
+    """Type a text into a field and end the editing."""
     await to_row(pilot, key)
     await pilot.press("enter", "end", "ctrl+u", *text, "escape")
 

@@ -1,4 +1,4 @@
-"""Profiles and recipes on the screen: looking, editing beside the checker, copying, importing, exporting."""
+"""The Library screen and the editor: reading, editing with the checker's problems, copying, importing, exporting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def to_file(pilot: ConsolePilot, stem: str, kind: str = "recipe") -> None:
-    """Walk to a file of the list by keys."""
+    """Move the cursor to a file of the list with keys."""
     await pilot.press("3")
     await pilot.until(lambda: isinstance(pilot.screen, LibraryScreen) and pilot.screen._items, "the list")
     names = [(item.kind, item.entry.path.stem if item.entry else "") for item in pilot.screen._items]

@@ -1,4 +1,4 @@
-"""The Queue screen: order by keys, what cannot be done says why, and a keeper that outlives the console."""
+"""The Queue screen: moving and removing runs, reasons of disabled keys, and a worker that goes on without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Run screen: what it says of a run in every state and at every size, and what its keys ask for."""
+"""The Run screen: its panes in every state and at every size, and the requests that its keys write."""
 
 from __future__ import annotations
 

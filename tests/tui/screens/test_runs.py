@@ -1,4 +1,4 @@
-"""The list of runs: every state, filters, many runs, and what its keys do."""
+"""The Runs screen: every state, filters, many runs, and its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a message stands in the footer's few lines."""
+"""Messages shortened to the footer's few lines."""
 
 from __future__ import annotations
 
