@@ -17,9 +17,6 @@ VALUED = {"--runs": "runs", "--theme": "theme", "-p": "profile", "--profile": "p
           "--recipe": "recipe"}  # fmt: skip
 """Flags with a value, and the field of `Flags` for it."""
 
-SWITCHES = {"--ascii": "ascii"}
-"""Flags without a value, and the field of `Flags` for each."""
-
 THEMES = ("dark", "light", "ansi")
 
 
@@ -39,17 +36,18 @@ def parse(arguments: Sequence[str]) -> Flags | None:
 
     None, too, where a flag's value is missing: the command line's parser then prints the error.
     """
-    found: dict[str, str | bool] = {}
+    values: dict[str, str] = {}
+    ascii_flag = False
     rest = list(arguments)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
-        if flag in SWITCHES and not equals:
-            found[SWITCHES[flag]] = True
+        if flag == "--ascii" and not equals:
+            ascii_flag = True
         elif flag in VALUED and (equals or rest):
-            found[VALUED[flag]] = value if equals else rest.pop(0)
+            values[VALUED[flag]] = value if equals else rest.pop(0)
         else:
             return None
-    return Flags(**found)  # type: ignore[arg-type]
+    return Flags(ascii=ascii_flag, **values)
 
 
 def on_a_terminal() -> bool:

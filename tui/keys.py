@@ -42,7 +42,7 @@ KEYS: tuple[Key, ...] = (
     Key("runs", "space", "mark", "mark", "mark the run for comparing, or unmark it"),
     Key("runs", "c", "compare", "compare", "plot the marked runs together, with a table of what differs"),
     Key("runs", "x", "delete", "delete", "move the run into the folder .trash beside it; asks first"),
-    Key("runs", "slash", "filter", "filter", "filter the runs: words, or state:running model:qwen recipe: profile: name:"),
+    Key("runs", "slash", "filter", "filter", "filter: words, or state:running model:qwen recipe: profile: name:"),
     Key("launch", "s", "start", "start", "start the run in an engine process, which goes on without the console"),
     Key("launch", "enter", "enter", "edit", "edit the field; go to the next pane; do the tab's action"),
     Key("launch", "tab,l,right", "next_pane", "pane", "the next pane"),
