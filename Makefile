@@ -2,7 +2,7 @@
 #              ready to be started, else headless
 # make test    lint, types, import contracts, tests
 # make torture every single allocation fails once, engines are killed anywhere: some hours on two cores
-# make plans   the VRAM budget of every shipped profile and recipe with a dozen models, and what each answer took
+# make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
 
 PYTHON ?= python3

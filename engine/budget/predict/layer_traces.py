@@ -163,6 +163,7 @@ def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gr
     return hidden
 
 
+@lru_cache(maxsize=256)
 def step_config(config: MemoryConfig) -> MemoryConfig:
     """The config as far as anything but the optimizer depends on it."""
     return replace(config, optimizer="adamw", momentum=False, optimizer_offload=False)
@@ -180,6 +181,7 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
     )
 
 
+@lru_cache(maxsize=256)
 def inference_config(config: MemoryConfig) -> MemoryConfig:
     """The config of a pass that trains nothing, and that no other rank shares."""
     return replace(config, checkpointing=False, dropout=False, sequence=1)

@@ -62,6 +62,7 @@ class StaticBytes(NamedTuple):
     total: Tensors
 
 
+@lru_cache(maxsize=256)
 def static_config(config: MemoryConfig) -> MemoryConfig:
     """The config as far as what stays for a whole run depends on it."""
     return replace(config, checkpointing=False, activation_offload=False, loss="plain")

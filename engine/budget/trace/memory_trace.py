@@ -190,7 +190,8 @@ class MemoryTrace:
         nodes = [tensor.node for tensor in inputs]
         if self.learning and (trains or any(nodes)):
             output.node = Node(output.size, nodes, backward, saved)
-            self.tape.append(output.node)
+            if self.keeps_saved:  # else no backward follows
+                self.tape.append(output.node)
         return output
 
     def unary(
