@@ -18,17 +18,12 @@ from typing import Any
 
 import torch
 
+from engine.budget.blocks import round_to_blocks
 from engine.device.base import LiveTensor
 from engine.device.co_tenant import SharedByteCount
 from engine.device.oom import REQUESTED_BYTES
 
-BLOCK_BYTES = 512
 _NEVER = -1
-
-
-def round_to_blocks(size_bytes: int) -> int:
-    """`size_bytes` rounded up to whole blocks."""
-    return (size_bytes + BLOCK_BYTES - 1) & -BLOCK_BYTES
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -20,7 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.errors import UsageError
-from engine.model.freezing import compiled, matches, no_match, select
+from engine.model.freezing import no_match, select
+from engine.spec.name_patterns import compile_pattern, matches
 from engine.spec.schema.recipe import Method
 
 ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
@@ -228,7 +229,7 @@ def _match_all(patterns: Sequence[str], names: Sequence[str], key: str) -> set[s
     """Names that a glob matches as a whole, or by their trailing parts ("q_proj")."""
     chosen: set[str] = set()
     for pattern in patterns:
-        hits = {name for name in names if matches(pattern, name) or compiled("**." + pattern).fullmatch(name)}
+        hits = {name for name in names if matches(pattern, name) or compile_pattern("**." + pattern).fullmatch(name)}
         if not hits:
             raise no_match(pattern, _leaves(names), key)
         chosen |= hits

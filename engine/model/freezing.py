@@ -1,35 +1,18 @@
-"""Globs on dotted names, and the choice of the parameters that are trained.
+"""The choice of the parameters that are trained, by a recipe's patterns. A pattern that matches nothing is an error.
 
-`*` stays within one part of a dotted name, `**` crosses dots, `?` and `[...]` match one character. A pattern may also
-name a module, which stands for all its parameters. A pattern that matches nothing is an error.
-
-Try: `python -c "from engine.model.freezing import matches; print(matches('model.*.mlp', 'model.0.mlp.up.weight'))"`.
+What a pattern means is in `engine.spec.name_patterns`. Try: `python -m pytest tests/model/test_patterns.py`.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 from torch import nn
 
 from engine.errors import UsageError
+from engine.spec.name_patterns import matches
 from engine.spec.schema.recipe import Method
-
-
-@lru_cache(maxsize=1024)
-def compiled(pattern: str) -> re.Pattern[str]:
-    """A glob as a regular expression that must match a whole dotted name."""
-    pieces = re.split(r"(\*\*|\*|\?|\[[^\]]+\])", pattern)
-    return re.compile("".join(_piece(piece) for piece in pieces))
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` names `name` itself or a module that `name` is part of."""
-    parts = name.split(".")
-    return any(compiled(pattern).fullmatch(".".join(parts[:end])) for end in range(len(parts), 0, -1))
 
 
 def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
@@ -81,15 +64,3 @@ def freeze_parameters(model: nn.Module, method: Method, frozen_by_default: Itera
         )
     for parameter in by_name.values():
         parameter.requires_grad_(id(parameter) in learning)
-
-
-def _piece(piece: str) -> str:
-    if piece == "**":
-        return ".*"
-    if piece == "*":
-        return "[^.]*"
-    if piece == "?":
-        return "[^.]"
-    if piece.startswith("[") and piece.endswith("]"):
-        return "[" + ("^" + piece[2:-1] if piece[1] == "!" else piece[1:-1]).replace("\\", "\\\\") + "]"
-    return re.escape(piece)

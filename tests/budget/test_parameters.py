@@ -14,7 +14,6 @@ from engine.budget.architecture.vision_parameters import (
     vision_layer_parameters,
     vision_layer_prefix,
 )
-from engine.budget.globs import compile_globs
 
 ENTRIES = list(shipped_entries())
 
@@ -102,24 +101,3 @@ def test_every_entry_says_where_it_comes_from() -> None:
 def test_no_model_id_is_shipped_twice() -> None:
     ids = [model.lower() for entry in ENTRIES for model in entry["ids"]]
     assert len(ids) == len(set(ids))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name", "wanted"),
-    [
-        ("model.layers.*.mlp", "model.layers.3.mlp.up_proj.weight", True),
-        ("model.layers.*", "model.embed_tokens.weight", False),
-        ("*.mlp", "model.layers.3.mlp", False),
-        ("**.mlp", "model.layers.3.mlp", True),
-        ("model.layers.[0-2]", "model.layers.1.mlp", True),
-        ("model.layers.[!0-2]", "model.layers.1.mlp", False),
-        ("model.layers.[!0-2]", "model.layers.3.mlp", True),
-        ("model.layers.?", "model.layers.12", False),
-        ("**.bias", "model.layers.1.self_attn.q_proj.bias", True),
-    ],
-)
-def test_globs_select_what_the_engine_selects(pattern: str, name: str, wanted: bool) -> None:
-    from engine.model.freezing import matches
-
-    assert bool(compile_globs((pattern,)).fullmatch(name)) is wanted
-    assert matches(pattern, name) is wanted

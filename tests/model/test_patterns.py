@@ -9,8 +9,8 @@ import torch
 from torch.nn import Parameter
 
 from engine.errors import UsageError
-from engine.model.freezing import matches
 from engine.model.groups import parameter_groups
+from engine.spec.name_patterns import matches
 from engine.spec.schema.recipe import ParameterGroup, Train
 from tests.model.samples import load, load_family, run_spec
 

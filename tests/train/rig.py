@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.batching.budget import MicroBatchBudget
-from engine.device.allocation_tracker import round_to_blocks
+from engine.budget.blocks import round_to_blocks
 from engine.device.metered import MeteredDevice
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory

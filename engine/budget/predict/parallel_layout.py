@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.blocks import whole_blocks
+from engine.budget.blocks import round_to_blocks
 from engine.budget.predict.shards import Shards, held_by_a_rank, shards_of
 from engine.budget.predict.static import Tensors, static_bytes, static_config
 from engine.budget.trace.memory_config import MemoryConfig
@@ -83,7 +83,7 @@ def bucket_bytes(arch: Architecture, config: MemoryConfig, layout: ParallelLayou
     """The buffer for gradients that is there from the start to the end of a run; shards have none."""
     if layout.ranks == 1 or layout.sharded:
         return 0
-    return min(BUCKET_BYTES, whole_blocks(_trained_elements(arch, config) * FLOAT))
+    return min(BUCKET_BYTES, round_to_blocks(_trained_elements(arch, config) * FLOAT))
 
 
 def shards(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> Shards | None:

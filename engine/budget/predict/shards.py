@@ -19,7 +19,7 @@ from math import prod
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameter import Parameter
 from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
-from engine.budget.blocks import BLOCK_BYTES, whole_blocks
+from engine.budget.blocks import BLOCK_BYTES, round_to_blocks
 from engine.budget.installed import installed, older
 from engine.budget.predict.static import Tensors, state_bytes, vision_tensors
 from engine.budget.trace.layer_kinds import LayerKind, layer_stack
@@ -185,16 +185,16 @@ def _group(values: Iterable[Value], config: MemoryConfig, ranks: int) -> Group:
     learning = [(shape, width) for shape, width, learns, _ in parts if learns]
 
     def weights(of_adapters: bool) -> int:
-        return sum(whole_blocks(prod(shape) * width) for shape, width, _, adapter in parts if adapter == of_adapters)
+        return sum(round_to_blocks(prod(shape) * width) for shape, width, _, adapter in parts if adapter == of_adapters)
 
     return Group(
         Tensors(
             weights(False),
             weights(True),
-            whole_blocks(sum(prod(shape) * width for shape, width in learning)),
+            round_to_blocks(sum(prod(shape) * width for shape, width in learning)),
             sum(state_bytes(shape, width, config) for shape, width in learning),
         ),
-        gathered=sum(whole_blocks(ranks * prod(shape) * width) for shape, width, _, _ in parts),
-        flat=whole_blocks(ranks * sum(prod(shape) * width for shape, width, _, _ in parts)),
-        reduced=whole_blocks(ranks * FLOAT * sum(prod(shape) for shape, _ in learning)),
+        gathered=sum(round_to_blocks(ranks * prod(shape) * width) for shape, width, _, _ in parts),
+        flat=round_to_blocks(ranks * sum(prod(shape) * width for shape, width, _, _ in parts)),
+        reduced=round_to_blocks(ranks * FLOAT * sum(prod(shape) for shape, _ in learning)),
     )

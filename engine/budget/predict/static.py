@@ -19,7 +19,7 @@ from engine.budget.architecture.parameter import Parameter
 from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
 from engine.budget.architecture.vision_encoder import VisionEncoder
 from engine.budget.architecture.vision_parameters import vision_end_parameters, vision_layer_parameters
-from engine.budget.blocks import BLOCK_BYTES, whole_blocks
+from engine.budget.blocks import BLOCK_BYTES, round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.trainable import (
     Trainable,
@@ -80,7 +80,7 @@ def _static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
         layers = layers.plus(layer_tensors(arch, config, trainable), count)
     parameters, trained = outer_parameters(arch), trainable_outer(arch, patterns)
     outer = _tensors(parameters, Trainable(trained), config).plus(Tensors(weights=BLOCK_BYTES * arch.buffers))
-    gradients = {p.name: whole_blocks(p.elements * config.base_bytes) for p in parameters if p.name in trained}
+    gradients = {p.name: round_to_blocks(p.elements * config.base_bytes) for p in parameters if p.name in trained}
     vision = vision_tensors(arch.vision_encoder, config) if arch.vision_encoder else Tensors()
     return StaticBytes(
         embedding_gradient=gradients.get(parameters[0].name, 0),
@@ -98,7 +98,7 @@ def vision_tensors(vision: VisionEncoder, config: MemoryConfig) -> Tensors:
     for chosen in vision_trainable_by_layer(vision, config.patterns):
         total = total.plus(vision_layer_tensors(vision, config, chosen))
     positions = 8 * vision.patches if vision.patches else 0  # int64
-    total = total.plus(Tensors(weights=whole_blocks(positions) if positions else 2 * BLOCK_BYTES))
+    total = total.plus(Tensors(weights=round_to_blocks(positions) if positions else 2 * BLOCK_BYTES))
     return total if config.image_patches else total._replace(gradients=0)
 
 
@@ -123,7 +123,7 @@ def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: Memo
     weights = adapters = 0
     learning: list[tuple[tuple[int, ...], int]] = []
     for parameter in parameters:
-        name, whole = parameter.name, whole_blocks(parameter.elements * config.base_bytes)
+        name, whole = parameter.name, round_to_blocks(parameter.elements * config.base_bytes)
         packed = config.quantized and parameter.linear and name != HEAD
         weights += _nf4_bytes(parameter.elements) if packed else whole
         if name in trainable.trained:
@@ -131,9 +131,9 @@ def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: Memo
             learning.append((parameter.shape, config.base_bytes))
         if name in trainable.adapted:
             shapes = _adapter_shapes(parameter, config)
-            adapters += sum(whole_blocks(prod(shape) * config.adapter_bytes) for shape in shapes)
+            adapters += sum(round_to_blocks(prod(shape) * config.adapter_bytes) for shape in shapes)
             learning += [(shape, config.adapter_bytes) for shape in shapes]
-    gradients = sum(whole_blocks(prod(shape) * itemsize) for shape, itemsize in learning)
+    gradients = sum(round_to_blocks(prod(shape) * itemsize) for shape, itemsize in learning)
     state = sum(state_bytes(shape, itemsize, config) for shape, itemsize in learning)
     return Tensors(weights, adapters, gradients, state)
 
@@ -147,7 +147,7 @@ def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
     shapes = set(_learning_shapes(arch, config))
     scratch = _stage(arch, config, shapes) if config.optimizer_offload else 0
     if config.optimizer == "adafactor":
-        scratch += whole_blocks(max((prod(shape) * width for shape, width in shapes), default=0))
+        scratch += round_to_blocks(max((prod(shape) * width for shape, width in shapes), default=0))
     return scratch
 
 
@@ -192,7 +192,10 @@ def _nf4_bytes(elements: int) -> int:
     """
     blocks = -(-elements // 64)
     return (
-        whole_blocks((elements + 1) // 2) + whole_blocks(blocks) + whole_blocks(4 * -(-blocks // 256)) + 4 * BLOCK_BYTES
+        round_to_blocks((elements + 1) // 2)
+        + round_to_blocks(blocks)
+        + round_to_blocks(4 * -(-blocks // 256))
+        + 4 * BLOCK_BYTES
     )
 
 
@@ -203,7 +206,7 @@ def _adapter_shapes(parameter: Parameter, config: MemoryConfig) -> list[tuple[in
 
 
 def state_bytes(shape: tuple[int, ...], dtype_bytes: int, config: MemoryConfig) -> int:
-    """Optimizer state of one tensor, each piece whole_blocks to a block.
+    """Optimizer state of one tensor, each piece round_to_blocks to a block.
 
     adamw: two moments in the parameter's dtype and an fp32 step counter. adamw_8bit: two moments of one byte with an
     fp32 scale per 256 values (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column
@@ -214,16 +217,18 @@ def state_bytes(shape: tuple[int, ...], dtype_bytes: int, config: MemoryConfig) 
         return 0
     elements = prod(shape)
     if config.optimizer == "adamw":
-        return 2 * whole_blocks(elements * dtype_bytes) + BLOCK_BYTES
+        return 2 * round_to_blocks(elements * dtype_bytes) + BLOCK_BYTES
     if config.optimizer == "sgd":
-        return whole_blocks(elements * dtype_bytes) if config.momentum else 0
+        return round_to_blocks(elements * dtype_bytes) if config.momentum else 0
     if config.optimizer == "adamw_8bit":
         if elements < 4096:
-            return 2 * whole_blocks(4 * elements)
-        return 2 * (whole_blocks(elements) + whole_blocks(4 * -(-elements // 256)))
+            return 2 * round_to_blocks(4 * elements)
+        return 2 * (round_to_blocks(elements) + round_to_blocks(4 * -(-elements // 256)))
     if len(shape) < 2:  # adafactor
-        return whole_blocks(elements * dtype_bytes) + BLOCK_BYTES
+        return round_to_blocks(elements * dtype_bytes) + BLOCK_BYTES
     leading = elements // (shape[-1] * shape[-2])
     return (
-        whole_blocks(leading * shape[-2] * dtype_bytes) + whole_blocks(leading * shape[-1] * dtype_bytes) + BLOCK_BYTES
+        round_to_blocks(leading * shape[-2] * dtype_bytes)
+        + round_to_blocks(leading * shape[-1] * dtype_bytes)
+        + BLOCK_BYTES
     )

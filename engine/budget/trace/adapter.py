@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.budget.blocks import whole_blocks
+from engine.budget.blocks import round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import add, cast, copy, linear, scale, scale_by_weight
@@ -56,10 +56,10 @@ def _update(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: Tr
 def _low_rank(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
     """B(A(x))."""
     rank, itemsize = config.rank, config.adapter_bytes
-    first = linear(trace, x, -(-rank // layer.merged), whole_blocks(rank * layer.inputs * itemsize), True)
+    first = linear(trace, x, -(-rank // layer.merged), round_to_blocks(rank * layer.inputs * itemsize), True)
     del x
     outputs = -(-layer.outputs // layer.merged)
-    return linear(trace, first, outputs, whole_blocks(rank * layer.outputs * itemsize), True)
+    return linear(trace, first, outputs, round_to_blocks(rank * layer.outputs * itemsize), True)
 
 
 def dropped(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
@@ -97,7 +97,7 @@ def _dora(
         held.append(trace.allocate(whole))
     summed = [trace.allocate(whole), trace.allocate(whole)]
     del summed
-    vector = whole_blocks(layer.outputs * itemsize)
+    vector = round_to_blocks(layer.outputs * itemsize)
     low_rank = _low_rank(trace, config, layer, dropped(trace, x) if config.dropout else x)
     if layer.biased:
         base_result = copy(trace, base_result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameters import outer_parameters
-from engine.budget.blocks import whole_blocks
+from engine.budget.blocks import round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import (
@@ -39,7 +39,7 @@ class Head:
         outer = outer_parameters(arch)
         self.norm_name = next(p.name for p in outer if p.name.endswith(("norm.weight", "ln_f.weight")))
         self.table_name = "lm_head.weight" if not arch.tied else outer[0].name
-        self.weight = whole_blocks(arch.vocab * arch.hidden * config.base_bytes)
+        self.weight = round_to_blocks(arch.vocab * arch.hidden * config.base_bytes)
 
     def forward(self, hidden: TracedTensor) -> TracedTensor:
         """The loss of a micro-batch."""
@@ -66,7 +66,7 @@ class Head:
 
     def norm(self, hidden: TracedTensor) -> TracedTensor:
         """The last norm."""
-        weight = whole_blocks(self.arch.hidden * self.config.base_bytes)
+        weight = round_to_blocks(self.arch.hidden * self.config.base_bytes)
         trained = self.norm_name in self.trained
         if self.arch.layout == "gpt2":
             return layer_norm(self.trace, hidden, weight, trained)

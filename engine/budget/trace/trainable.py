@@ -22,8 +22,8 @@ from engine.budget.architecture.vision_parameters import (
     vision_layer_parameters,
     vision_layer_prefix,
 )
-from engine.budget.globs import compile_globs
 from engine.budget.trace.memory_config import Patterns
+from engine.spec.name_patterns import compile_patterns
 
 ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"})
 """What the module around attention projections is called; targets = "attention" means the linear layers in it."""
@@ -86,11 +86,11 @@ def _trained_test(patterns: Patterns) -> Callable[..., bool]:
     """Whether a base parameter learns, by all its names: with LoRA if also_train names it; else if train_only does, or
     there is none, and freeze does not."""
     if patterns.lora:
-        meant, frozen = compile_globs(patterns.also_train).fullmatch, compile_globs(()).fullmatch
+        meant, frozen = compile_patterns(patterns.also_train).fullmatch, compile_patterns(()).fullmatch
     else:
         meant, frozen = (
-            compile_globs(patterns.train_only or ("**",)).fullmatch,
-            compile_globs(patterns.freeze).fullmatch,
+            compile_patterns(patterns.train_only or ("**",)).fullmatch,
+            compile_patterns(patterns.freeze).fullmatch,
         )
     return lambda *names: any(map(meant, names)) and not any(map(frozen, names))
 
@@ -123,4 +123,4 @@ def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[P
 
 def _named(globs: tuple[str, ...]) -> Callable[[str], object]:
     """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
-    return compile_globs(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch
+    return compile_patterns(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.budget.architecture.parameter import Parameter
-from engine.budget.blocks import whole_blocks
+from engine.budget.blocks import round_to_blocks
 from engine.budget.trace.adapter import AdaptedLayer, adapted
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, TracedTensor
@@ -72,7 +72,7 @@ class Weights:
         parameter = self.parameters.get(name)
         if parameter is None:
             return 0, False
-        return whole_blocks(parameter.elements * self.config.base_bytes), name in self.trainable.trained
+        return round_to_blocks(parameter.elements * self.config.base_bytes), name in self.trainable.trained
 
     def _shape(self, parameter: Parameter) -> tuple[int, int]:
         """(outputs, inputs) of a linear layer's weight."""

@@ -1,0 +1,42 @@
+"""A recipe's patterns on dotted names of modules and parameters.
+
+`*` stays within one part of a dotted name, `**` crosses dots, `?` and `[...]` match one character. A pattern may also
+name a module, which stands for all its parameters.
+
+Try: `python -c "from engine.spec.name_patterns import matches; print(matches('model.*.mlp', 'model.0.mlp.up.weight'))"`
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` names `name` itself or a module that `name` is part of."""
+    return compile_patterns((pattern,)).fullmatch(name) is not None
+
+
+@lru_cache(maxsize=1024)
+def compile_patterns(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """One expression for several patterns, for `fullmatch`: it also matches whatever is part of a module they name."""
+    return re.compile("|".join(rf"(?:{_expression(pattern)})(?:\..*)?" for pattern in patterns) or "(?!)")
+
+
+@lru_cache(maxsize=1024)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """An expression for the names that a pattern matches as a whole, for `fullmatch`."""
+    return re.compile(_expression(pattern))
+
+
+def _expression(pattern: str) -> str:
+    return "".join(_piece(piece) for piece in re.split(r"(\*\*|\*|\?|\[[^\]]+\])", pattern))
+
+
+def _piece(piece: str) -> str:
+    if piece in ("**", "*", "?"):
+        return {"**": ".*", "*": "[^.]*", "?": "[^.]"}[piece]
+    if piece.startswith("[") and piece.endswith("]"):
+        characters = "^" + piece[2:-1] if piece[1] == "!" else piece[1:-1]
+        return "[" + characters.replace("\\", "\\\\") + "]"
+    return re.escape(piece)
