@@ -44,7 +44,7 @@ from engine.journal.events import EventWriter
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.recovery.oom_report import oom_reporter
-from engine.train.setup import Bench, set_up
+from engine.train.setup import TrainingSetup, set_up
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
 
@@ -63,7 +63,7 @@ class Size:
 
 
 class Shop:
-    """A bench on a device whose room can be changed, and a step at a time."""
+    """A training set-up on a device whose room can be changed, and a step at a time."""
 
     def __init__(self, job: Job, folder: Path, *, kind: str = "metered", micro_batch: int | str = 8) -> None:
         self.count = SharedByteCount.create(folder / "neighbour")
@@ -74,29 +74,29 @@ class Shop:
         self.folder, self.number = folder, 0
 
     @contextmanager
-    def open(self) -> Iterator[Bench]:
+    def open(self) -> Iterator[TrainingSetup]:
         """Everything set up, the device in force."""
         with EventWriter(RunDirectory(self.folder)) as writer, self.device.activate():
             journal = Journal(writer)
-            self.bench = set_up(self.spec, self.device, journal, oom_reporter(journal, self.device))
-            self.transaction = StepTransaction(self.bench.parts)
-            self.growth = BudgetGrowth(self.bench.parts, journal)
-            self.start = self.bench.parts.budget
+            self.setup = set_up(self.spec, self.device, journal, oom_reporter(journal, self.device))
+            self.transaction = StepTransaction(self.setup.context)
+            self.growth = BudgetGrowth(self.setup.context, journal)
+            self.start = self.setup.context.budget
             with frozen_gc():
-                yield self.bench
+                yield self.setup
 
     def step(self) -> float:
         """One step as the loop takes it; returns its seconds."""
         self.number += 1
         began = time.process_time()
-        set_learning_rates(self.bench.parts.optimizer, self.bench.schedule.factor(self.number))
-        outcome = self.transaction.run(self.number, self.bench.order.step(self.number))
+        set_learning_rates(self.setup.context.optimizer, self.setup.schedule.factor(self.number))
+        outcome = self.transaction.run(self.number, self.setup.order.step(self.number))
         self.growth.after_step(self.number, clean=outcome.applied and not self.transaction.failures)
         return time.process_time() - began
 
     def with_budget(self, budget: MicroBatchBudget) -> None:
         """Go on with a copy of what was learned at some time."""
-        self.bench.parts.budget = replace(budget)
+        self.setup.context.budget = replace(budget)
 
 
 def _cpu() -> Device:
@@ -108,16 +108,16 @@ def _cpu() -> Device:
 def capacity_cost(job: Job, folder: Path, rounds: int) -> list[float]:
     """Of each round: seconds that running out of memory added to a step, over those of the micro-batch that failed."""
     shop, costs = Shop(job, folder), []
-    with shop.open() as bench:
+    with shop.open() as setup:
         shop.transaction.work.peak_bytes = 0
         shop.step()
-        static, peak = bench.parts.static_bytes, shop.transaction.work.peak_bytes
+        static, peak = setup.context.static_bytes, shop.transaction.work.peak_bytes
         tight = ROOMY_BYTES - int(static + 0.6 * (peak - static))
         for _ in range(rounds):
             shop.count.hold(0)
             shop.with_budget(shop.start)
             began = time.process_time()
-            shop.transaction.probe(shop.number, bench.order.step(shop.number))
+            shop.transaction.probe(shop.number, setup.order.step(shop.number))
             micro_batch = time.process_time() - began
             shop.count.hold(tight)
             shop.with_budget(shop.start)
@@ -145,13 +145,13 @@ class Stopwatch:
 def transient_cost(job: Job, folder: Path, rounds: int) -> float:
     """Seconds that refused allocations added to their steps, over the seconds of the attempts they ended."""
     shop, drawn, added, abandoned = Shop(job, folder), random.Random(0), 0.0, 0.0
-    with shop.open() as bench:
+    with shop.open() as setup:
         shop.step()
         before = shop.device.allocations  # type: ignore[attr-defined]
         shop.step()
         in_a_step = shop.device.allocations - before  # type: ignore[attr-defined]
         watch = Stopwatch(shop.device)
-        bench.parts.device = watch
+        setup.context.device = watch
         for _ in range(rounds):
             undisturbed = shop.step()
             shop.device.fail_at(drawn.randint(in_a_step // 10, in_a_step))  # type: ignore[attr-defined]
@@ -166,23 +166,23 @@ def around_a_neighbour(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
     """Tokens a second while a neighbour holds memory and once the run has taken it back, over those before it came;
     steps until it had; allocations that failed meanwhile."""
     shop, failures = Shop(job, folder), 0
-    with shop.open() as bench:
+    with shop.open() as setup:
         shop.transaction.work.peak_bytes = 0
         shop.step()
-        before = replace(bench.parts.budget)
-        static, peak = bench.parts.static_bytes, shop.transaction.work.peak_bytes
+        before = replace(setup.context.budget)
+        static, peak = setup.context.static_bytes, shop.transaction.work.peak_bytes
 
         def beside_before() -> float:
             """Of a step as it is now and one with the budget of before, taken while nobody else is there."""
             nonlocal failures
-            now, ratios = bench.parts.budget, []
+            now, ratios = setup.context.budget, []
             for _ in range(rounds):
                 seconds = shop.step()
                 failures += shop.transaction.failures
                 shop.count.hold(0)
                 shop.with_budget(before)
                 ratios.append(shop.step() / seconds)
-                bench.parts.budget = now
+                setup.context.budget = now
                 shop.count.hold(held)
             return statistics.median(ratios)
 
@@ -193,7 +193,7 @@ def around_a_neighbour(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
         squeezed, steps = beside_before(), 0
         held = 0
         shop.count.hold(held)
-        while bench.parts.budget.budget_bytes < before.budget_bytes:
+        while setup.context.budget.budget_bytes < before.budget_bytes:
             shop.step()
             failures += shop.transaction.failures
             steps += 1
@@ -203,30 +203,31 @@ def around_a_neighbour(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def bare_step(bench: Bench, samples: Any, plan: list[MicroBatch]) -> float:
+def bare_step(setup: TrainingSetup, samples: Any, plan: list[MicroBatch]) -> float:
     """What a step is without us: forward and backward of each batch, clipping, the optimizer; returns its seconds."""
-    parts, began = bench.parts, time.process_time()
-    parameters = [parameter for _, parameter in parts.loaded.trainable()]
-    targets = int(parts.data.target_counts[samples].sum())
+    context, began = setup.context, time.process_time()
+    parameters = [parameter for _, parameter in context.loaded.trainable()]
+    targets = int(context.data.target_counts[samples].sum())
     total = torch.zeros(())
     for group in plan:
-        loss = parts.loss(collate(parts.data, samples[list(group.members)], pad_id=parts.pad_id)) / targets
+        loss = context.loss(collate(context.data, samples[list(group.members)], pad_id=context.pad_id)) / targets
         loss.backward()
         total += loss.detach()
-    float(torch.nn.utils.clip_grad_norm_(parameters, parts.max_grad_norm))
+    float(torch.nn.utils.clip_grad_norm_(parameters, context.max_grad_norm))
     float(total)
-    parts.optimizer.step()
-    parts.optimizer.zero_grad(set_to_none=True)
+    context.optimizer.step()
+    context.optimizer.zero_grad(set_to_none=True)
     return time.process_time() - began
 
 
 def beside_bare_loop(job: Job, folder: Path, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of our steps and of the bare loop's, round by round. Who goes first changes every time."""
     shop, ours, bare = Shop(job, folder, kind="cpu"), [], []
-    with shop.open() as bench:
-        samples = bench.order.step(1)
-        plan = plan_micro_batches(bench.parts.data.lengths[samples], bench.parts.cost, bench.parts.budget.budget_bytes)
-        contestants: list[Callable[[], float]] = [shop.step, lambda: bare_step(bench, samples, plan)]
+    with shop.open() as setup:
+        samples = setup.order.step(1)
+        context = setup.context
+        plan = plan_micro_batches(context.data.lengths[samples], context.cost, context.budget.budget_bytes)
+        contestants: list[Callable[[], float]] = [shop.step, lambda: bare_step(setup, samples, plan)]
         for number in range(rounds + 1):
             shop.number = 0  # the same samples each time
             order = contestants[:: 1 if number % 2 else -1]
@@ -274,13 +275,13 @@ def our_job(job: Job, folder: Path, capacity_bytes: int) -> Account:
     """The engine's step transaction, starting with a whole step at once."""
     shop, seen = Shop(job, folder, micro_batch=BATCH), [0]
     shop.count.hold(ROOMY_BYTES - capacity_bytes)
-    with shop.open() as bench:
-        hook = counting(bench.parts.loaded.model, seen)
+    with shop.open() as setup:
+        hook = counting(setup.context.loaded.model, seen)
         for _ in range(job.steps):
             shop.step()
         hook.remove()
         shop.count.hold(0)
-        loss = mean_loss(bench.parts.loaded.model, job)
+        loss = mean_loss(setup.context.loaded.model, job)
     return Account(job.steps, seen[0], seen[0] - len(job.sequences), BATCH, loss)
 
 

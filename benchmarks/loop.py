@@ -67,11 +67,11 @@ def ours(job: Job, device: Device, step_done: StepDone) -> None:
         place = RunDirectory(Path(folder))
         with EventWriter(place) as writer:
             journal = Journal(writer)
-            bench = set_up(spec_of(job, device.kind), device, journal, oom_reporter(journal, device))
-            transaction = StepTransaction(bench.parts)
+            setup = set_up(spec_of(job, device.kind), device, journal, oom_reporter(journal, device))
+            transaction = StepTransaction(setup.context)
             for step in range(1, job.steps + 1):
-                set_learning_rates(bench.parts.optimizer, bench.schedule.factor(step))
-                transaction.run(step, bench.order.step(step))
+                set_learning_rates(setup.context.optimizer, setup.schedule.factor(step))
+                transaction.run(step, setup.order.step(step))
                 step_done()
 
 

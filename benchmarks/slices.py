@@ -25,8 +25,8 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.job import Job, spec_of, write_job
 from engine.batching.cost import micro_batch_cost
 from engine.device import open_device
-from engine.distributed.elastic import of_one_rank
-from engine.distributed.ranks import ALONE, Ranks, joined
+from engine.distributed.elastic import spec_of_rank
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks, process_group
 from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal
@@ -84,34 +84,34 @@ def member(rank: int, size: int, port: int, spec: RunSpec, folder: str) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     if size == 1:
-        Path(folder, "found.json").write_text(json.dumps(_steps(ALONE, spec)))
+        Path(folder, "found.json").write_text(json.dumps(_steps(SINGLE_PROCESS, spec)))
         return
-    with joined(LIMIT_SECONDS, "cpu") as ranks:
+    with process_group(LIMIT_SECONDS, "cpu") as ranks:
         found = _steps(ranks, spec)
-        if ranks.is_first:
+        if ranks.is_rank0:
             Path(folder, "found.json").write_text(json.dumps(found))
-        ranks.tell("done")
+        ranks.all_gather_object("done")
 
 
 def _steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
     """What the steps after the first held and took, and bare votes."""
-    device = open_device(of_one_rank(spec, ranks.local_rank))
+    device = open_device(spec_of_rank(spec, ranks.local_rank))
     with device.activate():
-        bench = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
-        transaction, joint = StepTransaction(bench.parts), bench.parts.strategy.voted_group
-        transaction.run(1, bench.order.step(1))
-        voted, began = joint.votes if joint else 0, time.perf_counter()
-        transaction.run(2, bench.order.step(2))
-        took, votes = time.perf_counter() - began, joint.votes - voted if joint else 0
+        setup = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
+        transaction, voted_group = StepTransaction(setup.context), setup.context.strategy.voted_group
+        transaction.run(1, setup.order.step(1))
+        voted, began = voted_group.votes if voted_group else 0, time.perf_counter()
+        transaction.run(2, setup.order.step(2))
+        took, votes = time.perf_counter() - began, voted_group.votes - voted if voted_group else 0
         began = time.perf_counter()
         for _ in range(votes):
-            assert joint is not None
-            joint.ready()
+            assert voted_group is not None
+            voted_group.ready()
         vote_seconds = (time.perf_counter() - began) / max(1, votes)
-        plan = micro_batch_cost(spec, int(bench.parts.data.lengths.max())).plan
+        plan = micro_batch_cost(spec, int(setup.context.data.lengths.max())).plan
         assert plan is not None
-        peaks = ranks.tell(transaction.work.peak_bytes)
-    static_bytes = bench.parts.static_bytes
+        peaks = ranks.all_gather_object(transaction.work.peak_bytes)
+    static_bytes = setup.context.static_bytes
     return {
         "static_bytes": static_bytes,
         "held_bytes": max(peaks) - static_bytes,

@@ -27,15 +27,15 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.job import Job, spec_of, write_job
 from engine.device import open_device
 from engine.device.catch_oom import frozen_gc
-from engine.distributed.host_gather import Ballot
-from engine.distributed.ranks import Ranks, joined
+from engine.distributed.host_gather import HostGather
+from engine.distributed.ranks import Ranks, process_group
 from engine.journal.directory import RunDirectory
 from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 from engine.train.loop import Training
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
-from engine.train.run_requests import Wishes
+from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
 SIZES = {"small": (64, 48), "larger": (192, 256)}
@@ -64,15 +64,15 @@ class Cost:
     """Of the step, for what its votes took beyond that."""
 
 
-class WatchedBallot(Ballot):
-    """Counts and times the votes of another ballot."""
+class WatchedBallot(HostGather):
+    """Counts and times the gathers of another HostGather."""
 
-    def __init__(self, ballot: Ballot) -> None:
-        self._ballot = ballot
+    def __init__(self, host_gather: HostGather) -> None:
+        self._ballot = host_gather
         self.votes, self.seconds = 0, 0.0
 
-    def cast(self, value: Any) -> list[Any]:
-        """The other ballot's vote."""
+    def gather(self, value: Any) -> list[Any]:
+        """The other HostGather's gather."""
         began = time.perf_counter()
         told = self._ballot.cast(value)
         self.votes += 1
@@ -114,11 +114,11 @@ def _member(rank: int, size: int, port: int, job: Job, name: str, folder: str) -
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    with joined(LIMIT_SECONDS, "cpu") as ranks, frozen_gc():
+    with process_group(LIMIT_SECONDS, "cpu") as ranks, frozen_gc():
         cost = _steps(ranks, _replicated(spec_of(job, "cpu"), size), Path(folder, "run"), name)
-        if ranks.is_first:
+        if ranks.is_rank0:
             Path(folder, "cost.json").write_text(json.dumps(asdict(cost)))
-        ranks.tell("done")
+        ranks.all_gather_object("done")
 
 
 def _replicated(spec: RunSpec, ranks: int) -> RunSpec:
@@ -129,30 +129,31 @@ def _replicated(spec: RunSpec, ranks: int) -> RunSpec:
 
 def _steps(ranks: Ranks, spec: RunSpec, folder: Path, name: str) -> Cost:
     """Take the steps, each followed by as many bare votes as it had."""
-    assert ranks.ballot is not None
-    ballot = ranks.ballot = WatchedBallot(ranks.ballot)
+    assert ranks.host_gather is not None
+    host_gather = ranks.host_gather = WatchedBallot(ranks.host_gather)
     device = open_device(spec.model_copy(update={"profile": _of_one(spec)}))
     with device.activate():
-        bench = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
-        training = Training(bench, RunDirectory(folder), Journal(None), Wishes(None, None, None), EmergencyHostMemory())
+        setup = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
+        requests = RunRequests(None, None, None)
+        training = Training(setup, RunDirectory(folder), Journal(None), requests, EmergencyHostMemory())
         training.probe()
-        rows = [_one_step(ranks, ballot, training) for _ in range(bench.total_steps)][1:]
+        rows = [_one_step(ranks, host_gather, training) for _ in range(setup.total_steps)][1:]
     step, votes, bare, inside = (statistics.median(column) for column in zip(*rows, strict=True))
     share = statistics.median(row[1] * row[2] / row[0] for row in rows)
     return Cost(name, ranks.size, step, int(votes), bare, share, max(0.0, inside / step - share))
 
 
-def _one_step(ranks: Ranks, ballot: WatchedBallot, training: Training) -> tuple[float, int, float, float]:
+def _one_step(ranks: Ranks, host_gather: WatchedBallot, training: Training) -> tuple[float, int, float, float]:
     """Seconds of the step, its votes, seconds of a bare vote, and seconds inside the step's votes."""
-    votes, seconds, began = ballot.votes, ballot.seconds, time.perf_counter()
+    votes, seconds, began = host_gather.votes, host_gather.seconds, time.perf_counter()
     training.one_step()
     for _ in range(BETWEEN_STEPS):
-        ranks.from_first([False, False])
-    took, votes, inside = time.perf_counter() - began, ballot.votes - votes, ballot.seconds - seconds
-    ranks.tell("ready")
+        ranks.broadcast_object([False, False])
+    took, votes, inside = time.perf_counter() - began, host_gather.votes - votes, host_gather.seconds - seconds
+    ranks.all_gather_object("ready")
     began = time.perf_counter()
     for _ in range(votes):
-        ranks.tell(None)
+        ranks.all_gather_object(None)
     return took, votes, (time.perf_counter() - began) / votes, inside
 
 

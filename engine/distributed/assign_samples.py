@@ -1,7 +1,7 @@
 """Which of a step's sequences which rank, or group of ranks, works on: a pure function of lengths and their number.
 
 The step's sequences themselves are the same for any number of ranks (`engine.data.order`), so a run goes on with the
-same samples on fewer or more of them. Try: `deal([9, 1, 5, 5], 2)`
+same samples on fewer or more of them. Try: `assign_samples([9, 1, 5, 5], 2)`
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def deal(lengths: Sequence[int] | NDArray[np.int32], ranks: int) -> list[list[int]]:
+def assign_samples(lengths: Sequence[int] | NDArray[np.int32], ranks: int) -> list[list[int]]:
     """Positions into `lengths` for each rank, every one once, in ascending order.
 
     Longest first, each to the rank with the fewest tokens so far (Graham 1969, list scheduling: at worst a third above
-    the best deal). Equal loads go to the rank with fewer sequences, then to the lower rank.
+    the best assignment). Equal loads go to the rank with fewer sequences, then to the lower rank.
     """
     hands: list[list[int]] = [[] for _ in range(ranks)]
     waiting = [(0, 0, rank) for rank in range(ranks)]

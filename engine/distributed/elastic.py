@@ -72,7 +72,7 @@ def own_device(spec: RunSpec, local_rank: int) -> int:
     return 0 if alone else local_rank
 
 
-def of_one_rank(spec: RunSpec, local_rank: int) -> RunSpec:
+def spec_of_rank(spec: RunSpec, local_rank: int) -> RunSpec:
     """The spec with the one device that belongs to rank `local_rank` of this machine."""
     if spec.profile.device.count == 1:
         return spec
@@ -219,7 +219,7 @@ class _relaying_signals:
         control.send_request(self._directory, "stop")
 
 
-def settle_as_rank(directory: RunDirectory, rank: int) -> None:
+def set_up_rank_process(directory: RunDirectory, rank: int) -> None:
     """End with the supervisor, and keep a log of one's own (rank 0's is the engine's)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -232,7 +232,7 @@ def settle_as_rank(directory: RunDirectory, rank: int) -> None:
         os.close(log)
 
 
-def leave_at_once(code: int) -> NoReturn:
+def exit_without_cleanup(code: int) -> NoReturn:
     """End this process without tidying up: with a peer gone, taking down gloo's connections can take half a minute."""
     logging.shutdown()
     sys.stdout.flush()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from engine.distributed.host_gather import losing_a_rank_ends_it
+from engine.distributed.host_gather import raising_lost_rank
 
 BUCKET_BYTES = 32 * 2**20
 """Large enough that the network's latency (20 us a message) vanishes beside the transfer, small beside a model."""
@@ -31,7 +31,7 @@ class _Piece:
     offset: int
 
 
-class GradientSum:
+class GradientAllReduce:
     """Sums gradients over all ranks. Made by every rank with the same parameters in the same order."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -48,7 +48,7 @@ class GradientSum:
         """Which parameters have a gradient on another rank and none here. Allocates nothing; a vote of all ranks."""
         here = [parameter.grad is not None for parameter in self._parameters]
         self._present_here[:] = here
-        with losing_a_rank_ends_it():
+        with raising_lost_rank():
             dist.all_reduce(self._present, op=dist.ReduceOp.MAX)
         return [index for index, mine in enumerate(here) if self._present_here[index] and not mine]
 
@@ -69,7 +69,7 @@ class GradientSum:
                 continue
             for gradient, piece in pieces:
                 self._slot(piece).copy_(gradient)
-            with losing_a_rank_ends_it():
+            with raising_lost_rank():
                 dist.all_reduce(self._buffer)
             for gradient, piece in pieces:
                 gradient.copy_(self._slot(piece))
@@ -100,8 +100,8 @@ def _cut(counts: Sequence[int], capacity: int) -> list[list[_Piece]]:
     return buckets
 
 
-def send_from_first(tensors: Sequence[torch.Tensor]) -> None:
+def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
     """Overwrite `tensors` with rank 0's values, so that replicas are equal bit for bit. Raises LostRankError."""
-    with torch.no_grad(), losing_a_rank_ends_it():
+    with torch.no_grad(), raising_lost_rank():
         for tensor in tensors:
             dist.broadcast(tensor, src=0)

@@ -34,7 +34,7 @@ class LostRankError(TunedeckError):
 
 
 @contextmanager
-def losing_a_rank_ends_it() -> Iterator[None]:
+def raising_lost_rank() -> Iterator[None]:
     """Turn the errors of a collective into LostRankError: gloo and NCCL raise plain RuntimeErrors of many wordings."""
     try:
         yield
@@ -45,7 +45,7 @@ def losing_a_rank_ends_it() -> Iterator[None]:
         ) from error
 
 
-class Ballot:
+class HostGather:
     """A gloo group and the buffers of its votes. All ranks of the group call `cast` in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -55,7 +55,7 @@ class Ballot:
         self._sent_bytes = self._sent.numpy()
         self._received_bytes = self._received.numpy().reshape(group.size(), SLOT_BYTES)
 
-    def cast(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of ranks.
 
         Raises:
@@ -67,7 +67,7 @@ class Ballot:
             raise ValueError(f"a vote of {len(text)} bytes; a slot has {SLOT_BYTES}")
         self._sent_bytes[:HEADER_BYTES] = np.frombuffer(len(text).to_bytes(HEADER_BYTES, "little"), np.uint8)
         self._sent_bytes[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
-        with losing_a_rank_ends_it():
+        with raising_lost_rank():
             _all_gather(self._received, self._sent, group=self.group)
         return [_read(slot.tobytes()) for slot in self._received_bytes]
 

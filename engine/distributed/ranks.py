@@ -1,9 +1,9 @@
-"""Who else works on this run: rank and size, and the three ways of talking on the host.
+"""Who else works on this run: this process's rank, the number of ranks, and three ways of talking on the host.
 
-`tell` is a vote of all, bounded in time. `from_first` is rank 0 deciding for all. `behind_first` lets rank 0 work alone
-for as long as it takes (tokenising, evaluating, writing a checkpoint) while the others wait, as long as it gives signs
-of life. What it cannot do alone, because each rank holds a part of the weights, it asks of all of them meanwhile.
-A run of one process is `ALONE`: the same calls, nothing to wait for.
+`all_gather_object` is a vote of all ranks, bounded in time. `broadcast_object` gives all of them rank 0's value.
+`run_on_rank0` lets rank 0 work alone for as long as it takes (tokenising, evaluating, writing a checkpoint); the other
+ranks wait while rank 0 gives signs of life, and meanwhile run what it requests of all ranks, such as gathering weights.
+A run of one process is `SINGLE_PROCESS`: the same calls, nothing to wait for.
 
 Try: `pytest tests/distributed/test_ranks.py`
 """
@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from engine.distributed.host_gather import Ballot, LostRankError, losing_a_rank_ends_it
-from engine.distributed.rendezvous import fresh_store
-from engine.distributed.voted_group import Joint
+from engine.distributed.host_gather import HostGather, LostRankError, raising_lost_rank
+from engine.distributed.rendezvous import rendezvous_store
+from engine.distributed.voted_group import VotedGroup
 
 ERRAND_POLL_SECONDS = 0.05
 """Between looks at whether rank 0 is done; the first ones come sooner."""
@@ -45,68 +47,68 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     """Among the ranks of this machine."""
-    ballot: Ballot | None = None
-    store: dist.Store | None = None
+    host_gather: HostGather | None = None
+    store: Store | None = None
     patience_seconds: float = 600.0
     """How long the others wait for a sign of life."""
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext
     """The device's region for host memory: the buffers of votes are none of its own."""
-    duties: dict[str, Callable[..., None]] = field(default_factory=dict)
+    handlers: dict[str, Callable[..., None]] = field(default_factory=dict)
     """What rank 0 may ask of all ranks while they wait behind it."""
     _errands: int = 0
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Rank 0 writes events, checkpoints and results."""
         return self.rank == 0
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value (JSON), in the order of ranks. Raises LostRankError."""
-        if self.ballot is None:
+        if self.host_gather is None:
             return [value]
         with self.host_region():
-            return self.ballot.cast(value)
+            return self.host_gather.gather(value)
 
-    def joint(self) -> Joint:
+    def voted_group(self) -> VotedGroup:
         """Votes of one flag among all ranks, for collectives that a rank may be unable to take part in."""
-        assert self.ballot is not None
-        return Joint(self.ballot.group, self.host_region)
+        assert self.host_gather is not None
+        return VotedGroup(self.host_gather.group, self.host_region)
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value. Raises LostRankError."""
-        return self.tell(value if self.is_first else None)[0]
+        return self.all_gather_object(value if self.is_rank0 else None)[0]
 
-    def behind_first(self, action: Callable[[], Any]) -> Any:
+    def run_on_rank0(self, action: Callable[[], Any]) -> Any:
         """Rank 0 runs `action` and all get its result (JSON). The others do nothing meanwhile but what it asks of them.
 
         Where it raises, it raises on rank 0 alone; the others get LostRankError once that has recorded its end.
         """
         if self.store is None:
             return action()
-        if self.is_first:
+        if self.is_rank0:
             result = action()
             self._post(self.store, {"result": result})
             return result
         while "result" not in (word := self._word_of_first(self.store)):
-            self.duties[word["duty"]](**word["details"])
+            self.handlers[word["handler"]](**word["details"])
         return word["result"]
 
-    def ask(self, duty: str, **details: Any) -> None:
-        """On rank 0, inside `behind_first`: have all ranks do one of their `duties`, this one included."""
+    def request(self, handler: str, **details: Any) -> None:
+        """On rank 0, inside `run_on_rank0`: have all ranks do one of their `handlers`, this one included."""
         if self.store is not None:
-            self._post(self.store, {"duty": duty, "details": details})
-        self.duties[duty](**details)
+            self._post(self.store, {"handler": handler, "details": details})
+        self.handlers[handler](**details)
 
-    def _post(self, store: dist.Store, word: dict[str, Any]) -> None:
+    def _post(self, store: Store, word: dict[str, Any]) -> None:
         self._errands += 1
-        with losing_a_rank_ends_it():
+        with raising_lost_rank():
             store.set(f"errand/{self._errands}", json.dumps(word))
 
-    def _word_of_first(self, store: dist.Store) -> Any:
+    def _word_of_first(self, store: Store) -> Any:
         self._errands += 1
         key = f"errand/{self._errands}"
         signs, heard_at, pause_seconds = -1, time.monotonic(), ERRAND_POLL_SECONDS / 32
-        with losing_a_rank_ends_it():
+        with raising_lost_rank():
             while not store.check([key]):
                 if store.check(["over"]):
                     raise LostRankError("rank 0 has ended the run", fix="its journal says why")
@@ -121,7 +123,7 @@ class Ranks:
                 pause_seconds = min(ERRAND_POLL_SECONDS, 2 * pause_seconds)
             return json.loads(store.get(key))
 
-    def say_over(self) -> None:
+    def mark_finished(self) -> None:
         """Rank 0 has recorded the end of the run: nobody need wait for it any more."""
         if self.store is not None:
             self.store.set("over", "1")
@@ -135,7 +137,7 @@ class Ranks:
         """What another rank gave up for, if one did."""
         if self.store is None:
             return None
-        with losing_a_rank_ends_it():
+        with raising_lost_rank():
             for rank in range(self.size):
                 if self.store.check([f"error/{rank}"]):
                     return {"rank": rank, **json.loads(self.store.get(f"error/{rank}"))}
@@ -143,7 +145,7 @@ class Ranks:
 
 
 @contextmanager
-def signs_of_life(store: dist.Store, every_seconds: float) -> Iterator[None]:
+def signs_of_life(store: Store, every_seconds: float) -> Iterator[None]:
     """While the block runs, a thread counts up what the waiting ranks look at: a stopped process counts no further."""
     over = threading.Event()
 
@@ -162,35 +164,35 @@ def signs_of_life(store: dist.Store, every_seconds: float) -> Iterator[None]:
         thread.join()
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 """A run of one process."""
 
 
 @contextmanager
-def joined(timeout_seconds: float, device_type: str, device_index: int = 0) -> Iterator[Ranks]:
+def process_group(timeout_seconds: float, device_type: str, device_index: int = 0) -> Iterator[Ranks]:
     """Join the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...), and leave them at the end.
 
     Raises LostRankError when not all of them come within the time limit.
     """
     limit = timedelta(seconds=timeout_seconds)
-    with losing_a_rank_ends_it():
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-        store = fresh_store(store, rank, size, limit)
+    with raising_lost_rank():
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        store = rendezvous_store(store, rank, size, limit)
         if device_type == "cuda":
             torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         store.set_timeout(limit)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("groups", store),
+            store=PrefixStore("groups", store),
             rank=rank,
             world_size=size,
             timeout=COLLECTIVE_PATIENCE * limit,
         )
-        ballot = Ballot(dist.new_group(backend="gloo", timeout=limit))
-    words = dist.PrefixStore("words", store)
-    ranks = Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), ballot, words, timeout_seconds)
-    with signs_of_life(words, min(LIFE_SECONDS, timeout_seconds / 4)) if ranks.is_first else nullcontext():
+        host_gather = HostGather(dist.new_group(backend="gloo", timeout=limit))
+    words = PrefixStore("words", store)
+    ranks = Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), host_gather, words, timeout_seconds)
+    with signs_of_life(words, min(LIFE_SECONDS, timeout_seconds / 4)) if ranks.is_rank0 else nullcontext():
         yield ranks
     # Not after an error: with a peer gone, taking the groups down may wait for it.
     dist.destroy_process_group()

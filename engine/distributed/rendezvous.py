@@ -5,7 +5,7 @@ gone in it; gloo would connect to them (torch 2.13, torchrun's static rendezvous
 either: on several machines each agent counts its own. So rank 0 makes a name, and hands it to each rank that asks for
 one under a word of its own; words of the dead are answered too, and harm nobody.
 
-Try: `pytest tests/distributed/test_meeting.py`
+Try: `pytest tests/distributed/test_rendezvous.py`
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import secrets
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 POLL_SECONDS = 0.02
 
 
-def fresh_store(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Store:
+def rendezvous_store(store: Store, rank: int, size: int, limit: timedelta) -> Store:
     """A part of `store` that only the ranks of this start know.
 
     Raises:
         RuntimeError: not all ranks came within the limit, or the store is gone.
     """
     name = _hand_out(store, size, limit) if rank == 0 else _ask(store, rank, limit)
-    return dist.PrefixStore(name, store)
+    return PrefixStore(name, store)
 
 
-def _ask(store: dist.Store, rank: int, limit: timedelta) -> str:
+def _ask(store: Store, rank: int, limit: timedelta) -> str:
     word = secrets.token_hex(8)
     store.set(f"asks/{rank}", word)
     store.wait([f"answer/{word}"], limit)
@@ -38,7 +38,7 @@ def _ask(store: dist.Store, rank: int, limit: timedelta) -> str:
     return name
 
 
-def _hand_out(store: dist.Store, size: int, limit: timedelta) -> str:
+def _hand_out(store: Store, size: int, limit: timedelta) -> str:
     name = f"start-{secrets.token_hex(8)}"
     answered: set[bytes] = set()
     deadline = time.monotonic() + limit.total_seconds()

@@ -9,7 +9,8 @@ ranks are sent to several of them.
 Shapes: B rows, P places (ranks of the group), S positions of one place, T = P·S all positions, H heads, h heads of one
 place, D values of a head, F values that travel per position, all heads of a place together.
 
-Which attention runs between is `engine.model.slices`' affair. Try: `pytest tests/distributed/test_sequence.py`
+Which attention runs in between is up to `engine.model.ulysses_attention`.
+Try: `pytest tests/distributed/test_sequence.py`
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.distributed.host_gather import losing_a_rank_ends_it
+from engine.distributed.host_gather import raising_lost_rank
 from engine.distributed.ranks import COLLECTIVE_PATIENCE, Ranks
-from engine.distributed.voted_group import Joint
+from engine.distributed.voted_group import VotedGroup
 
 
 @dataclass(eq=False)
@@ -34,7 +35,7 @@ class SequenceGroup:
 
     place: int
     size: int
-    joint: Joint
+    voted_group: VotedGroup
     group: dist.ProcessGroup
 
     def exchange(self, sent: Tensor) -> Tensor:
@@ -47,21 +48,21 @@ class SequenceGroup:
             LostRankError: a rank is gone.
         """
         received = torch.empty_like(sent)
-        self.joint.ready()
-        with losing_a_rank_ends_it():
+        self.voted_group.ready()
+        with raising_lost_rank():
             dist.all_to_all_single(received, sent, group=self.group)
         _free(sent)
         return received
 
 
-def join_sequence_group(ranks: Ranks, size: int, joint: Joint | None = None) -> SequenceGroup:
+def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None = None) -> SequenceGroup:
     """Groups of `size` consecutive ranks; returns the one that this rank is in. Called by all ranks of the run.
 
-    `joint` is given where more ranks than these launch collectives together; else those of the group vote alone.
+    `voted_group` is given where more ranks than these launch collectives together; else those of the group vote alone.
     """
     votes = timedelta(seconds=ranks.patience_seconds)
     mine = None
-    with losing_a_rank_ends_it():
+    with raising_lost_rank():
         for first in range(0, ranks.size, size):
             members = list(range(first, first + size))
             group = dist.new_group(members, timeout=COLLECTIVE_PATIENCE * votes)
@@ -69,17 +70,23 @@ def join_sequence_group(ranks: Ranks, size: int, joint: Joint | None = None) -> 
             if ranks.rank in members:
                 mine = group, voting
     assert mine is not None
-    return SequenceGroup(ranks.rank % size, size, joint or Joint(mine[1], ranks.host_region), mine[0])
+    return SequenceGroup(ranks.rank % size, size, voted_group or VotedGroup(mine[1], ranks.host_region), mine[0])
 
 
 def to_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """From this place's positions of all heads to all positions of this place's heads, each [B, h, T, D]."""
-    return _ToHeads.apply(group, *tensors_BHSD)  # type: ignore[no-any-return]
+    tensors_BhTD: tuple[Tensor, ...] = _apply(_ToHeads, group, *tensors_BHSD)
+    return tensors_BhTD
 
 
 def to_positions(group: SequenceGroup, tensor_BhTD: Tensor) -> Tensor:
     """From all positions of this place's heads to this place's positions of all heads, [B, H, S, D]."""
-    return _ToPositions.apply(group, tensor_BhTD)  # type: ignore[no-any-return]
+    tensor_BHSD: Tensor = _apply(_ToPositions, group, tensor_BhTD)
+    return tensor_BHSD
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)
 
 
 class _ToHeads(torch.autograd.Function):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -27,41 +27,42 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from engine.budget.predict.shards import KNOWN_TORCH, recovers_with
-from engine.distributed.host_gather import LostRankError, losing_a_rank_ends_it
-from engine.distributed.voted_group import Joint
+from engine.distributed.host_gather import LostRankError, raising_lost_rank
+from engine.distributed.voted_group import VotedGroup
 
 
 class VotingAllGather(DefaultAllGather):
     """Launched when every rank has its buffer."""
 
-    def __init__(self, joint: Joint) -> None:
-        self.joint = joint
+    def __init__(self, voted_group: VotedGroup) -> None:
+        self.voted_group = voted_group
 
     def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
         """torch's own. Raises PeerFailedError."""
-        self.joint.ready()
-        with losing_a_rank_ends_it():
+        self.voted_group.ready()
+        with raising_lost_rank():
             return super().__call__(*arguments, **named)
 
 
 class VotingReduceScatter(DefaultReduceScatter):
     """Launched when every rank has both buffers."""
 
-    def __init__(self, joint: Joint) -> None:
-        self.joint = joint
+    def __init__(self, voted_group: VotedGroup) -> None:
+        self.voted_group = voted_group
 
     def __call__(self, *arguments: Any, **named: Any) -> dist.Work:
         """torch's own. Raises PeerFailedError."""
-        self.joint.ready()
-        with losing_a_rank_ends_it():
+        self.voted_group.ready()
+        with raising_lost_rank():
             return super().__call__(*arguments, **named)
 
 
 def groups_of(
-    model: nn.Module, embedding: nn.Module, head: nn.Module, layer_kinds: Sequence[str]
+    model: nn.Module, embedding: nn.Module, head: nn.Module, layer_kinds: Collection[str]
 ) -> list[list[nn.Module]]:
     """Modules whose parameters travel together, inner ones first: layers (by class name), what else holds parameters,
     the embedding, the head. Tied ones share a group; what learns in another dtype than the rest of its layer does not,
@@ -110,7 +111,7 @@ class ShardedModel:
         model: nn.Module,
         groups: Sequence[Sequence[nn.Module]],
         mesh: DeviceMesh,
-        joint: Joint,
+        voted_group: VotedGroup,
         *,
         head: nn.Module,
         drops_weights: bool,
@@ -122,7 +123,7 @@ class ShardedModel:
         `fill` gives the modules of a group their weights just before, so that no more than one group is ever there in
         full. `drops_weights` is ZeRO-3; the head's weights are kept from forward to backward all the same.
         """
-        self.model, self.joint = model, joint
+        self.model, self.voted_group = model, voted_group
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._kept: list[tuple[FSDPModule, bool]] = []
         for modules in groups:
@@ -137,8 +138,8 @@ class ShardedModel:
         fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
         self._root = cast(FSDPModule, root)
         for module in [module for module in root.modules() if isinstance(module, FSDPModule)]:
-            module.set_custom_all_gather(VotingAllGather(joint))
-            module.set_custom_reduce_scatter(VotingReduceScatter(joint))
+            module.set_custom_all_gather(VotingAllGather(voted_group))
+            module.set_custom_reduce_scatter(VotingReduceScatter(voted_group))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -148,7 +149,7 @@ class ShardedModel:
         self._groups = [group for state in states for group in state._fsdp_param_groups]
         self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._learning = [parameter for parameter in self._parameters if parameter.sharded_param.requires_grad]
-        self._parts = [Parameter(p.sharded_param.to_local().detach()) for p in self._learning]
+        self._local_parameters = [Parameter(p.sharded_param.to_local().detach()) for p in self._learning]
         with host_region():
             self._met = torch.zeros(len(self._learning), dtype=torch.uint8)
             self._squares = torch.zeros(1, dtype=torch.float64)
@@ -160,44 +161,44 @@ class ShardedModel:
         for group in self._groups:
             group.post_backward = self._noting(group)
 
-    def parts(self) -> dict[str, Parameter]:
+    def local_parameters(self) -> dict[str, Parameter]:
         """This rank's part of everything that learns, by name in the model, in the model's order. An optimizer updates
         them in place; a part may be empty."""
-        by_id = {id(p.sharded_param): part for p, part in zip(self._learning, self._parts, strict=True)}
+        by_id = {id(p.sharded_param): part for p, part in zip(self._learning, self._local_parameters, strict=True)}
         return {name: by_id[id(p)] for name, p in self.model.named_parameters() if id(p) in by_id}
 
-    def wholes(self) -> dict[str, Parameter]:
-        """The same names = what they are parts of, as DTensors."""
+    def full_parameters(self) -> dict[str, DTensor]:
+        """The same names, with the DTensors that the local parameters are parts of."""
         learning = {id(p.sharded_param) for p in self._learning}
-        return {name: p for name, p in self.model.named_parameters() if id(p) in learning}
+        return {name: cast(DTensor, p) for name, p in self.model.named_parameters() if id(p) in learning}
 
-    def meet(self) -> None:
+    def sync_gradients(self) -> None:
         """After the last backward pass: give every part its gradient, the sum over ranks. What had one on no rank keeps
         None, because an optimizer treats zero and None differently. Allocates nothing; all ranks call it.
 
         Raises LostRankError.
         """
-        with losing_a_rank_ends_it():
-            dist.all_reduce(self._met, op=dist.ReduceOp.MAX, group=self.joint.group)
-        for met, parameter, part in zip(self._met_here, self._learning, self._parts, strict=True):
+        with raising_lost_rank():
+            dist.all_reduce(self._met, op=dist.ReduceOp.MAX, group=self.voted_group.group)
+        for met, parameter, part in zip(self._met_here, self._learning, self._local_parameters, strict=True):
             gradient = parameter.sharded_param.grad
             part.grad = gradient.to_local() if met and gradient is not None else None
 
-    def norm(self, norm_here: float) -> float:
+    def global_norm(self, norm_here: float) -> float:
         """The norm over all ranks of a gradient whose parts have these norms.
 
         Raises PeerFailedError where another rank could not work out its own.
         """
         self._squares_here[0] = norm_here**2
-        self.joint.ready()
-        with losing_a_rank_ends_it():
-            dist.all_reduce(self._squares, group=self.joint.group)
+        self.voted_group.ready()
+        with raising_lost_rank():
+            dist.all_reduce(self._squares, group=self.voted_group.group)
         return math.sqrt(self._squares_here[0])
 
     def drop_gradients(self) -> None:
         """Of parts and of what they are parts of."""
         self._met.zero_()
-        for parameter, part in zip(self._learning, self._parts, strict=True):
+        for parameter, part in zip(self._learning, self._local_parameters, strict=True):
             parameter.sharded_param.grad = part.grad = None
 
     def recover(self) -> None:
@@ -224,7 +225,7 @@ class ShardedModel:
         self.drop_gradients()
 
     @contextmanager
-    def judging(self, *, gathers_head: bool = False) -> Iterator[None]:
+    def forward_only(self, *, gathers_head: bool = False) -> Iterator[None]:
         """Forward passes without a backward: every group is dropped after its use, the head at the end.
 
         With `gathers_head` its weights are there all the time, for passes that call the model itself. A gathering that
@@ -234,7 +235,7 @@ class ShardedModel:
             module.set_reshard_after_forward(True, recurse=False)
         try:
             if gathers_head:
-                cast(FSDPModule, self._kept[-1][0]).unshard()
+                self._kept[-1][0].unshard()
             yield
         finally:
             for module, drops in self._kept:
@@ -244,7 +245,7 @@ class ShardedModel:
                 self.recover()
 
     @contextmanager
-    def stand_in(self) -> Iterator[None]:
+    def dummy_micro_batch(self) -> Iterator[None]:
         """Inside, what is computed counts for nothing: it only keeps the other ranks company."""
         self._standing_in = True
         try:

@@ -7,7 +7,7 @@ stretch of work that holds such collectives everyone votes once more, for a fail
 is told afterwards (`engine.train.recovery.consensus`).
 
 The flag is four bytes that are allocated once: a vote cannot fail for want of memory, and it is bounded in time like
-all talk on the host. Try: `pytest tests/distributed/test_joint.py`
+all talk on the host. Try: `pytest tests/distributed/test_voted_group.py`
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from engine.device.oom import clear_frames
-from engine.distributed.host_gather import LostRankError, losing_a_rank_ends_it
+from engine.distributed.host_gather import LostRankError, raising_lost_rank
 
 
 class PeerFailedError(Exception):
     """Another rank failed before the collective that this one was about to launch."""
 
 
-class Joint:
+class VotedGroup:
     """Ranks that launch collectives together; all of them cast the same votes in the same order."""
 
     def __init__(
@@ -51,13 +51,13 @@ class Joint:
         if self._any_failed(here=False):
             raise PeerFailedError("another rank failed")
 
-    def from_first(self, tensor: torch.Tensor) -> None:
+    def broadcast_object(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor`, on the host, with that of the group's first rank. Raises as `ready` does."""
         self.ready()
-        with losing_a_rank_ends_it():
+        with raising_lost_rank():
             dist.broadcast(tensor, group=self.group, group_src=0)
 
-    def together(self, action: Callable[[], None]) -> bool:
+    def run_together(self, action: Callable[[], None]) -> bool:
         """Run `action`, whose collectives are preceded by `ready`, on all ranks; whether it went through everywhere.
 
         What it raises here is raised here, once the others know; where another rank failed the answer is False, and
@@ -78,7 +78,7 @@ class Joint:
 
     def _any_failed(self, *, here: bool) -> bool:
         self._flag_here[0] = here
-        with losing_a_rank_ends_it():
+        with raising_lost_rank():
             dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group)
         self.votes += 1
         return bool(self._flag_here[0])

@@ -7,7 +7,7 @@ Try: `pytest tests/distributed/test_sharded_model.py`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from engine.device.base import Device
-from engine.distributed.host_gather import losing_a_rank_ends_it
+from engine.distributed.host_gather import raising_lost_rank
 from engine.distributed.ranks import Ranks
-from engine.distributed.voted_group import Joint
+from engine.distributed.voted_group import VotedGroup
+
+Key = TypeVar("Key")
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64,
                                           torch.int32, torch.uint8, torch.bool)}
 """Of weights and buffers, by the names that ranks tell each other."""
 
 
-class FromFirst:
+class WeightBroadcaster:
     """Gives modules rank 0's weights and buffers. Elsewhere they are without memory (meta) until then."""
 
-    def __init__(self, ranks: Ranks, joint: Joint, device: Device) -> None:
-        self._ranks, self._joint, self._device = ranks, joint, device
+    def __init__(self, ranks: Ranks, voted_group: VotedGroup, device: Device) -> None:
+        self._ranks, self._joint, self._device = ranks, voted_group, device
         self._filled: set[int] = set()
 
     def __call__(self, modules: Sequence[nn.Module]) -> None:
@@ -39,7 +41,7 @@ class FromFirst:
         """
         places = list(_places(modules, self._filled))
         self._joint.ready()
-        told = self._ranks.from_first([[str(tensor.dtype), list(tensor.shape)] for _, _, tensor in places])
+        told = self._ranks.broadcast_object([[str(tensor.dtype), list(tensor.shape)] for _, _, tensor in places])
         came: dict[int, Tensor] = {}
         with self._device.host_region(), torch.no_grad():
             for (table, name, tensor), (dtype, shape) in zip(places, told, strict=True):
@@ -50,11 +52,11 @@ class FromFirst:
 
     def _one(self, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The tensor itself on rank 0, a copy elsewhere."""
-        sent = tensor.detach().contiguous() if self._ranks.is_first else torch.empty(shape, dtype=dtype)
+        sent = tensor.detach().contiguous() if self._ranks.is_rank0 else torch.empty(shape, dtype=dtype)
         self._joint.ready()
-        with losing_a_rank_ends_it():
+        with raising_lost_rank():
             dist.broadcast(_as_bytes(sent), src=0)
-        if self._ranks.is_first:
+        if self._ranks.is_rank0:
             return tensor
         return Parameter(sent, tensor.requires_grad) if isinstance(tensor, Parameter) else sent
 
@@ -69,29 +71,31 @@ def _places(modules: Iterable[nn.Module], filled: set[int]) -> Iterator[tuple[di
                         yield table, name, tensor
 
 
-def to_first(
-    named: Iterable[tuple[str, Tensor]], ranks: Ranks, joint: Joint, device: Device
-) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, the whole tensor on rank 0's host, None elsewhere) for shards, in turn. All ranks go through all of them.
+def gather_on_rank0(
+    keyed: Iterable[tuple[Key, Tensor]], ranks: Ranks, voted_group: VotedGroup, device: Device
+) -> Iterator[tuple[Key, Tensor | None]]:
+    """(key, the whole tensor on rank 0's host, None elsewhere) for shards, in turn. All ranks go through all of them.
 
     Raises PeerFailedError, LostRankError.
     """
-    for name, tensor in named:
+    for key, tensor in keyed:
         with device.host_region(), torch.no_grad():
-            is_part = isinstance(tensor, DTensor)
-            yield name, _gathered(tensor, ranks, joint, device) if is_part else device.staged(tensor)
+            if isinstance(tensor, DTensor):
+                yield key, _gathered(tensor, ranks, voted_group, device)
+            else:
+                yield key, device.staged(tensor)
 
 
-def _gathered(tensor: DTensor, ranks: Ranks, joint: Joint, device: Device) -> Tensor | None:
+def _gathered(tensor: DTensor, ranks: Ranks, voted_group: VotedGroup, device: Device) -> Tensor | None:
     """torch cuts the first dimension into equal parts, of which the last may be smaller or empty."""
     rows = -(-tensor.shape[0] // ranks.size)
     part = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype)
     here = tensor.to_local()
     part[: len(here)] = device.staged(here)
-    whole = torch.empty((rows * ranks.size, *tensor.shape[1:]), dtype=tensor.dtype) if ranks.is_first else None
+    whole = torch.empty((rows * ranks.size, *tensor.shape[1:]), dtype=tensor.dtype) if ranks.is_rank0 else None
     parts = [_as_bytes(each) for each in whole.chunk(ranks.size)] if whole is not None else None
-    joint.ready()
-    with losing_a_rank_ends_it():
+    voted_group.ready()
+    with raising_lost_rank():
         dist.gather(_as_bytes(part), parts, dst=0)
     return None if whole is None else whole[: tensor.shape[0]]
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, leave_at_once, settle_as_rank
+from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, exit_without_cleanup, set_up_rank_process
 from engine.distributed.host_gather import LostRankError
 from engine.distributed.ranks import Ranks
 from engine.errors import EnvironmentProblem, TunedeckError
@@ -94,7 +94,7 @@ def train_launched(spec: RunSpec, seat: LauncherRank, settle: Callable[[], Task]
         raise problems[0]
     if code in (LOST_CODE, BEYOND_REPAIR_CODE):
         # Only a launcher that starts the ranks again has a use for codes that ask for it.
-        leave_at_once(code if seat.restarts_left else 1)
+        exit_without_cleanup(code if seat.restarts_left else 1)
     return code
 
 
@@ -144,13 +144,13 @@ def _told(ranks: Ranks, settle: Callable[[], Task]) -> Task:
     """Rank 0's task on every rank; what keeps rank 0 from one is raised on every rank."""
     mine: dict[str, Any] = {}
     problem: TunedeckError | None = None
-    if ranks.is_first:
+    if ranks.is_rank0:
         try:
             mine = {"task": asdict(settle())}
         except TunedeckError as error:
             problem = error
             mine = {"code": error.exit_code}
-    told = ranks.from_first(mine)
+    told = ranks.broadcast_object(mine)
     if "task" in told:
         return Task(**told["task"])
     if problem is not None:
@@ -167,7 +167,7 @@ def require_shared(
     deadline = time.monotonic() + patience_seconds
     while not (seen := _note(place).get("token") == token) and time.monotonic() < deadline:
         time.sleep(SHARED_POLL_SECONDS)
-    blind = sorted({host for host in ranks.tell("" if seen else platform.node()) if host})
+    blind = sorted({host for host in ranks.all_gather_object("" if seen else platform.node()) if host})
     if not blind:
         return
     problem = EnvironmentProblem(
@@ -175,7 +175,7 @@ def require_shared(
         expected="runs on a file system that every machine mounts at the same path",
         fix="choose such a folder with --runs DIR or $TUNEDECK_RUNS",
     )
-    if ranks.is_first:
+    if ranks.is_rank0:
         with EventWriter(place) as writer:
             writer.write(
                 "run_finished", status="failed", exit_code=problem.exit_code, result=None, error=problem.render()
@@ -195,7 +195,7 @@ def _lead(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task, as_
             traceback.print_exc()
             _tell_of_loss(place, seat, lost)
             raise
-        ranks.say_over()
+        ranks.mark_finished()
         if status in EXIT_CODES:
             _leave_together(ranks)
     run_on_finish(spec, place, status)
@@ -204,7 +204,7 @@ def _lead(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task, as_
 
 
 def _follow(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task) -> int:
-    settle_as_rank(place, ranks.rank)
+    set_up_rank_process(place, ranks.rank)
     spec = load_run_spec(place.run_toml, own=True)
     try:
         code = run_other(spec, place, ranks, task.resume, task.from_step)
@@ -220,7 +220,7 @@ def _follow(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task) -
 def _leave_together(ranks: Ranks) -> None:
     """Rank 0's process may serve the store that the others still read: nobody leaves before all have what they need."""
     with suppress(LostRankError):
-        ranks.tell("over")
+        ranks.all_gather_object("over")
 
 
 def _say_loss(seat: LauncherRank, error: Exception) -> None:

@@ -14,19 +14,19 @@ from engine.device.catch_oom import ATTEMPTS
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.journal.directory import RunDirectory
-from engine.train.checkpoint.manager import Saver
+from engine.train.checkpoint.manager import CheckpointManager
 from engine.train.checkpoint.run_state import RunState
-from engine.train.monitor.evaluator import Examiner
+from engine.train.monitor.evaluator import Evaluator
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, miss
 from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.memory_settings import effective_spec
-from engine.train.run_requests import Wishes
-from engine.train.setup import Bench
+from engine.train.run_requests import RunRequests
+from engine.train.setup import TrainingSetup
 from engine.train.step.optimizer import set_learning_rates
-from engine.train.step.transaction import RolledBackTooFar, StepOutcome, StepTransaction
+from engine.train.step.transaction import CheckpointReloadRequired, StepOutcome, StepTransaction
 
 GPU_SECONDS = 10.0
 """Between readings of the GPU's sensors."""
@@ -49,20 +49,22 @@ class Training:
 
     def __init__(
         self,
-        bench: Bench,
+        setup: TrainingSetup,
         directory: RunDirectory,
         journal: Journal,
-        wishes: Wishes,
+        requests: RunRequests,
         emergency_memory: EmergencyHostMemory,
     ) -> None:
-        self.bench, self.journal, self.wishes = bench, journal, wishes
-        self.parts, self.ranks = bench.parts, bench.parts.ranks
+        self.setup, self.journal, self.requests = setup, journal, requests
+        self.context, self.ranks = setup.context, setup.context.ranks
         self.state = RunState()
-        self.watchdog = Watchdog(journal, bench.spec.profile.parallel.timeout_seconds)
-        self.saver = Saver(bench, self.state, directory, journal, wishes, emergency_memory, self.watchdog)
-        self.examiner = Examiner(bench, self.state, directory, journal, wishes, self.saver, self.watchdog)
-        self.transaction = StepTransaction(self.parts)
-        self.growth = BudgetGrowth(self.parts, journal)
+        self.watchdog = Watchdog(journal, setup.spec.profile.parallel.timeout_seconds)
+        self.checkpoints = CheckpointManager(
+            setup, self.state, directory, journal, requests, emergency_memory, self.watchdog
+        )
+        self.evaluator = Evaluator(setup, self.state, directory, journal, requests, self.checkpoints, self.watchdog)
+        self.transaction = StepTransaction(self.context)
+        self.growth = BudgetGrowth(self.context, journal)
         self._gpu_read_at = 0.0
         self._stop_early = False
         self._reloads = 0
@@ -73,7 +75,7 @@ class Training:
 
     def resume(self, from_step: int | None) -> None:
         """Go on from the newest sound checkpoint (at or before `from_step`); from the beginning where there is none."""
-        checkpoint = self.saver.newest(not_after=from_step)
+        checkpoint = self.checkpoints.newest(not_after=from_step)
         if checkpoint is None:
             self.journal.write("resumed", step=0, **{"from": "the beginning"})
             return
@@ -82,30 +84,30 @@ class Training:
     def run(self) -> Ending:
         """Train to the end, or until asked to stop. The caller turns exceptions into exit codes."""
         self.probe()
-        if self.state.step == 0 and not self.parts.guard.can_undo:
-            self.saver.save("an optimizer step that fails half-way can only be undone by going back here")
-        if self.bench.spec.recipe.eval.at_start and self.state.step == 0 and self.examiner.has_validation:
+        if self.state.step == 0 and not self.context.guard.can_undo:
+            self.checkpoints.save("an optimizer step that fails half-way can only be undone by going back here")
+        if self.setup.spec.recipe.eval.at_start and self.state.step == 0 and self.evaluator.has_validation:
             self.evaluate()
         self.journal.phase("training")
-        while self.state.step < self.bench.total_steps and not self._stop_early:
+        while self.state.step < self.setup.total_steps and not self._stop_early:
             if self._asked_to_end():
                 return self._end_early()
             self.one_step()
             self._between_steps()
-        if self._asked_to_end() and self.state.step < self.bench.total_steps:
+        if self._asked_to_end() and self.state.step < self.setup.total_steps:
             return self._end_early()
         return self._finish()
 
     def _asked_to_end(self) -> bool:
         """What rank 0 was asked, on every rank."""
-        self.wishes.look()
-        return self.wishes.follow(self.ranks.from_first(self.wishes.as_json()))
+        self.requests.look()
+        return self.requests.follow(self.ranks.broadcast_object(self.requests.as_json()))
 
     def probe(self) -> None:
         """The dearest shapes the data can produce, before the first step."""
         self.journal.phase("probing")
-        lengths = self.parts.data.lengths
-        most = min(len(lengths), self.bench.spec.recipe.train.batch_size)
+        lengths = self.context.data.lengths
+        most = min(len(lengths), self.setup.spec.recipe.train.batch_size)
         longest = lengths.argsort(kind="stable")[::-1][:most].copy()
         self.transaction.probe(self.state.step + 1, longest)
 
@@ -113,12 +115,12 @@ class Training:
         """The next optimizer step, and its line in the journal."""
         began = time.perf_counter()
         step = self.state.step + 1
-        rate = set_learning_rates(self.parts.optimizer, self.bench.schedule.factor(step))
-        samples = self.bench.order.step(step)
+        rate = set_learning_rates(self.context.optimizer, self.setup.schedule.factor(step))
+        samples = self.setup.order.step(step)
         try:
             with self.watchdog.over("step", f"step {step}"):
                 outcome = self.transaction.run(step, samples)
-        except RolledBackTooFar:
+        except CheckpointReloadRequired:
             self._reload_last()
             return
         self._reloads = 0
@@ -129,30 +131,30 @@ class Training:
         self.state.samples += outcome.samples
         self.state.skipped_steps += not outcome.applied
         self.state.overflows += outcome.overflowed
-        if step % self.bench.spec.recipe.train.log_every_steps == 0 or step == self.bench.total_steps:
+        if step % self.setup.spec.recipe.train.log_every_steps == 0 or step == self.setup.total_steps:
             self._write_step(outcome, rate, time.perf_counter() - began)
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
 
     def _note_peak(self, outcome: StepOutcome) -> None:
         # Of ranks that share sequences the one with most of the targets holds most.
-        shared = [each["peak_bytes"] for each in outcome.ranks[: self.parts.strategy.ranks_per_sample]]
+        shared = [each["peak_bytes"] for each in outcome.ranks[: self.context.strategy.ranks_per_sample]]
         peak_bytes, dearest = max([self.transaction.work.peak_bytes, *shared]), outcome.dearest
         if dearest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
             return
-        parts = self.parts
-        spec = effective_spec(self.bench.spec, parts)
-        predictable = not any(remedy.name in UNPLANNED for remedy in parts.active_remedies)
+        context = self.context
+        spec = effective_spec(self.setup.spec, context)
+        predictable = not any(remedy.name in UNPLANNED for remedy in context.active_remedies)
         self.peak = Peak(peak_bytes, dearest.rows, dearest.length, spec, predictable)
 
     def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:
-        memory = self.parts.device.memory()
+        memory = self.context.device.memory()
         per_second = outcome.tokens / seconds
-        peak_tflops = self.bench.spec.profile.device.peak_tflops
-        mfu = self.bench.flops_per_token * per_second / (peak_tflops * 1e12) if peak_tflops else None
+        peak_tflops = self.setup.spec.profile.device.peak_tflops
+        mfu = self.setup.flops_per_token * per_second / (peak_tflops * 1e12) if peak_tflops else None
         self.journal.write(
             "step",
             step=self.state.step,
-            epoch=round(self.bench.order.epoch_at(self.state.step), 4),
+            epoch=round(self.setup.order.epoch_at(self.state.step), 4),
             loss=outcome.loss,
             learning_rate=rate,
             grad_norm=outcome.grad_norm,
@@ -169,63 +171,63 @@ class Training:
             peak_bytes=self.transaction.work.peak_bytes,
             skipped=not outcome.applied,
             samples=outcome.samples,
-            budget=self.parts.budget.budget_bytes,
+            budget=self.context.budget.budget_bytes,
             **({"ranks": outcome.ranks} if outcome.ranks else {}),
-            **({"loss_scale": self.parts.scaler.scale} if self.parts.scaler.enabled else {}),
+            **({"loss_scale": self.context.scaler.scale} if self.context.scaler.enabled else {}),
         )
 
     def _between_steps(self) -> None:
-        spec, step = self.bench.spec.recipe, self.state.step
-        if self.examiner.has_validation and spec.eval.every_steps and step % spec.eval.every_steps == 0:
+        spec, step = self.setup.spec.recipe, self.state.step
+        if self.evaluator.has_validation and spec.eval.every_steps and step % spec.eval.every_steps == 0:
             self.evaluate()
         minutes = spec.checkpoint.every_minutes
-        due = bool(minutes) and self.saver.seconds_since >= minutes * 60
-        asked, due, look = self.ranks.from_first([self.wishes.checkpoint, due, self._gpus_are_due()])
+        due = bool(minutes) and self.checkpoints.seconds_since >= minutes * 60
+        asked, due, look = self.ranks.broadcast_object([self.requests.checkpoint, due, self._gpus_are_due()])
         if asked:
-            self.wishes.checkpoint = False
-            self.saver.save_if_possible("asked for")
+            self.requests.checkpoint = False
+            self.checkpoints.save_if_possible("asked for")
         if spec.checkpoint.every_steps and step % spec.checkpoint.every_steps == 0:
-            self.saver.save_if_possible("every_steps")
+            self.checkpoints.save_if_possible("every_steps")
         if due:
-            self.saver.save_if_possible("every_minutes")
+            self.checkpoints.save_if_possible("every_minutes")
         if look:
             self._read_gpus()
 
     def _gpus_are_due(self) -> bool:
-        return self.parts.device.kind == "cuda" and time.monotonic() - self._gpu_read_at >= GPU_SECONDS
+        return self.context.device.kind == "cuda" and time.monotonic() - self._gpu_read_at >= GPU_SECONDS
 
     def _read_gpus(self) -> None:
         """Every rank's reading of its own card; those of several machines are numbered by rank."""
         self._gpu_read_at = time.monotonic()
-        here = [{name: getattr(reading, name) for name in GPU_FIELDS} for reading in self.parts.device.readings()]
-        several_machines = self.bench.spec.profile.nodes.count > 1
-        for rank, readings in enumerate(self.ranks.tell(here)):
+        here = [{name: getattr(reading, name) for name in GPU_FIELDS} for reading in self.context.device.readings()]
+        several_machines = self.setup.spec.profile.nodes.count > 1
+        for rank, readings in enumerate(self.ranks.all_gather_object(here)):
             for reading in readings:
                 self.journal.write("gpu", **{**reading, "index": rank if several_machines else reading["index"]})
 
     def _end_early(self) -> Ending:
-        self.saver.save(self.wishes.reason)
-        if self.wishes.ending == "pause":
+        self.checkpoints.save(self.requests.reason)
+        if self.requests.ending == "pause":
             self.journal.write("paused", step=self.state.step)
-            return Ending("paused", self.wishes.reason)
-        return Ending("stopped", self.wishes.reason)
+            return Ending("paused", self.requests.reason)
+        return Ending("stopped", self.requests.reason)
 
     def _finish(self) -> Ending:
-        if self.examiner.has_validation and self.state.last_evaluated != self.state.step:
+        if self.evaluator.has_validation and self.state.last_evaluated != self.state.step:
             self.evaluate()
-        self.saver.save("end")
-        result = self.saver.place_result()
+        self.checkpoints.save("end")
+        result = self.checkpoints.place_result()
         return Ending("done", "early stopping" if self._stop_early else "", result)
 
     def evaluate(self) -> None:
         """Score the weights as they are; may be what ends the run early."""
-        if self.examiner.evaluate():
-            self._stop_early = self.examiner.out_of_patience
+        if self.evaluator.evaluate():
+            self._stop_early = self.evaluator.out_of_patience
 
     def _go_back_to(self, checkpoint: Checkpoint) -> None:
-        same_length = self.saver.go_back_to(checkpoint)
+        same_length = self.checkpoints.go_back_to(checkpoint)
         # A run that is made longer after it stopped early goes on; one that was killed while it ended does not.
-        self._stop_early = same_length and self.examiner.out_of_patience
+        self._stop_early = same_length and self.evaluator.out_of_patience
 
     @property
     def samples_lost(self) -> int:
@@ -234,7 +236,7 @@ class Training:
 
     def measured(self) -> dict[str, Any]:
         """What memory was made of at the highest peak so far, by component; a prediction that missed is warned of."""
-        found = measured(self.parts, self.peak)
+        found = measured(self.context, self.peak)
         missed = miss(found)
         if missed:
             self.journal.warn("prediction_missed", *missed)
@@ -242,7 +244,7 @@ class Training:
 
     def _reload_last(self) -> None:
         """An optimizer step failed half-way with nothing to undo it: go back to the last checkpoint."""
-        checkpoint = self.saver.newest()
+        checkpoint = self.checkpoints.newest()
         self._reloads += 1
         if checkpoint is None:
             self.sound = False

@@ -26,15 +26,15 @@ from engine.device.oom import classify
 from engine.distributed.elastic import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
+    exit_without_cleanup,
     is_rank,
-    leave_at_once,
     local_rank,
-    of_one_rank,
     own_device,
-    settle_as_rank,
+    set_up_rank_process,
+    spec_of_rank,
 )
 from engine.distributed.host_gather import LostRankError
-from engine.distributed.ranks import ALONE, Ranks, joined
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks, process_group
 from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
@@ -51,7 +51,7 @@ from engine.train.monitor.journal import Journal
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.memory_settings import effective_spec
 from engine.train.recovery.oom_report import OomReports, oom_reporter
-from engine.train.run_requests import Wishes
+from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
@@ -70,7 +70,7 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
     if is_rank(place):
         return _run_rank(spec, place, resume, from_step)
     with claim(place):
-        status, code = run_first(spec, place, ALONE, resume, from_step)
+        status, code = run_first(spec, place, SINGLE_PROCESS, resume, from_step)
     run_on_finish(spec, place, status)
     return code
 
@@ -79,26 +79,26 @@ def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int |
     """One rank of several. The run's exit code is in the journal; a rank's own only says whether to try again."""
 
     def work(ranks: Ranks) -> int:
-        if ranks.is_first:
+        if ranks.is_rank0:
             run_first(spec, place, ranks, resume, from_step)
-            ranks.say_over()
+            ranks.mark_finished()
         else:
             run_other(spec, place, ranks, resume, from_step)
         return 0
 
-    settle_as_rank(place, int(os.environ["RANK"]))
+    set_up_rank_process(place, int(os.environ["RANK"]))
     code = as_rank(spec, work)
-    return leave_at_once(code) if code else code
+    return exit_without_cleanup(code) if code else code
 
 
 def as_rank(
     spec: RunSpec, work: Callable[[Ranks], int], tell: Callable[[Exception], None] = traceback.print_exception
 ) -> int:
     """Join the other ranks and do `work`; its exit code, or the one that says what made this rank unable to go on, of
-    which `tell` is told. The process must not be tidied up then: see `leave_at_once`."""
+    which `tell` is told. The process must not be tidied up then: see `exit_without_cleanup`."""
     device = spec.profile.device.kind
     try:
-        with joined(spec.profile.parallel.timeout_seconds, device, own_device(spec, local_rank())) as ranks:
+        with process_group(spec.profile.parallel.timeout_seconds, device, own_device(spec, local_rank())) as ranks:
             return work(ranks)
     except LostRankError as error:
         tell(error)
@@ -113,17 +113,17 @@ def run_first(
 ) -> tuple[str, int]:
     """The process that writes events: the only one, or rank 0."""
     with EventWriter(place) as writer, heartbeats(writer):
-        wishes = Wishes(ControlInbox(place), writer, spec.limits.max_hours)
-        with wishes.listening():
-            return _recorded(spec, place, Journal(writer), wishes, ranks, resume, from_step)
+        requests = RunRequests(ControlInbox(place), writer, spec.limits.max_hours)
+        with requests.listening():
+            return _recorded(spec, place, Journal(writer), requests, ranks, resume, from_step)
 
 
 def run_other(spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None) -> int:
     """Any rank but the first: what it gives up for is left to rank 0 to record. Returns the exit code."""
-    wishes = Wishes(None, None, None)
+    requests = RunRequests(None, None, None)
     try:
-        with wishes.listening():
-            ending, _ = _train(spec, place, Journal(None), wishes, ranks, resume, from_step)
+        with requests.listening():
+            ending, _ = _train(spec, place, Journal(None), requests, ranks, resume, from_step)
             return EXIT_CODES[ending.status]
     except (LostRankError, torch.AcceleratorError):
         raise
@@ -138,7 +138,7 @@ def _recorded(
     spec: RunSpec,
     place: RunDirectory,
     journal: Journal,
-    wishes: Wishes,
+    requests: RunRequests,
     ranks: Ranks,
     resume: bool,
     from_step: int | None,
@@ -149,7 +149,7 @@ def _recorded(
     error: str | None = None
     facts: dict[str, Any] = {}
     try:
-        ending, facts = _train(spec, place, journal, wishes, ranks, resume, from_step)
+        ending, facts = _train(spec, place, journal, requests, ranks, resume, from_step)
         status, code = ending.status, EXIT_CODES[ending.status]
     except LostRankError:
         noted = ranks.noted_error()
@@ -192,20 +192,20 @@ def _train(
     spec: RunSpec,
     place: RunDirectory,
     journal: Journal,
-    wishes: Wishes,
+    requests: RunRequests,
     ranks: Ranks,
     resume: bool,
     from_step: int | None,
 ) -> tuple[Ending, dict[str, Any]]:
-    device = _open(of_one_rank(spec, ranks.local_rank), journal, wishes, ranks)
+    device = _open(spec_of_rank(spec, ranks.local_rank), journal, requests, ranks)
     _tell_start(spec, place, journal, device, ranks, resume)
     with device.activate():
         emergency_memory = EmergencyHostMemory()
         reports = OomReports(place, device, lambda: spec)
-        report = oom_reporter(journal, device, reports if ranks.is_first else None)
-        bench = set_up(spec, device, journal, report, ranks)
-        reports.spec = lambda: effective_spec(bench.spec, bench.parts)
-        training = Training(bench, place, journal, wishes, emergency_memory)
+        report = oom_reporter(journal, device, reports if ranks.is_rank0 else None)
+        setup = set_up(spec, device, journal, report, ranks)
+        reports.spec = lambda: effective_spec(setup.spec, setup.context)
+        training = Training(setup, place, journal, requests, emergency_memory)
         _tell_stage(training, journal)
         if resume:
             training.resume(from_step)
@@ -215,13 +215,13 @@ def _train(
             _checkpoint_on_failure(training, ranks),
         ):
             ending = training.run()
-        if ranks.is_first:
+        if ranks.is_rank0:
             peak_bytes = training.peak.peak_bytes if training.peak else 0
             calibrate(device, spec.profile, ranks.size, peak_bytes, journal)
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
 
-def _open(spec: RunSpec, journal: Journal, wishes: Wishes, ranks: Ranks) -> Device:
+def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) -> Device:
     """The device; with `--wait`, asked for again until it is free on every rank, the time is up, or a stop is wished
     for. Ranks that have theirs wait with those that do not."""
     deadline = time.monotonic() + (spec.limits.wait_seconds or 0.0)
@@ -233,7 +233,7 @@ def _open(spec: RunSpec, journal: Journal, wishes: Wishes, ranks: Ranks) -> Devi
         except DeviceBusyError as error:
             busy = error
         seconds_left = deadline - time.monotonic()
-        waits_for, over = agreed(ranks, busy, seconds_left <= 0 or wishes.look())
+        waits_for, over = agreed(ranks, busy, seconds_left <= 0 or requests.look())
         if device is not None and not waits_for:
             return device
         if over:
@@ -244,7 +244,7 @@ def _open(spec: RunSpec, journal: Journal, wishes: Wishes, ranks: Ranks) -> Devi
 
 def agreed(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
     """Whose device is busy, in words, and whether rank 0 has waited long enough."""
-    told = ranks.tell([busy.found if busy else "", over])
+    told = ranks.all_gather_object([busy.found if busy else "", over])
     words = [f"rank {rank}: {found}" if ranks.size > 1 else found for rank, (found, _) in enumerate(told) if found]
     return "; ".join(words), told[0][1]
 
@@ -256,9 +256,9 @@ def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
         yield
     except (MemoryExhaustedError, DivergedError):
         # Where weights are spread over ranks all of them raise the same error, and saving takes all of them.
-        saves = ranks.is_first or training.parts.strategy.all_ranks_save
+        saves = ranks.is_rank0 or training.context.strategy.all_ranks_save
         if saves and training.state.step and training.sound:
-            training.saver.save("before giving up")
+            training.checkpoints.save("before giving up")
         raise
 
 
@@ -283,17 +283,17 @@ def _tell_start(
 
 
 def _tell_stage(training: Training, journal: Journal) -> None:
-    bench = training.bench
-    data, validation = bench.prepared.train, bench.prepared.validation
+    setup = training.setup
+    data, validation = setup.prepared.train, setup.prepared.validation
     journal.write(
         "stage_started",
-        max_steps=bench.total_steps,
-        batch_size=bench.spec.recipe.train.batch_size,
+        max_steps=setup.total_steps,
+        batch_size=setup.spec.recipe.train.batch_size,
         samples=len(data),
         validation_samples=len(validation) if validation is not None else 0,
         tokens=int(data.lengths.sum()),
         target_tokens=int(data.target_counts.sum()),
-        loss=bench.parts.loss.implementation,
+        loss=setup.context.loss.implementation,
     )
 
 

@@ -21,11 +21,11 @@ FORCED = 137
 """Exit code of a run stopped by force, as for SIGKILL."""
 
 
-class Wishes:
+class RunRequests:
     """Collects requests; `ending` says how the run should end, if it should."""
 
     def __init__(self, inbox: ControlInbox | None, writer: EventWriter | None, max_hours: float | None) -> None:
-        """Without an inbox, on every rank but the first, only `follow` brings wishes."""
+        """Without an inbox, on every rank but the first, requests come from `follow` alone."""
         self._inbox, self._writer = inbox, writer
         self._deadline = time.monotonic() + max_hours * 3600 if max_hours else None
         self._signals = 0
@@ -57,7 +57,7 @@ class Wishes:
         return {"ending": self.ending, "reason": self.reason, "checkpoint": self.checkpoint}
 
     def follow(self, told: dict[str, Any]) -> bool:
-        """Wish what rank 0 wishes; True when the run should end."""
+        """Adopt rank 0's stop, pause or checkpoint request; True when the run should end."""
         self.ending, self.reason, self.checkpoint = told["ending"], told["reason"], told["checkpoint"]
         return self.ending is not None
 
@@ -66,7 +66,7 @@ class Wishes:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While the block runs, signals are wishes. Main thread only."""
+        """While the block runs, SIGTERM and SIGINT request a stop. Main thread only."""
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:

@@ -21,7 +21,7 @@ from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import retry_on_oom
-from engine.distributed.ranks import ALONE, Ranks
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.model.config import check_packing, model_config_dict
 from engine.model.load import LoadedModel
 from engine.model.tokenizer import load_tokenizer
@@ -34,7 +34,7 @@ from engine.train.recovery.memory_settings import effective_spec
 from engine.train.recovery.oom_report import fixes_sentence
 from engine.train.recovery.records import RecoveredOom
 from engine.train.schedule import Schedule
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import StepGuard, allocate_state, build_optimizer
 from engine.train.step.rollback import Rollback
@@ -43,11 +43,11 @@ from engine.train.strategy.load import load_strategy
 
 
 @dataclass
-class Bench:
+class TrainingSetup:
     """All that a run is made of, ready for its first step."""
 
     spec: RunSpec
-    parts: Parts
+    context: StepContext
     prepared: PreparedData
     order: SampleOrder
     schedule: Schedule
@@ -57,8 +57,12 @@ class Bench:
 
 
 def set_up(
-    spec: RunSpec, device: Device, journal: Journal, report: Callable[[RecoveredOom], None], ranks: Ranks = ALONE
-) -> Bench:
+    spec: RunSpec,
+    device: Device,
+    journal: Journal,
+    report: Callable[[RecoveredOom], None],
+    ranks: Ranks = SINGLE_PROCESS,
+) -> TrainingSetup:
     """Prepare data, load the model, allocate optimizer state. Every phase is told to the journal.
 
     Raises:
@@ -83,12 +87,12 @@ def set_up(
     for notice in strategy.loaded.notices:
         journal.warn("model", notice)
     pad_id = int(tokenizer.pad_token_id)
-    parts = _parts(spec, device, strategy, prepared.train, micro_batches, pad_id, report, local_recoveries)
+    context = _step_context(spec, device, strategy, prepared.train, micro_batches, pad_id, report, local_recoveries)
     device.release_cached()
-    parts.static_bytes = device.memory().allocated_bytes
-    return Bench(
+    context.static_bytes = device.memory().allocated_bytes
+    return TrainingSetup(
         spec=spec,
-        parts=parts,
+        context=context,
         prepared=prepared,
         order=order,
         schedule=Schedule.of(recipe.train, total_steps),
@@ -98,7 +102,7 @@ def set_up(
     )
 
 
-def _parts(
+def _step_context(
     spec: RunSpec,
     device: Device,
     strategy: Strategy,
@@ -107,13 +111,13 @@ def _parts(
     pad_id: int,
     report: Callable[[RecoveredOom], None],
     local_recoveries: LocalRecoveries,
-) -> Parts:
+) -> StepContext:
     """What steps work on."""
     train, backoff, loaded, loss = spec.recipe.train, spec.recipe.backoff, strategy.loaded, strategy.loss
     guard = retry_on_oom(
         lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, local_recoveries.note
     )
-    parts = Parts(
+    context = StepContext(
         device=device,
         ranks=strategy.ranks,
         strategy=strategy,
@@ -134,9 +138,9 @@ def _parts(
         measures=device.kind != "cpu",
         report=report,
         local_recoveries=local_recoveries,
-        suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, parts), oom),
+        suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, context), oom),
     )
-    return parts
+    return context
 
 
 def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journal, ranks: Ranks) -> PreparedData:
@@ -147,7 +151,7 @@ def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journa
     def prepare() -> None:
         made.append(prepare_data(spec, tokenizer, say=lambda text: journal.phase("tokenising", text)))
 
-    ranks.behind_first(prepare)
+    ranks.run_on_rank0(prepare)
     if not made:
         prepare()
     return made[0]

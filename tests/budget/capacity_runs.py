@@ -21,7 +21,7 @@ from engine.budget.predict.prediction import predict
 from engine.spec.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, WAYS, applies
 from tests.budget.metered_step import folder_of
-from tests.train.harness import new_run, of_kind, train
+from tests.train.run_helpers import new_run, of_kind, train
 
 CELLS = 40
 SEED = 4

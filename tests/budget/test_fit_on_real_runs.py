@@ -18,7 +18,7 @@ from engine.spec.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, FULL, KEEPING, LORA, SAVING
 from tests.budget.capacity_runs import texts
 from tests.budget.metered_step import folder_of
-from tests.train.harness import new_run, of_kind, train
+from tests.train.run_helpers import new_run, of_kind, train
 
 ROWS, LENGTH = 4, 300
 

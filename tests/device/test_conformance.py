@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.device.metered import MeteredDevice
 from engine.distributed.ranks import Ranks
-from tests.distributed.crew import run_crew
+from tests.distributed.rank_processes import run_ranks
 
 STEPS = 12
 
@@ -148,6 +148,6 @@ def a_step_in_shards(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
 
 def test_the_peak_of_a_step_in_shards_agrees_with_the_allocator(tmp_path: Path) -> None:
     """FSDP2 resizes storages behind the dispatcher, gathers into them and drops them again."""
-    for metered_bytes, seen_bytes, left_bytes in run_crew([a_step_in_shards], tmp_path)["a_step_in_shards"]:
+    for metered_bytes, seen_bytes, left_bytes in run_ranks([a_step_in_shards], tmp_path)["a_step_in_shards"]:
         assert metered_bytes == pytest.approx(seen_bytes, rel=0.01)
         assert left_bytes == 0

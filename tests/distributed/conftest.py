@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import tunedeck
-from tests.distributed.steps import SAMPLES
+from tests.distributed.rank_workbench import SAMPLES
 from tests.distributed.supervised import with_ranks
-from tests.train.harness import losses, new_run, train, write_samples
+from tests.train.run_helpers import losses, new_run, train, write_samples
 
 __all__ = ["tunedeck"]
 

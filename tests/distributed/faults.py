@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.device.metered import MeteredDevice
 
 if TYPE_CHECKING:
-    from tests.distributed.steps import Workbench
+    from tests.distributed.rank_workbench import RankWorkbench
 
 PLACES = {
     "foreach_all_gather": "gather",
@@ -102,7 +102,7 @@ class Asked:
     host: int
 
 
-def asked_by(work: Workbench) -> Asked:
+def asked_by(work: RankWorkbench) -> Asked:
     """Take clean steps and note what they ask for. All ranks call it."""
     work.reset()
     first, first_on_host = len(work.device.asked), work.device.host_allocations
@@ -143,11 +143,11 @@ def sweep_of_faults(asked: Sequence[Asked], seed: str) -> Iterator[Faults]:
             yield {rank: Fault(drawn.randint(1, asked[rank].host), on_host=True)}
 
 
-def faulty_steps(work: Workbench, faults: Faults) -> dict[str, Any]:
+def faulty_steps(work: RankWorkbench, faults: Faults) -> dict[str, Any]:
     """The first steps with `faults`. Beside what they come to: the places where allocations were refused here, what was
     told, and bytes left over. All ranks call it."""
     work.reset()
-    work.ranks.tell("reset")
+    work.ranks.all_gather_object("reset")
     held, refused = work.device.memory().allocated_bytes, len(work.device.refused)
     on_host = any(fault.on_host for fault in faults.values())
     fault = faults.get(work.ranks.rank)
@@ -165,9 +165,9 @@ Tried = list[tuple[Faults, dict[str, Any]]]
 """Faults, and what the steps came to on one rank."""
 
 
-def sampled(work: Workbench, count: int, seed: int) -> Tried:
+def sampled(work: RankWorkbench, count: int, seed: int) -> Tried:
     """Steps under each of `count` faults. All ranks call it."""
-    asked = [Asked(**each) for each in work.ranks.tell(asdict(asked_by(work)))]
+    asked = [Asked(**each) for each in work.ranks.all_gather_object(asdict(asked_by(work)))]
     return [(faults, faulty_steps(work, faults)) for faults in sample_of_faults(asked, count, seed)]
 
 

@@ -20,8 +20,8 @@ from engine.journal.events import read_events
 from engine.launch.process import start_engine
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
-from tests.distributed.steps import spec_of
-from tests.train.harness import losses, of_kind, train
+from tests.distributed.rank_workbench import spec_of
+from tests.train.run_helpers import losses, of_kind, train
 
 LIMIT_SECONDS = 900.0
 """Until something is there that has to come: for machines with other work to do."""

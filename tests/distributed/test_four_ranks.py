@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.distributed.ranks import Ranks
-from tests.distributed.crew import run_crew
 from tests.distributed.faults import Fault, differences, faulty_steps, wrong_among
-from tests.distributed.steps import FULL, LORA, NEEDS_SHARDS, Workbench, planned_memory, small_model
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, RankWorkbench, planned_memory, small_model
 from tests.distributed.test_rank_faults import SHARING, Cell, alone
 
 pytestmark = NEEDS_SHARDS
@@ -29,7 +29,7 @@ def clean_steps(ranks: Ranks, folder: Path) -> Any:
     """Every way of sharing, without a fault."""
     found = {}
     for sharing, cell in product(SHARING, DIAGONAL):
-        work = Workbench(folder, ranks, cell.tables(folder, sharing))
+        work = RankWorkbench(folder, ranks, cell.tables(folder, sharing))
         found[sharing, cell] = work.steps()
         work.close()
     return found
@@ -40,7 +40,7 @@ def one_after_another(ranks: Ranks, folder: Path) -> Any:
     one that fails there ends the attempt of all."""
     tables = SINGLE.tables(folder, "weights in shards")
     train, backoff = {**tables["train"], "micro_batch": 1}, {"ladder": ["retry", "cut"]}
-    work = Workbench(folder, ranks, {**tables, "train": train, "backoff": backoff})
+    work = RankWorkbench(folder, ranks, {**tables, "train": train, "backoff": backoff})
     faults = {rank: Fault(20 * (rank + 1)) for rank in range(RANKS)}
     result = faulty_steps(work, faults)
     work.close()
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([clean_steps, one_after_another, memory], folder, size=RANKS)
+    return run_ranks([clean_steps, one_after_another, memory], folder, size=RANKS)
 
 
 def test_four_ranks_learn_what_one_process_learns(seen: dict[str, list[Any]], folder: Path) -> None:

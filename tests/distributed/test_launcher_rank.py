@@ -9,7 +9,7 @@ import pytest
 from engine.errors import UsageError
 from engine.launch.launcher_rank import find_launcher_rank, first_host, require_rank_per_device
 from engine.spec.schema.run import RunSpec
-from tests.distributed.steps import spec_of
+from tests.distributed.rank_workbench import spec_of
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu01", "MASTER_PORT": "29400",

@@ -20,7 +20,7 @@ from engine.journal.events import read_events
 from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE
 from tests.cli.harness import write_profile, write_recipe
-from tests.train.harness import of_kind
+from tests.train.run_helpers import of_kind
 
 LIMIT_SECONDS = 240.0
 TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -17,8 +17,8 @@ from engine.device.metered import MeteredDevice
 from engine.distributed.ranks import Ranks
 from engine.train.monitor.journal import Journal
 from engine.train.setup import set_up
-from tests.distributed.crew import run_crew
-from tests.distributed.steps import SAMPLES, spec_of
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import SAMPLES, spec_of
 from tests.distributed.supervised import (
     LIMIT_SECONDS,
     SHARING,
@@ -31,7 +31,7 @@ from tests.distributed.supervised import (
     wait_for_lines,
     with_ranks,
 )
-from tests.train.harness import losses, new_run, of_kind, write_samples
+from tests.train.run_helpers import losses, new_run, of_kind, write_samples
 
 BLOWS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 LINES = 28
@@ -123,14 +123,14 @@ PATIENCE_SECONDS = 15.0
 def slow_tokenising(ranks: Ranks, folder: Path) -> Any:
     """How many samples there are, and how long it took until this rank was set up."""
     device = MeteredDevice(2**30)
-    if ranks.is_first:
+    if ranks.is_rank0:
         write_samples(folder / SAMPLES, seed=4711)
         PreTrainedTokenizerBase.__call__ = slow_at_first(PreTrainedTokenizerBase.__call__)
-    ranks.tell("written")
+    ranks.all_gather_object("written")
     began = time.monotonic()
     with device.activate():
-        bench = set_up(spec_of(folder, ranks.size, {}), device, Journal(None), lambda _backoff: None, ranks)
-    return len(bench.parts.data), time.monotonic() - began
+        setup = set_up(spec_of(folder, ranks.size, {}), device, Journal(None), lambda _backoff: None, ranks)
+    return len(setup.context.data), time.monotonic() - began
 
 
 def slow_at_first(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +146,7 @@ def slow_at_first(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.torture
 def test_ranks_outwait_a_tokenisation_that_takes_longer_than_a_vote_may(tmp_path: Path) -> None:
-    seen = run_crew([slow_tokenising], tmp_path, limit_seconds=PATIENCE_SECONDS)["slow_tokenising"]
+    seen = run_ranks([slow_tokenising], tmp_path, limit_seconds=PATIENCE_SECONDS)["slow_tokenising"]
     (count, first_seconds), (same, second_seconds) = seen
     assert count == same > 0
     assert min(first_seconds, second_seconds) > 2 * PATIENCE_SECONDS

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from engine.distributed.ranks import ALONE, Ranks
-from tests.distributed.crew import run_crew
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from tests.distributed.faults import Asked, asked_by, complaints, differences, faulty_steps, sweep_of_faults
-from tests.distributed.steps import FULL, LADDER, LORA, Workbench, small_model, write_equal_samples
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import FULL, LADDER, LORA, RankWorkbench, small_model, write_equal_samples
 
 SHARING: dict[str, dict[str, Any]] = {
     "replicated": {"strategy": "replicated"},
@@ -68,7 +68,7 @@ def alone(folder: Path, tables: dict[Cell, dict[str, Any]]) -> dict[Cell, dict[s
     """What one process comes to."""
     found = {}
     for cell, asked in tables.items():
-        work = Workbench(folder, ALONE, asked)
+        work = RankWorkbench(folder, SINGLE_PROCESS, asked)
         found[cell] = work.steps()
         work.close()
     return found
@@ -78,14 +78,14 @@ def tortured(ranks: Ranks, folder: Path, sharing: str) -> Any:
     """Cell = clean steps, and (faults, what was refused and told) with complaints, of the whole sweep."""
     found = {}
     for cell in CELLS:
-        work = Workbench(folder, ranks, alike(folder, sharing, cell, ranks.size))
+        work = RankWorkbench(folder, ranks, alike(folder, sharing, cell, ranks.size))
         clean = work.steps()
-        asked = [Asked(**each) for each in ranks.tell(asdict(asked_by(work)))]
+        asked = [Asked(**each) for each in ranks.all_gather_object(asdict(asked_by(work)))]
         tried = []
         for faults in sweep_of_faults(asked, f"{sharing} {cell} {ranks.size}"):
             result = faulty_steps(work, faults)
             facts = {name: result[name] for name in ("refused", "told", "left_bytes")}
-            everywhere = ranks.tell([facts, differences(result, clean)])
+            everywhere = ranks.all_gather_object([facts, differences(result, clean)])
             wrong = complaints(*map(list, zip(*everywhere, strict=True)))
             tried.append((faults, [each["refused"] for each, _ in everywhere], wrong))
         found[cell] = clean, tried
@@ -100,7 +100,7 @@ def test_memory_that_runs_out_anywhere_costs_a_retry_and_nothing_else(
     sharing: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_equal_samples(tmp_path / EQUAL, 64)
-    results = run_crew([partial(tortured, sharing=sharing)], tmp_path, size=size)["tortured"]
+    results = run_ranks([partial(tortured, sharing=sharing)], tmp_path, size=size)["tortured"]
     expected = alone(tmp_path, {cell: alike(tmp_path, "replicated", cell, size) for cell in CELLS})
     for rank in results:
         assert [cell for cell, (clean, _) in rank.items() if differences(clean, expected[cell])] == []

@@ -12,25 +12,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.distributed.gradient_all_reduce import GradientSum, send_from_first
+from engine.distributed.gradient_all_reduce import GradientAllReduce, broadcast_tensors
 from engine.distributed.host_gather import SLOT_BYTES, LostRankError
-from engine.distributed.ranks import ALONE, Ranks, signs_of_life
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks, signs_of_life
 from engine.errors import DeviceBusyError, EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.journal.events import read_events
 from engine.train.external_launcher import require_shared
 from engine.train.main import agreed
-from tests.distributed.crew import run_crew
+from tests.distributed.rank_processes import run_ranks
 
 
 def votes(ranks: Ranks, _folder: Path) -> Any:
-    return ranks.tell({"rank": ranks.rank, "cause": "é" * (3 + ranks.rank)}), ranks.from_first(["of", ranks.rank])
+    gathered = ranks.all_gather_object({"rank": ranks.rank, "cause": "é" * (3 + ranks.rank)})
+    return gathered, ranks.broadcast_object(["of", ranks.rank])
 
 
 def too_long(ranks: Ranks, _folder: Path) -> Any:
     with pytest.raises(ValueError, match="slot"):
-        ranks.tell("x" * SLOT_BYTES)
-    return ranks.tell(ranks.rank)
+        ranks.all_gather_object("x" * SLOT_BYTES)
+    return ranks.all_gather_object(ranks.rank)
 
 
 def errand(ranks: Ranks, folder: Path) -> Any:
@@ -39,22 +40,22 @@ def errand(ranks: Ranks, folder: Path) -> Any:
             file.write(f"{ranks.rank}\n")
         return "made"
 
-    return [ranks.behind_first(work) for _ in range(2)], (folder / "who.txt").read_text()
+    return [ranks.run_on_rank0(work) for _ in range(2)], (folder / "who.txt").read_text()
 
 
 def noted_errors(ranks: Ranks, _folder: Path) -> Any:
     before = ranks.noted_error()
-    ranks.tell(None)
+    ranks.all_gather_object(None)
     if ranks.rank == 1:
         ranks.note_error({"found": "the disk is gone"})
-    ranks.tell(None)
+    ranks.all_gather_object(None)
     return before, ranks.noted_error()
 
 
 def gradients(ranks: Ranks, _folder: Path) -> Any:
     """Four parameters: gradients on both ranks, on rank 1 alone, on none, and a large one over several buckets."""
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3,), (2, 2), (5,), (9, 7))]
-    total = GradientSum(parameters, bucket_bytes=4 * 16)
+    total = GradientAllReduce(parameters, bucket_bytes=4 * 16)
     seen = []
     for factor in (1.0, 10.0):
         for parameter in parameters:
@@ -75,7 +76,7 @@ def half_gradients(ranks: Ranks, _folder: Path) -> Any:
     parameters = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
-    total = GradientSum(parameters)
+    total = GradientAllReduce(parameters)
     total.fill(total.agree())
     total.sum()
     return [parameter.grad for parameter in parameters]
@@ -84,20 +85,20 @@ def half_gradients(ranks: Ranks, _folder: Path) -> Any:
 def replicas(ranks: Ranks, _folder: Path) -> Any:
     torch.manual_seed(ranks.rank)
     layer = torch.nn.Linear(3, 3)
-    send_from_first(list(layer.parameters()))
+    broadcast_tensors(list(layer.parameters()))
     return layer.weight.detach()
 
 
 def blind_rank(ranks: Ranks, folder: Path) -> Any:
     """Rank 1 looks for the run where there is none."""
-    here = folder / ("here" if ranks.is_first else "elsewhere")
+    here = folder / ("here" if ranks.is_rank0 else "elsewhere")
     here.mkdir(exist_ok=True)
-    if ranks.is_first:
+    if ranks.is_rank0:
         RunDirectory(here).launch.write_text(json.dumps({"token": "abc"}))
     try:
         require_shared(ranks, RunDirectory(here), "abc", patience_seconds=0.2)
     except EnvironmentProblem as problem:
-        ranks.tell("recorded")
+        ranks.all_gather_object("recorded")
         end = list(read_events(folder / "here" / "events.jsonl"))[-1]
         return problem.found, end["status"], end["exit_code"]
     return None
@@ -106,7 +107,7 @@ def blind_rank(ranks: Ranks, folder: Path) -> Any:
 def busy_devices(ranks: Ranks, _folder: Path) -> Any:
     """Rank 1's device is in use; rank 0 alone keeps the time."""
     busy = DeviceBusyError("held by pid 7") if ranks.rank == 1 else None
-    return [agreed(ranks, busy, over=ranks.is_first), agreed(ranks, None, over=not ranks.is_first)]
+    return [agreed(ranks, busy, over=ranks.is_rank0), agreed(ranks, None, over=not ranks.is_rank0)]
 
 
 CASES = [busy_devices, votes, too_long, errand, noted_errors, gradients, half_gradients, replicas, blind_rank]
@@ -114,7 +115,7 @@ CASES = [busy_devices, votes, too_long, errand, noted_errors, gradients, half_gr
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return run_crew(CASES, tmp_path_factory.mktemp("crew"))
+    return run_ranks(CASES, tmp_path_factory.mktemp("crew"))
 
 
 def test_every_rank_hears_what_every_rank_told(seen: dict[str, list[Any]]) -> None:
@@ -169,7 +170,7 @@ def test_rank_0_may_work_alone_for_longer_than_the_others_patience_as_long_as_it
     store = dist.HashStore()
     first, second = (Ranks(rank, 2, rank, None, store, patience_seconds=0.2) for rank in (0, 1))
     with ThreadPoolExecutor(1) as pool, signs_of_life(store, 0.02):
-        waiting = pool.submit(second.behind_first, lambda: "not its own")
+        waiting = pool.submit(second.run_on_rank0, lambda: "not its own")
 
         def work() -> str:
             deadline = time.monotonic() + 4 * 0.2
@@ -177,14 +178,16 @@ def test_rank_0_may_work_alone_for_longer_than_the_others_patience_as_long_as_it
                 assert not waiting.done()
             return "made"
 
-        assert first.behind_first(work) == waiting.result() == "made"
+        assert first.run_on_rank0(work) == waiting.result() == "made"
 
 
 def test_a_rank_0_that_gives_no_sign_of_life_is_lost() -> None:
     second = Ranks(1, 2, 1, None, dist.HashStore(), patience_seconds=0.1)
     with pytest.raises(LostRankError, match="no sign of life"):
-        second.behind_first(lambda: None)
+        second.run_on_rank0(lambda: None)
 
 
 def test_a_run_of_one_process_asks_nobody() -> None:
-    assert ALONE.tell(5) == [5] and ALONE.from_first("a") == "a" and ALONE.behind_first(lambda: 3) == 3
+    assert SINGLE_PROCESS.all_gather_object(5) == [5]
+    assert SINGLE_PROCESS.broadcast_object("a") == "a"
+    assert SINGLE_PROCESS.run_on_rank0(lambda: 3) == 3

@@ -19,7 +19,7 @@ from tests.distributed.supervised import (
     wait_for_step,
     with_ranks,
 )
-from tests.train.harness import new_run, of_kind
+from tests.train.run_helpers import new_run, of_kind
 
 VOTE_SECONDS = 20.0
 """How long two ranks wait for each other here, where they start together and nothing but another worker's test runs

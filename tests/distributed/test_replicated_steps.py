@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.distributed.ranks import ALONE, Ranks
-from tests.distributed.crew import run_crew
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from tests.distributed.faults import Fault, asked_by, differences, faulty_steps, sampled, wrong_among
-from tests.distributed.steps import (
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import (
     FULL,
     LADDER,
     LORA,
-    Workbench,
+    RankWorkbench,
     on_uneven_devices,
     planned_memory,
     small_model,
@@ -29,7 +29,7 @@ FAULTS = 8
 def both_kinds(ranks: Ranks, folder: Path) -> Any:
     found = {}
     for name, tables in KINDS.items():
-        work = Workbench(folder, ranks, small_model(folder, tables))
+        work = RankWorkbench(folder, ranks, small_model(folder, tables))
         clean = work.steps()
         found[name] = (clean, sampled(work, FAULTS, seed=7))
         work.close()
@@ -42,7 +42,7 @@ def uneven_devices(ranks: Ranks, folder: Path) -> Any:
 
 def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
     """Its state lives on the host; rank 1 cannot make room for it when its turn comes."""
-    work = Workbench(
+    work = RankWorkbench(
         folder, ranks, {**small_model(folder, KINDS["full"]), "train": {"optimizer_offload": True}}
     )
     work.steps()
@@ -55,7 +55,7 @@ def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
 
 def shortage_at_start(ranks: Ranks, folder: Path) -> Any:
     """What is told where rank 1 cannot load the model at once."""
-    work = Workbench(folder, ranks, FULL, at_start=Fault(3) if ranks.rank == 1 else None)
+    work = RankWorkbench(folder, ranks, FULL, at_start=Fault(3) if ranks.rank == 1 else None)
     told = [(each.oom.rank, each.oom.failure.phase, each.remedy) for each in work.told]
     work.close()
     return told
@@ -76,14 +76,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, list[Any]]:
-    return run_crew(CASES, folder)
+    return run_ranks(CASES, folder)
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path, seen: dict[str, list[Any]]) -> dict[str, Any]:
     results = {}
     for name, tables in KINDS.items():
-        work = Workbench(folder, ALONE, small_model(folder, tables))
+        work = RankWorkbench(folder, SINGLE_PROCESS, small_model(folder, tables))
         results[name] = work.steps()
         work.close()
     return results

@@ -12,21 +12,21 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.distributed.ranks import ALONE, Ranks
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.distributed.sequence_parallel import SequenceGroup, join_sequence_group, to_heads, to_positions
 from engine.errors import UsageError
 from engine.model.loss import make_loss
-from engine.model.slices import share_sequences
 from engine.model.tokenizer import byte_tokenizer
-from tests.distributed.crew import run_crew
+from engine.model.ulysses_attention import join_ulysses_attention
 from tests.distributed.faults import differences, sampled, wrong_among
-from tests.distributed.steps import (
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import (
     FULL,
     LADDER,
     LORA,
     NEEDS_SHARDS,
     NO_SHARDS,
-    Workbench,
+    RankWorkbench,
     on_uneven_devices,
     planned_memory,
     wrong_on_uneven_devices,
@@ -34,7 +34,7 @@ from tests.distributed.steps import (
 from tests.model.samples import FAMILIES as SIZES
 from tests.model.samples import batch_of, cpu, load, run_spec
 from tests.model.samples import write_model as write_family
-from tests.train.rig import write_model
+from tests.train.fault_rig import write_model
 
 RANKS = 4
 FAULTS = 5
@@ -99,9 +99,9 @@ def _difference(group: SequenceGroup, heads: int, key_heads: int, width: int) ->
 
 
 def steps_of(folder: Path, ranks: Ranks, tables: dict[str, Any], chunk_tokens: int | None = None) -> Any:
-    work = Workbench(folder, ranks, tables)
+    work = RankWorkbench(folder, ranks, tables)
     if chunk_tokens:
-        work.bench.parts.loss.chunk_tokens = chunk_tokens
+        work.setup.context.loss.chunk_tokens = chunk_tokens
     result = work.steps()
     work.close()
     return result
@@ -122,13 +122,13 @@ def families(ranks: Ranks, folder: Path) -> Any:
         loss = make_loss(loaded, implementation="chunked", label_smoothing=0.0, chunk_tokens=5, device=cpu())
         parameters = [parameter for _, parameter in loaded.trainable()]
         try:
-            slices = share_sequences(loaded, ranks, ranks.size)
+            slices = join_ulysses_attention(loaded, ranks, ranks.size)
         except UsageError as refusal:
             found[family] = refusal.found
             continue
         whole = loss(batch)
         expected = torch.autograd.grad(whole, parameters)
-        with slices.at_work():
+        with slices.installed():
             sliced = loss(slices.slice_of(batch, pad_id=0))
             found_here = torch.autograd.grad(sliced, parameters)
         here, there = ([torch.cat([part.reshape(-1).double() for part in parts])] for parts in (found_here, expected))
@@ -146,7 +146,7 @@ def in_shards(ranks: Ranks, folder: Path) -> Any:
 
 def faults(ranks: Ranks, folder: Path) -> Any:
     """Steps with failing allocations, on ranks that share sequences by twos."""
-    work = Workbench(folder, ranks, {**shared(small(folder, IN_SHARDS), 2), "backoff": LADDER})
+    work = RankWorkbench(folder, ranks, {**shared(small(folder, IN_SHARDS), 2), "backoff": LADDER})
     work.steps()
     tried = sampled(work, FAULTS, seed=11)
     work.close()
@@ -183,12 +183,12 @@ def models(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def seen(folder: Path, models: None) -> dict[str, list[Any]]:
     cases = [exchanges, families, all_kinds, *([] if NO_SHARDS else [in_shards]), uneven_devices, faults, memory]
-    return run_crew(cases, folder, size=RANKS)
+    return run_ranks(cases, folder, size=RANKS)
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path, seen: dict[str, list[Any]]) -> dict[str, Any]:
-    return {name: steps_of(folder, ALONE, small(folder, name)) for name in KINDS}
+    return {name: steps_of(folder, SINGLE_PROCESS, small(folder, name)) for name in KINDS}
 
 
 def test_attention_of_slices_is_attention_of_the_whole_forward_and_backward(seen: dict[str, list[Any]]) -> None:

@@ -13,7 +13,7 @@ import tunedeck
 from engine.journal.directory import RunDirectory
 from engine.spec.load import dump_run_spec, resolve
 from engine.train.checkpoint.run_state import settings
-from tests.train.harness import losses, new_run, of_kind, train
+from tests.train.run_helpers import losses, new_run, of_kind, train
 
 LIMIT_SECONDS = 240.0
 SHORT = (

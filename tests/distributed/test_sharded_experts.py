@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.distributed.ranks import ALONE, Ranks
-from tests.distributed.crew import run_crew
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from tests.distributed.faults import differences, sampled, wrong_among
-from tests.distributed.steps import FULL, LORA, NEEDS_SHARDS, Workbench, sharded
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, RankWorkbench, sharded
 from tests.model.samples import FAMILIES
 
 pytestmark = NEEDS_SHARDS
@@ -47,8 +47,8 @@ def every_case(ranks: Ranks, folder: Path) -> Any:
     """Case = clean steps, steps under faults, and which experts of each layer had anything to do in the clean ones."""
     found = {}
     for number, case in enumerate(CASES):
-        work = Workbench(folder, ranks, tables_of(folder, case))
-        modules = work.bench.parts.loaded.model.named_modules()
+        work = RankWorkbench(folder, ranks, tables_of(folder, case))
+        modules = work.setup.context.loaded.model.named_modules()
         routers = [Router(module) for name, module in modules if name.endswith(".mlp.gate")]
         clean = work.steps()
         used = torch.stack([router.used() for router in routers])
@@ -80,14 +80,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> list[Any]:
-    return run_crew([every_case], folder)["every_case"]
+    return run_ranks([every_case], folder)["every_case"]
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path, seen: list[Any]) -> dict[str, Any]:
     results = {}
     for case in CASES:
-        work = Workbench(folder, ALONE, tables_of(folder, case))
+        work = RankWorkbench(folder, SINGLE_PROCESS, tables_of(folder, case))
         results[case] = work.steps()
         work.close()
     return results

@@ -16,7 +16,7 @@ from engine.distributed import sharded
 from engine.distributed.host_gather import LostRankError
 from engine.distributed.sharded import ShardedModel, groups_of
 from engine.model.model_with_loss import HeadWithLoss
-from tests.distributed.steps import NEEDS_SHARDS
+from tests.distributed.rank_workbench import NEEDS_SHARDS
 
 PRIVATE = {
     _fsdp_param.FSDPParam: ("unsharded_accumulated_grad", "_unsharded_param", "free_unsharded_param", "sharded_param"),

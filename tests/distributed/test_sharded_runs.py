@@ -13,15 +13,15 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.distributed.ranks import ALONE, Ranks
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.directory import RunDirectory
 from engine.journal.events import read_events
 from engine.spec.schema.run import RunSpec
 from engine.train.main import run_first
-from tests.distributed.crew import run_crew
-from tests.distributed.legs import leg_spec, run_leg
-from tests.distributed.steps import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
-from tests.train.harness import losses, new_run, of_kind, write_samples
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
+from tests.distributed.resumed_runs import resumed_spec, run_on_ranks
+from tests.train.run_helpers import losses, new_run, of_kind, write_samples
 
 pytestmark = NEEDS_SHARDS
 
@@ -38,14 +38,14 @@ def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str)
     """Of one case on one of its legs."""
     tables = {**small_model(folder, CASES[case]), **(REPLICATED if strategy == "replicated" else {})}
     evaluation = {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1}
-    return leg_spec(folder, ranks, tables, last_step, evaluation)
+    return resumed_spec(folder, ranks, tables, last_step, evaluation)
 
 
 def go_on(ranks: Ranks, folder: Path, leg: int) -> list[str]:
     """Every case's run, on this leg of it; how each ended."""
     size, last_step, strategy = LEGS[leg]
     specs = {case: spec_for(folder, case, size, last_step, strategy) for case in CASES}
-    return run_leg(ranks, folder, specs, resume=leg > 0)
+    return run_on_ranks(ranks, folder, specs, resume=leg > 0)
 
 
 def first_leg(ranks: Ranks, folder: Path) -> Any:
@@ -67,7 +67,7 @@ def straight(folder: Path, case: str) -> RunDirectory:
     """The same run on one process, from beginning to end."""
     spec = spec_for(folder, case, 1, LEGS[-1][1], "alone")
     place = new_run(folder / "straight", spec.model_copy(update={"name": case}))
-    assert run_first(spec, place, ALONE, False, None)[0] == "done"
+    assert run_first(spec, place, SINGLE_PROCESS, False, None)[0] == "done"
     return place
 
 
@@ -76,9 +76,9 @@ def runs(folder: Path) -> dict[str, tuple[RunDirectory, RunDirectory]]:
     """By case: the run in three legs, and the straight one."""
     for case in CASES:
         os.rename(new_run(folder, spec_for(folder, case, 1, 1, "alone")).path, folder / case)
-    assert run_crew([first_leg], folder)["first_leg"][0] == ["done"] * len(CASES)
-    assert go_on(ALONE, folder, 1) == ["done"] * len(CASES)
-    assert run_crew([last_leg], folder)["last_leg"][0] == ["done"] * len(CASES)
+    assert run_ranks([first_leg], folder)["first_leg"][0] == ["done"] * len(CASES)
+    assert go_on(SINGLE_PROCESS, folder, 1) == ["done"] * len(CASES)
+    assert run_ranks([last_leg], folder)["last_leg"][0] == ["done"] * len(CASES)
     return {case: (RunDirectory(folder / case), straight(folder, case)) for case in CASES}
 
 

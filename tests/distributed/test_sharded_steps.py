@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from engine.distributed.ranks import ALONE, Ranks
-from tests.distributed.crew import run_crew
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from tests.distributed.faults import differences, sampled, wrong_among
-from tests.distributed.steps import (
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import (
     FULL,
     LORA,
     NEEDS_SHARDS,
-    Workbench,
+    RankWorkbench,
     on_uneven_devices,
     planned_memory,
     sharded,
@@ -47,7 +47,7 @@ ROUNDING = {"bfloat16": 2e-2, "float16": 4e-3}
 def every_case(ranks: Ranks, folder: Path) -> Any:
     found = {}
     for number, (name, tables) in enumerate(CASES.items()):
-        work = Workbench(folder, ranks, small_model(folder, tables))
+        work = RankWorkbench(folder, ranks, small_model(folder, tables))
         clean = work.steps()
         found[name] = (clean, sampled(work, FAULTS, seed=number))
         work.close()
@@ -59,8 +59,8 @@ def precisions(ranks: Ranks, folder: Path) -> Any:
     found = {}
     for name, (dtype, tables) in PRECISIONS.items():
         tables = small_model(folder, tables)
-        work = Workbench(folder, ranks, {**tables, "model": {**tables["model"], "dtype": dtype}})
-        dtypes = [parameter.dtype for parameter in work.bench.parts.strategy.parameters]
+        work = RankWorkbench(folder, ranks, {**tables, "model": {**tables["model"], "dtype": dtype}})
+        dtypes = [parameter.dtype for parameter in work.setup.context.strategy.parameters]
         found[name] = work.steps() | {"dtypes": dtypes}
         work.close()
     return found
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crew(folder: Path) -> dict[str, list[Any]]:
-    return run_crew([every_case, precisions, uneven_devices, memory], folder)
+    return run_ranks([every_case, precisions, uneven_devices, memory], folder)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def seen(crew: dict[str, list[Any]]) -> list[Any]:
 def alone(folder: Path, seen: list[Any]) -> dict[str, Any]:
     results = {}
     for name, tables in CASES.items():
-        work = Workbench(folder, ALONE, small_model(folder, tables))
+        work = RankWorkbench(folder, SINGLE_PROCESS, small_model(folder, tables))
         results[name] = work.steps()
         work.close()
     return results
@@ -108,7 +108,7 @@ def test_ranks_in_shards_learn_what_one_process_learns(case: str, seen: list[Any
 
 
 def test_mixed_precision_in_shards_is_that_of_one_process(folder: Path, crew: dict[str, list[Any]]) -> None:
-    alone = precisions(ALONE, folder)
+    alone = precisions(SINGLE_PROCESS, folder)
     for rank in crew["precisions"]:
         for name, found in rank.items():
             expected, tolerance = alone[name], ROUNDING[PRECISIONS[name][0]]

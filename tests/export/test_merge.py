@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.errors import MemoryExhaustedError, UsageError
 from engine.export.merge import merge
 from engine.journal.directory import RunDirectory
-from tests.train.harness import make_spec, new_run, train, write_samples
+from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, read_events
 from engine.spec.schema.run import RunSpec
 from tests.train.crash_server import CrashServer, Death
-from tests.train.harness import losses, make_spec, new_run, of_kind, write_samples
+from tests.train.run_helpers import losses, make_spec, new_run, of_kind, write_samples
 
 NEVER = Death()
 SEED = 20261121

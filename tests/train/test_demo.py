@@ -12,7 +12,7 @@ import pytest
 from engine.journal.directory import RunDirectory
 from engine.journal.events import read_events
 from engine.spec.load import resolve
-from tests.train.harness import losses, new_run, of_kind, train
+from tests.train.run_helpers import losses, new_run, of_kind, train
 
 COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"
 SHORT = (

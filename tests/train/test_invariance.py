@@ -10,7 +10,7 @@ import torch
 
 from engine.batching.budget import MicroBatchBudget
 from engine.train.step.transaction import StepTransaction
-from tests.train.harness import Workshop, make_spec, write_samples
+from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 SGD = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "batch_size": 12} | {
     "gradient_checkpointing": False
@@ -22,17 +22,17 @@ def weights_after_one_step(tmp_path, name, *, rows=12, faults=(), gib=8.0, dropo
     data = write_samples(tmp_path / "samples.jsonl", count=36)
     method = {"kind": method, "dropout": dropout} if method == "lora" else {"kind": method}
     workshop = Workshop(make_spec(data, memory_gib=gib, method=method, train={**SGD, **train}), tmp_path / name)
-    with workshop as bench:
-        parts = bench.parts
-        longest = int(parts.data.lengths.max())
-        budget = parts.cost(rows, longest)
-        parts.budget = MicroBatchBudget(budget, top_bytes=budget)
-        transaction = StepTransaction(parts)
+    with workshop as setup:
+        context = setup.context
+        longest = int(context.data.lengths.max())
+        budget = context.cost(rows, longest)
+        context.budget = MicroBatchBudget(budget, top_bytes=budget)
+        transaction = StepTransaction(context)
         for fault in faults:
-            parts.device.fail_at(fault)
-            transaction.probe(1, bench.order.step(1))
-        outcome = transaction.run(1, bench.order.step(1))
-        vector = torch.cat([parameter.detach().flatten() for _, parameter in parts.loaded.trainable()]).clone()
+            context.device.fail_at(fault)
+            transaction.probe(1, setup.order.step(1))
+        outcome = transaction.run(1, setup.order.step(1))
+        vector = torch.cat([parameter.detach().flatten() for _, parameter in context.loaded.trainable()]).clone()
         return vector, outcome, [event for event in workshop.events() if event["kind"] == "backoff"]
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine.batching.budget import MicroBatchBudget
 from engine.evaluate.scores import EvaluationContext, evaluate
 from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
-from tests.train.harness import Workshop, losses, make_spec, new_run, of_kind, train, write_samples
+from tests.train.run_helpers import Workshop, losses, make_spec, new_run, of_kind, train, write_samples
 
 
 @pytest.fixture
@@ -102,17 +102,17 @@ def test_one_sequence_that_never_fits_ends_with_4_and_names_what_would_help(tmp_
 @pytest.mark.parametrize("allocation", [1, 40, 400, 800])
 def test_evaluation_survives_and_counts_every_sample_once(tmp_path, samples, allocation):
     spec = make_spec(samples, data={"valid_fraction": 0.5}, generate={"max_new_tokens": 4})
-    with Workshop(spec, tmp_path / "place") as bench:
-        parts, failures = bench.parts, []
-        budget = MicroBatchBudget(parts.cost(4, 64), parts.cost(4, 64))
+    with Workshop(spec, tmp_path / "place") as setup:
+        context, failures = setup.context, []
+        budget = MicroBatchBudget(context.cost(4, 64), context.cost(4, 64))
         context = EvaluationContext(
-            parts.device, parts.loaded, parts.loss, parts.cost, budget, spec.recipe.generate,
+            context.device, context.loaded, context.loss, context.cost, budget, spec.recipe.generate,
             lambda failure, *_: failures.append(failure.phase),
         )
-        undisturbed = evaluate(context, bench.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
-        parts.device.fail_at(allocation)
-        disturbed = evaluate(context, bench.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
-        parts.device.fail_at(None)
+        undisturbed = evaluate(context, setup.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
+        context.device.fail_at(allocation)
+        disturbed = evaluate(context, setup.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
+        context.device.fail_at(None)
     assert len(failures) == 1
     assert disturbed.count == undisturbed.count
     assert disturbed.samples == undisturbed.samples

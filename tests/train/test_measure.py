@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from engine.cli import app
 from engine.train.monitor.prediction_error import miss
 from tests.budget.metered_step import QWEN2, folder_of
-from tests.train.harness import make_spec, new_run, of_kind, train, write_samples
+from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
 
 def finished(tmp_path, **tables):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.journal.directory import RunDirectory
-from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
+from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 
 @pytest.fixture

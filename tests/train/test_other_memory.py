@@ -7,7 +7,7 @@ import pytest
 from engine.commands.resume import _respecify
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from tests.train.crash_server import CrashServer, Death
-from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
+from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 ROOMY, TIGHT = 1.0, 0.0155
 TABLES = {

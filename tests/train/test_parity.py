@@ -20,7 +20,7 @@ from engine.device import open_device
 from engine.model.load import load_model
 from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer
-from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
+from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 STEPS, BATCH, MICRO = 8, 8, 2
 RECIPE_TRAIN = {

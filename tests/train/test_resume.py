@@ -14,7 +14,7 @@ from engine.journal import control
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.events import EventTail, read_events
 from engine.launch.process import start_engine
-from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
+from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 TABLES = {
     "train": {"max_steps": 30, "batch_size": 8, "micro_batch": 4, "learning_rate": 2e-3, "warmup_steps": 3},

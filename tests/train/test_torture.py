@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.train.rig import STEP, UNITS, Case, rigged
+from tests.train.fault_rig import STEP, UNITS, Case, rigged
 from tests.train.torture import CASES, OPTIMIZER_CASES, SMALLER, Tally, sweep, sweep_pairs, sweep_set_up
 
 SEED = 20261121
@@ -58,7 +58,7 @@ def test_loading_and_making_optimizer_state_are_done_again(tmp_path, case, draw,
 def test_an_optimizer_that_fails_inside_its_step_leaves_no_half_step(tmp_path, case, draw, tried):
     with rigged(case, tmp_path) as rig:
         undone = sweep(rig, STEP, case.name, 25, draw)
-        rig.parts.guard.takes_copy = False  # too large to copy: back to the checkpoint
+        rig.context.guard.takes_copy = False  # too large to copy: back to the checkpoint
         reloaded = sweep(rig, STEP, f"{case.name}, without a copy", 25, draw)
     tried += [undone, reloaded]
     assert undone.wrong + reloaded.wrong == []

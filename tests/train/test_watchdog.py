@@ -13,7 +13,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, read_events
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
-from tests.train.harness import of_kind
+from tests.train.run_helpers import of_kind
 
 
 def warnings(place: RunDirectory) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from engine.device.catch_oom import frozen_gc
 from engine.device.metered import MeteredDevice
 from engine.model.library_output import disable_progress_bars
 from tests.conftest import FOLDERS
-from tests.train.rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
+from tests.train.fault_rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
 
 SAME_RESULT = {"retry", "defragment", "checkpointing", "reload"}
 """Remedies that leave every bit of the result as it is."""

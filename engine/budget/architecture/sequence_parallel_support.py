@@ -5,7 +5,7 @@ every rank (packed documents, images whose tokens see each other, a sliding wind
 anything per head outside the projections (gpt-oss' sinks); nor a state that goes from token to token. And heads must
 divide over the ranks; where there are fewer key heads than ranks, several ranks get the same one.
 
-The engine checks the model itself, too (`engine.model.slices.verify_slices`).
+The engine checks the model itself, too (`engine.model.ulysses_attention.verify_ulysses_attention`).
 
 Try: `python -m pytest tests/budget/test_sequence_parallel_support.py`
 """

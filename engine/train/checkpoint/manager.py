@@ -23,28 +23,28 @@ from engine.train.monitor.journal import Journal, until_there_is_room
 from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.records import RankOom, RecoveredOom
-from engine.train.run_requests import Wishes
-from engine.train.setup import Bench
+from engine.train.run_requests import RunRequests
+from engine.train.setup import TrainingSetup
 
 
-class Saver:
+class CheckpointManager:
     """Writes `state`, and everything else a resume needs, into the run's checkpoints; and reads it back into place."""
 
     def __init__(
         self,
-        bench: Bench,
+        setup: TrainingSetup,
         state: RunState,
         directory: RunDirectory,
         journal: Journal,
-        wishes: Wishes,
+        requests: RunRequests,
         emergency_memory: EmergencyHostMemory,
         watchdog: Watchdog,
     ) -> None:
-        self._bench, self._state, self._directory = bench, state, directory
-        self._journal, self._wishes, self._watchdog = journal, wishes, watchdog
+        self._setup, self._state, self._directory = setup, state, directory
+        self._journal, self._requests, self._watchdog = journal, requests, watchdog
         self._emergency_memory = emergency_memory
-        self._parts, self._ranks = bench.parts, bench.parts.ranks
-        self._storage = bench.parts.strategy.checkpoint_storage(bench.parts.optimizer)
+        self._context, self._ranks = setup.context, setup.context.ranks
+        self._storage = setup.context.strategy.checkpoint_storage(setup.context.optimizer)
         self._saved_at = time.monotonic()
         self.last_saved: int | None = None
         """The step that the newest checkpoint holds."""
@@ -62,14 +62,14 @@ class Saver:
         """
         if self.last_saved == self._state.step:
             return
-        self._ranks.behind_first(lambda: self._write(reason))
+        self._ranks.run_on_rank0(lambda: self._write(reason))
         self.last_saved, self._saved_at = self._state.step, time.monotonic()
 
     def save_if_possible(self, reason: str) -> bool:
         """Like `save`, but a run does not end for a checkpoint that there is no host memory for: the next is tried."""
         if self.last_saved == self._state.step:
             return True
-        if not self._ranks.behind_first(lambda: self._write_if_possible(reason)):
+        if not self._ranks.run_on_rank0(lambda: self._write_if_possible(reason)):
             return False
         self.last_saved, self._saved_at = self._state.step, time.monotonic()
         return True
@@ -79,7 +79,7 @@ class Saver:
         checkpoint, complaints = newest_sound(self._directory.checkpoints, not_after=not_after)
         for complaint in complaints:
             self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
-        step = self._ranks.from_first(checkpoint and checkpoint.step)
+        step = self._ranks.broadcast_object(checkpoint and checkpoint.step)
         return None if step is None else Checkpoint(step, self._directory.checkpoint(step))
 
     def go_back_to(self, checkpoint: Checkpoint) -> bool:
@@ -91,20 +91,20 @@ class Saver:
             UsageError: it belongs to other data, another tokenizer or seed, or other trainables.
         """
         saved = checkpoint.state()["settings"]
-        here = settings(self._bench.spec, self._bench.total_steps)
+        here = settings(self._setup.spec, self._setup.total_steps)
         same_memory = saved["memory"] == here["memory"]
         restored = retry_on_oom(
-            lambda: restore(checkpoint, self._parts, self._storage, self._bench.identity, same_memory=same_memory),
+            lambda: restore(checkpoint, self._context, self._storage, self._setup.identity, same_memory=same_memory),
             "restore",
-            self._parts.device,
+            self._context.device,
             self._retried,
         )
         self._state.become(restored)
         self.last_saved = checkpoint.step
-        self._state.best = Best(**self._ranks.behind_first(self._agree_on_the_best))
-        if self._ranks.is_first:
+        self._state.best = Best(**self._ranks.run_on_rank0(self._agree_on_the_best))
+        if self._ranks.is_rank0:
             forget_after(self._directory.checkpoints, checkpoint.step)
-            prune(self._directory.checkpoints, self._bench.spec.recipe.checkpoint.keep)
+            prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)
         same_length: bool = saved["total_steps"] == here["total_steps"]
         self._journal.write(
             "resumed",
@@ -117,12 +117,12 @@ class Saver:
     def place_result(self) -> str:
         """Make the last or the best checkpoint's weights, as the recipe asks, the result; returns its folder's name."""
         step = self._state.step
-        if self._bench.spec.recipe.checkpoint.result == "best" and self._state.best.step is not None:
+        if self._setup.spec.recipe.checkpoint.result == "best" and self._state.best.step is not None:
             step = self._state.best.step
         chosen = Checkpoint(step, self._directory.checkpoint(step))
-        folder = self._directory.adapter if self._parts.loaded.kind == "adapter" else self._directory.model
+        folder = self._directory.adapter if self._context.loaded.kind == "adapter" else self._directory.model
         self._journal.phase("saving", "result")
-        self._ranks.behind_first(lambda: place_result(chosen, folder))
+        self._ranks.run_on_rank0(lambda: place_result(chosen, folder))
         return folder.name
 
     def _write_if_possible(self, reason: str) -> bool:
@@ -138,11 +138,11 @@ class Saver:
         self._journal.phase("saving")
         began = time.perf_counter()
         checkpoint = until_there_is_room(
-            lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._parts.device, self._retried),
-            self._wishes.look,
+            lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._context.device, self._retried),
+            self._requests.look,
             self._journal.warn_of_full_disk,
         )
-        prune(self._directory.checkpoints, self._bench.spec.recipe.checkpoint.keep)
+        prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)
         self._journal.write(
             "checkpoint_saved",
             step=self._state.step,
@@ -154,23 +154,23 @@ class Saver:
         self._journal.phase("training")
 
     def _write_checkpoint(self) -> Checkpoint:
-        bench = self._bench
-        facts = settings(bench.spec, bench.total_steps)
+        setup = self._setup
+        facts = settings(setup.spec, setup.total_steps)
         name = f"the checkpoint of step {self._state.step}"
-        with self._watchdog.over("checkpoint", name), self._emergency_memory.released(self._parts.device):
+        with self._watchdog.over("checkpoint", name), self._emergency_memory.released(self._context.device):
             return write_checkpoint(
                 self._directory.checkpoints,
                 self._state.step,
-                lambda path: fill_checkpoint(path, self._parts, self._storage, self._state, bench.identity, facts),
+                lambda path: fill_checkpoint(path, self._context, self._storage, self._state, setup.identity, facts),
             )
 
     def _agree_on_the_best(self) -> dict[str, Any]:
         """The best as its mark and its checkpoint bear it out."""
         best = self._state.best
-        complaint = agree(self._directory.checkpoints, best, self._bench.spec.recipe.checkpoint.best_metric)
+        complaint = agree(self._directory.checkpoints, best, self._setup.spec.recipe.checkpoint.best_metric)
         if complaint:
             self._journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
         return asdict(best)
 
     def _retried(self, failure: OutOfMemory, remedy: str, number: int) -> None:
-        self._parts.report(RecoveredOom(self._state.step, RankOom(failure), remedy, number))
+        self._context.report(RecoveredOom(self._state.step, RankOom(failure), remedy, number))

@@ -18,7 +18,7 @@ from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.spec.schema.run import RunSpec
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.strategy.checkpoint_storage import CheckpointStorage
 
@@ -95,7 +95,7 @@ def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
 
 def fill_checkpoint(
     path: Path,
-    parts: Parts,
+    context: StepContext,
     storage: CheckpointStorage,
     state: RunState,
     identity: Identity,
@@ -103,17 +103,17 @@ def fill_checkpoint(
 ) -> None:
     """Write everything a resume needs into `path`, with `settings` beside it. Raises OSError where the disk is full."""
     with storage.gathered():
-        parts.loaded.save(path / "weights")
+        context.loaded.save(path / "weights")
     storage.write_optimizer(path)
-    with parts.device.host_region():
-        buffers = {name: parts.device.staged(tensor) for name, tensor in parts.rollback.moving()}
+    with context.device.host_region():
+        buffers = {name: context.device.staged(tensor) for name, tensor in context.rollback.moving()}
         if buffers:
             save_file(buffers, path / BUFFERS)
     numbers = {
         "state": asdict(state),
         "identity": asdict(identity),
-        **memory_as_json(parts),
-        "scaler": parts.scaler.as_json(),
+        **memory_as_json(context),
+        "scaler": context.scaler.as_json(),
         "settings": settings,
         "torch": torch.__version__,
     }
@@ -121,7 +121,7 @@ def fill_checkpoint(
 
 
 def restore(
-    checkpoint: Checkpoint, parts: Parts, storage: CheckpointStorage, identity: Identity, *, same_memory: bool
+    checkpoint: Checkpoint, context: StepContext, storage: CheckpointStorage, identity: Identity, *, same_memory: bool
 ) -> RunState:
     """Put a checkpoint back into `parts`; returns the counters.
 
@@ -133,20 +133,20 @@ def restore(
     """
     saved = checkpoint.state()
     identity.check(saved["identity"])
-    parts.loaded.load_weights(checkpoint.weights)
+    context.loaded.load_weights(checkpoint.weights)
     storage.read_optimizer(checkpoint.path)
-    parts.guard.forget()
-    _restore_buffers(checkpoint, parts)
-    parts.scaler = LossScaler(**saved["scaler"])
+    context.guard.forget()
+    _restore_buffers(checkpoint, context)
+    context.scaler = LossScaler(**saved["scaler"])
     if same_memory:
-        adopt_memory(parts, saved)
-        parts.static_bytes = parts.device.memory().allocated_bytes
+        adopt_memory(context, saved)
+        context.static_bytes = context.device.memory().allocated_bytes
     return RunState.from_json(saved["state"])
 
 
-def _restore_buffers(checkpoint: Checkpoint, parts: Parts) -> None:
+def _restore_buffers(checkpoint: Checkpoint, context: StepContext) -> None:
     path = checkpoint.path / BUFFERS
     if path.is_file():
-        with parts.device.host_region():
+        with context.device.host_region():
             saved = load_file(path)
-        parts.rollback.load(saved)
+        context.rollback.load(saved)

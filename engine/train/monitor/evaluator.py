@@ -16,37 +16,37 @@ from engine.evaluate.scores import evaluate as score
 from engine.journal.directory import RunDirectory
 from engine.train.checkpoint.best import is_better
 from engine.train.checkpoint.files import mark_best
-from engine.train.checkpoint.manager import Saver
+from engine.train.checkpoint.manager import CheckpointManager
 from engine.train.checkpoint.run_state import Best, RunState
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.records import RankOom, RecoveredOom
-from engine.train.run_requests import Wishes
-from engine.train.setup import Bench
+from engine.train.run_requests import RunRequests
+from engine.train.setup import TrainingSetup
 
 
-class Examiner:
+class Evaluator:
     """Scores the run's weights as they are, and keeps `state.best`."""
 
     def __init__(
         self,
-        bench: Bench,
+        setup: TrainingSetup,
         state: RunState,
         directory: RunDirectory,
         journal: Journal,
-        wishes: Wishes,
-        saver: Saver,
+        requests: RunRequests,
+        checkpoints: CheckpointManager,
         watchdog: Watchdog,
     ) -> None:
-        self._bench, self._state, self._directory = bench, state, directory
-        self._journal, self._wishes, self._saver, self._watchdog = journal, wishes, saver, watchdog
-        self._ranks, self._asked = bench.parts.ranks, bench.spec.recipe.eval
+        self._setup, self._state, self._directory = setup, state, directory
+        self._journal, self._requests, self._checkpoints, self._watchdog = journal, requests, checkpoints, watchdog
+        self._ranks, self._asked = setup.context.ranks, setup.spec.recipe.eval
         self._context = self._make_context()
 
     @property
     def has_validation(self) -> bool:
         """Whether there is anything to score."""
-        return self._bench.prepared.validation is not None
+        return self._setup.prepared.validation is not None
 
     @property
     def out_of_patience(self) -> bool:
@@ -56,7 +56,7 @@ class Examiner:
 
     def evaluate(self) -> bool:
         """Score the validation set; note the best and save it. False when it was ended early."""
-        metrics = self._ranks.behind_first(self._score)
+        metrics = self._ranks.run_on_rank0(self._score)
         if metrics is None:
             return False
         self._state.last_evaluated = self._state.step
@@ -67,7 +67,7 @@ class Examiner:
 
     def _score(self) -> dict[str, float] | None:
         """The metrics of the validation set; None when there is none, or the evaluation was ended early."""
-        validation, asked = self._bench.prepared.validation, self._asked
+        validation, asked = self._setup.prepared.validation, self._asked
         if validation is None:
             return None
         self._journal.phase("evaluating")
@@ -88,7 +88,7 @@ class Examiner:
         return scores.metrics
 
     def _compare_with_best(self, metrics: dict[str, float]) -> None:
-        best, name = self._state.best, self._bench.spec.recipe.checkpoint.best_metric
+        best, name = self._state.best, self._setup.spec.recipe.checkpoint.best_metric
         value = metrics.get(name)
         if value is None:
             return
@@ -96,33 +96,33 @@ class Examiner:
             best.since += 1
             return
         self._state.best = Best(self._state.step, value)
-        if not self._saver.save_if_possible(f"best {name}"):
+        if not self._checkpoints.save_if_possible(f"best {name}"):
             self._state.best = best
-        elif self._ranks.is_first:
+        elif self._ranks.is_rank0:
             mark_best(self._directory.checkpoints, self._state.step, name, value)
 
     def _make_context(self) -> EvaluationContext:
-        parts = self._bench.parts
+        step = self._setup.context
         context = EvaluationContext(
-            device=parts.device,
-            loaded=parts.loaded,
-            loss=parts.loss,
-            cost=parts.strategy.evaluation_cost(parts.cost),
-            budget=MicroBatchBudget(parts.budget.budget_bytes, parts.budget.top_bytes),
-            generate=self._bench.spec.recipe.generate,
+            device=step.device,
+            loaded=step.loaded,
+            loss=step.loss,
+            cost=step.strategy.evaluation_cost(step.cost),
+            budget=MicroBatchBudget(step.budget.budget_bytes, step.budget.top_bytes),
+            generate=self._setup.spec.recipe.generate,
             report=self._failed,
             should_stop=self._interrupted,
         )
-        validation = self._bench.prepared.validation
+        validation = self._setup.prepared.validation
         if validation is not None:
-            parts.strategy.join_evaluation(context, validation)
+            step.strategy.join_evaluation(context, validation)
         return context
 
     def _failed(self, failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
         oom = RankOom(failure, self._context.failed_rank)
-        self._bench.parts.report(RecoveredOom(self._state.step, oom, remedy, 1, before=before, after=after))
+        self._setup.context.report(RecoveredOom(self._state.step, oom, remedy, 1, before=before, after=after))
 
     def _interrupted(self) -> bool:
         """Asked between two pieces of an evaluation."""
         self._watchdog.goes_on()
-        return self._wishes.look()
+        return self._requests.look()

@@ -18,7 +18,7 @@ from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict
 from engine.spec.schema.run import RunSpec
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 from engine.train.step.optimizer import state_tensors
 
 MISS = 0.05
@@ -40,18 +40,18 @@ class Peak:
     predictable: bool
 
 
-def measured(parts: Parts, peak: Peak | None) -> dict[str, Any]:
+def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
     """`{"peak_bytes", "components", "sequences", "length", "predicted"}` for the largest peak of the run's steps.
 
     `predicted` holds the same components and their sum; it is left out where the budget has no closed form.
     """
-    trainable = parts.loaded.trainable()
-    on_host = parts.guard.host_state.on
+    trainable = context.loaded.trainable()
+    on_host = context.guard.host_state.on
     adapters = bytes_of(parameter for name, parameter in trainable if "lora_" in name)
     components = {
-        "weights": bytes_of(tensor for _, tensor in parts.loaded.local_parameters()) - adapters,
+        "weights": bytes_of(tensor for _, tensor in context.loaded.local_parameters()) - adapters,
         "adapters": adapters,
-        "optimizer": 0 if on_host else bytes_of(tensor for _, tensor in state_tensors(parts.optimizer, trainable)),
+        "optimizer": 0 if on_host else bytes_of(tensor for _, tensor in state_tensors(context.optimizer, trainable)),
         "gradients": bytes_of(p for _, p in trainable),
     }
     peak_bytes = peak.peak_bytes if peak else 0
@@ -60,7 +60,7 @@ def measured(parts: Parts, peak: Peak | None) -> dict[str, Any]:
     if peak is None:
         return found
     found |= {"sequences": peak.rows, "length": peak.length}
-    foretold = _predicted(peak) if parts.measures and peak.predictable else None
+    foretold = _predicted(peak) if context.measures and peak.predictable else None
     return found | ({"predicted": foretold} if foretold else {})
 
 

@@ -15,34 +15,35 @@ from engine.device.catch_oom import catch_oom
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.memory_settings import apply_settings, current_settings
 from engine.train.recovery.records import ActiveRemedy
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 
 
 class BudgetGrowth:
     """Compares the available memory with what is used, after each step."""
 
-    def __init__(self, parts: Parts, journal: Journal) -> None:
-        self.parts, self.journal = parts, journal
-        self._retries = parts.device.memory().alloc_retries
+    def __init__(self, context: StepContext, journal: Journal) -> None:
+        self.context, self.journal = context, journal
+        self._retries = context.device.memory().alloc_retries
 
     def after_step(self, step: int, *, clean: bool) -> None:
         """Take note of a finished step; `clean` when no allocation failed in it and it was applied."""
-        parts = self.parts
+        context = self.context
         # A failure empties the cache as well, so what it adds to the count is no sign of thrashing.
-        before, self._retries = self._retries, parts.device.memory().alloc_retries
-        received = parts.ranks.tell([self._retries - before, parts.device.available_bytes - parts.static_bytes])
+        before, self._retries = self._retries, context.device.memory().alloc_retries
+        room_here = context.device.available_bytes - context.static_bytes
+        received = context.ranks.all_gather_object([self._retries - before, room_here])
         if not clean:
             return
         if self._slowed_down(max(retries for retries, _ in received)):
             return
         room_bytes = min(room for _, room in received)
-        parts.budget.record_clean_step(room_bytes, parts.may_grow)
-        if parts.may_grow and parts.active_remedies and self._may_lift(parts.active_remedies[-1], room_bytes):
-            self._lift(step, parts.active_remedies.pop())
+        context.budget.record_clean_step(room_bytes, context.may_grow)
+        if context.may_grow and context.active_remedies and self._may_lift(context.active_remedies[-1], room_bytes):
+            self._lift(step, context.active_remedies.pop())
 
     def _slowed_down(self, retries: int) -> bool:
         """Whether the budget was lowered because the allocator emptied its cache in several steps in a row."""
-        budget = self.parts.budget
+        budget = self.context.budget
         before = budget.budget_bytes
         if not budget.record_thrashing(retries):
             return False
@@ -59,26 +60,26 @@ class BudgetGrowth:
         measured by the budget of that time."""
         if not remedy.passing:
             return False
-        now = self.parts.budget
+        now = self.context.budget
         waited = {"clean_steps": now.clean_steps, "patience_steps": now.patience_steps}
         budget_then = MicroBatchBudget.from_json({**remedy.learned, **waited})
         return budget_then.room_is_back(room_bytes - remedy.moved_bytes, remedy.failed_bytes, remedy.room_bytes)
 
     def _lift(self, step: int, remedy: ActiveRemedy) -> None:
         """Undo the remedy on every rank, or on none: optimizer state may find no room on the device to come back to."""
-        parts = self.parts
-        settings = current_settings(parts)
+        context = self.context
+        settings = current_settings(context)
         lifted = settings.with_value(remedy.name, remedy.before)
-        failure = catch_oom(partial(apply_settings, parts, lifted), parts.device, "lift")
-        if any(parts.ranks.tell(failure is not None)):
-            apply_settings(parts, settings)
-            parts.budget.wait_longer()
-            parts.active_remedies.append(remedy)
+        failure = catch_oom(partial(apply_settings, context, lifted), context.device, "lift")
+        if any(context.ranks.all_gather_object(failure is not None)):
+            apply_settings(context, settings)
+            context.budget.wait_longer()
+            context.active_remedies.append(remedy)
         else:
-            parts.budget.recall(remedy.learned)
+            context.budget.recall(remedy.learned)
             self._record(step, remedy)
-        parts.device.release_cached()
-        parts.static_bytes = parts.device.memory().allocated_bytes
+        context.device.release_cached()
+        context.static_bytes = context.device.memory().allocated_bytes
 
     def _record(self, step: int, remedy: ActiveRemedy) -> None:
         self.journal.write(

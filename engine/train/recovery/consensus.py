@@ -30,7 +30,7 @@ def gather_failures(
         here = RankOom(failure, ranks.rank, micro_batch, device.capacity_bytes, elsewhere_bytes)
     if ranks.size == 1:
         return [here] if here else []
-    failed = [RankOom.from_json(sent) for sent in ranks.tell(here and here.as_json()) if sent is not None]
+    failed = [RankOom.from_json(sent) for sent in ranks.all_gather_object(here and here.as_json()) if sent is not None]
     # This rank's own record holds more than it sent: the allocator's snapshot.
     return [here if here and oom.rank == ranks.rank else oom for oom in failed]
 
@@ -46,7 +46,7 @@ def all_gather_step_stats(ranks: Ranks, budget: MicroBatchBudget, stats: dict[st
     if ranks.size == 1:
         return [stats]
     sent = {"proven": budget.proven_bytes, "since_cut": budget.since_cut_bytes, "slope": budget.slope, "stats": stats}
-    received = ranks.tell(sent)
+    received = ranks.all_gather_object(sent)
     budget.proven_bytes = min(each["proven"] for each in received)
     budget.since_cut_bytes = min(each["since_cut"] for each in received)
     budget.slope = max(each["slope"] for each in received)

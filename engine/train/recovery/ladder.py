@@ -23,7 +23,7 @@ from engine.train.recovery.memory_settings import (
     memory_as_json,
 )
 from engine.train.recovery.records import ActiveRemedy, RankOom
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 
 SMALLEST_CHUNK_TOKENS = 16
 SHORTEST_TOKENS = 16
@@ -158,20 +158,20 @@ def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySetti
     return ("retry", now.settings) if may_retry else None
 
 
-def back_off(context: Parts, oom: RankOom, tried: Sequence[str]) -> str | None:
+def back_off(context: StepContext, oom: RankOom, tried: Sequence[str]) -> str | None:
     """Choose a remedy for `oom` on the rank that failed, and put its settings in force on all ranks; the remedy's name,
     or None when no remedy is left. All ranks call it."""
     ranks = context.ranks
     remedy = _choose_and_apply(context, oom, tried) if ranks.rank == oom.rank else None
     if ranks.size > 1:
-        received = ranks.tell(remedy and {"remedy": remedy, "memory": memory_as_json(context)})[oom.rank]
+        received = ranks.all_gather_object(remedy and {"remedy": remedy, "memory": memory_as_json(context)})[oom.rank]
         remedy = received and received["remedy"]
         if received is not None:
             adopt_memory(context, received["memory"])
     return remedy
 
 
-def _choose_and_apply(context: Parts, oom: RankOom, tried: Sequence[str]) -> str | None:
+def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) -> str | None:
     now = BackoffContext(
         oom,
         current_settings(context),
@@ -195,7 +195,7 @@ def _choose_and_apply(context: Parts, oom: RankOom, tried: Sequence[str]) -> str
     return name
 
 
-def _active_remedy(name: str, now: BackoffContext, settings: MemorySettings, context: Parts) -> ActiveRemedy:
+def _active_remedy(name: str, now: BackoffContext, settings: MemorySettings, context: StepContext) -> ActiveRemedy:
     """The record of a remedy that was just applied. The budget forgets its measurements, which hold no longer.
 
     A failure outside micro-batches (clipping, the optimizer step) had room before beside the most expensive

@@ -33,7 +33,7 @@ class LocalRecoveries:
     def note(self, failure: OutOfMemory, remedy: str, attempt: int, *, step: int = 0) -> None:
         """Record a failure on this rank, in the attempt of this number, and the remedy that followed it."""
         recovered = RecoveredOom(step, RankOom(failure, self._ranks.rank), remedy, attempt, rows_after=0)
-        if self._ranks.is_first:
+        if self._ranks.is_rank0:
             self._record(recovered)
         else:
             self._kept.append(recovered)
@@ -45,7 +45,7 @@ class LocalRecoveries:
 
     def record(self, received: Sequence[list[dict[str, Any]]]) -> None:
         """On rank 0, write what every rank sent, in the order of ranks."""
-        if self._ranks.is_first:
+        if self._ranks.is_rank0:
             for sent in (each for failures in received for each in failures):
                 self._record(RecoveredOom(**{**sent, "oom": RankOom.from_json(sent["oom"])}))
 

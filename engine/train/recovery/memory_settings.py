@@ -14,7 +14,7 @@ from typing import Any
 from engine.budget.advise.fit import with_changes
 from engine.spec.schema.run import RunSpec
 from engine.train.recovery.records import ActiveRemedy
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 
 SETTING_OF_REMEDY = {
     "cut": "micro_batch_budget",
@@ -61,7 +61,7 @@ class MemorySettings:
         }
 
 
-def current_settings(context: Parts) -> MemorySettings:
+def current_settings(context: StepContext) -> MemorySettings:
     """The settings in force on this rank."""
     return MemorySettings(
         micro_batch_budget=context.budget.budget_bytes,
@@ -73,7 +73,7 @@ def current_settings(context: Parts) -> MemorySettings:
     )
 
 
-def apply_settings(context: Parts, settings: MemorySettings) -> None:
+def apply_settings(context: StepContext, settings: MemorySettings) -> None:
     """Put `settings` in force on this rank.
 
     Optimizer state that comes back to the device may find no room. This then raises torch.OutOfMemoryError, with all
@@ -92,12 +92,12 @@ def apply_settings(context: Parts, settings: MemorySettings) -> None:
         context.static_bytes = context.device.memory().allocated_bytes
 
 
-def effective_spec(spec: RunSpec, context: Parts) -> RunSpec:
+def effective_spec(spec: RunSpec, context: StepContext) -> RunSpec:
     """`spec` with the memory settings in force, so that advice does not suggest what is already done."""
     return with_changes(spec, current_settings(context).recipe_values())
 
 
-def memory_as_json(context: Parts) -> dict[str, Any]:
+def memory_as_json(context: StepContext) -> dict[str, Any]:
     """The settings, the learned micro-batch budget and the active remedies, as checkpoints and the other ranks get
     them."""
     settings = asdict(current_settings(context))
@@ -109,7 +109,7 @@ def memory_as_json(context: Parts) -> dict[str, Any]:
     }
 
 
-def adopt_memory(context: Parts, saved: dict[str, Any]) -> None:
+def adopt_memory(context: StepContext, saved: dict[str, Any]) -> None:
     """Put in force what `memory_as_json` described, on another rank or before a resume."""
     vars(context.budget).update(saved["budget"])
     apply_settings(context, MemorySettings(saved["budget"]["budget_bytes"], **saved["remedies"]))

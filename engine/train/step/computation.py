@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from engine.batching.micro_batches import MicroBatch
 from engine.data.batch import Batch, collate
 from engine.model.dropout import keyed, keyed_dropouts
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 
 
 class StepComputation:
-    """The computing part of steps over `Parts`; holds what the attempt in progress has come to."""
+    """The computing part of steps over `StepContext`; holds what the attempt in progress has come to."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self._dropouts = keyed_dropouts(parts.loaded.model)
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        self._dropouts = keyed_dropouts(context.loaded.model)
         self.phase = "forward"
         self.in_flight: MicroBatch | None = None
         """The micro-batch being worked on; None outside forward and backward."""
@@ -72,70 +72,76 @@ class StepComputation:
     def prepare_gradients(self, _plan: list[MicroBatch]) -> None:
         """Make the gradients of all ranks ready to be summed; the step's loss is known from here on."""
         self.phase = "reduce"
-        self.mean_loss = self.parts.strategy.prepare_gradients(self.mean_loss)
+        self.mean_loss = self.context.strategy.prepare_gradients(self.mean_loss)
 
     def sync_and_clip(self, _plan: list[MicroBatch]) -> None:
         """Sum gradients over ranks and clip them, then prepare what the optimizer needs for its step, so that no rank
         takes the step before all can."""
-        strategy = self.parts.strategy
+        strategy = self.context.strategy
         strategy.sync_gradients()
         self.phase = "clip"
-        self.parts.device.reset_peak()
-        if self.parts.scaler.scale != 1.0:
-            strategy.scale_gradients(1.0 / self.parts.scaler.scale)
-        self.grad_norm = strategy.clip_gradients(self.parts.max_grad_norm)
+        self.context.device.reset_peak()
+        if self.context.scaler.scale != 1.0:
+            strategy.scale_gradients(1.0 / self.context.scaler.scale)
+        self.grad_norm = strategy.clip_gradients(self.context.max_grad_norm)
         self.phase = "optimizer"
         if self.is_finite:
-            self.parts.guard.prepare()
-        self.peak_bytes = max(self.peak_bytes, self.parts.device.memory().peak_bytes)
+            self.context.guard.prepare()
+        self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
     def apply(self, _plan: list[MicroBatch]) -> None:
         """The optimizer's update; none where loss or gradients are not finite."""
         self.phase = "optimizer"
         if self.is_finite:
-            self.parts.guard.step()
-        self.peak_bytes = max(self.peak_bytes, self.parts.device.memory().peak_bytes)
+            self.context.guard.step()
+        self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
     def _micro_batch(
         self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int
     ) -> torch.Tensor:
         """Forward and backward of one micro-batch, adding to the gradients; returns its share of the step's loss."""
-        parts = self.parts
+        context = self.context
         self.phase, self.in_flight = "forward", group
-        if parts.measures:
-            parts.device.reset_peak()
+        if context.measures:
+            context.device.reset_peak()
         batch = self._load(samples[list(group.members)])
         with self._around(step, batch):
-            loss = parts.loss(batch) / target_tokens
+            loss = context.loss(batch) / target_tokens
             self.phase = "backward"
-            (loss * parts.scaler.scale).backward()
+            (loss * context.scaler.scale).backward()
         # Elsewhere a reading shows nothing here: what was kept for backward is free again, and it costs a system call.
-        peak_bytes = parts.device.memory().peak_bytes if parts.measures else 0
+        peak_bytes = context.device.memory().peak_bytes if context.measures else 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        parts.budget.record_success(group.cost_bytes, max(0, peak_bytes - parts.static_bytes))
+        context.budget.record_success(group.cost_bytes, max(0, peak_bytes - context.static_bytes))
         return loss.detach()
 
     def _dummy_micro_batch(self, step: int) -> None:
         """A micro-batch that counts for nothing: others have one more than this rank, and gathering takes everybody."""
-        parts = self.parts
+        context = self.context
         self.phase, self.in_flight = "forward", None
-        batch = self._load(parts.data.lengths.argmin(keepdims=True))
-        with parts.strategy.dummy_micro_batch(), self._around(step, batch):
-            (0.0 * parts.loss(batch)).backward()
+        batch = self._load(np.array([context.data.lengths.argmin()]))
+        with context.strategy.dummy_micro_batch(), self._around(step, batch):
+            (0.0 * context.loss(batch)).backward()
 
     @contextmanager
     def _around(self, step: int, batch: Batch) -> Iterator[None]:
         """Forward and backward of a micro-batch, with its dropout masks."""
-        parts = self.parts
-        draw = {"seed": parts.seed, "step": step, "sample_ids": batch.sample_ids}
-        with keyed(self._dropouts, **draw, first_position=batch.first_position), parts.strategy.micro_batch():
+        context = self.context
+        dropout_masks = keyed(
+            self._dropouts,
+            seed=context.seed,
+            step=step,
+            sample_ids=batch.sample_ids,
+            first_position=batch.first_position,
+        )
+        with dropout_masks, context.strategy.micro_batch():
             yield
 
     def _load(self, indices: NDArray[np.int64]) -> Batch:
         began = time.perf_counter()
-        with self.parts.device.host_region():
-            batch = collate(self.parts.data, indices, pad_id=self.parts.pad_id)
-            batch = self.parts.strategy.local_part(batch, pad_id=self.parts.pad_id)
-        batch = batch.moved(self.parts.device.upload)
+        with self.context.device.host_region():
+            batch = collate(self.context.data, indices, pad_id=self.context.pad_id)
+            batch = self.context.strategy.local_part(batch, pad_id=self.context.pad_id)
+        batch = batch.moved(self.context.device.upload)
         self.data_wait_seconds += time.perf_counter() - began
         return batch

@@ -26,7 +26,7 @@ from engine.train.strategy.base import Strategy
 
 
 @dataclass
-class Parts:
+class StepContext:
     """What a step works on; made once per run."""
 
     device: Device

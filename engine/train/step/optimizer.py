@@ -50,7 +50,8 @@ def _adamw_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optim
             fix='pip install "tunedeck[cuda]", or set train.optimizer = "adamw"',
         ) from missing
     betas = (train.betas[0], train.betas[1])
-    return AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.eps)
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.eps)
+    return optimizer
 
 
 def allocate_state(

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from engine.budget.predict.static import STAGE_BYTES
 from engine.device.base import Device
@@ -74,7 +73,7 @@ class HostState:
         self._stage = None
 
     @contextmanager
-    def _on_device(self, batch: Sequence[Parameter]) -> Iterator[None]:
+    def _on_device(self, batch: Sequence[Tensor]) -> Iterator[None]:
         """The batch's state in the staging room; carried back only when the block ends well."""
         assert self._stage is not None
         staged: list[tuple[dict[str, Tensor], str, Tensor, Tensor]] = []
@@ -98,7 +97,7 @@ class HostState:
                 state[key] = held
 
     @contextmanager
-    def _only(self, batch: Sequence[Parameter]) -> Iterator[None]:
+    def _only(self, batch: Sequence[Tensor]) -> Iterator[None]:
         """The optimizer sees these parameters and no others."""
         wanted = {id(parameter) for parameter in batch}
         groups = self.optimizer.param_groups
@@ -111,12 +110,12 @@ class HostState:
             for group, parameters in zip(groups, before, strict=True):
                 group["params"] = parameters
 
-    def _batches(self) -> list[list[Parameter]]:
+    def _batches(self) -> list[list[Tensor]]:
         """Parameters whose state is at most STAGE_BYTES together; one with more stands alone."""
-        batches: list[list[Parameter]] = []
+        batches: list[list[Tensor]] = []
         room = 0
         for parameter in self.optimizer.state:
-            need = sum(map(_room, self._tensors([parameter])))
+            need = sum(_room(tensor) for tensor in self._tensors([parameter]))
             if not batches or need > room:
                 batches.append([])
                 room = STAGE_BYTES
@@ -124,7 +123,7 @@ class HostState:
             room -= need
         return batches
 
-    def _tensors(self, parameters: Sequence[Parameter]) -> Iterator[Tensor]:
+    def _tensors(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         for parameter in parameters:
             yield from (value for value in self.optimizer.state[parameter].values() if isinstance(value, Tensor))
 

@@ -34,7 +34,7 @@ from engine.train.recovery.ladder import back_off
 from engine.train.recovery.memory_settings import current_settings
 from engine.train.recovery.records import RankOom, RecoveredOom
 from engine.train.step.computation import StepComputation
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepOutcome:
     """What each rank says of the step; empty in a run of one process."""
 
 
-class RolledBackTooFar(Exception):
+class CheckpointReloadRequired(Exception):
     """An optimizer step failed half-way and there is no copy: the caller must reload the last checkpoint."""
 
 
@@ -71,11 +71,11 @@ Tried = list[tuple[int, str]]
 
 
 class StepTransaction:
-    """Runs optimizer steps over `Parts`."""
+    """Runs optimizer steps over `StepContext`."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.work = StepComputation(parts)
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        self.work = StepComputation(context)
         self.failures = 0
         """Allocation failures that the last step recovered from."""
 
@@ -85,13 +85,13 @@ class StepTransaction:
         Raises:
             DivergedError: the loss or the gradients are not finite; the step was not applied.
             MemoryExhaustedError: no remedy is left; the step was not applied.
-            RolledBackTooFar: the optimizer step failed half-way without a copy to go back to.
+            CheckpointReloadRequired: the optimizer step failed half-way without a copy to go back to.
         """
         if not self._targets(samples):
             return StepOutcome(0.0, 0.0, self._tokens(samples), 0, 0, 0, len(samples), 0.0, applied=False)
         self.work.data_wait_seconds, began = 0.0, time.perf_counter()
         mine = self._share(samples)
-        plan = self._until_it_succeeds(
+        plan = self._run_with_recovery(
             step,
             mine,
             [
@@ -101,8 +101,9 @@ class StepTransaction:
                 self.work.apply,
             ],
         )
-        overflowed = self._conclude(step)
+        overflowed = self._finish_step(step)
         told = self._pool(self._facts(plan, time.perf_counter() - began))
+        ranks_per_sample = self.context.strategy.ranks_per_sample
         return StepOutcome(
             loss=self.work.mean_loss,
             grad_norm=self.work.grad_norm,
@@ -110,12 +111,12 @@ class StepTransaction:
             target_tokens=self._targets(samples),
             micro_batches=max(each["micro_batches"] for each in told),
             micro_batch_rows=max(each["largest_micro_batch"] for each in told),
-            samples=0 if overflowed else sum(each["samples"] for each in told[:: self.parts.strategy.ranks_per_sample]),
+            samples=0 if overflowed else sum(each["samples"] for each in told[::ranks_per_sample]),
             data_wait_seconds=self.work.data_wait_seconds,
             applied=not overflowed,
             dearest=plan[0] if plan and plan[0].members else None,
             overflowed=overflowed,
-            ranks=told if self.parts.ranks.size > 1 else [],
+            ranks=told if self.context.ranks.size > 1 else [],
         )
 
     def probe(self, step: int, samples: NDArray[np.int64]) -> None:
@@ -128,15 +129,15 @@ class StepTransaction:
         def dearest(plan: list[MicroBatch]) -> None:
             self.work.accumulate(step, mine, plan[:1], max(1, self._targets(samples)))
 
-        self._until_it_succeeds(step, mine, [dearest], "probe_")
-        self.parts.strategy.drop_gradients()
+        self._run_with_recovery(step, mine, [dearest], "probe_")
+        self.context.strategy.drop_gradients()
         self._pool({})
 
     def _pool(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's `facts` of work that succeeded. Failures that a rank recovered from alone go to rank 0."""
-        recoveries = self.parts.local_recoveries
+        recoveries = self.context.local_recoveries
         stats = {**facts, "local_recoveries": recoveries.take()}
-        gathered = all_gather_step_stats(self.parts.ranks, self.parts.budget, stats)
+        gathered = all_gather_step_stats(self.context.ranks, self.context.budget, stats)
         recoveries.record([each.pop("local_recoveries") for each in gathered])
         return gathered
 
@@ -149,57 +150,57 @@ class StepTransaction:
             "busy_seconds": round(self.work.busy_seconds, 4),
             "step_seconds": round(seconds, 4),
             "peak_bytes": self.work.peak_bytes,
-            "allocated_bytes": self.parts.device.memory().allocated_bytes,
+            "allocated_bytes": self.context.device.memory().allocated_bytes,
         }
 
-    def _until_it_succeeds(
+    def _run_with_recovery(
         self, step: int, samples: NDArray[np.int64], stages: Sequence[Stage], phase_prefix: str = ""
     ) -> list[MicroBatch]:
         """Plan and run `stages` over this rank's `samples` until memory suffices on every rank; each failure costs its
         attempt and nothing else."""
-        parts = self.parts
+        context = self.context
         tried: Tried = []
-        retry_on_oom(lambda: parts.rollback.take(step), "snapshot", parts.device, self._reporter(step))
+        retry_on_oom(lambda: context.rollback.take(step), "snapshot", context.device, self._reporter(step))
         plan = self._plan(samples)
         while True:
             failed = self._attempt(step, plan, stages, phase_prefix)
             self.failures = len(tried)
             if not failed:
-                parts.guard.accept()
+                context.guard.accept()
                 return plan
             self._recover(step, failed, len(tried) + 1)
-            before = current_settings(parts)
+            before = current_settings(context)
             remedy = self._back_off(step, failed, tried)
             plan = self._plan(samples)
             tried.append((smallest_failed(failed).rank, remedy))
-            after = current_settings(parts)
+            after = current_settings(context)
             change = {"before": before.value_of(remedy), "after": after.value_of(remedy)}
             self._report(step, failed, remedy, len(tried), rows_after=_most_rows(plan), **change)
 
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
-        parts = self.parts
-        plan = plan_micro_batches(parts.data.lengths[samples], parts.cost, parts.budget.budget_bytes)
-        return parts.strategy.pad_plan(plan)
+        context = self.context
+        plan = plan_micro_batches(context.data.lengths[samples], context.cost, context.budget.budget_bytes)
+        return context.strategy.pad_plan(plan)
 
     def _tokens(self, samples: NDArray[np.int64]) -> int:
-        return int(self.parts.data.lengths[samples].sum())
+        return int(self.context.data.lengths[samples].sum())
 
     def _targets(self, samples: NDArray[np.int64]) -> int:
-        return int(self.parts.data.target_counts[samples].sum())
+        return int(self.context.data.target_counts[samples].sum())
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those of the step's samples that this rank works on."""
-        return samples[self.parts.strategy.assign_samples(self.parts.data.lengths[samples])]
+        return samples[self.context.strategy.assign_samples(self.context.data.lengths[samples])]
 
     def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[RankOom]:
         """Run the stages until one fails on any rank; returns the failures of that stage."""
         self.work.begin()
         for stage in stages:
-            run = partial(self.parts.strategy.run_stage, partial(stage, plan))
-            failure = catch_oom(run, self.parts.device, "", self._memory_breakdown)
+            run = partial(self.context.strategy.run_stage, partial(stage, plan))
+            failure = catch_oom(run, self.context.device, "", self._memory_breakdown)
             if failure is not None:
                 failure = replace(failure, phase=phase_prefix + self.work.phase)
-            failed = gather_failures(self.parts.ranks, failure, self.work.in_flight, self.parts.device)
+            failed = gather_failures(self.context.ranks, failure, self.work.in_flight, self.context.device)
             if failed:
                 return failed
         return []
@@ -208,27 +209,27 @@ class StepTransaction:
         self, step: int, failed: Sequence[RankOom], remedy: str, attempt: int, *, rows_after: int = 0, **change: Any
     ) -> None:
         for oom in failed:
-            self.parts.report(RecoveredOom(step, oom, remedy, attempt, rows_after, **change))
+            self.context.report(RecoveredOom(step, oom, remedy, attempt, rows_after, **change))
 
-    def _conclude(self, step: int) -> bool:
+    def _finish_step(self, step: int) -> bool:
         """Close the step: gradients dropped, the scaler told. True when an fp16 overflow skipped it."""
-        parts = self.parts
-        self.parts.strategy.drop_gradients()
+        context = self.context
+        self.context.strategy.drop_gradients()
         if self.work.is_finite:
-            parts.scaler.succeeded()
+            context.scaler.succeeded()
             return False
-        parts.rollback.restore()
+        context.rollback.restore()
         if not np.isfinite(self.work.mean_loss):
             raise DivergedError(
                 f"the loss of step {step} is {self.work.mean_loss}; the step was not applied",
                 fix="lower train.learning_rate, or look at the samples of this step for broken values",
             )
-        if not parts.scaler.can_back_off:
+        if not context.scaler.can_back_off:
             raise DivergedError(
                 f"the gradients of step {step} are not finite ({self.work.grad_norm}); the step was not applied",
                 fix="lower train.learning_rate or train.max_grad_norm",
             )
-        parts.scaler.overflowed()
+        context.scaler.overflowed()
         return True
 
     def _recover(self, step: int, failed: Sequence[RankOom], attempts: int) -> None:
@@ -236,46 +237,46 @@ class StepTransaction:
         every rank. Memory may run out in here, too; each part of it may be repeated.
 
         Raises:
-            RolledBackTooFar: the optimizer step cannot be undone, here or elsewhere.
+            CheckpointReloadRequired: the optimizer step cannot be undone, here or elsewhere.
         """
-        if all(self.parts.ranks.tell(self._recover_here(step, attempts))):
+        if all(self.context.ranks.all_gather_object(self._recover_here(step, attempts))):
             return
         self._report(step, failed, "reload", attempts)
-        raise RolledBackTooFar
+        raise CheckpointReloadRequired
 
     def _recover_here(self, step: int, attempts: int) -> bool:
         for _ in range(ATTEMPTS):
             undone: list[bool] = []
-            again = catch_oom(partial(self._put_back, undone), self.parts.device, "recover")
+            again = catch_oom(partial(self._put_back, undone), self.context.device, "recover")
             if again is None:
                 return undone[0]
             self._reporter(step)(again, "retry", attempts)
         return False
 
     def _put_back(self, undone: list[bool]) -> None:
-        self.parts.strategy.drop_gradients()
+        self.context.strategy.drop_gradients()
         flush_autograd()
-        self.parts.strategy.recover()
-        self.parts.device.release_cached()
-        undone.append(self.parts.guard.restore())
+        self.context.strategy.recover()
+        self.context.device.release_cached()
+        undone.append(self.context.guard.restore())
         if undone[-1]:
-            self.parts.rollback.restore()
+            self.context.rollback.restore()
 
     def _reporter(self, step: int) -> Callable[[OutOfMemory, str, int], None]:
-        return partial(self.parts.local_recoveries.note, step=step)
+        return partial(self.context.local_recoveries.note, step=step)
 
     def _memory_breakdown(self) -> MemoryBreakdown:
-        return memory_breakdown(self.parts.loaded, self.parts.guard, self.parts.device)
+        return memory_breakdown(self.context.loaded, self.context.guard, self.context.device)
 
     def _back_off(self, step: int, failed: Sequence[RankOom], tried: Tried) -> str:
         """Change the memory settings on all ranks, as the rank with the smallest failed micro-batch chooses; the name
         of the remedy."""
-        parts, smallest = self.parts, smallest_failed(failed)
+        context, smallest = self.context, smallest_failed(failed)
         # What passes on one device says nothing of another: each rank has its own retries.
-        remedy = back_off(parts, smallest, [name for rank, name in tried if rank == smallest.rank])
+        remedy = back_off(context, smallest, [name for rank, name in tried if rank == smallest.rank])
         if remedy is None:
             self._report(step, failed, "give_up", len(tried) + 1)
-            raise memory_exhausted(smallest, parts.suggest_fixes(smallest))
+            raise memory_exhausted(smallest, context.suggest_fixes(smallest))
         return remedy
 
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from engine.batching.micro_batches import Cost, MicroBatch
 from engine.data.batch import Batch
 from engine.data.tokens import TokenData
-from engine.distributed.assign_samples import deal
+from engine.distributed.assign_samples import assign_samples
 from engine.distributed.ranks import Ranks
-from engine.distributed.voted_group import Joint
+from engine.distributed.voted_group import VotedGroup
 from engine.evaluate.scores import EvaluationContext
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
@@ -35,7 +35,7 @@ class Strategy(ABC):
     """Ranks that share each sequence."""
     all_ranks_save = False
     """Whether a checkpoint can only be written by all ranks together."""
-    voted_group: Joint | None = None
+    voted_group: VotedGroup | None = None
     """Votes before the collectives of a micro-batch; None where a micro-batch has none."""
 
     def __init__(self, loaded: LoadedModel, loss: LossFunction, ranks: Ranks) -> None:
@@ -45,7 +45,7 @@ class Strategy(ABC):
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
         """Positions in `lengths`, one for each sample of the step, that this rank works on."""
-        return deal(lengths, self.ranks.size)[self.ranks.rank]
+        return assign_samples(lengths, self.ranks.size)[self.ranks.rank]
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
         """`plan` with the dummy micro-batches that this rank needs to take part in the collectives of the others."""

@@ -15,15 +15,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from engine.device.catch_oom import catch_oom
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
-from engine.distributed.weight_broadcast import to_first
+from engine.distributed.weight_broadcast import gather_on_rank0
 from engine.model.load import LoadedModel
 from engine.model.loaded import local_part
 from engine.train.recovery.consensus import gather_failures, smallest_failed
@@ -43,7 +45,7 @@ class CheckpointGatherer:
         with self._device.host_region():
             self._host_mesh = init_device_mesh("cpu", (ranks.size,))
         self._problem: BaseException | None = None
-        ranks.duties |= {"gather": self._gather, "write_optimizer": self._write_optimizer}
+        ranks.handlers |= {"gather": self._gather, "write_optimizer": self._write_optimizer}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -67,17 +69,17 @@ class CheckpointGatherer:
 
     def _asked(self, duty: str, **details: str) -> None:
         self._problem = None
-        self._ranks.ask(duty, **details)
+        self._ranks.request(duty, **details)
         if self._problem is not None:
             raise self._problem
 
     def _gather(self) -> None:
         def gather() -> None:
-            for address, whole in to_first(self._wanted(), self._ranks, self._sharded.joint, self._device):
+            for address, whole in gather_on_rank0(self._wanted(), self._ranks, self._sharded.voted_group, self._device):
                 if whole is not None:
                     self._wholes[address] = whole
 
-        failure = catch_oom(partial(self._sharded.joint.together, gather), self._device, "checkpoint")
+        failure = catch_oom(partial(self._sharded.voted_group.run_together, gather), self._device, "checkpoint")
         failed = gather_failures(self._ranks, failure, None, self._device)
         if failed:
             self._wholes.clear()
@@ -98,17 +100,17 @@ class CheckpointGatherer:
     def _write_optimizer(self, folder: str) -> None:
         with self._device.host_region():
             state = self._as_parts_of_wholes(self._host_mesh)
-            writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+            writer = HuggingFaceStorageWriter(folder, save_distributed=True)
             try:
-                dcp.save(state, storage_writer=writer)
-            except dcp.CheckpointException as error:
+                save(state, storage_writer=writer)
+            except CheckpointException as error:
                 # Told to all ranks by torch; rank 0 decides what is done about it.
                 self._problem = next(iter(error.failures.values()))[0]
 
     def _as_parts_of_wholes(self, host_mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
         """Optimizer state by name, the tensors that belong to a part of a parameter as parts of a whole: copies on the
         host with `host_mesh`, else the live tensors."""
-        wholes = self._sharded.wholes().values()
+        wholes = self._sharded.full_parameters().values()
         state: dict[str, Tensor] = {}
         for (name, part), whole in zip(self._loaded.trainable(), wholes, strict=True):
             for key, tensor in state_tensors(self._optimizer, [(name, part)]):

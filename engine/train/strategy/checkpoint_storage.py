@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from engine.errors import UsageError
 from engine.model.load import LoadedModel
@@ -88,12 +89,12 @@ def read_parts(checkpoint: Path, present: dict[str, Tensor], *, on_all_ranks: bo
         UsageError: it is that of other parameters.
     """
     folder = checkpoint / OPTIMIZER_FOLDER
-    reader = dcp.HuggingFaceStorageReader(str(folder if folder.is_dir() else checkpoint))
+    reader = HuggingFaceStorageReader(str(folder if folder.is_dir() else checkpoint))
     # Beside the state of a run on one device lie its buffers.
     saved = {name for name in reader.read_metadata().state_dict_metadata if "::" in name}
     require_same_parameters(checkpoint, saved, set(present))
     with torch.no_grad():
-        dcp.load(present, storage_reader=reader, no_dist=not on_all_ranks)
+        load(present, storage_reader=reader, no_dist=not on_all_ranks)
 
 
 def require_same_parameters(checkpoint: Path, saved: set[str], present: set[str]) -> None:

@@ -20,7 +20,7 @@ from engine.device.catch_oom import catch_oom
 from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
-from engine.distributed.voted_group import Joint
+from engine.distributed.voted_group import VotedGroup
 from engine.evaluate.scores import EvaluationContext, generate_answers, loss_sum
 from engine.model.loss import eval_mode
 from engine.train.recovery.consensus import gather_failures, smallest_failed
@@ -34,13 +34,13 @@ class CollectiveEvaluation:
         self._asked_for: Callable[[], None] | None = None
         self._failure: OutOfMemory | None = None
         context.run_on_all_ranks = self.perform
-        context.logits_processors.append(SameTokens(sharded.joint, context.device))
-        ranks.duties |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
+        context.logits_processors.append(SameTokens(sharded.voted_group, context.device))
+        ranks.handlers |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
 
     def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
         """On rank 0: run `action` here and the same pass everywhere; the failure of any rank."""
         self._asked_for, self._failure = action, None
-        self._ranks.ask(kind, members=[int(member) for member in members])
+        self._ranks.request(kind, members=[int(member) for member in members])
         self._asked_for = None
         return self._failure
 
@@ -60,10 +60,10 @@ class CollectiveEvaluation:
 
         def run() -> None:
             model = self._context.loaded.model
-            with eval_mode(model), self._sharded.judging(gathers_head=kind == "generate"):
+            with eval_mode(model), self._sharded.forward_only(gathers_head=kind == "generate"):
                 action()
 
-        failure = catch_oom(lambda: self._sharded.joint.together(run), device, kind)
+        failure = catch_oom(lambda: self._sharded.voted_group.run_together(run), device, kind)
         failed = gather_failures(self._ranks, failure, None, device)
         if failed:
             device.release_cached()
@@ -74,13 +74,13 @@ class SameTokens(LogitsProcessor):
     """Every rank's answers go on with the tokens that rank 0 chose. Rounding may differ between devices, and a rank
     that ended an answer before the others would be missed at their next gathering."""
 
-    def __init__(self, joint: Joint, device: Device) -> None:
-        self._joint, self._device = joint, device
+    def __init__(self, voted_group: VotedGroup, device: Device) -> None:
+        self._joint, self._device = voted_group, device
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [B, V] in place: minus infinity but for rank 0's token of each row."""
         with self._device.host_region():
             tokens_B = scores.argmax(-1).cpu()
-            self._joint.from_first(tokens_B)
+            self._joint.broadcast_object(tokens_B)
             tokens_B1 = tokens_B.unsqueeze(-1).to(scores.device)
             return scores.fill_(float("-inf")).scatter_(1, tokens_B1, 0.0)

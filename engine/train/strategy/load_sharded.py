@@ -21,8 +21,8 @@ from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
 from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel, groups_of
-from engine.distributed.voted_group import Joint
-from engine.distributed.weight_broadcast import FromFirst
+from engine.distributed.voted_group import VotedGroup
+from engine.distributed.weight_broadcast import WeightBroadcaster
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
@@ -55,15 +55,15 @@ def load_sharded(
         LostRankError: another rank could not go on.
     """
     require_shards()
-    joint = ranks.joint()
+    voted_group = ranks.voted_group()
     made: list[Sharded] = []
     for number in range(1, ATTEMPTS + 1):
         loaded = _built(spec, device, tokenizer, ranks, report_retry)
 
         def spread(loaded: LoadedModel = loaded) -> None:
-            made.append(_spread(spec, device, loaded, ranks, joint))
+            made.append(_spread(spec, device, loaded, ranks, voted_group))
 
-        failure = catch_oom(partial(joint.together, spread), device, "load")
+        failure = catch_oom(partial(voted_group.run_together, spread), device, "load")
         failed = gather_failures(ranks, failure, None, device)
         if not failed:
             return made[0]
@@ -89,11 +89,11 @@ def _built(
         with device.host_region():
             read.append(retry_on_oom(lambda: load_model(spec, device, tokenizer, HOST), "load", device, report_retry))
 
-    ranks.behind_first(read_first)
+    ranks.run_on_rank0(read_first)
     return read[0] if read else load_model(spec, device, tokenizer, NOWHERE)
 
 
-def _spread(spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, joint: Joint) -> Sharded:
+def _spread(spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, voted_group: VotedGroup) -> Sharded:
     head = HeadWithLoss(find_head(loaded.base).project)
     groups = groups_of(loaded.model, loaded.base.get_input_embeddings(), head, loaded.base._no_split_modules or ())
     with device.host_region():
@@ -104,15 +104,15 @@ def _spread(spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, jo
         loaded.model,
         groups,
         mesh,
-        joint,
+        voted_group,
         head=head,
         drops_weights=spec.profile.parallel.shard == "parameters",
-        fill=FromFirst(ranks, joint, device),
+        fill=WeightBroadcaster(ranks, voted_group, device),
         host_region=device.host_region,
     )
     device.adopt(loaded.model.buffers())
-    loaded.parts = {plain_name(name): part for name, part in sharded.parts().items()}
-    with sharded.judging(gathers_head=True):
+    loaded.parts = {plain_name(name): part for name, part in sharded.local_parameters().items()}
+    with sharded.forward_only(gathers_head=True):
         loss = loss_of(spec.recipe.train, loaded, device)
     root.use(loss)
-    return Sharded(loaded, loss, ranks, sharded, joint)
+    return Sharded(loaded, loss, ranks, sharded, voted_group)

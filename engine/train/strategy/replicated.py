@@ -11,7 +11,7 @@ from collections.abc import Callable
 from engine.device.base import Device
 from engine.device.catch_oom import retry_on_oom
 from engine.device.oom import OutOfMemory
-from engine.distributed.gradient_all_reduce import GradientSum, send_from_first
+from engine.distributed.gradient_all_reduce import GradientAllReduce, broadcast_tensors
 from engine.distributed.ranks import Ranks
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
@@ -36,13 +36,13 @@ class Replicated(Strategy):
             LostRankError: another rank is gone.
         """
         super().__init__(loaded, loss, ranks)
-        send_from_first([*(parameter.data for parameter in self.parameters), *loaded.model.buffers()])
-        self._all_reduce = retry_on_oom(lambda: GradientSum(self.parameters), "load", device, report_retry)
+        broadcast_tensors([*(parameter.data for parameter in self.parameters), *loaded.model.buffers()])
+        self._all_reduce = retry_on_oom(lambda: GradientAllReduce(self.parameters), "load", device, report_retry)
 
     def prepare_gradients(self, loss: float) -> float:
         """Zeros for the gradients that only other ranks have."""
         missing = self._all_reduce.agree()
-        total = sum(self.ranks.tell(loss))
+        total: float = sum(self.ranks.all_gather_object(loss))
         self._all_reduce.fill(missing)
         return total
 

@@ -1,7 +1,7 @@
 """Sequence parallelism: a layer on top of any strategy, in which several ranks share each sequence.
 
 Each rank of a group computes an equal run of positions of the group's sequences; around attention they exchange heads
-for positions (`engine.model.slices`). Weights and gradients are the affair of the strategy underneath.
+for positions (`engine.model.ulysses_attention`). Weights and gradients are the affair of the strategy underneath.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.sequence=2`
 """
@@ -19,9 +19,9 @@ from engine.batching.cost import cost_on_one_device
 from engine.batching.micro_batches import Cost, MicroBatch
 from engine.data.batch import Batch
 from engine.data.tokens import TokenData
-from engine.distributed.assign_samples import deal
+from engine.distributed.assign_samples import assign_samples
 from engine.evaluate.scores import EvaluationContext
-from engine.model.slices import share_sequences
+from engine.model.ulysses_attention import join_ulysses_attention
 from engine.spec.schema.run import RunSpec
 from engine.train.strategy.base import Strategy
 from engine.train.strategy.checkpoint_storage import CheckpointStorage
@@ -39,20 +39,20 @@ class SequenceParallel(Strategy):
         super().__init__(inner.loaded, inner.loss, inner.ranks)
         self.inner, self._spec = inner, spec
         with inner.forward_only():
-            self._attention = share_sequences(
+            self._attention = join_ulysses_attention(
                 inner.loaded, inner.ranks, spec.profile.parallel.sequence, inner.voted_group
             )
         self.ranks_per_sample, self.all_ranks_save = self._attention.group.size, inner.all_ranks_save
-        self.voted_group = self._votes = self._attention.group.joint
+        self.voted_group = self._votes = self._attention.group.voted_group
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
         """The samples of this rank's group."""
         groups = self.ranks.size // self.ranks_per_sample
-        return deal(lengths, groups)[self.ranks.rank // self.ranks_per_sample]
+        return assign_samples(lengths, groups)[self.ranks.rank // self.ranks_per_sample]
 
     def run_stage(self, stage: Callable[[], None]) -> None:
         """Attention holds collectives, which the ranks of the group vote on."""
-        self._votes.together(stage)
+        self._votes.run_together(stage)
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
         """This rank's positions of every row."""
@@ -60,7 +60,7 @@ class SequenceParallel(Strategy):
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Attention exchanges heads for positions."""
-        return self._attention.at_work()
+        return self._attention.installed()
 
     def evaluation_cost(self, cost: Cost) -> Cost:
         """Evaluation runs whole sequences."""

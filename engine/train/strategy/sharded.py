@@ -18,7 +18,7 @@ from engine.batching.micro_batches import DUMMY_MICRO_BATCH, MicroBatch
 from engine.data.tokens import TokenData
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
-from engine.distributed.voted_group import Joint
+from engine.distributed.voted_group import VotedGroup
 from engine.evaluate.scores import EvaluationContext
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
@@ -37,7 +37,7 @@ class Sharded(Strategy):
     all_ranks_save = True
 
     def __init__(
-        self, loaded: LoadedModel, loss: LossFunction, ranks: Ranks, model: ShardedModel, votes: Joint
+        self, loaded: LoadedModel, loss: LossFunction, ranks: Ranks, model: ShardedModel, votes: VotedGroup
     ) -> None:
         super().__init__(loaded, loss, ranks)
         self.model = model
@@ -45,20 +45,20 @@ class Sharded(Strategy):
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
         """As many micro-batches as the rank with most of them has."""
-        return plan + [DUMMY_MICRO_BATCH] * (max(self.ranks.tell(len(plan))) - len(plan))
+        return plan + [DUMMY_MICRO_BATCH] * (max(self.ranks.all_gather_object(len(plan))) - len(plan))
 
     def run_stage(self, stage: Callable[[], None]) -> None:
         """Each gathering of weights is voted on."""
-        self._votes.together(stage)
+        self._votes.run_together(stage)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
         """Its gradients, which are zero, do not count as there."""
-        return self.model.stand_in()
+        return self.model.dummy_micro_batch()
 
     def prepare_gradients(self, loss: float) -> float:
         """Gradients were summed during backward; this gives each part that has one on any rank its own."""
-        total = sum(self.ranks.tell(loss))
-        self.model.meet()
+        total: float = sum(self.ranks.all_gather_object(loss))
+        self.model.sync_gradients()
         return total
 
     def sync_gradients(self) -> None:
@@ -68,13 +68,13 @@ class Sharded(Strategy):
     def clip_gradients(self, max_norm: float) -> float:
         """The norm is that of all parts on all ranks."""
         gradients = self._gradients()
-        norm = self.model.norm(float(torch.nn.utils.get_total_norm(gradients)))
+        norm = self.model.global_norm(float(torch.nn.utils.get_total_norm(gradients)))
         if max_norm and norm > max_norm and gradients:
             torch._foreach_mul_(gradients, max_norm / (norm + NORM_EPSILON))
         return norm
 
     def drop_gradients(self) -> None:
-        """Those of parts, and those they are views of."""
+        """Those of context, and those they are views of."""
         super().drop_gradients()
         self.model.drop_gradients()
 
@@ -88,7 +88,7 @@ class Sharded(Strategy):
 
     def forward_only(self) -> AbstractContextManager[None]:
         """Weights are dropped after their use."""
-        return self.model.judging()
+        return self.model.forward_only()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
         """Every rank runs the passes that rank 0 asks for."""

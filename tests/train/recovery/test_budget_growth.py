@@ -25,11 +25,11 @@ from engine.journal.events import Event, EventTail, EventWriter, read_events
 from engine.launch.process import start_engine
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.budget_growth import BudgetGrowth
-from engine.train.step.context import Parts
+from engine.train.step.context import StepContext
 from engine.train.step.transaction import StepTransaction
-from tests.train.harness import Workshop, make_spec, new_run, of_kind, train
+from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train
 
-Squeezed = tuple[Parts, Callable[..., None]]
+Squeezed = tuple[StepContext, Callable[..., None]]
 
 STEPS = 400
 CAPACITY_GIB = 1.0
@@ -142,31 +142,31 @@ def test_a_remedy_that_a_co_tenant_forced_is_lifted_when_it_has_gone(tmp_path: P
         even_samples(tmp_path / "samples.jsonl", 240), memory_gib=CAPACITY_GIB, data={"max_length": 256},
         train={"batch_size": 4, "max_steps": 100, "gradient_checkpointing": False},
     )  # fmt: skip
-    with (workshop := Workshop(spec, tmp_path / "place")) as bench:
-        parts, lifted = bench.parts, []
-        transaction = StepTransaction(parts)
+    with (workshop := Workshop(spec, tmp_path / "place")) as setup:
+        context, lifted = setup.context, []
+        transaction = StepTransaction(context)
         with EventWriter(RunDirectory(tmp_path)) as writer:
-            growth = BudgetGrowth(parts, Journal(writer))
+            growth = BudgetGrowth(context, Journal(writer))
 
             def step(number: int) -> int:
-                outcome = transaction.run(number, bench.order.step(number))
+                outcome = transaction.run(number, setup.order.step(number))
                 growth.after_step(number, clean=not transaction.failures)
                 return outcome.micro_batches
 
             assert step(1) == 1
-            roomy, parts.budget.budget_bytes, transaction.work.peak_bytes = parts.budget.budget_bytes, 1, 0
+            roomy, context.budget.budget_bytes, transaction.work.peak_bytes = context.budget.budget_bytes, 1, 0
             assert step(2) == 4
-            shared.hold(int(parts.device.capacity_bytes - 0.95 * transaction.work.peak_bytes))
-            parts.budget.budget_bytes = roomy
+            shared.hold(int(context.device.capacity_bytes - 0.95 * transaction.work.peak_bytes))
+            context.budget.budget_bytes = roomy
             assert step(3) == 4
-            assert parts.loaded.checkpointing
+            assert context.loaded.checkpointing
             for number in range(4, 10):
                 step(number)
-            assert parts.loaded.checkpointing
+            assert context.loaded.checkpointing
             shared.hold(0)
             taken = [step(number) for number in range(10, 60)]
             lifted = of_kind(list(read_events(tmp_path / "events.jsonl")), "remedy_lifted")
-    assert not parts.loaded.checkpointing
+    assert not context.loaded.checkpointing
     assert ("checkpointing", True, False) in [(e["remedy"], e["before"], e["after"]) for e in lifted]
     assert taken[-1] == 1
     assert len([e for e in of_kind(workshop.events(), "backoff") if e["step"] > 3]) == 0
@@ -179,35 +179,35 @@ def squeezed(tmp_path: Path, shared: SharedByteCount) -> Iterator[Squeezed]:
         even_samples(tmp_path / "samples.jsonl", 240), memory_gib=CAPACITY_GIB, data={"max_length": 256},
         train={"batch_size": 4, "max_steps": 100}, backoff={"ladder": ["optimizer_offload"]},
     )  # fmt: skip
-    with Workshop(spec, tmp_path / "place") as bench, EventWriter(RunDirectory(tmp_path)) as writer:
-        transaction, growth = StepTransaction(bench.parts), BudgetGrowth(bench.parts, Journal(writer))
+    with Workshop(spec, tmp_path / "place") as setup, EventWriter(RunDirectory(tmp_path)) as writer:
+        transaction, growth = StepTransaction(setup.context), BudgetGrowth(setup.context, Journal(writer))
         numbers = count(1)
 
         def step(before_growth: Callable[[], None] = lambda: None) -> None:
             number = next(numbers)
-            transaction.run(number, bench.order.step(number))
+            transaction.run(number, setup.order.step(number))
             before_growth()
             growth.after_step(number, clean=not transaction.failures)
 
         step()
-        shared.hold(int(bench.parts.device.capacity_bytes - 0.95 * transaction.work.peak_bytes))
+        shared.hold(int(setup.context.device.capacity_bytes - 0.95 * transaction.work.peak_bytes))
         step()
-        assert bench.parts.guard.host_state.on
-        yield bench.parts, step
+        assert setup.context.guard.host_state.on
+        yield setup.context, step
 
 
 def test_optimizer_state_comes_back_when_the_co_tenant_has_gone(
     tmp_path: Path, shared: SharedByteCount, squeezed: Squeezed
 ) -> None:
-    parts, step = squeezed
-    static_bytes = parts.static_bytes
+    context, step = squeezed
+    static_bytes = context.static_bytes
     step()
-    assert parts.guard.host_state.on
+    assert context.guard.host_state.on
     shared.hold(0)
     step()
-    assert not parts.guard.host_state.on
-    assert not parts.active_remedies
-    assert parts.static_bytes == parts.device.memory().allocated_bytes > static_bytes
+    assert not context.guard.host_state.on
+    assert not context.active_remedies
+    assert context.static_bytes == context.device.memory().allocated_bytes > static_bytes
     lifted = of_kind(list(read_events(tmp_path / "events.jsonl")), "remedy_lifted")
     assert [(e["remedy"], e["before"], e["after"]) for e in lifted] == [("optimizer_offload", True, False)]
 
@@ -215,24 +215,24 @@ def test_optimizer_state_comes_back_when_the_co_tenant_has_gone(
 def test_optimizer_state_that_finds_no_room_stays_on_the_host_and_is_left_there_longer(
     shared: SharedByteCount, squeezed: Squeezed
 ) -> None:
-    parts, step = squeezed
-    patience_steps = parts.budget.patience_steps
-    static_bytes = parts.static_bytes
+    context, step = squeezed
+    patience_steps = context.budget.patience_steps
+    static_bytes = context.static_bytes
     shared.hold(0)
-    step(before_growth=lambda: parts.device.fail_at(3))
-    assert parts.guard.host_state.on
-    assert parts.static_bytes == parts.device.memory().allocated_bytes == static_bytes
-    assert parts.budget.patience_steps == 2 * patience_steps
+    step(before_growth=lambda: context.device.fail_at(3))
+    assert context.guard.host_state.on
+    assert context.static_bytes == context.device.memory().allocated_bytes == static_bytes
+    assert context.budget.patience_steps == 2 * patience_steps
     step()
-    assert not parts.guard.host_state.on
+    assert not context.guard.host_state.on
 
 
 def test_a_co_tenant_that_leaves_no_room_at_all_is_named(tmp_path: Path, shared: SharedByteCount) -> None:
     spec = make_spec(even_samples(tmp_path / "samples.jsonl", 40), memory_gib=CAPACITY_GIB)
-    with Workshop(spec, tmp_path / "place") as bench:
-        shared.hold(bench.parts.device.capacity_bytes - bench.parts.static_bytes - 2**16)
+    with Workshop(spec, tmp_path / "place") as setup:
+        shared.hold(setup.context.device.capacity_bytes - setup.context.static_bytes - 2**16)
         with pytest.raises(MemoryExhaustedError, match=r"and 10\d\d\.\d MiB by other processes"):
-            StepTransaction(bench.parts).run(1, bench.order.step(1))
+            StepTransaction(setup.context).run(1, setup.order.step(1))
 
 
 def test_what_was_learned_is_saved_shown_and_used_again(tmp_path: Path) -> None:

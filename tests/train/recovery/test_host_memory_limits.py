@@ -14,8 +14,8 @@ import pytest
 
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.events import read_events
-from tests.train.harness import losses, make_spec, new_run, of_kind, write_samples
-from tests.train.rig import write_model
+from tests.train.fault_rig import write_model
+from tests.train.run_helpers import losses, make_spec, new_run, of_kind, write_samples
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOMY_MIB, FLOOR_MIB = 500, 25

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.harness import losses, make_spec, new_run, of_kind, train, write_samples
+from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 ONE_AT_A_TIME = {"batch_size": 8, "micro_batch": 1, "gradient_checkpointing": False, "max_steps": 3}
 

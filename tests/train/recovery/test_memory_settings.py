@@ -16,12 +16,12 @@ from engine.train.recovery.memory_settings import (
     effective_spec,
     memory_as_json,
 )
-from engine.train.setup import Bench
-from tests.train.harness import Workshop, make_spec, write_samples
+from engine.train.setup import TrainingSetup
+from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def setup(tmp_path: Path) -> Iterator[TrainingSetup]:
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), train={"gradient_checkpointing": False})
     with Workshop(spec, tmp_path / "place") as built:
         yield built
@@ -35,27 +35,27 @@ def other(settings: MemorySettings) -> MemorySettings:
     )  # fmt: skip
 
 
-def test_settings_are_applied_in_full_and_undone_in_full(bench: Bench) -> None:
-    parts, before = bench.parts, current_settings(bench.parts)
-    static_bytes = parts.static_bytes
-    apply_settings(parts, other(before))
-    assert current_settings(parts) == other(before)
-    assert parts.static_bytes == parts.device.memory().allocated_bytes < static_bytes
-    assert int(parts.data.lengths.max()) == 24
-    apply_settings(parts, before)
-    assert current_settings(parts) == before
-    assert parts.static_bytes == static_bytes
-    assert int(parts.data.lengths.max()) > 24
+def test_settings_are_applied_in_full_and_undone_in_full(setup: TrainingSetup) -> None:
+    context, before = setup.context, current_settings(setup.context)
+    static_bytes = context.static_bytes
+    apply_settings(context, other(before))
+    assert current_settings(context) == other(before)
+    assert context.static_bytes == context.device.memory().allocated_bytes < static_bytes
+    assert int(context.data.lengths.max()) == 24
+    apply_settings(context, before)
+    assert current_settings(context) == before
+    assert context.static_bytes == static_bytes
+    assert int(context.data.lengths.max()) > 24
 
 
-def test_what_was_saved_as_json_is_adopted(bench: Bench) -> None:
-    parts, before = bench.parts, current_settings(bench.parts)
-    saved = json.loads(json.dumps(memory_as_json(parts)))
-    apply_settings(parts, other(before))
-    parts.budget.record_success(100, 100)
-    adopt_memory(parts, saved)
-    assert current_settings(parts) == before
-    assert memory_as_json(parts) == saved
+def test_what_was_saved_as_json_is_adopted(setup: TrainingSetup) -> None:
+    context, before = setup.context, current_settings(setup.context)
+    saved = json.loads(json.dumps(memory_as_json(context)))
+    apply_settings(context, other(before))
+    context.budget.record_success(100, 100)
+    adopt_memory(context, saved)
+    assert current_settings(context) == before
+    assert memory_as_json(context) == saved
 
 
 IN_CHECKPOINTS = {
@@ -78,13 +78,13 @@ IN_CHECKPOINTS = {
 """What `state.json` of a checkpoint holds about memory. Runs of earlier versions are resumed from it."""
 
 
-def test_what_checkpoints_hold_is_read_and_written_in_the_same_form(bench: Bench) -> None:
-    adopt_memory(bench.parts, json.loads(json.dumps(IN_CHECKPOINTS)))
-    assert current_settings(bench.parts) == MemorySettings(640, True, 64, False, True, 24)
-    assert json.loads(json.dumps(memory_as_json(bench.parts))) == IN_CHECKPOINTS
+def test_what_checkpoints_hold_is_read_and_written_in_the_same_form(setup: TrainingSetup) -> None:
+    adopt_memory(setup.context, json.loads(json.dumps(IN_CHECKPOINTS)))
+    assert current_settings(setup.context) == MemorySettings(640, True, 64, False, True, 24)
+    assert json.loads(json.dumps(memory_as_json(setup.context))) == IN_CHECKPOINTS
 
 
-def test_the_effective_spec_names_what_is_in_force(bench: Bench) -> None:
-    apply_settings(bench.parts, other(current_settings(bench.parts)))
-    train = effective_spec(bench.spec, bench.parts).recipe.train
+def test_the_effective_spec_names_what_is_in_force(setup: TrainingSetup) -> None:
+    apply_settings(setup.context, other(current_settings(setup.context)))
+    train = effective_spec(setup.spec, setup.context).recipe.train
     assert (train.gradient_checkpointing, train.activation_offload, train.optimizer_offload) == (True, True, True)

@@ -15,7 +15,7 @@ from engine.spec.load import load_run_spec
 from engine.train.monitor.memory_breakdown import LARGEST, memory_breakdown
 from engine.train.recovery.oom_report import MOST_REPORTS, OomReports
 from engine.train.recovery.records import RankOom, RecoveredOom
-from tests.train.harness import Workshop, make_spec, new_run, of_kind, train, write_samples
+from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train, write_samples
 
 Survived = tuple[RunDirectory, list[dict[str, Any]], dict[str, Any]]
 
@@ -49,8 +49,8 @@ def test_components_add_up_to_what_was_allocated(survived: Survived) -> None:
 
 def test_tensors_that_are_known_by_name_are_named(survived: Survived, tmp_path: Path) -> None:
     spec = load_run_spec(survived[0].run_toml, own=True)
-    with Workshop(spec, tmp_path) as bench:
-        found = memory_breakdown(bench.parts.loaded, bench.parts.guard, bench.parts.device)
+    with Workshop(spec, tmp_path) as setup:
+        found = memory_breakdown(setup.context.loaded, setup.context.guard, setup.context.device)
     sizes = [tensor["size_bytes"] for tensor in found.largest]
     assert sizes == sorted(sizes, reverse=True) and len(sizes) == LARGEST
     assert all(tensor["name"] for tensor in found.largest)

@@ -11,22 +11,24 @@ from engine.journal.directory import RunDirectory
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
 from engine.train.main import run_first, run_other
-from tests.distributed.steps import spec_of
+from tests.distributed.rank_workbench import spec_of
 
 
-def leg_spec(folder: Path, ranks: int, tables: dict[str, Any], last_step: int, evaluation: dict[str, Any]) -> RunSpec:
+def resumed_spec(
+    folder: Path, ranks: int, tables: dict[str, Any], last_step: int, evaluation: dict[str, Any]
+) -> RunSpec:
     """To `last_step` at a constant learning rate, so that the curve does not depend on where a leg ends."""
     train = {**tables["train"], "max_steps": last_step, "scheduler": "constant", "warmup_steps": 0}
     asked = {"data": {"valid_fraction": 0.2}, "eval": evaluation, "generate": {"max_new_tokens": 3}}
     return spec_of(folder, ranks, {**tables, "train": train, **asked})
 
 
-def run_leg(ranks: Ranks, folder: Path, specs: Mapping[str, RunSpec], *, resume: bool) -> list[str]:
+def run_on_ranks(ranks: Ranks, folder: Path, specs: Mapping[str, RunSpec], *, resume: bool) -> list[str]:
     """Every spec's run, in the folder of its name, by these ranks; how each ended, on rank 0."""
     ended = []
     for name, spec in specs.items():
         place = RunDirectory(folder / name)
-        if ranks.is_first:
+        if ranks.is_rank0:
             place.run_toml.write_text(dump_run_spec(spec))
             ended.append(run_first(spec, place, ranks, resume, None)[0])
         else:

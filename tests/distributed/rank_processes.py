@@ -1,6 +1,6 @@
 """Real ranks for tests: processes over gloo on this machine, started once for many cases.
 
-Not a test module. `run_crew(cases, size)` runs every case in order on all ranks, each a process of its own, and returns
+Not a test module. `run_ranks(cases, size)` runs every case in order on all ranks, each in its own process, and returns
 {case name: [result of rank 0, result of rank 1, ...]}. A case is a module-level function of (ranks, folder), or a
 partial of one.
 """
@@ -19,9 +19,9 @@ import torch
 import torch.multiprocessing as mp
 
 from engine.device.catch_oom import frozen_gc
-from engine.distributed.ranks import Ranks, joined
+from engine.distributed.ranks import Ranks, process_group
 
-multiprocessing.set_forkserver_preload(["tests.distributed.steps", "transformers.models.qwen2.modeling_qwen2"])
+multiprocessing.set_forkserver_preload(["tests.distributed.rank_workbench", "transformers.models.qwen2.modeling_qwen2"])
 """Ranks are forked from a process that has imported this and never does anything else: importing the engine takes
 seconds of a processor, and there are dozens of ranks."""
 
@@ -30,7 +30,7 @@ LIMIT_SECONDS = 300.0
 """Ranks that wait for each other for so long are in a deadlock, on the slowest machine."""
 
 
-def run_crew(
+def run_ranks(
     cases: Sequence[Case], folder: Path, *, size: int = 2, limit_seconds: float = LIMIT_SECONDS
 ) -> dict[str, list[Any]]:
     """Run `cases` on `size` ranks that wait for each other up to the limit; what a case raises on any rank fails the
@@ -54,7 +54,7 @@ def _member(rank: int, size: int, port: int, cases: list[Case], folder: str, lim
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    with joined(limit_seconds, "cpu") as ranks, frozen_gc():
+    with process_group(limit_seconds, "cpu") as ranks, frozen_gc():
         results = {name_of(case): case(ranks, Path(folder)) for case in cases}
         torch.save(results, Path(folder) / f"rank-{rank}.pt")
-        ranks.tell("done")
+        ranks.all_gather_object("done")

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from engine.distributed.rendezvous import fresh_store
+from engine.distributed.rendezvous import rendezvous_store
 
 LIMIT = timedelta(seconds=30)
 
@@ -16,7 +16,7 @@ LIMIT = timedelta(seconds=30)
 def meet(store: dist.Store, size: int) -> list[bytes]:
     """One start of `size` ranks: what each reads where rank 0 has written."""
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(lambda rank: fresh_store(store, rank, size, LIMIT), range(size)))
+        found = list(pool.map(lambda rank: rendezvous_store(store, rank, size, LIMIT), range(size)))
     assert not any(each.check(["here"]) for each in found)
     found[0].set("here", "now")
     return [each.get("here") for each in found]
@@ -31,13 +31,13 @@ def test_all_ranks_find_each_other_at_every_start_of_one_store() -> None:
 def test_ranks_may_come_before_rank_0() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        second = pool.submit(fresh_store, store, 1, 2, LIMIT)
+        second = pool.submit(rendezvous_store, store, 1, 2, LIMIT)
         store.wait(["asks/1"], LIMIT)
-        first = pool.submit(fresh_store, store, 0, 2, LIMIT)
+        first = pool.submit(rendezvous_store, store, 0, 2, LIMIT)
         first.result().set("here", "now")
         assert second.result().get("here") == b"now"
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
     with pytest.raises(RuntimeError, match="not all of 2 ranks"):
-        fresh_store(dist.HashStore(), 0, 2, timedelta(seconds=0.1))
+        rendezvous_store(dist.HashStore(), 0, 2, timedelta(seconds=0.1))

@@ -27,11 +27,11 @@ from engine.train.loop import Ending, Training
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.oom_report import oom_reporter
-from engine.train.run_requests import Wishes
-from engine.train.setup import Bench, set_up
+from engine.train.run_requests import RunRequests
+from engine.train.setup import TrainingSetup, set_up
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import StepGuard, allocate_state, state_tensors
-from tests.train.harness import make_spec, write_samples
+from tests.train.run_helpers import make_spec, write_samples
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ UNITS = (
     STEP,
     Unit("probe", Training.probe, then=_step),
     Unit("evaluation", Training.evaluate),
-    Unit("checkpoint", lambda training: training.saver.save("torture")),
+    Unit("checkpoint", lambda training: training.checkpoints.save("torture")),
     Unit("whole run", lambda training: _must_end(training.run())),
 )
 
@@ -161,28 +161,28 @@ UNITS = (
 class Rig:
     """A training loop whose state can be put back, to repeat one unit of work."""
 
-    def __init__(self, bench: Bench, place: RunDirectory, journal: Witness, writer: EventWriter) -> None:
-        self.parts, self.place, self.journal = bench.parts, place, journal
-        self.device: MeteredDevice = bench.parts.device  # type: ignore[assignment]
-        wishes = Wishes(ControlInbox(place), writer, None)
-        self.training = Training(bench, place, journal, wishes, EmergencyHostMemory())
+    def __init__(self, setup: TrainingSetup, place: RunDirectory, journal: Witness, writer: EventWriter) -> None:
+        self.context, self.place, self.journal = setup.context, place, journal
+        self.device: MeteredDevice = setup.context.device  # type: ignore[assignment]
+        requests = RunRequests(ControlInbox(place), writer, None)
+        self.training = Training(setup, place, journal, requests, EmergencyHostMemory())
         self.training.probe()
-        self.training.saver.save("where every unit starts")
+        self.training.checkpoints.save("where every unit starts")
         self.set_up_allocations = 0
         self.set_up_failures: list[dict[str, Any]] = []
         self._remember()
 
     def _remember(self) -> None:
-        parts = self.parts
+        context = self.context
         self._tensors = self._copies()
-        self._budget, self._scaler = parts.budget.as_json(), parts.scaler.as_json()
-        self._checkpointing, self._chunk_tokens = parts.loaded.checkpointing, parts.loss.chunk_tokens
+        self._budget, self._scaler = context.budget.as_json(), context.scaler.as_json()
+        self._checkpointing, self._chunk_tokens = context.loaded.checkpointing, context.loss.chunk_tokens
 
     def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
-        trainable = self.parts.loaded.trainable()
+        trainable = self.context.loaded.trainable()
         yield from trainable
-        yield from state_tensors(self.parts.optimizer, trainable)
-        yield from self.parts.loaded.model.named_buffers()
+        yield from state_tensors(self.context.optimizer, trainable)
+        yield from self.context.loaded.model.named_buffers()
 
     def _copies(self) -> dict[str, torch.Tensor]:
         with self.device.host_region():
@@ -191,22 +191,22 @@ class Rig:
     @property
     def optimizer_bytes(self) -> int:
         """What optimizer state takes on the device."""
-        state = state_tensors(self.parts.optimizer, self.parts.loaded.trainable())
+        state = state_tensors(self.context.optimizer, self.context.loaded.trainable())
         return sum(round_to_blocks(tensor.untyped_storage().nbytes()) for _, tensor in state)
 
     def reset(self) -> None:
         """Everything as it was after the probe."""
-        parts, training = self.parts, self.training
+        context, training = self.context, self.training
         with torch.no_grad():
             for name, tensor in self._live():
                 tensor.copy_(self._tensors[name])
-        parts.budget, parts.scaler = MicroBatchBudget.from_json(self._budget), LossScaler(**self._scaler)
-        parts.loaded.set_checkpointing(self._checkpointing)
-        parts.loss.chunk_tokens = self._chunk_tokens
-        parts.active_remedies.clear()
-        parts.guard.forget()
+        context.budget, context.scaler = MicroBatchBudget.from_json(self._budget), LossScaler(**self._scaler)
+        context.loaded.set_checkpointing(self._checkpointing)
+        context.loss.chunk_tokens = self._chunk_tokens
+        context.active_remedies.clear()
+        context.guard.forget()
         training.state.become(RunState())
-        training.saver.last_saved = None
+        training.checkpoints.last_saved = None
         self.journal.events.clear()
 
     def perform(self, unit: Unit, disturb: Callable[[MeteredDevice], None] = lambda device: None) -> Result:
@@ -254,26 +254,26 @@ def rigged(
     with device.activate(), EventWriter(place) as writer:
         journal = Witness(writer, device)
         disturb(device)
-        bench = set_up(spec, device, journal, oom_reporter(journal, device))
+        setup = set_up(spec, device, journal, oom_reporter(journal, device))
         device.fail_at(None)
         set_up_allocations, set_up_failures = device.allocations, journal.failures
         if case.torch_optimizer:
-            replace_optimizer(bench, case.torch_optimizer)
-        rig = Rig(bench, place, journal, writer)
+            replace_optimizer(setup, case.torch_optimizer)
+        rig = Rig(setup, place, journal, writer)
         rig.set_up_allocations, rig.set_up_failures = set_up_allocations, set_up_failures
         yield rig
 
 
-def replace_optimizer(bench: Bench, options: dict[str, Any]) -> None:
+def replace_optimizer(setup: TrainingSetup, options: dict[str, Any]) -> None:
     """An optimizer that no recipe asks for, to fail inside it: torch's `kind`, with other arguments."""
-    parts = bench.parts
+    context = setup.context
     options = dict(options)
     kind = options.pop("kind")
-    groups = [{"params": g["params"], "peak_lr": g["peak_lr"]} for g in parts.optimizer.param_groups]
-    parts.optimizer = getattr(torch.optim, kind)(groups, lr=1e-3, **options)
-    allocate_state(parts.optimizer)
-    parts.guard = StepGuard(parts.optimizer, parts.loaded.trainable(), parts.device)
-    parts.device.release_cached()
-    parts.static_bytes = parts.device.memory().allocated_bytes
+    groups = [{"params": g["params"], "peak_lr": g["peak_lr"]} for g in context.optimizer.param_groups]
+    context.optimizer = getattr(torch.optim, kind)(groups, lr=1e-3, **options)
+    allocate_state(context.optimizer)
+    context.guard = StepGuard(context.optimizer, context.loaded.trainable(), context.device)
+    context.device.release_cached()
+    context.static_bytes = context.device.memory().allocated_bytes
 
 

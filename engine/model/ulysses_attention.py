@@ -6,7 +6,7 @@ each rank all positions of some heads, and there the model's usual kernel runs, 
 evaluation and generation, the model is as it was.
 
 Which models and recipes this is right for is in `engine.budget.architecture.sequence_parallel_support`;
-`verify_slices` asks the model itself.
+`verify_ulysses_attention` asks the model itself.
 
 Try: `pytest tests/distributed/test_sequence.py`
 """
@@ -18,16 +18,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.data.batch import Batch
 from engine.data.slices import slice_of
 from engine.distributed.ranks import Ranks
 from engine.distributed.sequence_parallel import SequenceGroup, join_sequence_group, to_heads, to_positions
-from engine.distributed.voted_group import Joint
+from engine.distributed.voted_group import VotedGroup
 from engine.errors import UsageError
-from engine.model.loaded import LoadedModel
+from engine.model.loaded import LoadedModel, embedding_rows
 from engine.model.loss import autocast, decoder_of, hidden_states
 
 KERNEL = "tunedeck_slices"
@@ -39,7 +39,7 @@ POSITIONS_TO_COMPARE = 4
 """Of each rank."""
 
 
-class SlicedAttention:
+class UlyssesAttention:
     """The kernel of one model and one group of ranks."""
 
     def __init__(self, loaded: LoadedModel, group: SequenceGroup) -> None:
@@ -47,10 +47,10 @@ class SlicedAttention:
         self.inner = loaded.attention
         """transformers' name of the kernel that runs between the exchanges."""
         configs = [module.config for module in decoder_of(loaded.base).modules() if hasattr(module, "config")]
-        self._configs = list({id(config): config for config in configs}.values())
+        self._configs: list[Any] = list({id(config): config for config in configs}.values())
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Around forward and backward of a slice; checkpointing runs attention again in the latter."""
         ALL_ATTENTION_FUNCTIONS.register(KERNEL, self._attend)
         self._use(KERNEL)
@@ -68,7 +68,7 @@ class SlicedAttention:
             config._attn_implementation = kernel
 
     def _attend(
-        self, module: nn.Module, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Any, **options: Any
+        self, module: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         """What every attention layer calls; returns outputs [B, S, H, D]."""
         device = query_BHSD.device.type
@@ -85,7 +85,7 @@ class SlicedAttention:
         return to_positions(self.group, output_BThD.transpose(1, 2)).transpose(1, 2), None
 
     @contextmanager
-    def _posing(self, module: nn.Module, queries_per_key: int) -> Iterator[None]:
+    def _posing(self, module: Any, queries_per_key: int) -> Iterator[None]:
         """The layer as the inner kernel wants to find it: its name in the config, and this rank's ratio of heads."""
         usual = getattr(module, "num_key_value_groups", None)
         if usual is not None:
@@ -99,7 +99,9 @@ class SlicedAttention:
                 module.num_key_value_groups = usual
 
 
-def share_sequences(loaded: LoadedModel, ranks: Ranks, size: int, joint: Joint | None = None) -> SlicedAttention:
+def join_ulysses_attention(
+    loaded: LoadedModel, ranks: Ranks, size: int, voted_group: VotedGroup | None = None
+) -> UlyssesAttention:
     """Join the ranks that share sequences and see that the model computes the same with them. Called by all ranks.
 
     Raises:
@@ -108,10 +110,10 @@ def share_sequences(loaded: LoadedModel, ranks: Ranks, size: int, joint: Joint |
     obstacle = _obstacle(loaded)
     if obstacle:
         raise UsageError(f"parallel.sequence = {size}, but {loaded.config.model_type} {obstacle}", fix=UNSHARED)
-    attention = SlicedAttention(loaded, join_sequence_group(ranks, size, joint))
+    attention = UlyssesAttention(loaded, join_sequence_group(ranks, size, voted_group))
     found: list[str] = []
-    attention.group.joint.together(lambda: found.append(verify_slices(loaded, attention)))
-    for complaint in filter(None, ranks.tell(found[0] if found else "")):
+    attention.group.voted_group.run_together(lambda: found.append(verify_ulysses_attention(loaded, attention)))
+    for complaint in filter(None, ranks.all_gather_object(found[0] if found else "")):
         raise UsageError(complaint, fix=UNSHARED)
     return attention
 
@@ -122,18 +124,19 @@ def _obstacle(loaded: LoadedModel) -> str:
         return "runs with eager attention"
     if loaded.attends_to_padding:
         return "attends to more than the tokens before"
-    if not type(decoder_of(loaded.base))._can_set_attn_implementation():
+    decoder_class: Any = type(decoder_of(loaded.base))
+    if not decoder_class._can_set_attn_implementation():
         return "has an attention of its own, which does not go through transformers' interface"
     return ""
 
 
-def verify_slices(loaded: LoadedModel, attention: SlicedAttention) -> str:
+def verify_ulysses_attention(loaded: LoadedModel, attention: UlyssesAttention) -> str:
     """Run a few tokens whole, then sliced: a family that looks at other positions outside attention differs.
 
     A collective of the group. Returns what is wrong on this rank, in words; empty when nothing is.
     """
     length = POSITIONS_TO_COMPARE * attention.group.size
-    vocabulary = loaded.base.get_input_embeddings().weight.shape[0]
+    vocabulary = embedding_rows(loaded.base)
     was_training = loaded.model.training
     loaded.model.eval()
     try:
@@ -142,7 +145,7 @@ def verify_slices(loaded: LoadedModel, attention: SlicedAttention) -> str:
             whole = Batch(ids_BS, ids_BS, None, None, (0,), length)
             part = attention.slice_of(whole, pad_id=0)
             expected_BSH = hidden_states(loaded, whole.moved(loaded.device.upload))
-            with attention.at_work():
+            with attention.installed():
                 found_BSH = hidden_states(loaded, part.moved(loaded.device.upload))
             first = part.first_position
             expected_BSH = expected_BSH[:, first : first + found_BSH.shape[1]]

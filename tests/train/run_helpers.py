@@ -18,7 +18,7 @@ from engine.spec.schema.run import RunSpec
 from engine.train import main
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.oom_report import oom_reporter
-from engine.train.setup import Bench, set_up
+from engine.train.setup import TrainingSetup, set_up
 
 ROOMY_GIB = 8.0
 
@@ -80,14 +80,14 @@ def losses(events: list[dict[str, Any]]) -> dict[int, float]:
 
 
 class Workshop:
-    """A bench outside the loop, for tests of single steps: use as a context manager."""
+    """A setup outside the loop, for tests of single steps: use as a context manager."""
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.place = RunDirectory(folder)
         self.spec = spec
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> TrainingSetup:
         self.device = open_device(self.spec)
         self._active = self.device.activate()
         self._active.__enter__()

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from engine.device.catch_oom import catch_oom
 from engine.device.metered import MeteredDevice
 from engine.distributed.ranks import Ranks
-from engine.distributed.voted_group import Joint
+from engine.distributed.voted_group import VotedGroup
 from engine.train.strategy.collective_evaluation import SameTokens
-from tests.distributed.crew import run_crew
+from tests.distributed.rank_processes import run_ranks
 
 
-def rounds_of(ranks: Ranks, joint: Joint, failing: dict[int, int]) -> Callable[[list[int]], None]:
+def rounds_of(ranks: Ranks, voted_group: VotedGroup, failing: dict[int, int]) -> Callable[[list[int]], None]:
     """Three collectives; on rank r the failing[r]-th allocates too much, the fourth being after the last of them."""
 
     def work(done: list[int]) -> None:
@@ -27,7 +27,7 @@ def rounds_of(ranks: Ranks, joint: Joint, failing: dict[int, int]) -> Callable[[
             size = 2**20 if failing.get(ranks.rank) == number else 1
             here = torch.ones(size)
             if number < 4:
-                joint.ready()
+                voted_group.ready()
                 dist.all_reduce(here[:1])
                 done.append(int(here[0]))
 
@@ -37,11 +37,11 @@ def rounds_of(ranks: Ranks, joint: Joint, failing: dict[int, int]) -> Callable[[
 def failures(ranks: Ranks, _folder: Path) -> Any:
     device, found = MeteredDevice(2**20), []
     with device.activate():
-        joint = Joint(dist.group.WORLD, device.host_region)
+        voted_group = VotedGroup(dist.group.WORLD, device.host_region)
         for failing in ({}, {1: 1}, {0: 2}, {1: 4}, {0: 3, 1: 3}, {0: 4, 1: 1}, {}):
             done: list[int] = []
-            work = rounds_of(ranks, joint, failing)
-            failure = catch_oom(lambda: joint.together(lambda: work(done)), device, "trying")  # noqa: B023
+            work = rounds_of(ranks, voted_group, failing)
+            failure = catch_oom(lambda: voted_group.run_together(lambda: work(done)), device, "trying")  # noqa: B023
             found.append((failure is not None, len(done), left_on(device)))
     return found
 
@@ -60,13 +60,13 @@ def tokens(ranks: Ranks, _folder: Path) -> Any:
     scores_BV = torch.tensor([[0.0, 1.0, 1.0], [5.0, 2.0, 5.0]])
     scores_BV[:, 2] += 1e-3 * (ranks.rank - 0.5)
     with device.activate():
-        choose = SameTokens(Joint(dist.group.WORLD, device.host_region), device)
+        choose = SameTokens(VotedGroup(dist.group.WORLD, device.host_region), device)
         return choose(torch.empty(0), scores_BV).argmax(-1).tolist()
 
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return run_crew([failures, tokens], tmp_path_factory.mktemp("joint"))
+    return run_ranks([failures, tokens], tmp_path_factory.mktemp("voted_group"))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Optimizer steps on a crew of ranks: what the tests and the torture of ranks share.
 
-Not a test module. Every rank builds the bench of the real engine on a metered device of its own. How allocations are
+Not a test module. Every rank builds the setup of the real engine on a metered device of its own. How allocations are
 made to fail there is in `tests.distributed.faults`.
 """
 
@@ -26,13 +26,13 @@ from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.recovery.records import RecoveredOom
-from engine.train.setup import Bench, set_up
+from engine.train.setup import TrainingSetup, set_up
 from engine.train.step.transaction import StepTransaction
 from engine.train.strategy.sequence_parallel import SequenceParallel
 from engine.train.strategy.sharded import Sharded
 from tests.distributed.faults import Fault, Witness, differences
-from tests.train.harness import make_spec, write_samples
-from tests.train.rig import replace_optimizer, write_model
+from tests.train.fault_rig import replace_optimizer, write_model
+from tests.train.run_helpers import make_spec, write_samples
 
 SAMPLES = "samples.jsonl"
 STEPS = 2
@@ -82,8 +82,8 @@ def write_equal_samples(path: Path, count: int) -> None:
     path.write_text(f"{sample}\n" * count)
 
 
-class Workbench:
-    """A bench on one rank that can be put back to its first state and stepped again."""
+class RankWorkbench:
+    """A setup on one rank that can be put back to its first state and stepped again."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class Workbench:
         capacity_bytes: int = 2**30,
         at_start: Fault | None = None,
     ) -> None:
-        """`tables` of the recipe; "torch_optimizer" replaces its optimizer by one of torch's (`tests.train.rig`). With
-        `at_start` an allocation fails while this rank sets up."""
-        if ranks.is_first:
+        """`tables` of the recipe; "torch_optimizer" replaces its optimizer by one of torch's (`tests.train.fault_rig`).
+        With `at_start` an allocation fails while this rank sets up."""
+        if ranks.is_rank0:
             write_samples(folder / SAMPLES)
-        ranks.tell("written")
+        ranks.all_gather_object("written")
         self.ranks, self.told = ranks, list[RecoveredOom]()
         self.device = Witness(capacity_bytes)
         self._active = self.device.activate()
@@ -108,20 +108,20 @@ class Workbench:
         self.spec = spec_of(folder, ranks.size, tables)
         if at_start:
             at_start.spring(self.device)
-        self.bench: Bench = set_up(self.spec, self.device, Journal(None), self.told.append, ranks)
+        self.setup: TrainingSetup = set_up(self.spec, self.device, Journal(None), self.told.append, ranks)
         if torch_optimizer:
-            replace_optimizer(self.bench, torch_optimizer)
+            replace_optimizer(self.setup, torch_optimizer)
         self.asked = 0, 0
         """Allocations asked for by the end of the last steps: of the device, of the host."""
         self._applied: list[Tensor | None] = []
-        """Gradients as the optimizer was last given them: of this rank's parts, where each holds a part."""
-        self.bench.parts.optimizer.register_step_pre_hook(self._look)
-        self.transaction = StepTransaction(self.bench.parts)
-        self.transaction.probe(1, self.bench.order.step(1))
+        """Gradients as the optimizer was last given them: of this rank's context, where each holds a part."""
+        self.setup.context.optimizer.register_step_pre_hook(self._look)
+        self.transaction = StepTransaction(self.setup.context)
+        self.transaction.probe(1, self.setup.order.step(1))
         with self.device.host_region():
-            self._weights = [parameter.detach().clone() for parameter in self.bench.parts.strategy.parameters]
-            self._state = deepcopy(self.bench.parts.optimizer.state_dict())
-            self._memory = deepcopy(memory_as_json(self.bench.parts))
+            self._weights = [parameter.detach().clone() for parameter in self.setup.context.strategy.parameters]
+            self._state = deepcopy(self.setup.context.optimizer.state_dict())
+            self._memory = deepcopy(memory_as_json(self.setup.context))
 
     def close(self) -> None:
         """Leave the device."""
@@ -129,17 +129,17 @@ class Workbench:
 
     def reset(self) -> None:
         """As it was after set-up."""
-        parts = self.bench.parts
+        context = self.setup.context
         with self.device.host_region(), torch.no_grad():
-            for parameter, first in zip(self.bench.parts.strategy.parameters, self._weights, strict=True):
+            for parameter, first in zip(self.setup.context.strategy.parameters, self._weights, strict=True):
                 parameter.copy_(first)
             for state, first in zip(
-                parts.optimizer.state.values(), self._state["state"].values(), strict=True
+                context.optimizer.state.values(), self._state["state"].values(), strict=True
             ):
                 for key, tensor in first.items():
                     state[key].copy_(tensor)
-        parts.guard.forget()
-        adopt_memory(parts, deepcopy(self._memory))
+        context.guard.forget()
+        adopt_memory(context, deepcopy(self._memory))
         self.told.clear()
 
     def steps(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Workbench:
         it; gradients and weights are whole on each."""
         outcomes, gradients = [], []
         for step in range(1, STEPS + 1):
-            outcomes.append(self.transaction.run(step, self.bench.order.step(step)))
+            outcomes.append(self.transaction.run(step, self.setup.order.step(step)))
             gradients.append(self._applied)
         # What is asked for from here on is no part of the steps.
         self.asked = len(self.device.asked), self.device.host_allocations
@@ -158,7 +158,7 @@ class Workbench:
             "norms": [outcome.grad_norm for outcome in outcomes],
             "samples": [outcome.samples for outcome in outcomes],
             "gradients": [self._whole(each) for each in gradients],
-            "weights": self._whole(self.bench.parts.strategy.parameters),
+            "weights": self._whole(self.setup.context.strategy.parameters),
         }
 
     def memory(self) -> tuple[int, int]:
@@ -166,32 +166,32 @@ class Workbench:
 
         gloo's own thread lets go of a buffer some time after its operation, which can only add: the least counts.
         """
-        plan = micro_batch_cost(self.spec, int(self.bench.parts.data.lengths.max())).plan
+        plan = micro_batch_cost(self.spec, int(self.setup.context.data.lengths.max())).plan
         assert plan is not None
         self.reset()
         peaks = []
         # The first step is not measured: what it would leave behind shows in those after it.
         for step in range(1, MEASUREMENTS + 2):
             self.transaction.work.peak_bytes = 0
-            self.transaction.run(step, self.bench.order.step(step))
+            self.transaction.run(step, self.setup.order.step(step))
             peaks.append(self.transaction.work.peak_bytes)
         return plan.peak_bytes, min(peaks[1:])
 
     def _look(self, *_: Any) -> None:
         # Unseen by the device: nothing fails here.
         with _disable_current_modes():
-            grads = [parameter.grad for parameter in self.bench.parts.strategy.parameters]
+            grads = [parameter.grad for parameter in self.setup.context.strategy.parameters]
             self._applied = [None if grad is None else grad.detach().clone() for grad in grads]
 
     def _whole(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Tensors of all parameters that learn, put together from all ranks, in one row."""
-        strategy = self.bench.parts.strategy
+        strategy = self.setup.context.strategy
         weights = strategy.inner if isinstance(strategy, SequenceParallel) else strategy
         with self.device.host_region(), torch.no_grad():
             pairs = zip(tensors, strategy.parameters, strict=True)
             filled = [torch.zeros_like(p) if tensor is None else tensor.detach() for tensor, p in pairs]
             if isinstance(weights, Sharded):
-                wholes = weights.model.wholes().values()
+                wholes = weights.model.full_parameters().values()
                 filled = [_gathered(part, whole) for part, whole in zip(filled, wholes, strict=True)]
             return torch.cat([tensor.double().view(-1) for tensor in filled])
 
@@ -200,13 +200,13 @@ def planned_memory(ranks: Ranks, folder: Path, cases: Mapping[Any, dict[str, Any
     """Case = (planned, measured) peak bytes of this rank, for tables of recipes, where every sequence is as long as the
     longest. All ranks call it."""
     equal = folder / "equal.jsonl"
-    if ranks.is_first:
+    if ranks.is_rank0:
         write_equal_samples(equal, 64)
-    ranks.tell("written")
+    ranks.all_gather_object("written")
     found = {}
     for name, tables in cases.items():
         data = {"sources": [{"name": "main", "path": str(equal)}]}
-        work = Workbench(folder, ranks, {**tables, "data": data})
+        work = RankWorkbench(folder, ranks, {**tables, "data": data})
         found[name] = work.memory()
         work.close()
     return found
@@ -218,15 +218,15 @@ def on_uneven_devices(ranks: Ranks, folder: Path, tables: dict[str, Any]) -> dic
     peaks = []
     for rows in (1, 5):
         tables = {**tables, "train": {"micro_batch": rows}}
-        work = Workbench(folder, ranks, tables)
+        work = RankWorkbench(folder, ranks, tables)
         work.steps()
         peaks.append(work.transaction.work.peak_bytes)
         work.close()
-    tight = sum(max(told) for told in zip(*ranks.tell(peaks), strict=True)) // 2
-    work = Workbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
+    tight = sum(max(told) for told in zip(*ranks.all_gather_object(peaks), strict=True)) // 2
+    work = RankWorkbench(folder, ranks, tables, capacity_bytes=tight if ranks.rank == 1 else 2**30)
     result = work.steps()
     result["told"] = [(each.oom.rank, each.remedy) for each in work.told]
-    result["budget"] = work.bench.parts.budget.as_json()
+    result["budget"] = work.setup.context.budget.as_json()
     work.close()
     return result
 
