@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
 
-from engine.budget.predict.prediction import shards
+from engine.budget.predict.shards import KNOWN_TORCH
 from engine.distributed import sharded
 from engine.distributed.host_gather import LostRankError
 from engine.distributed.sharded import ShardedModel, groups_of
