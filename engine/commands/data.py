@@ -112,6 +112,8 @@ def _print_sources(console: Console, prepared: PreparedData) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from engine.data.report import drop_lines, rendering_lines
+
     table = Table("source", "used for", "format", box=None, pad_edge=False)
     for title in ("read", "kept", "cut", "dropped"):
         table.add_column(title, justify="right")
@@ -122,10 +124,10 @@ def _print_sources(console: Console, prepared: PreparedData) -> None:
         for count in counts:
             numbers = (count.read, count.kept, count.truncated, sum(count.dropped.values()))
             table.add_row(*(Text(cell) for cell in (count.name, side, count.format, *(f"{n:,}" for n in numbers))))
-            reasons += [f"dropped from {count.name}: {n:,} x {visible(why)}" for why, n in count.dropped.items()]
+            reasons += [f"dropped from {count.name}: {line}" for line in drop_lines([count])] + rendering_lines(count)
     console.print(table)
     for line in reasons:
-        console.print(line)
+        console.print(visible(line))
 
 
 def _print_part(console: Console, part: PartReport) -> None:

@@ -1,8 +1,11 @@
-"""Renders a conversation with the tokenizer's chat template and finds the tokens that the assistant wrote.
+"""Turns a conversation into rows of tokens, and flags the tokens that the assistant wrote.
 
-A template with {% generation %} blocks marks the assistant's text itself. With any other template, the conversation is
-rendered up to each assistant turn and including it; the text between the two lengths is that turn. Where one of these
-texts is not the beginning of the whole conversation's text, the data is refused: role names are never searched for.
+A conversation is one row where the template's text only grows with each turn. Where the template rewrites earlier
+turns (Qwen3 drops their thinking, gpt-oss their end token), each assistant turn is a row of its own: the text that the
+model is given at inference, then the answer, and only the answer is learned.
+
+An answer starts at the end of the prompt that the template gives at inference, or where the template's
+{% generation %} blocks say. Role names are never searched for. The template itself is in `engine.data.chat_template`.
 
 Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
 """
@@ -10,25 +13,76 @@ Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from engine.data.chat_template import (
+    PROBES,
+    ChatTemplate,
+    Message,
+    Mode,
+    Span,
+    TemplateRefusal,
+    Tools,
+    tool_call_shapes,
+    tool_functions,
+)
 from engine.data.formats import ChatRecord, Dropped
 from engine.errors import DataError
 
-GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""A template that matches marks the assistant's text. The same pattern as in transformers (`render_jinja_template`)."""
+LEFT_OUT = "the chat template leaves out"
+"""Start of the reasons for dropping a conversation whose text is not complete."""
 
-Span = tuple[int, int]
-"""Start and end (exclusive) of a range of characters in the rendered text."""
+TOKEN_SPANS_START = "a token spans the end of the prompt and the start of the answer"
+
+THINKING_START = re.compile(r"\s*(?:<(?:\w+:)?(?:think|thinking|thought|reasoning)>|\[THINK\])\s*")
+"""Tag that starts the thinking in a message's content. The prompt may contain it."""
+
+THINKING_END = re.compile(r"</(?:\w+:)?(?:think|thinking|thought|reasoning)>|\[/THINK\]|<channel\|>")
+"""End of the thinking in a message's content. Templates may leave out what comes before it."""
+
+THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold its thinking; transformers renders them as one."""
+
+WORD = re.compile(r"\w+")
+
+TokenRow = tuple[list[int], list[bool]]
+"""Token ids, and whether each is learned."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """The rows of one conversation."""
+
+    rows: list[TokenRow | Dropped]
+    facts: Counter[str] = field(default_factory=Counter)
+    """How the conversation was rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """An assistant turn as the last one of its conversation."""
+
+    text: str
+    start: int
+    """First character of the answer."""
+    in_whole: bool
+    """Whether `text` is the template's plain text of the conversation up to this turn."""
+    prompted: bool
+    """Whether `text` starts with a prompt that the template gives at inference."""
+
+    @property
+    def answer(self) -> str:
+        """The learned part of the text."""
+        return self.text[self.start :]
 
 
 class ChatRenderer:
-    """Turns conversations into token ids, and a flag for each token that is learned.
+    """Turns conversations into rows of token ids, and a flag for each token that is learned.
 
     Raises DataError: the tokenizer has no chat template, or does not report which characters a token covers.
     """
@@ -37,8 +91,7 @@ class ChatRenderer:
         self, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, learn_all: bool
     ) -> None:
         self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
-        self.template = find_template(tokenizer)
-        self.marks_assistant = bool(GENERATION_BLOCK.search(self.template))
+        self.template = ChatTemplate(tokenizer)
         if not tokenizer.is_fast:
             raise DataError(
                 "conversations need a tokenizer that says which characters each token covers, and this one does not",
@@ -48,87 +101,194 @@ class ChatRenderer:
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }
 
-    def tokens(self, record: ChatRecord) -> tuple[list[int], list[bool]] | Dropped:
-        """Token ids of the conversation, and whether each is learned.
+    def render(self, record: ChatRecord) -> RenderedChat | Dropped:
+        """The rows of a conversation, or the reason for dropping it.
 
-        Raises DataError where the template does not allow telling which tokens the assistant wrote.
+        Raises DataError when the template has not ended several times.
         """
-        messages = self._with_system(record.messages)
-        try:
-            text = self._render(messages, record)
-            if self.learn_all:
-                spans = [(0, len(text))]
-            elif self.marks_assistant:
-                spans = self._marked_spans(messages, record, text)
-            else:
-                spans = self._turn_spans(messages, record, text)
-        except jinja2.TemplateError as error:
-            return Dropped(f"the chat template refuses it: {' '.join(str(error).split())[:120]}")
-        flagged = self._flagged(text, spans)
-        if not isinstance(flagged, Dropped) and messages[-1]["role"] == "assistant":
-            self._end_turn(*flagged)
-        return flagged
+        messages, first_refusal = self._with_system(record.messages), ""
+        for shape in tool_call_shapes(messages):
+            try:
+                rendered = self._rows(shape, record.tools)
+            except TemplateRefusal as refusal:
+                first_refusal = first_refusal or str(refusal)
+                continue
+            if shape is not messages or self.template.wants_parts:
+                rendered.facts["reshaped"] += 1
+            return rendered
+        return Dropped(first_refusal)
 
-    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_system(self, messages: list[Message]) -> list[Message]:
         if self.system_prompt is None or any(turn["role"] in ("system", "developer") for turn in messages):
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def _render(self, messages: Sequence[dict[str, Any]], record: ChatRecord, *, prompt: bool = False) -> str:
-        return str(self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt, **self._options(record)
-        ))
+    def _rows(self, messages: list[Message], tools: Tools) -> RenderedChat:
+        """Rows of one shape of a conversation. Raises TemplateRefusal where the template does not render it whole."""
+        whole = self.template.render(messages, tools)
+        if not _is_unicode(whole):
+            raise TemplateRefusal("its text is not valid Unicode")
+        if self.learn_all:
+            _check_complete(messages, whole, None)
+            return self._one_row(messages, whole, [(0, len(whole))])
+        if self.template.marks_assistant:
+            return self._marked_rows(messages, tools, whole)
+        turns = self._turns(messages, tools, whole)
+        _check_complete(messages, whole, {number: turn.answer for number, turn in turns.items()})
+        facts = _turn_facts(messages, turns)
+        if all(turn.in_whole and whole.startswith(turn.text) for turn in turns.values()):
+            result = self._one_row(messages, whole, [(turn.start, len(turn.text)) for turn in turns.values()])
+            if not isinstance(result.rows[0], Dropped):
+                return replace(result, facts=result.facts + facts)
+        return _per_turn([self._turn_row(turn) for turn in turns.values()], facts)
 
-    def _options(self, record: ChatRecord) -> dict[str, Any]:
-        """Keyword arguments that every rendering of a conversation shares."""
-        return {"tools": record.tools, "chat_template": self.template}
+    def _one_row(self, messages: list[Message], whole: str, spans: Sequence[Span]) -> RenderedChat:
+        row = self._flagged(whole, spans)
+        if not isinstance(row, Dropped) and messages[-1]["role"] == "assistant":
+            self._end_turn(*row)
+        return RenderedChat([row], Counter(per_conversation=1))
 
-    def _marked_spans(self, messages: list[dict[str, Any]], record: ChatRecord, text: str) -> list[Span]:
-        """Ranges of the text that the template's {% generation %} blocks produced."""
-        special: dict[str, Any] = {**self.tokenizer.special_tokens_map}
-        result: Any = render_jinja_template(  # annotated as str in transformers 5.23, which is wrong
-            [messages], return_assistant_tokens_mask=True, **special, **self._options(record)
-        )
-        rendered, spans = result
-        if rendered[0] != text:
-            raise DataError(
-                f"{record.place}: the chat template renders the same conversation in two ways",
-                fix="take clocks and random choices out of the template",
-            )
-        return [(start, stop) for start, stop in spans[0]]
+    def _marked_rows(self, messages: list[Message], tools: Tools, whole: str) -> RenderedChat:
+        """Rows of a template with {% generation %} blocks, which say what is learned."""
+        text, spans = self.template.render_marked(messages, tools)
+        if text != whole:
+            raise TemplateRefusal("the chat template renders the same conversation in two ways")
+        _check_complete(messages, whole, None)
+        if self._grows(messages, tools, whole):
+            return self._one_row(messages, whole, spans)
+        turns, rows = self._turns(messages, tools, whole), []
+        for number, turn in turns.items():
+            text, spans = self.template.render_marked(messages[: number + 1], tools)
+            answer = [span for span in spans if span[1] > turn.start]
+            rows.append(self._turn_row(turn, answer if text == turn.text else None))
+        return _per_turn(rows, _turn_facts(messages, turns))
 
-    def _turn_spans(self, messages: list[dict[str, Any]], record: ChatRecord, text: str) -> list[Span]:
-        """Ranges of the text of each assistant turn, from the end of its prompt to its own end."""
-        spans = []
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self._render(messages[:turn], record, prompt=True)
-            answered = self._render(messages[: turn + 1], record)
-            if not (text.startswith(answered) and answered.startswith(prompt)):
-                raise DataError(
-                    f"{record.place}: the chat template renders turn {turn + 1} differently once the conversation "
-                    "goes on, so the assistant's tokens cannot be told from the rest",
-                    expected="a template whose output only grows with each turn, or one with {% generation %} blocks",
-                    fix="set model.chat_template to a template that puts {% generation %} … {% endgeneration %} around "
-                    'the assistant\'s text, or learn everything with data.loss_on = "all"',
-                )
-            spans.append((len(prompt), len(answered)))
-        return spans
+    def _grows(self, messages: list[Message], tools: Tools, whole: str) -> bool:
+        """Whether the text up to each assistant turn is the beginning of the whole text."""
+        earlier = [messages[: number + 1] for number in _assistant_turns(messages) if number + 1 < len(messages)]
+        try:
+            return all(whole.startswith(self.template.render(part, tools)) for part in earlier)
+        except TemplateRefusal:
+            return True  # A template that renders only the whole conversation gives no text to compare.
 
-    def _flagged(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]] | Dropped:
-        """Tokenise the whole text and flag the tokens inside one of `spans`."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, places = list(encoded["input_ids"]), encoded["offset_mapping"]
+    def _turns(self, messages: list[Message], tools: Tools, whole: str) -> dict[int, AssistantTurn]:
+        """The assistant turns by their number in `messages`.
+
+        A turn with which the template does not let a conversation end, such as a greeting before any question, is left
+        out: it is context for the others. Raises TemplateRefusal where no turn is left.
+        """
+        turns, first_refusal = {}, None
+        for number in _assistant_turns(messages):
+            try:
+                plain = self.template.render(messages[: number + 1], tools) if number + 1 < len(messages) else whole
+                turns[number] = self._turn(messages[: number + 1], tools, plain)
+            except TemplateRefusal as refusal:
+                first_refusal = first_refusal or refusal
+        if first_refusal and not turns:
+            raise first_refusal
+        return turns
+
+    def _turn(self, messages: list[Message], tools: Tools, plain: str) -> AssistantTurn:
+        """The last of `messages`, an assistant turn; `plain` is their text.
+
+        The thinking switches are tried where the default prompt does not fit the turn, such as a prompt that starts
+        the thinking of an answer without any.
+        """
+        history = messages[:-1]
+        default_prompt = self._prompt(history, tools, {})
+        if default_prompt is not None and plain.startswith(default_prompt):
+            return AssistantTurn(plain, len(default_prompt), in_whole=True, prompted=True)
+        for mode in self.template.thinking_modes:
+            text = self.template.render(messages, tools, mode=mode)
+            prompt = self._prompt(history, tools, mode)
+            if prompt is not None and text.startswith(prompt):
+                return AssistantTurn(text, len(prompt), in_whole=text == plain, prompted=True)
+        if default_prompt is not None and (turn := self._turn_after_rewrite(messages, tools, plain, default_prompt)):
+            return turn
+        return self._turn_by_content(messages, tools, plain, default_prompt)
+
+    def _prompt(self, history: list[Message], tools: Tools, mode: Mode) -> str | None:
+        """What the model is given at inference; None where the template gives no prompt after this history."""
+        try:
+            return self.template.render(history, tools, prompt=True, mode=mode)
+        except TemplateRefusal:
+            return None
+
+    def _turn_after_rewrite(
+        self, messages: list[Message], tools: Tools, plain: str, prompt: str
+    ) -> AssistantTurn | None:
+        """The last turn where adding it makes the template rewrite the turns before it; None where that is not so.
+
+        gpt-oss removes the thinking before a tool call once the final answer follows. Without any earlier thinking
+        there is nothing to remove, and the answer is what follows the prompt.
+        """
+        *history, message = messages
+        bare = [_without_thinking(turn) for turn in history]
+        bare_prompt, bare_text = self._prompt(bare, tools, {}), self.template.render([*bare, message], tools)
+        if bare_prompt is None or not bare_text.startswith(bare_prompt):
+            return None
+        answer = bare_text[len(bare_prompt) :]
+        if not plain.endswith(answer):
+            return None
+        return AssistantTurn(prompt + answer, len(prompt), in_whole=False, prompted=True)
+
+    def _turn_by_content(
+        self, messages: list[Message], tools: Tools, text: str, prompt: str | None
+    ) -> AssistantTurn:
+        """The last turn of `messages`, whose `text` does not start with the prompt.
+
+        The answer starts where the text first depends on the content: renderings with two other contents show where.
+        A prompt may go on to start the thinking, which DeepSeek-R1's template then leaves out of the turn: content that
+        begins with the same tag continues that prompt.
+        """
+        *history, message = messages
+        probed = [self.template.render([*history, {**message, "content": probe}], tools) for probe in PROBES]
+        start = _common_length([text, *probed])
+        content = (message["content"] or "").lstrip()
+        if prompt is not None and prompt.startswith(text[:start]):
+            opening = prompt[start:]
+            if opening.strip() and content.startswith(opening.strip()):
+                rest = content[len(opening.strip()) :]
+                end = probed[0].rpartition(PROBES[0])[2]
+                continued = prompt + (rest.lstrip("\n") if opening.endswith("\n") else rest) + end
+                return AssistantTurn(continued, len(prompt), in_whole=False, prompted=True)
+        return AssistantTurn(text, start, in_whole=True, prompted=False)
+
+    def _turn_row(self, turn: AssistantTurn, spans: Sequence[Span] | None = None) -> TokenRow | Dropped:
+        """The row of one turn. A token over the end of the prompt is split there, as at inference."""
+        spans = [(turn.start, len(turn.text))] if spans is None else spans
+        row = self._flagged(turn.text, spans)
+        if isinstance(row, Dropped):
+            row = self._flagged(turn.text, spans, cut=turn.start)
+        if not isinstance(row, Dropped):
+            self._end_turn(*row)
+        return row
+
+    def _flagged(self, text: str, spans: Sequence[Span], *, cut: int = 0) -> TokenRow | Dropped:
+        """Tokenise the text, in two pieces where `cut` is given, and flag the tokens inside one of `spans`."""
+        ids, places = self._encoded(text[cut:], cut)
+        if cut:
+            before_ids, before_places = self._encoded(text[:cut], 0)
+            ids, places = before_ids + ids, before_places + places
+            if self._decoded(ids) != self._decoded(self._encoded(text, 0)[0]):
+                return Dropped(TOKEN_SPANS_START)  # The tokenizer starts each piece with a space of its own.
         flags = [False] * len(ids)
         for start, stop in spans:
             inside = [token for token, (first, last) in enumerate(places) if first < stop and last > start]
             if inside and places[inside[0]][0] < start:
                 # Generation starts at the end of the prompt, so it never produces a token that begins before it.
-                return Dropped("a token spans the end of the prompt and the start of the answer")
+                return Dropped(TOKEN_SPANS_START)
             for token in self._without_tail(ids, inside, text, places):
                 flags[token] = True
         return ids, flags
+
+    def _encoded(self, text: str, offset: int) -> tuple[list[int], list[Span]]:
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        places = [(start + offset, stop + offset) for start, stop in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), places
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _without_tail(self, ids: list[int], inside: list[int], text: str, places: Sequence[Span]) -> list[int]:
         """Tokens of one range, without the white space that a template adds after its end-of-turn token."""
@@ -148,15 +308,102 @@ class ChatRenderer:
         flags.append(True)
 
 
-def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's own chat template. Raises DataError when it has none."""
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not template:
-        raise DataError(
-            "the data are conversations and the tokenizer has no chat template",
-            expected="a tokenizer of an instruction-tuned model, or a template of your own",
-            fix='set model.chat_template = "my_template.jinja", or use prompt and completion columns',
-        )
-    return str(template)
+def _common_length(texts: Sequence[str]) -> int:
+    """Characters that all texts start with: those that the first and the last in sorted order do."""
+    first, last = min(texts), max(texts)
+    return next((place for place, letter in enumerate(first) if last[place] != letter), len(first))
+
+
+def _per_turn(rows: list[TokenRow | Dropped], facts: Counter[str]) -> RenderedChat:
+    return RenderedChat(rows, Counter(per_turn=1) + facts)
+
+
+def _without_thinking(message: Message) -> Message:
+    """An assistant's message without its thinking, which may be the content of a message that calls tools."""
+    if message["role"] != "assistant":
+        return message
+    kept = {key: value for key, value in message.items() if key not in THINKING_FIELDS}
+    return {**kept, "content": ""} if message.get("tool_calls") else kept
+
+
+def _assistant_turns(messages: list[Message]) -> list[int]:
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _turn_facts(messages: list[Message], turns: dict[int, AssistantTurn]) -> Counter[str]:
+    """Counts of answers that are not learned, not as at inference, or not with their thinking."""
+    facts = Counter(context_only=len(_assistant_turns(messages)) - len(turns))
+    for number, turn in turns.items():
+        facts["unprompted"] += not turn.prompted
+        facts["thinking_left_out"] += not _contains(turn.answer, _thinking(messages[number]))
+    return +facts
+
+
+def _check_complete(messages: list[Message], whole: str, answers: dict[int, str] | None) -> None:
+    """Raise TemplateRefusal where a message's text or tool call is not in the rendered text.
+
+    An assistant's is looked for in its answer, where these are known. Thinking may be left out.
+    """
+    for number, message in enumerate(messages):
+        is_answer = message["role"] == "assistant"
+        text = answers.get(number, whole) if is_answer and answers is not None else whole
+        content = message["content"] or ""
+        if not _contains(text, content) and not (is_answer and _contains_answer(text, content)):
+            raise TemplateRefusal(f"{LEFT_OUT} text of a turn of the role {message['role']}")
+        if is_answer and not all(_calls(text, function) for function in tool_functions(message)):
+            raise TemplateRefusal(f"{LEFT_OUT} a tool call, or its arguments")
+
+
+def _calls(text: str, function: dict[str, Any]) -> bool:
+    """Whether a tool call is in the text: its name, its arguments as they are if they are text, else their words."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip() not in text:
+        return False
+    return all(_contains(text, value) for value in _strings([function.get("name"), arguments]))
+
+
+def _strings(value: Any) -> list[str]:
+    """All texts in nested lists and objects, keys included."""
+    found, waiting = [], [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+    return found
+
+
+def _thinking(message: Message) -> str:
+    """The thinking of an assistant turn, from its own field or from the start of its content."""
+    given = next((message[name] for name in THINKING_FIELDS if isinstance(message.get(name), str)), "")
+    *thinking, _ = THINKING_END.split(message["content"] or "")
+    return given or THINKING_START.sub("", " ".join(thinking), count=1)
+
+
+def _contains_answer(text: str, content: str) -> bool:
+    """Whether the text has the content without the tag that starts its thinking, or without its thinking."""
+    without_tag = THINKING_START.sub("", content, count=1)
+    return _contains(text, without_tag) or _contains(text, THINKING_END.split(content)[-1])
+
+
+def _contains(text: str, part: str) -> bool:
+    """Whether `part` is in the text: as it is, or each of its words, as in a text with escaped line breaks."""
+    if part.strip() in text:
+        return True
+    missing = set(WORD.findall(part)) - set(WORD.findall(text))
+    return all(word in text or _escaped(word) in text for word in missing)
+
+
+def _escaped(word: str) -> str:
+    return "".join(letter if letter.isascii() else f"\\u{ord(letter):04x}" for letter in word)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

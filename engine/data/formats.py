@@ -38,8 +38,6 @@ class ChatRecord:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    place: str = ""
-    """Source and row, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +96,18 @@ class Format:
     chat: bool = field(default=False)
     """Whether instruction rows are rendered as conversations."""
 
-    def record(self, row: dict[str, Any], number: int) -> Record | Dropped:
-        """The record of row `number` of the source, or the reason for dropping it."""
+    @property
+    def renders_chat(self) -> bool:
+        """Whether rows are rendered with the chat template."""
+        return self.name in ("chat", "sharegpt") or (self.name == "alpaca" and self.chat)
+
+    def record(self, row: dict[str, Any]) -> Record | Dropped:
+        """The record of a row of the source, or the reason for dropping it."""
         values: dict[str, Any] = {ours: row.get(theirs) for ours, theirs in self.fields.items()}
-        place = f"source {self.source}, row {number + 1}"
         if self.name in ("chat", "sharegpt"):
-            return _conversation(values, place)
+            return _conversation(values)
         if self.name == "alpaca":
-            return _instruction(values, self.chat, place)
+            return _instruction(values, self.chat)
         for name in NEEDS[self.name]:
             if problem := _not_text(name, values[name]):
                 return Dropped(problem)
@@ -180,7 +182,7 @@ def _not_text(name: str, value: Any) -> str:
     return "" if isinstance(value, str) else f"{name} is not text"
 
 
-def _instruction(values: dict[str, Any], chat: bool, place: str) -> Record | Dropped:
+def _instruction(values: dict[str, Any], chat: bool) -> Record | Dropped:
     given = {"input": "", "system": "", **{name: value for name, value in values.items() if value is not None}}
     for name in ("instruction", "output", "input", "system"):
         if problem := _not_text(name, given.get(name)):
@@ -192,15 +194,17 @@ def _instruction(values: dict[str, Any], chat: bool, place: str) -> Record | Dro
     question = "\n\n".join(part for part in (given["instruction"], given["input"]) if part)
     turns = [{"role": "system", "content": given["system"]}] if given["system"] else []
     turns += [{"role": "user", "content": question}, {"role": "assistant", "content": given["output"]}]
-    return ChatRecord(turns, place=place)
+    return ChatRecord(turns)
 
 
-def _conversation(values: dict[str, Any], place: str) -> Record | Dropped:
+def _conversation(values: dict[str, Any]) -> Record | Dropped:
     turns = values.get("messages", values.get("conversations"))
     if isinstance(turns, str):
         turns = _parsed(turns)
     if turns is None or turns == []:
         return Dropped("the conversation is empty")
+    if isinstance(turns, Dropped):
+        return turns
     if not isinstance(turns, list):
         return Dropped("the conversation is not a list of turns")
     messages = []
@@ -213,9 +217,11 @@ def _conversation(values: dict[str, Any], place: str) -> Record | Dropped:
         messages.insert(0, {"role": "system", "content": values["system"]})
     tools = values.get("tools")
     tools = _parsed(tools) if isinstance(tools, str) and tools.strip() else tools or None
+    if isinstance(tools, Dropped):
+        return tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return Dropped("tools is not a list of tool descriptions")
-    return ChatRecord(messages, tools, place)
+    return ChatRecord(messages, tools)
 
 
 def _message(turn: Any) -> dict[str, Any] | Dropped:
@@ -227,7 +233,7 @@ def _message(turn: Any) -> dict[str, Any] | Dropped:
     role = message.pop("from", None) or message.pop("role", None)
     content = message.pop("value", None) if "value" in message else message.pop("content", None)
     if not isinstance(role, str) or role.lower() not in ROLES:
-        return Dropped(f"a turn has the role {role!r}" if isinstance(role, str) else "a turn has no role")
+        return Dropped(f"a turn has the role {role[:40]!r}" if isinstance(role, str) else "a turn has no role")
     if isinstance(content, list):
         content = _joined_text(content)
     if content is None and not message.get("tool_calls"):
@@ -245,7 +251,10 @@ def _joined_text(parts: list[Any]) -> Any:
 
 
 def _parsed(text: str) -> Any:
+    """The value of a JSON text; a text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)
     except ValueError:
         return text
+    except RecursionError:
+        return Dropped("a column's JSON is nested too deeply")

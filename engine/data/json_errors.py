@@ -1,4 +1,4 @@
-"""Finds the first line of a JSON file that does not parse, for the error message after a failed read.
+"""Finds lines of JSON files for messages: the first one that does not parse, and those of dropped rows.
 
 Try: `pytest tests/data/test_sources.py -k json`
 """
@@ -33,6 +33,35 @@ def find_json_error(files: Sequence[Path]) -> str | None:
     return None
 
 
+def find_json_lines(files: Sequence[Path], rows: Sequence[int]) -> dict[int, str]:
+    """`FILE:LINE` of each of `rows`, counted from 0 over all files; without those that are not found.
+
+    A file that is one JSON document has none: its first line is not an object.
+    """
+    found: dict[int, str] = {}
+    row = 0
+    for file in files if rows else ():
+        with _open(file) as stream:
+            for number, line in enumerate(stream, start=1):
+                if not line.strip():
+                    continue
+                if row in rows:
+                    if not _is_object(line):
+                        return {}
+                    found[row] = f"{file}:{number}"
+                    if len(found) == len(set(rows)):
+                        return found
+                row += 1
+    return found
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line.decode("utf-8-sig")), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _line_problem(file: Path) -> str:
     """The first line that is not a JSON object, or "" when there is none."""
     with _open(file) as stream:
@@ -43,6 +72,8 @@ def _line_problem(file: Path) -> str:
                 value = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
                 return f"{number}: not JSON ({_reason(error)}): {_excerpt(line)}"
+            except RecursionError:
+                return f"{number}: nested too deeply to be read: {_excerpt(line)}"
             if not isinstance(value, dict):
                 return f"{number}: an object was expected, found {type(value).__name__}: {_excerpt(line)}"
     return ""
@@ -56,6 +87,8 @@ def _document_problem(file: Path) -> str | None:
         json.loads(raw.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         return None if raw.lstrip().startswith(b"{") else f"{error.lineno}: not JSON ({error.msg})"
+    except RecursionError:
+        return None if raw.lstrip().startswith(b"{") else "1: nested too deeply to be read"
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         return f"{line}: not UTF-8 text"

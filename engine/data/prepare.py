@@ -17,17 +17,22 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from engine.data.cache import cache_folder, hash_text
+from engine.data.chat import LEFT_OUT
 from engine.data.formats import Format, recognise
 from engine.data.packing import pack
-from engine.data.report import DataReport, describe, dropped_text
+from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import SourceRows, open_rows
-from engine.data.store import Store, StoreWriter, cached_store
+from engine.data.store import SourceCount, Store, StoreWriter, cached_store
 from engine.data.tokenise import Tokeniser
 from engine.data.tokens import Columns, TokenData
 from engine.data.workers import Results, tokenise_rows
 from engine.errors import DataError
 from engine.spec.schema.recipe import Source
 from engine.spec.schema.run import RunSpec
+
+CHAT_VERSION = "chat 2"
+"""Part of the cache entry of rendered conversations, and of the fingerprint where version 1 would have given other
+rows. A change of the rendering increases it."""
 
 STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
@@ -96,20 +101,38 @@ def _prepare_sources(
     fingerprints = [
         hash_text(each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format)) for each in opened
     ]
-    entry = cache_folder() / "tokens" / hash_text(STORE_VERSION, *tokeniser.fingerprint_parts(), *fingerprints)
+    version = [STORE_VERSION, CHAT_VERSION] if any(each.format.renders_chat for each in opened) else [STORE_VERSION]
+    entry = cache_folder() / "tokens" / hash_text(*version, *tokeniser.fingerprint_parts(), *fingerprints)
 
     def build(writer: StoreWriter) -> None:
         for each in opened:
             results = tokenise_rows(each.rows, each.format, tokeniser, workers=workers)
             writer.add_source(each.source.name, each.format.name, _progress(results, each, say))
         if not any(count.kept for count in writer.counts):
+            _locate_drops(writer.counts, opened)
+            drops = ", ".join(drop_lines(writer.counts))
             raise DataError(
-                f"no sample of the {part} data is left; dropped: {dropped_text(writer.counts)}",
+                f"no sample of the {part} data is left; dropped: {drops}",
                 expected="at least one sample with a token to learn",
                 fix="look at them with `tunedeck data`; raise data.max_length, or check the columns and the loss mask",
             )
 
-    return cached_store(entry, build, say), [*fingerprints, *tokeniser.fingerprint_parts()]
+    store = cached_store(entry, build, say)
+    _locate_drops(store.counts, opened)
+    changed = [CHAT_VERSION] if any(_differs_from_version_1(count) for count in store.counts) else []
+    return store, [*fingerprints, *tokeniser.fingerprint_parts(), *changed]
+
+
+def _differs_from_version_1(count: SourceCount) -> bool:
+    """Whether the first version of the chat rendering would have given other rows, or none."""
+    facts = ("per_turn", "reshaped", "unprompted", "context_only")
+    return any(map(count.chat.get, facts)) or any(reason.startswith(LEFT_OUT) for reason in count.dropped)
+
+
+def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:
+    """Name the dropped rows by file and line. The cache has only their numbers: the files may be moved."""
+    for count, each in zip(counts, opened, strict=True):
+        count.dropped_at = {reason: each.rows.places(rows) for reason, rows in count.dropped_rows.items()}
 
 
 def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
@@ -143,15 +166,15 @@ def _split(
     if fraction == 0.0:
         return everything, everything[:0]
     held = max(1, round(fraction * len(columns)))
-    if held >= len(columns):
+    keys = np.array([int(hash_text("split", str(seed), name)[:16], 16) for name in names], np.uint64)
+    draw = _mixed(columns.origins.astype(np.uint64) + keys[columns.sources])
+    # Documents of one conversation have the same draw, and stay together.
+    chosen = draw <= np.sort(draw)[held - 1]
+    if chosen.all():
         raise DataError(
             f"data.valid_fraction = {fraction:g} of {len(columns)} samples leaves nothing to train on",
             fix="add samples, or give a validation set of its own in [[data.validation]]",
         )
-    keys = np.array([int(hash_text("split", str(seed), name)[:16], 16) for name in names], np.uint64)
-    draw = _mixed(columns.origins.astype(np.uint64) + keys[columns.sources])
-    chosen = np.zeros(len(columns), bool)
-    chosen[np.argsort(draw, kind="stable")[:held]] = True
     return everything[~chosen], everything[chosen]
 
 

@@ -22,6 +22,19 @@ PERCENTILES = (5, 25, 50, 75, 95, 100)
 BARS = 12
 """Bars of a histogram."""
 
+CHAT_FACTS = {
+    "per_conversation": "{:,} conversations are one row each",
+    "per_turn": "{:,} conversations are one row per assistant turn, because the chat template rewrites earlier turns",
+    "turn_rows": "{:,} rows of one assistant turn",
+    "reshaped": "{:,} conversations are given in the shape that the chat template reads (content as a list of parts, "
+    "or tool arguments as objects or text)",
+    "unprompted": "{:,} answers do not start with the prompt that the chat template gives at inference: the template "
+    "leaves a part of it, such as the start of thinking, out of finished turns",
+    "context_only": "{:,} answers are context and not learned: the chat template lets no conversation end with them",
+    "thinking_left_out": "{:,} answers are learned without their thinking: the chat template leaves it out",
+}
+"""How conversations are rendered (`SourceCount.chat`), and the sentence that says so."""
+
 
 @dataclass(frozen=True)
 class PartReport:
@@ -57,8 +70,8 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report as plain lines."""
-        lines = [_source_line(count, "train") for count in self.sources]
-        lines += [_source_line(count, "validation") for count in self.validation_sources]
+        lines = [line for count in self.sources for line in _source_lines(count, "train")]
+        lines += [line for count in self.validation_sources for line in _source_lines(count, "validation")]
         for part in self.parts:
             packed = f" (packed from {part.documents:,} samples)" if part.packed else ""
             lengths = ", ".join(f"p{share} {length:,}" for share, length in part.percentiles.items())
@@ -96,14 +109,28 @@ def histogram(lengths: NDArray[np.int32], bars: int = BARS) -> list[tuple[int, i
     return [(low + k * width, low + (k + 1) * width - 1, int(count)) for k, count in enumerate(counts)]
 
 
-def dropped_text(counts: Sequence[SourceCount]) -> str:
-    """Reasons for dropping rows of several sources, most frequent first, as text."""
+def drop_lines(counts: Sequence[SourceCount]) -> list[str]:
+    """Reasons for dropping rows of several sources, most frequent first, with their number and the first rows."""
     total: Counter[str] = sum((Counter(count.dropped) for count in counts), start=Counter())
-    return ", ".join(f"{number:,} x {reason}" for reason, number in total.most_common())
+    return [f"{number:,} x {reason}{_places_text(counts, reason)}" for reason, number in total.most_common()]
 
 
-def _source_line(count: SourceCount, part: str) -> str:
+def _places_text(counts: Sequence[SourceCount], reason: str) -> str:
+    places = [place for count in counts for place in count.dropped_at.get(reason, ())]
+    more = sum(count.dropped.get(reason, 0) for count in counts) > len(places)
+    return f" ({', '.join(places)}{', …' if more else ''})" if places else ""
+
+
+def rendering_lines(count: SourceCount) -> list[str]:
+    """How the conversations of a source were rendered, and the turns that were dropped, as one sentence each."""
+    lines = [sentence.format(count.chat[fact]) for fact, sentence in CHAT_FACTS.items() if count.chat.get(fact)]
+    lines += [f"{number:,} assistant turns dropped: {reason}" for reason, number in count.dropped_turns.items()]
+    return [f"{count.name}: {line}" for line in lines]
+
+
+def _source_lines(count: SourceCount, part: str) -> list[str]:
     line = f"{count.name} ({part}, {count.format}): {count.read:,} read, {count.kept:,} kept"
     if count.truncated:
         line += f", {count.truncated:,} of them cut to data.max_length"
-    return line + (f"; dropped: {dropped_text([count])}" if count.dropped else "")
+    line += f"; dropped: {', '.join(drop_lines([count]))}" if count.dropped else ""
+    return [line, *rendering_lines(count)]

@@ -27,7 +27,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from engine.data.builtin import ROWS, dates
 from engine.data.cache import cache_folder, hash_files, hash_text, make_cache_folder
-from engine.data.json_errors import find_json_error
+from engine.data.json_errors import find_json_error, find_json_lines
 from engine.errors import DataError, EnvironmentProblem
 from engine.spec.schema.recipe import Source
 
@@ -40,7 +40,7 @@ LOADERS = {
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
 """Suffixes that may follow the file suffix."""
 
-READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, pyarrow.ArrowException)
+READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, pyarrow.ArrowException)
 """Exceptions that `datasets` raises for damaged or misnamed files."""
 
 ROWS_AT_ONCE = 256
@@ -59,6 +59,13 @@ class SourceRows:
     """A `datasets.Dataset`, or a list of rows."""
     explain: Callable[[BaseException], DataError]
     """Turns an exception from reading a row into the error to show."""
+    line_files: Sequence[Path] = ()
+    """JSON files with one row per line, in order; empty for any other source."""
+
+    def places(self, rows: Sequence[int]) -> list[str]:
+        """Where the user finds each of `rows`: `FILE:LINE`, or the number of the row, counted from 1."""
+        lines = find_json_lines(self.line_files, rows)
+        return [lines.get(row, f"row {row + 1}") for row in rows]
 
     def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any]]]:
         """All rows in order, as lists of up to `size` dicts."""
@@ -120,7 +127,9 @@ def _open_local(source: Source, path: Path) -> SourceRows:
         fingerprint = hash_text(hash_files(files, path if path.is_dir() else None), source.split)
         if all(file.stat().st_size == 0 for file in files):
             raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
-        return _rows(_load_local(source, path, files, base), fingerprint, partial(_unreadable, source, path, files))
+        rows = _rows(_load_local(source, path, files, base), fingerprint, partial(_unreadable, source, path, files))
+        has_lines = not path.is_dir() and source.split == base and LOADERS[_suffix(files[0])] == "json"
+        return replace(rows, line_files=files) if has_lines else rows
     except PermissionError as error:
         raise DataError(
             f"source {source.name}: {error.filename or path} cannot be read (permission denied)",

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.cache import locked
-from engine.data.formats import Dropped
-from engine.data.tokenise import Document
+from engine.data.tokenise import Document, RowResult
 from engine.data.tokens import Columns
 
 COLUMN_DTYPES: dict[str, type[np.generic]] = {
@@ -35,6 +34,12 @@ COLUMN_DTYPES: dict[str, type[np.generic]] = {
 
 READ_BYTES = 1 << 20
 """Bytes per read while checking an entry."""
+
+ROWS_PER_REASON = 5
+"""Dropped rows that are named for each reason."""
+
+MAX_REASONS, OTHER_REASONS = 50, "other reasons"
+"""Reasons that are counted separately in a source: a template may write the text of the row into its error."""
 
 
 @dataclass
@@ -48,6 +53,32 @@ class SourceCount:
     truncated: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """Dropped rows by reason."""
+    dropped_rows: dict[str, list[int]] = field(default_factory=dict)
+    """The first rows dropped for each reason, counted from 0."""
+    dropped_at: dict[str, list[str]] = field(default_factory=dict)
+    """The same rows as file and line, where they are opened."""
+    dropped_turns: dict[str, int] = field(default_factory=dict)
+    """Dropped assistant turns of rows that are kept, by reason."""
+    chat: dict[str, int] = field(default_factory=dict)
+    """How kept conversations were rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
+
+    def add(self, result: RowResult) -> None:
+        """Count one row. Every row is either kept or dropped."""
+        self.read += 1
+        self.truncated += sum(document.truncated for document in result.documents)
+        if result.documents:
+            self.kept += 1
+            for fact, number in result.facts.items():
+                self.chat[fact] = self.chat.get(fact, 0) + number
+            for reason in result.dropped:
+                self.dropped_turns[reason] = self.dropped_turns.get(reason, 0) + 1
+            return
+        reason = result.dropped[0]
+        if reason not in self.dropped and len(self.dropped) >= MAX_REASONS:
+            reason = OTHER_REASONS
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        if len(self.dropped_rows.setdefault(reason, [])) < ROWS_PER_REASON:
+            self.dropped_rows[reason].append(self.read - 1)
 
 
 @dataclass(frozen=True)
@@ -106,18 +137,14 @@ class StoreWriter:
         if kind is None:
             (self.folder / "drops.json").write_text(json.dumps([asdict(count) for count in self.counts]))
 
-    def add_source(self, name: str, format_name: str, results: Iterable[list[Document | Dropped]]) -> None:
+    def add_source(self, name: str, format_name: str, results: Iterable[list[RowResult]]) -> None:
         """Write all documents of a source, which `results` yields in batches, in row order."""
         count = SourceCount(name, format_name)
         self.counts.append(count)
         for batch in results:
-            documents = [result for result in batch if isinstance(result, Document)]
-            count.read += len(batch)
-            count.kept += len(documents)
-            count.truncated += sum(document.truncated for document in documents)
-            for reason in (result.reason for result in batch if isinstance(result, Dropped)):
-                count.dropped[reason] = count.dropped.get(reason, 0) + 1
-            if documents:
+            for result in batch:
+                count.add(result)
+            if documents := [document for result in batch for document in result.documents]:
                 self._append(documents, len(self.counts) - 1)
 
     def _append(self, documents: list[Document], source: int) -> None:

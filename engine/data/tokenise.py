@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from engine.data.chat import ChatRenderer
+from engine.data.chat import ChatRenderer, RenderedChat, TokenRow
 from engine.data.formats import ChatRecord, Dropped, Format, PairRecord, Record, TextRecord
 from engine.errors import DataError
 from engine.spec.schema.recipe import Data
@@ -37,6 +38,17 @@ class Document:
     """Row of the source, counted from 0."""
     truncated: bool
     """Whether tokens were cut off."""
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What became of one row of a source."""
+
+    documents: list[Document]
+    dropped: list[str]
+    """Reasons for dropping the row, or single turns of its conversation."""
+    facts: Counter[str] = field(default_factory=Counter)
+    """How a conversation was rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -71,17 +83,22 @@ class Tokeniser:
         """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    def documents(self, format_: Format, rows: Sequence[dict[str, Any]], first: int) -> list[Document | Dropped]:
-        """One document, or the reason for dropping it, per row. The first of `rows` is row `first` of its source.
+    def results(self, format_: Format, rows: Sequence[dict[str, Any]], first: int) -> list[RowResult]:
+        """The documents of each row, and what was dropped. The first of `rows` is row `first` of its source.
 
         Raises DataError where the tokenizer or its template cannot handle the format.
         """
-        return [self._document(format_.record(row, first + place), first + place) for place, row in enumerate(rows)]
+        return [self._result(format_.record(row), first + place) for place, row in enumerate(rows)]
 
-    def _document(self, record: Record | Dropped, origin: int) -> Document | Dropped:
+    def _result(self, record: Record | Dropped, origin: int) -> RowResult:
         encoded = record if isinstance(record, Dropped) else self._encode(record)
-        if isinstance(encoded, Dropped):
-            return encoded
+        rendered = encoded if isinstance(encoded, RenderedChat) else RenderedChat([encoded])
+        made = [row if isinstance(row, Dropped) else self._document(row, origin) for row in rendered.rows]
+        documents = [document for document in made if isinstance(document, Document)]
+        facts = Counter(turn_rows=len(documents)) if rendered.facts["per_turn"] else Counter()
+        return RowResult(documents, [drop.reason for drop in made if isinstance(drop, Dropped)], rendered.facts + facts)
+
+    def _document(self, encoded: TokenRow, origin: int) -> Document | Dropped:
         ids, targets = np.asarray(encoded[0], np.int32), np.asarray(encoded[1], np.bool_)
         targets[:1] = False
         too_long = len(ids) > self.max_length
@@ -94,11 +111,11 @@ class Tokeniser:
             return Dropped(f"{NO_TARGET} once cut to data.max_length")
         return Document(ids, targets, origin, too_long)
 
-    def _encode(self, record: Record) -> tuple[list[int], list[bool]] | Dropped:
+    def _encode(self, record: Record) -> RenderedChat | TokenRow | Dropped:
         if isinstance(record, ChatRecord):
             if self._chat is None:
                 self._chat = ChatRenderer(self.tokenizer, system_prompt=self.system_prompt, learn_all=self.learn_all)
-            return self._chat.tokens(record)
+            return self._chat.render(record)
         if isinstance(record, TextRecord):
             if not record.text.strip():
                 return Dropped("text is empty")
@@ -106,7 +123,7 @@ class Tokeniser:
             return ids, [True] * len(ids)
         return self._pair(record)
 
-    def _pair(self, record: PairRecord) -> tuple[list[int], list[bool]] | Dropped:
+    def _pair(self, record: PairRecord) -> TokenRow | Dropped:
         """Tokenise prompt and completion separately: at inference the model is given the prompt's tokens alone."""
         if not record.completion:
             return Dropped("completion is empty")

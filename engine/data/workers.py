@@ -14,15 +14,15 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from engine.data.formats import Dropped, Format
+from engine.data.formats import Format
 from engine.data.sources import SourceRows
-from engine.data.tokenise import Document, Tokeniser
+from engine.data.tokenise import RowResult, Tokeniser
 from engine.errors import EnvironmentProblem
 
 IN_FLIGHT_PER_WORKER = 2
 """Batches submitted ahead of the one being written, per worker."""
 
-Results = list[Document | Dropped]
+Results = list[RowResult]
 
 
 def tokenise_rows(rows: SourceRows, format_: Format, tokeniser: Tokeniser, *, workers: int) -> Iterator[Results]:
@@ -33,7 +33,7 @@ def tokenise_rows(rows: SourceRows, format_: Format, tokeniser: Tokeniser, *, wo
     if workers == 0:
         first = 0
         for batch in rows.batches():
-            yield tokeniser.documents(format_, batch, first)
+            yield tokeniser.results(format_, batch, first)
             first += len(batch)
         return
     context = multiprocessing.get_context("spawn")
@@ -69,4 +69,4 @@ def _set_up_worker(tokeniser: Tokeniser, format_: Format) -> None:
 
 def _tokenise_batch(batch: list[dict[str, Any]], first: int) -> Results:
     tokeniser: Tokeniser = _worker["tokeniser"]
-    return tokeniser.documents(_worker["format"], batch, first)
+    return tokeniser.results(_worker["format"], batch, first)

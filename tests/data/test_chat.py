@@ -1,4 +1,4 @@
-"""Conversations through real templates: exactly the assistant's tokens are learned, or the template is refused."""
+"""Conversations through real templates: exactly the assistant's tokens are learned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.data.chat import ChatRenderer
+from engine.data.chat import ChatRenderer, TokenRow
 from engine.data.formats import ChatRecord, Dropped
 from engine.errors import DataError
 from tests.data.specs import CHATML, CHATML_MARKED, FORGETFUL, LLAMA_LIKE, PLAIN, tokenizer
@@ -18,13 +18,20 @@ TURNS = [
 ]
 
 
+def one_row(renderer: ChatRenderer, turns: list[dict[str, Any]]) -> TokenRow:
+    """The row of a conversation that is one row."""
+    rendered = renderer.render(ChatRecord(turns))
+    assert not isinstance(rendered, Dropped), rendered
+    (row,) = rendered.rows
+    assert not isinstance(row, Dropped), row
+    return row
+
+
 def learned(template: str | None, turns: list[dict[str, Any]] = TURNS, **settings: Any) -> tuple[str, list[str]]:
     """The whole text, and each learned stretch of it."""
     made = tokenizer(template)
     renderer = ChatRenderer(made, **{"system_prompt": None, "learn_all": False, **settings})
-    result = renderer.tokens(ChatRecord(turns, place="source s, row 1"))
-    assert not isinstance(result, Dropped), result
-    ids, flags = result
+    ids, flags = one_row(renderer, turns)
     stretches = [
         made.decode([token for token, _ in group])
         for flag, group in groupby(zip(ids, flags, strict=True), key=lambda pair: pair[1]) if flag
@@ -40,14 +47,14 @@ def test_each_answer_is_learned_with_its_end_mark_and_nothing_else(template: str
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA_LIKE])
 def test_the_tokens_are_those_of_the_template(template: str) -> None:
     made = tokenizer(template)
-    ids, _ = ChatRenderer(made, system_prompt=None, learn_all=False).tokens(ChatRecord(TURNS))
+    ids, _ = one_row(ChatRenderer(made, system_prompt=None, learn_all=False), TURNS)
     assert ids == made.apply_chat_template(TURNS, tokenize=True, return_dict=False)
 
 
 def test_our_spans_agree_with_the_mask_of_transformers() -> None:
     made = tokenizer(CHATML_MARKED)
     theirs = made.apply_chat_template(TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    _, flags = ChatRenderer(made, system_prompt=None, learn_all=False).tokens(ChatRecord(TURNS))
+    _, flags = one_row(ChatRenderer(made, system_prompt=None, learn_all=False), TURNS)
     assert [int(flag) for flag in flags] == theirs["assistant_masks"]
 
 
@@ -77,18 +84,17 @@ def test_tool_turns_are_given_and_not_learned() -> None:
     assert learned(CHATML, turns)[1] == ["hallo née<end>", "it is 42<end>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_fix() -> None:
+def test_a_template_that_rewrites_earlier_turns_gives_one_row_per_assistant_turn() -> None:
     assert learned(FORGETFUL, TURNS[:2])[1] == ["hmm hallo née<end>"]
-    with pytest.raises(DataError) as caught:
-        learned(FORGETFUL)
-    assert "source s, row 1" in caught.value.found
-    assert "{% generation %}" in caught.value.fix
+    rendered = ChatRenderer(tokenizer(FORGETFUL), system_prompt=None, learn_all=False).render(ChatRecord(TURNS))
+    assert not isinstance(rendered, Dropped)
+    assert len(rendered.rows) == 2
 
 
 def test_a_conversation_that_the_template_refuses_is_dropped_with_its_words() -> None:
     template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
     renderer = ChatRenderer(tokenizer(template), system_prompt=None, learn_all=False)
-    assert renderer.tokens(ChatRecord(TURNS[1:])) == Dropped("the chat template refuses it: user first")
+    assert renderer.render(ChatRecord(TURNS[1:])) == Dropped("the chat template refuses it: user first")
 
 
 def test_no_template_is_an_error_with_the_fix() -> None:

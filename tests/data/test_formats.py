@@ -13,7 +13,7 @@ from engine.spec.schema.recipe import Source
 
 def record(row: dict[str, Any], *, has_template: bool = True, **keys: Any) -> Any:
     source = Source.model_validate({"name": "s", "path": "x.jsonl", **keys})
-    return recognise(list(row), source, has_template=has_template).record(row, 0)
+    return recognise(list(row), source, has_template=has_template).record(row)
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,22 @@ def test_a_hub_name_without_a_connection_is_an_environment_problem() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout.startswith("6 source s: the hub cannot be reached for nobody/nothing"), done.stderr
     assert "fix: connect" in done.stdout
+
+
+def test_a_line_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:2: nested too deeply"):
+        open_rows(source(path), seed=0)
+
+
+def test_rows_of_json_lines_are_found_by_file_and_line(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    first.write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    second.write_text('{"text": "c"}\n')
+    rows = open_rows(source(tmp_path / "*.jsonl"), seed=0)
+    assert rows.places([1, 2]) == [f"{first}:3", f"{second}:1"]
+    assert open_rows(source(tmp_path / "*.jsonl", split="train[1:]"), seed=0).places([0]) == ["row 1"]
+    document = tmp_path / "rows.json"
+    document.write_text('[{"text": "a"},\n {"text": "b"}]')
+    assert open_rows(source(document), seed=0).places([1]) == ["row 2"]

@@ -1,0 +1,236 @@
+"""Renders conversations with the tokenizer's chat template, and refuses those that the template does not render.
+
+A chat template is a Jinja program by the model's author. It may raise any exception, expect messages in a shape of its
+own, or never end. Which characters of the text are learned is decided in `engine.data.chat`.
+
+Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from engine.errors import DataError
+
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""A template that matches marks the assistant's text. The same pattern as in transformers (`render_jinja_template`)."""
+
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
+    StopIteration, TypeError, ValueError,
+)
+"""Exceptions that the Python code in a template's expressions and filters can raise. RecursionError is a
+RuntimeError."""
+
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates switch thinking on or off: of Qwen, GLM, Nemotron, SmolLM; of DeepSeek and Granite."""
+
+PROBES = ("\ue000", "\ue001")
+"""Contents of a message that no template writes itself (private-use characters)."""
+
+RENDER_CPU_SECONDS = 10.0
+"""CPU time after which a rendering is stopped. A conversation of 1,000 turns takes a hundredth of a second."""
+
+MAX_STOPPED = 3
+"""Renderings that may be stopped before the template is refused."""
+
+REASON_LENGTH = 120
+"""Characters of a template's error message that are shown."""
+
+Message = dict[str, Any]
+
+Tools = list[dict[str, Any]] | None
+
+Mode = dict[str, bool]
+"""Thinking switches given to the template; empty at inference by default."""
+
+Span = tuple[int, int]
+"""Start and end (exclusive) of a range of characters in the rendered text."""
+
+
+class TemplateRefusal(Exception):
+    """The template does not render this conversation. The text is the reason."""
+
+
+class _RenderTimeout(Exception):
+    """A rendering has used its CPU time."""
+
+
+class ChatTemplate:
+    """The tokenizer's chat template.
+
+    Raises DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.text = find_template(tokenizer)
+        self.special_tokens: dict[str, Any] = {**tokenizer.special_tokens_map}
+        self.marks_assistant = bool(GENERATION_BLOCK.search(self.text))
+        switches = [name for name in THINKING_SWITCHES if re.search(rf"\b{name}\b", self.text)]
+        self.thinking_modes: list[Mode] = [{name: value} for name in switches for value in (True, False)]
+        self._stopped = 0
+        self.wants_parts = False
+        self.wants_parts = self._reads_parts_only()
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False, mode: Mode | None = None
+    ) -> str:
+        """Text of a conversation; with `prompt`, followed by the header that starts the assistant's answer.
+
+        Raises TemplateRefusal when the template fails, DataError when it has not ended several times.
+        """
+        return self._rendered(messages, tools, add_generation_prompt=prompt, **(mode or {}))[0]
+
+    def render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
+        """Text of a conversation, and the ranges that the template's {% generation %} blocks produced."""
+        return self._rendered(messages, tools, return_assistant_tokens_mask=True)
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
+        shaped = [_with_parts(message) for message in messages] if self.wants_parts else list(messages)
+        given: dict[str, Any] = {**self.special_tokens, "tools": tools, "chat_template": self.text, **options}
+        try:
+            with _cpu_limit(RENDER_CPU_SECONDS):
+                result: Any = render_jinja_template([shaped], **given)  # its annotation, str, is wrong in 5.23
+        except _RenderTimeout:
+            raise self._timeout() from None
+        except jinja2.TemplateError as error:
+            raise TemplateRefusal(f"the chat template refuses it: {_shortened(error)}") from error
+        except TEMPLATE_ERRORS as error:
+            raise TemplateRefusal(f"the chat template fails: {type(error).__name__}: {_shortened(error)}") from error
+        texts, spans = result
+        return str(texts[0]), [(start, stop) for start, stop in spans[0]] if spans else []
+
+    def _timeout(self) -> Exception:
+        self._stopped += 1
+        if self._stopped < MAX_STOPPED:
+            return TemplateRefusal(f"the chat template does not end within {RENDER_CPU_SECONDS:g} s")
+        return DataError(
+            f"the chat template did not end within {RENDER_CPU_SECONDS:g} s of computing, {MAX_STOPPED} times",
+            fix="set model.chat_template to a template that ends",
+        )
+
+    def _reads_parts_only(self) -> bool:
+        """Whether the template leaves out content that is a text, but not content that is a list of parts."""
+        message = {"role": "user", "content": PROBES[0]}
+        return not self._shows(message) and self._shows(_with_parts(message))
+
+    def _shows(self, message: Message) -> bool:
+        try:
+            return PROBES[0] in self.render([message], None)
+        except TemplateRefusal:
+            return False
+
+
+def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's own chat template. Raises DataError when it has none."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        raise DataError(
+            "the data are conversations and the tokenizer has no chat template",
+            expected="a tokenizer of an instruction-tuned model, or a template of your own",
+            fix='set model.chat_template = "my_template.jinja", or use prompt and completion columns',
+        )
+    return str(template)
+
+
+def tool_call_shapes(messages: list[Message]) -> Iterator[list[Message]]:
+    """The conversation unchanged, then with its tool calls in other shapes that templates read.
+
+    Arguments as objects (the documented shape), as JSON text (DeepSeek concatenates them), and the latter with null as
+    the content of a message that only calls tools.
+    """
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        yield _with_arguments(messages, _as_object)
+        as_text = _with_arguments(messages, _as_text)
+        yield as_text
+        yield [{**message, "content": message["content"] or None} if message.get("tool_calls") else message
+               for message in as_text]
+
+
+def tool_functions(message: Message) -> list[dict[str, Any]]:
+    """Name and arguments of each tool call of a message, from calls with and without a `function` object."""
+    given = message.get("tool_calls")
+    calls = [call for call in given if isinstance(call, dict)] if isinstance(given, list) else []
+    return [function for call in calls if isinstance(function := call.get("function", call), dict)]
+
+
+def _with_arguments(messages: list[Message], convert: Callable[[Any], Any]) -> list[Message]:
+    """The messages with the arguments of their tool calls converted."""
+    changed = []
+    for message in messages:
+        if isinstance(message.get("tool_calls"), list):
+            message = {**message, "tool_calls": [_with_call_arguments(call, convert) for call in message["tool_calls"]]}
+        changed.append(message)
+    return changed
+
+
+def _with_call_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
+        return {**call, "function": _with_call_arguments(call["function"], convert)}
+    return {**call, "arguments": convert(call.get("arguments"))}
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        return arguments
+    try:
+        return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError):
+        return arguments
+
+
+def _with_parts(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _shortened(error: BaseException) -> str:
+    return " ".join(str(error).split())[:REASON_LENGTH]
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise _RenderTimeout in the block after `seconds` of the process's CPU time.
+
+    The signal reaches Python code in the main thread only; in other threads there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGVTALRM, _raise_timeout)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
+
+
+def _raise_timeout(number: int, frame: FrameType | None) -> None:
+    raise _RenderTimeout

@@ -1,0 +1,276 @@
+"""Conversations through templates that rewrite turns, read messages in a shape of their own, fail or never end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from engine.data import chat_template, prepare
+from engine.data.chat import ChatRenderer
+from engine.data.formats import ChatRecord, Dropped
+from engine.data.prepare import PreparedData, prepare_data
+from engine.errors import DataError
+from tests.data.chat_families import (
+    ANALYSIS,
+    END_OF_TEXT,
+    ENDLESS,
+    MARKED_THINKING,
+    NESTED_ARGUMENTS,
+    OBJECT_ARGUMENTS,
+    PARTS,
+    PREFILLED,
+    SWITCHED,
+    TEXT_ARGUMENTS,
+    THINKING,
+)
+from tests.data.specs import CHATML, LLAMA_LIKE, run_spec, tokenizer
+
+Message = dict[str, Any]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **keys: Any) -> Message:
+    return {"role": "assistant", "content": text, **keys}
+
+
+def call(arguments: Any = None) -> list[dict[str, Any]]:
+    function = {"name": "weather"} if arguments is None else {"name": "weather", "arguments": arguments}
+    return [{"type": "function", "function": function}]
+
+
+TWO_TURNS = [user("hi"), assistant("yo"), user("more"), assistant("yes")]
+TWO_THOUGHTS = [
+    user("hi"), assistant("yo", reasoning_content="A"), user("more"), assistant("<think>\nB\n</think>\n\nyes"),
+]
+
+
+def renderer(template: str) -> ChatRenderer:
+    return ChatRenderer(tokenizer(template), system_prompt=None, learn_all=False)
+
+
+def rows(template: str, messages: list[Message]) -> list[str]:
+    """Text of each row of a conversation, with [[ and ]] around what is learned."""
+    rendered = renderer(template).render(ChatRecord(messages))
+    assert not isinstance(rendered, Dropped), rendered
+    texts = []
+    for row in rendered.rows:
+        assert not isinstance(row, Dropped), row
+        groups = groupby(zip(*row, strict=True), key=lambda pair: pair[1])
+        parts = [(flag, decoded([token for token, _ in group])) for flag, group in groups]
+        texts.append("".join(f"[[{text}]]" if flag else text for flag, text in parts))
+    return texts
+
+
+def decoded(ids: list[int]) -> str:
+    return str(tokenizer().decode(ids))
+
+
+def reason(template: str, messages: list[Message]) -> str:
+    result = renderer(template).render(ChatRecord(messages))
+    assert isinstance(result, Dropped), result
+    return result.reason
+
+
+@pytest.mark.parametrize("template", [THINKING, MARKED_THINKING])
+def test_where_earlier_thinking_is_removed_each_turn_is_learned_with_its_own(template: str) -> None:
+    assert rows(template, TWO_THOUGHTS) == [
+        "<user>hi<end><assistant>[[<think>\nA\n</think>\n\nyo<end>]]",
+        "<user>hi<end><assistant>yo<end><user>more<end><assistant>[[<think>\nB\n</think>\n\nyes<end>]]",
+    ]
+
+
+def test_where_the_text_ends_in_another_way_than_a_turn_each_turn_is_a_row() -> None:
+    assert rows(END_OF_TEXT, TWO_TURNS) == [
+        "<user>hi<end><assistant>[[yo<end><eos>]]",
+        "<user>hi<end><assistant>yo<end><user>more<end><assistant>[[yes<end><eos>]]",
+    ]
+
+
+@pytest.mark.parametrize("template", [THINKING, END_OF_TEXT, PREFILLED, SWITCHED, CHATML, LLAMA_LIKE, PARTS])
+def test_a_single_turn_is_the_text_that_the_template_gives(template: str) -> None:
+    made = renderer(template)
+    (text,) = rows(template, TWO_TURNS[:2])
+    assert text.replace("[[", "").replace("]]", "") == made.template.render(TWO_TURNS[:2], None)
+
+
+def test_thinking_that_the_template_removes_from_a_turn_continues_the_prompt() -> None:
+    assert rows(PREFILLED, [*TWO_TURNS[:3], TWO_THOUGHTS[3]])[1] == (
+        "<user>hi<end><assistant>yo<end><user>more<end><assistant><think>\n[[B\n</think>\n\nyes<end>]]"
+    )
+
+
+def test_an_answer_without_thinking_is_learned_as_the_template_shows_it() -> None:
+    assert rows(PREFILLED, TWO_TURNS) == [
+        "<user>hi<end><assistant>[[yo<end>]]<user>more<end><assistant>[[yes<end>]]"
+    ]
+    result = renderer(PREFILLED).render(ChatRecord(TWO_TURNS))
+    assert not isinstance(result, Dropped)
+    assert result.facts == {"per_conversation": 1, "unprompted": 2}
+
+
+def test_an_answer_that_begins_like_the_prompt_goes_on_is_learned_from_its_start() -> None:
+    assert rows(PREFILLED, [user("tag"), assistant("<b>bold</b>")]) == ["<user>tag<end><assistant>[[<b>bold</b><end>]]"]
+
+
+def test_the_thinking_switch_that_fits_the_answer_is_used() -> None:
+    assert rows(SWITCHED, TWO_TURNS[:2]) == ["<user>hi<end><assistant><think></think>[[yo<end>]]"]
+    assert rows(SWITCHED, TWO_THOUGHTS[:2]) == ["<user>hi<end><assistant><think>\n[[A\n</think>yo<end>]]"]
+
+
+def test_the_final_answer_follows_the_thinking_that_the_template_shows_at_inference() -> None:
+    messages = [
+        user("rain?"), assistant("", reasoning_content="ask", tool_calls=call({})), {"role": "tool", "content": "no"},
+        assistant("dry"),
+    ]
+    assert rows(ANALYSIS, messages) == [
+        "<user>rain?<end><assistant>[[analysis ask<end><assistant>call weather<end>]]",
+        "<user>rain?<end><assistant>analysis ask<end><assistant>call weather<end><user>no<end>"
+        "<assistant>[[final dry<end>]]",
+    ]
+
+
+def test_a_template_that_reads_parts_is_given_parts() -> None:
+    assert rows(PARTS, TWO_TURNS) == ["<user>hi<end><assistant>[[yo<end>]]<user>more<end><assistant>[[yes<end>]]"]
+    assert rows(PARTS, [user("hi"), assistant("")]) == ["<user>hi<end><assistant>[[<end>]]"]
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'])
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [(TEXT_ARGUMENTS, 'weather {"city": "Oslo"}'), (OBJECT_ARGUMENTS, "weather city=Oslo"),
+     (NESTED_ARGUMENTS, 'weather {"city": "Oslo"}')],
+)
+def test_tool_arguments_have_the_shape_that_the_template_reads(template: str, shown: str, arguments: Any) -> None:
+    messages = [user("rain?"), assistant("", tool_calls=call(arguments))]
+    assert rows(template, messages) == [f"<user>rain?<end><assistant>[[{shown}<end>]]"]
+
+
+@pytest.mark.parametrize("template", [TEXT_ARGUMENTS, OBJECT_ARGUMENTS, NESTED_ARGUMENTS])
+def test_a_call_without_arguments_is_a_call_with_none(template: str) -> None:
+    (text,) = rows(template, [user("rain?"), assistant("", tool_calls=call())])
+    assert "weather" in text
+
+
+def test_a_conversation_whose_tool_call_or_text_is_left_out_is_dropped() -> None:
+    assert reason(CHATML, [user("rain?"), assistant("", tool_calls=call({}))]) == (
+        "the chat template leaves out a tool call, or its arguments"
+    )
+    deaf = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
+    assert reason(deaf, [*TWO_TURNS, {"role": "tool", "content": "the outcome"}]) == (
+        "the chat template leaves out text of a turn of the role tool"
+    )
+
+
+def test_words_count_as_shown_where_the_template_escapes_the_text() -> None:
+    escaping = CHATML.replace("m['content']", "m['content'] | tojson(ensure_ascii=True)")
+    (text,) = rows(escaping, [user('née "quoted"\nnext line'), assistant("yo")])
+    assert "n\\u00e9e" in text
+
+
+def test_a_greeting_before_any_question_is_learned_where_the_template_allows_it() -> None:
+    greeting = [assistant("welcome"), *TWO_TURNS]
+    assert rows(CHATML, greeting)[0].startswith("<user>assistant\n[[welcome<end>]]")
+    asking = "{% if messages[0]['role'] != 'user' and messages | length < 2 %}{{ raise_exception('ask') }}{% endif %}"
+    assert rows(asking + CHATML, greeting)[0].startswith("<user>assistant\nwelcome<end>")
+    assert reason(asking + CHATML, greeting[:1]) == "the chat template refuses it: ask"
+
+
+@pytest.mark.parametrize(
+    ("expression", "error"),
+    [
+        ("1 // 0", "ZeroDivisionError"), ("'a' + 1", "TypeError"), ("'{'.format()", "ValueError"),
+        ("[1][messages | length]['x']", None), ("range(1000000)", "OverflowError"), ("messages.x.y", None),
+    ],
+)
+def test_whatever_the_template_raises_drops_the_conversation(expression: str, error: str | None) -> None:
+    found = reason(f"{{% if messages | length > 3 %}}{{{{ {expression} }}}}{{% endif %}}" + CHATML, TWO_TURNS)
+    assert found.startswith(f"the chat template fails: {error}" if error else "the chat template refuses it")
+
+
+def test_a_macro_that_calls_itself_drops_the_conversation() -> None:
+    endless_macro = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + CHATML
+    assert reason(endless_macro, TWO_TURNS).startswith("the chat template fails: RecursionError")
+
+
+def test_deeply_nested_arguments_drop_the_conversation() -> None:
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    assert "RecursionError" in reason(NESTED_ARGUMENTS, [user("a"), assistant("", tool_calls=call({"a": deep}))])
+
+
+def test_a_template_that_does_not_end_is_stopped_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_CPU_SECONDS", 0.1)
+    at_tools = "{% if tools %}" + ENDLESS + "{% endif %}" + CHATML
+    made = renderer(at_tools)
+    stuck = ChatRecord(TWO_TURNS, [{"name": "f"}])
+    assert made.render(stuck) == Dropped("the chat template does not end within 0.1 s")
+    assert not isinstance(made.render(ChatRecord(TWO_TURNS)), Dropped)
+    assert isinstance(made.render(stuck), Dropped)
+    with pytest.raises(DataError, match="did not end"):
+        made.render(stuck)
+
+
+def test_a_token_over_the_end_of_the_prompt_is_split_there() -> None:
+    from tokenizers import AddedToken
+
+    made = tokenizer(CHATML)
+    made.add_tokens([AddedToken("\nx", normalized=False)])
+    rendered = ChatRenderer(made, system_prompt=None, learn_all=False).render(ChatRecord([user("hi"), assistant("xy")]))
+    assert not isinstance(rendered, Dropped)
+    ((ids, flags),) = rendered.rows  # type: ignore[misc]  # one row, not dropped
+    learned = [token for token, flag in zip(ids, flags, strict=True) if flag]
+    assert made.decode(learned) == "xy<end>"
+    assert made.decode(ids) == made.apply_chat_template([user("hi"), assistant("xy")], tokenize=False)
+
+
+def prepared(path: str, template: str, **data: Any) -> PreparedData:
+    return prepare_data(run_spec({"sources": [{"name": "a", "path": path}], **data}), tokenizer(template))
+
+
+def test_the_report_says_which_way_was_taken_and_names_the_lines(jsonl: Callable[..., str]) -> None:
+    odd = {"messages": [user("hi"), {"content": "no role"}]}
+    path = jsonl([{"messages": TWO_TURNS}, odd, {"messages": TWO_TURNS[:2]}])
+    data = prepared(path, THINKING)
+    (count,) = data.report.sources
+    assert (count.read, count.kept, len(data.train)) == (3, 2, 3)
+    assert count.chat == {"per_turn": 1, "turn_rows": 2, "per_conversation": 1}
+    assert data.train.columns.origins.tolist() == [0, 0, 2]
+    lines = data.report.lines()
+    assert lines[0].endswith(f"dropped: 1 x a turn has no role ({path}:2)")
+    assert any("1 conversations are one row per assistant turn" in line for line in lines)
+
+
+def test_turns_that_are_too_long_are_dropped_alone(jsonl: Callable[..., str]) -> None:
+    data = prepared(jsonl([{"messages": TWO_TURNS}]), END_OF_TEXT, max_length=12)
+    (count,) = data.report.sources
+    assert (count.kept, len(data.train), count.dropped_turns) == (1, 1, {"longer than data.max_length": 1})
+
+
+def test_the_rows_of_one_conversation_stay_on_one_side_of_the_split(jsonl: Callable[..., str]) -> None:
+    data = prepared(jsonl([{"messages": TWO_TURNS}] * 20), END_OF_TEXT, valid_fraction=0.25)
+    assert data.validation is not None
+    origins = data.train.columns.origins
+    assert not set(origins[data.train.documents]) & set(origins[data.validation.documents])
+
+
+def test_the_fingerprint_changes_only_where_rows_do(
+    jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The value was recorded with the first version of the rendering."""
+    turns = [[user(f"ask {n}"), assistant(f"say {n}"), user("more"), assistant("yes")] for n in range(3)]
+    path = jsonl([{"messages": messages} for messages in turns])
+    calling = {"messages": [user("a"), assistant("b", tool_calls=call({}))]}
+    changed = jsonl([calling, {"messages": turns[0]}], "calls.jsonl")
+    fingerprints = set()
+    for version in ("chat 2", "chat 3"):
+        monkeypatch.setattr(prepare, "CHAT_VERSION", version)
+        assert prepared(path, CHATML).fingerprint == "f31f8b421fb2aab002cb5055bddf6a0f"
+        fingerprints |= {prepared(changed, CHATML).fingerprint, prepared(path, END_OF_TEXT).fingerprint}
+    assert len(fingerprints) == 4
