@@ -1,9 +1,10 @@
-"""What earlier runs on this machine showed of memory that torch does not allocate: a small file, one entry per key.
+"""Non-torch memory as earlier runs on this machine measured it: a small file, one entry per kind of device and
+software.
 
-Corrected are the residuals alone, never a tensor term: the CUDA context with what libraries hold beside it (NCCL with
-several ranks), cuBLAS' workspace, and reserved over allocated memory. An entry counts for one kind of GPU, driver,
-torch and number of ranks, and whether segments expand; of the last runs the worst is believed. A run on CUDA adds to
-the file when it ends (`engine.train.monitor.calibrate`). Host memory has no residuals, simulated or not.
+Calibration corrects non-torch memory alone, never a prediction of tensors: the CUDA context with other libraries'
+memory (NCCL with several ranks), cuBLAS' workspace, and reserved over allocated memory. An entry is for one kind of
+GPU, driver, torch version, number of ranks, and whether segments expand; the worst of its last runs counts. A run on
+CUDA adds to the file when it ends (`engine.train.monitor.calibrate`). Host memory has no residuals, simulated or not.
 
 Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
 """
@@ -25,18 +26,18 @@ from engine.spec.schema.profile import Profile
 FILE = "calibration.json"
 RUNS_KEPT = 8
 SAME_MEMORY = 0.02
-"""A profile is of a recorded GPU when compute capability agrees and memory does to this share."""
+"""A profile matches a recorded GPU whose memory differs by at most this share."""
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
 class CalibrationKey:
-    """What residuals depend on."""
+    """The device and software that a measurement is valid for."""
 
     gpu: str
     compute_capability: float
     memory_gib: float
-    """All of the card's, as the driver reports it."""
+    """Memory of the card, as the driver reports it."""
     driver: str
     torch: str
     ranks: int
@@ -45,7 +46,7 @@ class CalibrationKey:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Of one run, or the worst of several; bytes on one device."""
+    """Non-torch memory of one run, or the worst of several runs, on one device."""
 
     context_bytes: int
     workspace_bytes: int
@@ -54,7 +55,7 @@ class Residuals:
 
 
 def residuals_for(profile: Profile) -> Residuals | None:
-    """What runs of this profile's kind showed on this machine; None where there were none."""
+    """The worst of what earlier runs with this profile's kind of device measured; None without such runs."""
     if profile.device.kind != "cuda":
         return None
     file = os.path.join(state_folder(), FILE)  # a new `Path` takes longer, as an exception does: every plan asks
@@ -79,7 +80,7 @@ def record(key: CalibrationKey, residuals: Residuals) -> None:
 
 
 def calibration_file() -> Path:
-    """Beside the other notes about runs, one for each machine's user."""
+    """The calibration file, in the user's state folder."""
     return state_folder() / FILE
 
 
@@ -119,7 +120,7 @@ def _entries(path: Path, _stamp: int) -> list[tuple[CalibrationKey, Residuals]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The entries; none where the file is missing, damaged or of another version: runs write it anew."""
+    """The entries; none where the file is missing, damaged or of another version. The next run replaces such a file."""
     try:
         found = json.loads(path.read_text("utf-8"))
         entries = found["entries"] if found["version"] == 1 else []
@@ -134,7 +135,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 @cache
 def _driver_text() -> str:
-    """What the NVIDIA driver that is loaded says of itself; empty without one, which no recorded driver is part of."""
+    """The version text of the loaded NVIDIA driver; empty without one."""
     try:
         return DRIVER.read_text("utf-8", errors="replace")
     except OSError:

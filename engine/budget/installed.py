@@ -1,7 +1,4 @@
-"""Releases of the libraries that the engine runs with here, where what is held depends on them.
-
-Read from package metadata, once: nothing is imported for it.
-"""
+"""Installed releases of libraries that memory depends on, read once from package metadata, without importing them."""
 
 from __future__ import annotations
 
@@ -29,4 +26,4 @@ def _release(text: str) -> list[int]:
 
 
 DECODES_WITH_REPEATED_HEADS = older(installed("transformers"), "5.23")
-"""Until then sdpa with a mask made copies of cached keys and values for all heads, also for a single new token."""
+"""Before 5.23, sdpa with a mask made copies of cached keys and values for all heads, also for a single new token."""

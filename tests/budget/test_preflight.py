@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from engine.budget.advise.preflight import checkpoints_bytes, warnings_of
 from engine.budget.architecture.lookup import find_architecture
-from engine.budget.predict.prediction import shards
+from engine.budget.predict import shards
 from engine.cli import app
 from engine.errors import EnvironmentProblem, SpecError, UsageError
 from engine.launch.create_run import create_run

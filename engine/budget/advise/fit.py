@@ -1,8 +1,8 @@
-"""What to change so that a run fits, cheapest first; or what the room left over could buy.
+"""The changes that make a run fit, cheapest first; or what the room that a run leaves could be used for.
 
-Levers are data: which recipe key moves, to what, what it costs in speed and in quality. The search takes sets of levers
-in order of their cost and keeps those that fit and hold no smaller set that fits already; the budget's prediction is
-the only judge. Costs in speed are rough, for ranking, from common practice on GPUs; they are not measurements.
+A lever is data: which recipe key changes, to what, and the cost in speed and quality. The search takes sets of levers
+in order of their cost and keeps those whose plan fits, unless a smaller set in them fits already. Costs in speed are
+rough, for ranking, from common practice on GPUs; they are not measurements.
 
 Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
 """
@@ -32,7 +32,7 @@ SHORTEST = 256
 
 @dataclass(frozen=True, eq=False)
 class Lever:
-    """One change of recipe keys; two are the same when they are one object, for values may be lists."""
+    """One change of recipe keys. Levers are compared by identity, because values may be lists."""
 
     changes: tuple[tuple[str, Any], ...]
     slower_percent: float
@@ -43,18 +43,18 @@ class Lever:
 
     @property
     def cost(self) -> float:
-        """What the search orders by."""
+        """What the search sorts by."""
         return self.slower_percent + self.quality + (LEARNING_COST if self.changes_learning else 0.0)
 
     @property
     def keys(self) -> frozenset[str]:
-        """The recipe keys it moves."""
+        """The recipe keys it changes."""
         return frozenset(key for key, _ in self.changes)
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Levers that together make the run fit (or use its room), and the plan that follows."""
+    """Levers that together make the run fit (or use its room), and the plan with them."""
 
     levers: tuple[Lever, ...]
     changes: dict[str, tuple[Any, Any]]
@@ -81,7 +81,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Advice:
-    """The plan as it stands, what would make it fit, and what its room could buy."""
+    """The plan of a run, suggestions that make it fit, and suggestions that use its room."""
 
     plan: Plan
     suggestions: list[Suggestion]
@@ -121,14 +121,14 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 
 def _levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Those that apply to this run, and that its hardware can pull."""
+    """The levers that apply to this run and that its hardware supports."""
     for lever in (*_free_levers(spec, plan), *_learning_levers(spec, plan)):
         if not any(problems_on_device(spec.profile, with_changes(spec, dict(lever.changes)).recipe)):
             yield lever
 
 
 def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """What leaves the batch, the data and the trained weights as they are."""
+    """Levers that change nothing about what is learned."""
     recipe, train, cuda = spec.recipe, spec.recipe.train, spec.profile.device.kind == "cuda"
     if train.micro_batch != "auto" and plan.micro_batch > 1:
         yield Lever((("train.micro_batch", "auto"),), 2.0, "the same batch in smaller pieces")
@@ -155,7 +155,7 @@ def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """What changes what is learned: always after the others, always marked."""
+    """Levers that change what is learned: always after the others, always marked."""
     method, longest = spec.recipe.method, spec.recipe.data.max_length
     if method.kind == "full":
         changes: list[tuple[str, Any]] = [("method.kind", "lora"), ("method.train_only", []), ("method.freeze", [])]
@@ -174,7 +174,7 @@ def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Smaller images, where a model takes them in any size."""
+    """Levers for smaller images, where a model takes images of any size."""
     encoder = find_architecture(spec).vision_encoder
     if encoder is None or encoder.patches is not None:
         return
@@ -187,7 +187,7 @@ def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _search(spec: RunSpec, levers: list[Lever], longest: int | None) -> list[Suggestion]:
-    """Sets of levers in order of cost; none that contains an earlier one."""
+    """The first sets of levers, in order of cost, whose plan fits; none that contains an earlier one."""
     found: list[tuple[frozenset[Lever], Suggestion]] = []
     for chosen in _sets_by_cost(levers):
         if len(found) == MAX_SUGGESTIONS or any(earlier <= set(chosen) for earlier, _ in found):
@@ -210,7 +210,7 @@ def _sets_by_cost(levers: list[Lever]) -> list[tuple[Lever, ...]]:
 
 
 def _try(spec: RunSpec, levers: tuple[Lever, ...], longest: int | None) -> Suggestion:
-    """The plan with these levers pulled."""
+    """The plan with these levers applied."""
     changes = {key: value for lever in levers for key, value in lever.changes}
     changed = with_changes(spec, changes)
     length = min(longest, changed.recipe.data.max_length) if longest else None
@@ -219,7 +219,7 @@ def _try(spec: RunSpec, levers: tuple[Lever, ...], longest: int | None) -> Sugge
 
 
 def _room(spec: RunSpec, longest: int | None) -> Iterator[Suggestion]:
-    """What a run that fits could afford: no recomputation, a larger micro-batch, longer sequences, a higher rank."""
+    """Suggestions for a run that fits: no recomputation, a larger micro-batch, longer sequences, a higher rank."""
     for lever in _room_levers(spec):
         suggestion = _try(spec, (lever,), None if "data.max_length" in lever.keys else longest)
         if suggestion.plan.verdict == "fits":
@@ -227,7 +227,7 @@ def _room(spec: RunSpec, longest: int | None) -> Iterator[Suggestion]:
 
 
 def _room_levers(spec: RunSpec) -> Iterator[Lever]:
-    """Each by itself, the largest step first."""
+    """The levers that use room, each tried by itself."""
     recipe = spec.recipe
     if recipe.train.gradient_checkpointing:
         yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")

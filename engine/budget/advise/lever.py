@@ -1,6 +1,6 @@
-"""What moves the peak: the recipe key to touch first, told beside the phase that decides.
+"""The recipe key that lowers the peak of a plan, shown beside the deciding phase.
 
-One sentence for a reader. Which changes make a run fit, and what they cost, is searched by `engine.budget.advise.fit`.
+Sets of changes that make a run fit, and their costs, are searched in `engine.budget.advise.fit`.
 
 Try: `tunedeck plan -p 24gb -r full`
 """
@@ -12,7 +12,7 @@ from engine.spec.schema.run import RunSpec
 
 
 def lever_of(plan: Plan, spec: RunSpec) -> str:
-    """How to lower the peak: by the largest part of it beside weights, or by weights where they alone are too much."""
+    """The change that lowers the largest component of the peak: of weights only where they alone exceed capacity."""
     row = plan.prediction.phases[plan.prediction.deciding_phase]
     if plan.prediction.deciding_phase == "generate":
         return "eval.samples = 0 without exact_match, or a lower generate.max_new_tokens"

@@ -1,6 +1,6 @@
 """The plan of a run: the micro-batch to start from, the verdict, and the table behind them.
 
-Verdicts (DESIGN section 3): fits, tight (only a smaller micro-batch or a remedy that leaves learning unchanged fits),
+Verdicts: fits, tight (only a smaller micro-batch or a remedy that leaves learning unchanged fits),
 does_not_fit (one sequence with every such remedy exceeds capacity).
 
 Try: `tunedeck plan -p 24gb -r lora`
@@ -23,7 +23,7 @@ Verdict = Literal["fits", "tight", "does_not_fit"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will hold, and how its batch is cut."""
+    """The predicted memory of a run, and how its batch is cut."""
 
     verdict: Verdict
     capacity_bytes: int
@@ -34,9 +34,9 @@ class Plan:
     config: MemoryConfig
     simulated: bool
     ranks: int
-    """Devices the run is spread over; bytes are those of one. For several the plan is a prediction only, so far."""
+    """Devices the run is spread over; bytes are those of one."""
     image_tokens: int
-    """Of the one image that each sequence is planned with, among its tokens; 0 for text alone."""
+    """Tokens of the image that each sequence is planned with; 0 for text alone."""
     remedies: dict[str, Any]
     """Recipe keys that would make a tight plan fit, without changing what is learned."""
 
@@ -121,12 +121,12 @@ def _largest_that_fits(predictor: Predictor, length: int) -> int:
 def _verdict(
     arch: Architecture, spec: RunSpec, planned: Prediction, rows: int, length: int
 ) -> tuple[Verdict, dict[str, Any]]:
-    """The verdict, and the least set of remedies behind "tight"."""
+    """The verdict, and for "tight" the cheapest set of remedies with which the run fits."""
     if planned.device_bytes <= spec.profile.device.capacity_bytes:
         return "fits", {}
     for changes in _remedies(spec):
         if rows == 1 and not changes:
-            continue  # that is what was planned
+            continue  # planned already
         most = _largest_that_fits(Predictor(arch, _with_train(spec, changes)), length)
         if most:
             return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": most}
@@ -134,12 +134,13 @@ def _verdict(
 
 
 def remedies(spec: RunSpec) -> Iterator[RunSpec]:
-    """The spec under every set of remedies that leaves learning as it is, cheapest first; the first is none."""
+    """The spec with each set of remedies that changes nothing about what is learned, cheapest first; the first set is
+    empty."""
     return (_with_train(spec, changes) for changes in _remedies(spec))
 
 
 def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
-    """What the ladder may do without changing what is learned, cheapest first, each on top of the ones before."""
+    """The remedies as changes of the train table, cheapest first, each on top of the ones before."""
     changes: dict[str, Any] = {}
     yield {}
     if not spec.recipe.train.gradient_checkpointing:

@@ -1,6 +1,6 @@
-"""What a plan warns of before a run starts, although it may start: each warning says what was found and the fix.
+"""Warnings before a run starts, each with what was found and the fix; and the refusal of runs that would train wrongly.
 
-Functions of values only; what no device can do is refused by `engine.spec.check.hardware_rules`.
+A warning does not keep a run from starting. What a device cannot do is refused in `engine.spec.check.hardware_rules`.
 
 Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 """
@@ -30,14 +30,14 @@ from engine.spec.schema.run import RunSpec
 GIB = 2**30
 
 SHORT_ANSWER_TOKENS = 32
-"""Generating no more than this at each evaluation is not worth a word."""
+"""Generating no more tokens than this at each evaluation is no reason for a warning."""
 
 
 def warnings_of(
     arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None, torch_version: str | None = None
 ) -> list[str]:
-    """Everything worth a warning; the disk only where it is known how much of it is free. `torch_version` is by default
-    the installed one."""
+    """All warnings of a run; about the disk only where its free bytes are known. `torch_version` is by default the
+    installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
     found += _shards(spec, torch_version or installed("torch"))
     if free_disk_bytes is not None:
@@ -67,7 +67,7 @@ def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Images that no sequence has room for, or that the model has no eyes for."""
+    """Warn of images that no sequence has room for, or that the model cannot see."""
     key, data = image_key(spec.recipe), spec.recipe.data
     if key is None:
         return
@@ -89,7 +89,8 @@ def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Where the device's memory is the host's there is no other place; beside checkpoints there is little to move."""
+    """Warn of offloading on a CPU, where device memory is host memory; and beside checkpointing, where it saves
+    little."""
     train = spec.recipe.train
     asked = [key for key in ("activation_offload", "optimizer_offload") if getattr(train, key)]
     if asked and spec.profile.device.kind == "cpu":
@@ -100,7 +101,7 @@ def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Every layer waits for its input to travel twice, which only a run that needs the room should pay for."""
+    """Warn where a run fits without offloading: every layer then waits for its input to be copied there and back."""
     train = spec.recipe.train.model_copy(update={"activation_offload": False})
     plan = make_plan(spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})}))
     if plan.verdict != "fits":
@@ -114,7 +115,7 @@ def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def refuse_unsafe(spec: RunSpec) -> None:
-    """Raise UsageError for what would train, but wrongly, as far as the model's config is at hand to tell."""
+    """Raise UsageError for runs that would train wrongly, as far as the model's config is on this machine."""
     try:
         facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
     except ConfigNotHereError:
@@ -140,7 +141,7 @@ def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
 
 
 def _generation(spec: RunSpec) -> Iterator[str]:
-    """Answers of a few tokens cost no more than the evaluation around them."""
+    """Warn of generation inside training, unless answers are short."""
     if generates(spec.recipe) and spec.recipe.generate.max_new_tokens > SHORT_ANSWER_TOKENS:
         yield (
             f"evaluations inside training generate up to {spec.recipe.generate.max_new_tokens} tokens a sample: this "
@@ -158,7 +159,7 @@ def _disk(arch: Architecture, spec: RunSpec, free_bytes: int) -> Iterator[str]:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Free on the disk that holds `folder`, or will once it is made; None where that cannot be told."""
+    """Free bytes of the disk of `folder`, which need not exist yet; None where they are unknown."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     try:
         return shutil.disk_usage(existing).free

@@ -17,7 +17,7 @@ from engine.spec.schema.run import RunSpec
 ANSWER_SECONDS = 10.0
 """How long the hub may take for its first answer."""
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-"""Of one value as safetensors names its dtype; one for all others."""
+"""Bytes per value of a safetensors dtype; 1 for all others."""
 
 
 def bring_config(spec: RunSpec) -> list[str]:
@@ -37,7 +37,8 @@ def bring_config(spec: RunSpec) -> list[str]:
 
 
 def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> None:
-    """config.json into the hub cache. One attempt first: the client tries for most of half a minute."""
+    """Download config.json into the hub cache. A single request comes first: the client would retry for half a
+    minute."""
     # Imported here: a tenth of a second that only a model from the hub is worth. HTTPError is that of its HTTP client.
     from huggingface_hub import constants, get_session, hf_hub_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -61,7 +62,7 @@ def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> Non
 
 
 def _refused(error: BaseException, model: str) -> TunedeckError | None:
-    """What the hub answered, where it answered at all."""
+    """The error for what the hub answered; None where it did not answer."""
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     answer = next((link for link in (error, error.__cause__) if isinstance(link, HfHubHTTPError)), None)
@@ -87,7 +88,7 @@ def _refused(error: BaseException, model: str) -> TunedeckError | None:
 
 
 def _compared(model: str, revision: str | None) -> list[str]:
-    """Notices where the headers of the weight files say something else than the config, or more."""
+    """Notices where the headers of the weight files do not agree with the config."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         HTTPError,

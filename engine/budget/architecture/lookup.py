@@ -1,7 +1,7 @@
 """Where the config of a model is found: built in, a local folder, the hub cache on this machine, or shipped with us.
 
-Nothing is downloaded here (`engine.budget.architecture.hub` does) and no weights are read. What a config says is
-`engine.budget.architecture.facts`.
+Nothing is downloaded here (`engine.budget.architecture.hub` does that) and no weights are read. The facts in a config
+are read in `engine.budget.architecture.facts`.
 
 Try: `python -c "from engine.budget.architecture.lookup import find_config; print(find_config('builtin:tiny'))"`
 """
@@ -73,12 +73,12 @@ def _shipped_config(model: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _shipped_architecture(model: str) -> Architecture:
-    """Shipped entries do not change while a process runs."""
+    """The facts of a shipped entry, which does not change while a process runs."""
     return from_config(_shipped_config(model))
 
 
 def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """The model behind "run:RUN" and its revision; what an earlier run made has the shape of what it started from."""
+    """The model behind "run:RUN" and its revision; the result of a run has the shape of the model it started from."""
     while model.startswith(RUN_PREFIX):
         text = model.removeprefix(RUN_PREFIX).partition("@")[0]
         start = load_run_spec(resolve_run(text, None).run_toml).recipe.model

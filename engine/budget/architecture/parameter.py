@@ -1,4 +1,4 @@
-"""One tensor of a model by name and shape; which ones a model has is `engine.budget.architecture.parameters`.
+"""One tensor of a model by name and shape; a model's tensors are listed in `engine.budget.architecture.parameters`.
 
 Try: `python -m pytest tests/budget/test_parameters.py`
 """

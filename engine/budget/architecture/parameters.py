@@ -1,4 +1,4 @@
-"""Every parameter of a decoder by dotted name and shape, and which of them a recipe trains.
+"""Every parameter of a decoder by dotted name and shape.
 
 The names are those of transformers 5.23, so that the patterns of a recipe (`train_only`, `freeze`, `also_train`,
 `targets`) select here exactly what they select in the engine. `tests/budget/test_parameters.py` compares names and
@@ -44,7 +44,7 @@ def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
 
 
 def layer_prefix(arch: Architecture, layer: int) -> str:
-    """What stands before a layer's relative names."""
+    """The prefix of a layer's parameter names."""
     return f"transformer.h.{layer}." if arch.layout == "gpt2" else f"{arch.root}.layers.{layer}."
 
 
@@ -62,7 +62,7 @@ def parameter_count(arch: Architecture) -> int:
 
 
 def elements(parameters: Iterable[Parameter]) -> int:
-    """Values of several tensors."""
+    """Number of values of several tensors."""
     return sum(parameter.elements for parameter in parameters)
 
 

@@ -29,7 +29,7 @@ SLICEABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 class Obstacle(NamedTuple):
-    """What is in the way of slices, and how it is got rid of."""
+    """A reason against sharing sequences, and its fix."""
 
     found: str
     fix: str
@@ -113,13 +113,13 @@ def _heads(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
 
 
 def can_be_dealt(heads: int, key_heads: int, size: int) -> bool:
-    """Whether `size` ranks get the same number of heads, each with the keys it belongs to: several of them, or one that
-    several ranks have."""
+    """Whether `size` ranks can have the same number of heads, each with its key heads: several of them, or one that
+    several ranks share."""
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
 
 
 def heads_of(facts: Mapping[str, Any]) -> tuple[int, int]:
-    """Heads, and those of keys and values."""
+    """The numbers of heads and of key heads."""
     arch = _known(facts)
     if arch is not None:
         return arch.heads, arch.kv_heads

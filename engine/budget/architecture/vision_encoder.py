@@ -1,9 +1,9 @@
-"""The facts of a vision tower that decide its memory, and how many tokens it makes of an image.
+"""The facts of a vision encoder that decide its memory, and how many tokens it makes of an image.
 
-A tower cuts an image into patches, runs them through its layers and merges `merge` × `merge` of them into one token of
-the decoder. Source: the vision configs of transformers 5.23 (`src/transformers/models/<model_type>/`); defaults stand
-where published configs leave a key out. Names of parameters: `engine.budget.architecture.vision_parameters`; bytes:
-`engine.budget.predict.vision`.
+An encoder cuts an image into patches, runs them through its layers and merges `merge` × `merge` of them into one token
+of the decoder. Source: the vision configs of transformers 5.23 (`src/transformers/models/<model_type>/`); defaults
+stand where published configs leave a key out. Names of parameters: `engine.budget.architecture.vision_parameters`;
+bytes: `engine.budget.predict.vision`.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-VL-7B-Instruct --set data.image_max_pixels=1003520`
 """
@@ -20,7 +20,7 @@ VisionKind = Literal["siglip", "qwen2_vl", "qwen2_5_vl"]
 
 @dataclass(frozen=True)
 class VisionEncoder:
-    """What turns images into hidden states of the decoder. Sizes are numbers of elements."""
+    """The part of a model that turns images into hidden states of the decoder. Sizes are numbers of elements."""
 
     kind: VisionKind
     layers: int
@@ -37,17 +37,17 @@ class VisionEncoder:
     output: int
     """Width of what the decoder gets."""
     patches: int | None = None
-    """Of every image, where all are brought to one size; None: as many as its pixels ask for."""
+    """Patches of every image where all are resized to one size; None where they depend on the image's pixels."""
     most_pixels: int | None = None
     """Largest image that the published processor lets through; only where sizes differ."""
     window: int | None = None
     """Patches in an attention window, in the layers that have one."""
     full_layers: tuple[int, ...] = ()
-    """Of a tower with windows: the layers that look at whole images."""
+    """In an encoder with windows: the layers that attend to whole images."""
 
     @property
     def patch_values(self) -> int:
-        """Numbers that a patch is made of."""
+        """Number of values in a patch."""
         return prod(self.patch_shape)
 
     @property
@@ -57,7 +57,7 @@ class VisionEncoder:
 
     @property
     def pixels_per_token(self) -> int:
-        """Of an image whose size matters."""
+        """Pixels per token, of images whose size matters."""
         return (self.patch_side * self.merge) ** 2
 
     def patches_of(self, max_pixels: int | None) -> int:
@@ -126,7 +126,7 @@ def _qwen2_5_vl(vision: Mapping[str, Any], config: Mapping[str, Any], output: in
 
 
 def _qwen_patches(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """What both generations say by the same keys; the in_chans of published configs is read by nobody."""
+    """The facts that Qwen2-VL and Qwen2.5-VL configs give under the same keys; in_chans is unused by transformers."""
     patch = int(vision.get("patch_size", 14))
     return {
         "layers": int(vision.get("depth", 32)),
@@ -149,7 +149,7 @@ VISION_ENCODERS: dict[str, tuple[str, Reader]] = {
 
 
 def read_vision_encoder(config: Mapping[str, Any], output: int) -> VisionEncoder:
-    """The tower of a config whose model_type is in VISION_ENCODERS; `output` is the decoder's width."""
+    """The vision encoder of a config whose model_type is in VISION_ENCODERS; `output` is the decoder's width."""
     _decoder, read = VISION_ENCODERS[str(config["model_type"])]
     vision = {key: value for key, value in dict(config.get("vision_config") or {}).items() if value is not None}
     return read(vision, config, output)

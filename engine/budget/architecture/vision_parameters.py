@@ -1,4 +1,4 @@
-"""Every parameter of a vision tower by dotted name and shape, as transformers 5.23 names them.
+"""Every parameter of a vision encoder by dotted name and shape, as transformers 5.23 names them.
 
 Try: `python -m pytest tests/budget/test_parameters.py`
 """
@@ -11,17 +11,18 @@ from engine.budget.architecture.parameter import Parameter, linear, vectors
 from engine.budget.architecture.vision_encoder import VisionEncoder
 
 VISION_MODULES = ("model.visual", "model.vision_tower", "model.multi_modal_projector")
-"""What a tower and its projector are called, whatever the family."""
+"""Names of vision encoders and projectors in all families."""
 _INSIDE = tuple(f"{module}." for module in VISION_MODULES)
 
 
 def in_vision_encoder(name: str) -> bool:
-    """Whether a parameter or module, by its dotted name in the whole model, belongs to a tower or its projector."""
+    """Whether a parameter or module, by its dotted name in the whole model, belongs to a vision encoder or its
+    projector."""
     return name.startswith(_INSIDE) or name in VISION_MODULES
 
 
 def vision_layer_prefix(encoder: VisionEncoder, layer: int) -> str:
-    """What stands before a tower layer's relative names."""
+    """The prefix of a vision layer's parameter names."""
     return (
         f"model.vision_tower.encoder.layers.{layer}." if encoder.kind == "siglip" else f"model.visual.blocks.{layer}."
     )
@@ -54,10 +55,7 @@ def vision_layer_parameters(encoder: VisionEncoder) -> tuple[Parameter, ...]:
 
 @lru_cache(maxsize=64)
 def vision_end_parameters(encoder: VisionEncoder) -> tuple[Parameter, ...]:
-    """Parameters before and behind the layers: how patches come in, and how the decoder's tokens are made of them.
-
-    The first one takes the pixels.
-    """
+    """Parameters before and behind the layers: the patch embedding, which comes first, and the merger."""
     hidden = encoder.hidden
     if encoder.kind == "siglip":
         embeddings = "model.vision_tower.embeddings"

@@ -1,8 +1,9 @@
-"""Passes without gradients that a training run makes: evaluation, and generation with its cache of keys and values.
+"""Memory of the passes without gradients in a training run: evaluation, and generation with its cache of keys and
+values.
 
-Optimizer state stays where it is meanwhile, gradients are gone. Evaluation takes micro-batches of training's size and
-never keeps logits; generation starts with many rows and halves them when memory runs out, as `engine.evaluate` does.
-Where ranks share sequences the first one does this alone, with whole ones.
+Optimizer state stays on the device during these passes; there are no gradients. Evaluation takes micro-batches of
+training's size and never keeps logits. Generation starts with many rows and halves their number when memory runs out,
+as `engine.evaluate` does. Where ranks share sequences, rank 0 evaluates alone, with whole sequences.
 
 Try: `python -m pytest tests/budget/test_inference.py`
 """
@@ -31,7 +32,7 @@ from engine.budget.trace.polynomial import NO_BYTES, TOKEN, BytesPolynomial, hig
 from engine.spec.schema.recipe import Recipe
 
 GENERATION_ROWS = 64
-"""Answers generated at once to begin with; `engine.evaluate.scores` says the same."""
+"""Answers that generation starts with at once; the same number as in `engine.evaluate.scores`."""
 
 
 def evaluates(recipe: Recipe) -> bool:
@@ -40,7 +41,7 @@ def evaluates(recipe: Recipe) -> bool:
 
 
 def generates(recipe: Recipe) -> bool:
-    """Whether these evaluations write text."""
+    """Whether the evaluations inside training generate text."""
     return evaluates(recipe) and ("exact_match" in recipe.eval.metrics or recipe.eval.samples > 0)
 
 
@@ -55,7 +56,7 @@ def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
         around += embeddings_held(arch, config, learning=False)
 
     def casts(layer: int) -> BytesPolynomial:
-        """Weights that autocast has cast by then, and keeps until the pass is over."""
+        """The weights that autocast has cast up to this layer, and keeps until the pass is over."""
         return sum([count * passes[kind].casts for kind, count in stack.counts(0, layer).items()], NO_BYTES)
 
     kinds = [kind for kind in stack.kinds if not stack.larger(kind)]
@@ -80,14 +81,15 @@ def generation_bytes(arch: Architecture, config: MemoryConfig, *, rows: int, pro
 
 
 def _prefill(arch: Architecture, config: MemoryConfig, rows: int, prompt: int) -> int:
-    """The pass over the prompts."""
+    """Bytes of the forward pass over the prompts."""
     shape = shape_of(rows, prompt + 1, config.chunk_tokens)
     return highest_value(_prefilling(arch, config), shape) + rows * INPUT_COPIES * (prompt + 1)
 
 
 @lru_cache(maxsize=256)
 def _prefilling(arch: Architecture, config: MemoryConfig) -> Sizes:
-    """Prompts are padded on the left and therefore masked. Of each kind the last layer, and the cache so far."""
+    """Maxima of the pass over the prompts, which are padded on the left and therefore masked: for each kind of layer
+    those of its last layer, with the cache written so far."""
     # Autocast is for losses: text is generated in the weights' own dtype.
     config = replace(inference_config(config), packed=True, autocast=False)
     stack = layer_stack(arch, config)
@@ -102,11 +104,12 @@ def _prefilling(arch: Architecture, config: MemoryConfig) -> Sizes:
 
 
 def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, new_tokens: int) -> int:
-    """The last token of an answer: the whole cache, and the most that comes on top of it.
+    """Bytes at the last token of an answer: the whole cache, and the largest of three working sets.
 
-    That is a layer's keys or values twice while they grow (both, of a window), or in eager attention scores, and keys
-    and values for all heads, beside the fp32 logits of the token before; or the logits of both tokens, of the last in
-    the model's dtype, too. Prompts of several rows are padded, and therefore masked.
+    They are: a layer's keys or values twice while they grow (both of them in a layer with a window), beside the fp32
+    logits of the token before; in eager attention, scores and keys and values for all heads, beside the same; or the
+    logits of both tokens, with those of the last in the model's dtype in addition. Prompts of several rows are padded,
+    and therefore masked.
     """
     total, window = prompt + new_tokens, arch.sliding_window
     half = arch.kv_width * config.base_bytes
@@ -128,11 +131,12 @@ def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, 
 
 
 INPUT_COPIES = 24
-"""Per position of a row: ids and mask (int64), and one more while they grow."""
+"""Bytes per position of a row: ids and mask (int64), and a third such tensor while one of them grows."""
 
 
 def most_answers(recipe: Recipe) -> int:
-    """How many answers the engine would write at once if there were room: those that are asked for, up to a bound."""
+    """How many answers the engine generates at once where memory allows: as many as the recipe asks for, up to a
+    bound."""
     return GENERATION_ROWS if "exact_match" in recipe.eval.metrics else min(GENERATION_ROWS, recipe.eval.samples)
 
 

@@ -1,6 +1,6 @@
 """The memory traces that a prediction is made of: of one layer of each kind and of the model's end.
 
-How they are put together to a step is `engine.budget.predict.step`, to a pass without gradients
+They are put together to a step in `engine.budget.predict.step`, to a pass without gradients in
 `engine.budget.predict.inference`.
 
 Try: `python -m pytest tests/budget/test_predict.py`
@@ -61,7 +61,7 @@ class LayerStep(NamedTuple):
 
     forward: ForwardTrace
     backward: Sizes
-    """All local maxima; which of them decide differs with what earlier micro-batches have left."""
+    """The local maxima of the backward pass, before trained gradients are settled."""
 
 
 @lru_cache(maxsize=256)
@@ -121,8 +121,8 @@ def _forward_alone(
 
 
 def _layer_view(config: MemoryConfig, kind: LayerKind) -> LayerKind:
-    """The kind as far as a trace depends on it: of masks only whether there is one, and only where sdpa takes another
-    kernel then."""
+    """The kind without what changes nothing for a trace: a mask matters only where sdpa takes another kernel with
+    one."""
     return kind._replace(masked=kind.masked and config.attention == "sdpa", slides=False)
 
 
@@ -165,13 +165,13 @@ def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gr
 
 @lru_cache(maxsize=256)
 def step_config(config: MemoryConfig) -> MemoryConfig:
-    """The config as far as anything but the optimizer depends on it."""
+    """The config without the choices that only the optimizer's step depends on."""
     return replace(config, optimizer="adamw", momentum=False, optimizer_offload=False)
 
 
 @lru_cache(maxsize=256)
 def layer_config(config: MemoryConfig) -> MemoryConfig:
-    """The config as far as a layer's trace depends on it: many remedies change nothing for a layer."""
+    """The config without the choices that change nothing for a layer's trace, so that remedies share it."""
     return replace(
         step_config(config),
         loss="plain",
@@ -189,7 +189,7 @@ def inference_config(config: MemoryConfig) -> MemoryConfig:
 
 @lru_cache(maxsize=256)
 def head_config(config: MemoryConfig) -> MemoryConfig:
-    """The config as far as the trace of the model's end depends on it."""
+    """The config without the choices that change nothing for the trace of the model's end."""
     return replace(
         layer_config(config), loss=config.loss, checkpointing=False, activation_offload=config.activation_offload
     )

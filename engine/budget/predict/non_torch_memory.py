@@ -22,18 +22,18 @@ FRAGMENTED_SHARE = {True: 0.02, False: 0.06}
 
 
 class NonTorchMemory(NamedTuple):
-    """What one device holds beside tensors, as far as it does not depend on them, and what does."""
+    """Memory of one device that torch does not allocate; fragmentation is a share of what it does."""
 
     workspace_bytes: int
     context_bytes: int
     fragmented_share: float
 
     def total(self, peak_bytes: int) -> int:
-        """All of it where tensors take so much at the peak."""
+        """Its bytes when torch allocates `peak_bytes`."""
         return self.workspace_bytes + self.context_bytes + int(self.fragmented_share * peak_bytes)
 
     def components(self, peak_bytes: int) -> dict[str, int]:
-        """The same as the components `workspace`, `context` and `fragmentation`."""
+        """Its bytes as the components `workspace`, `context` and `fragmentation`."""
         return {
             "workspace": self.workspace_bytes,
             "context": self.context_bytes,
@@ -42,7 +42,7 @@ class NonTorchMemory(NamedTuple):
 
 
 def non_torch_memory(profile: Profile) -> NonTorchMemory:
-    """As runs on this machine had it; else typical values."""
+    """As earlier runs on this machine measured it; else typical values."""
     device = profile.device
     if device.kind != "cuda":
         return NonTorchMemory(0, 0, 0.0)

@@ -23,7 +23,8 @@ from engine.spec.schema.profile import Profile
 from engine.spec.schema.run import RunSpec
 
 BUCKET_BYTES = 32 * 2**20
-"""Of the buffer in which gradients are summed over replicas; `engine.distributed.gradient_all_reduce` says the same."""
+"""Size of the buffer that gradients of replicas are summed in; the same as in
+`engine.distributed.gradient_all_reduce`."""
 
 
 class ParallelLayout(NamedTuple):
@@ -42,7 +43,7 @@ class ParallelLayout(NamedTuple):
         return max(1, self.ranks // self.sequence)
 
     def part(self, size_bytes: int) -> int:
-        """A rank's part of tensors that are sharded."""
+        """Bytes of a rank's part of tensors: an equal share where they are sharded."""
         return -(-size_bytes // self.ranks) if self.sharded else size_bytes
 
     def positions(self, length: int) -> int:
@@ -54,7 +55,7 @@ SINGLE_DEVICE = ParallelLayout()
 
 
 def on_one_device(spec: RunSpec) -> RunSpec:
-    """The same run by one process: that is how it is evaluated."""
+    """The run spec for a single device, which is how a run is evaluated."""
     parallel = spec.profile.parallel.model_copy(update={"strategy": "single", "sequence": 1})
     device = spec.profile.device.model_copy(update={"count": 1})
     nodes = spec.profile.nodes.model_copy(update={"count": 1})
@@ -63,7 +64,7 @@ def on_one_device(spec: RunSpec) -> RunSpec:
 
 
 def layout_of(profile: Profile) -> ParallelLayout:
-    """Resolve a profile. One device shares with nobody, whatever its strategy."""
+    """The layout of a profile; a single device ignores the strategy."""
     ranks, parallel = profile.device.count * profile.nodes.count, profile.parallel
     if ranks == 1:
         return SINGLE_DEVICE
@@ -73,7 +74,7 @@ def layout_of(profile: Profile) -> ParallelLayout:
 
 @lru_cache(maxsize=256)
 def static_of_a_rank(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> Tensors:
-    """What a rank holds at every moment, its gradients when they are complete."""
+    """Tensors that a rank holds at every moment, and its gradients when they are complete."""
     if layout.sharded:
         return held_by_a_rank(arch, static_config(config), layout.ranks)
     return static_bytes(arch, config).total
@@ -94,7 +95,7 @@ def shards(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> 
 
 
 def _trained_elements(arch: Architecture, config: MemoryConfig) -> int:
-    """Values that learn, from the bytes of their gradients."""
+    """Number of trained values, from the bytes of their gradients."""
     gradients = static_bytes(arch, config).total.gradients
     return gradients // _trained_width(config)
 

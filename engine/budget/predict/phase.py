@@ -1,6 +1,6 @@
 """What is live in one phase of a step, as a function of the micro-batch's shape.
 
-Which phases there are is `engine.budget.predict.step`.
+The phases of a step are made in `engine.budget.predict.step`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PhaseCost:
     inputs: BytesPolynomial
     """The batch, its positions and masks."""
     buffers: int = 0
-    """What several devices communicate through."""
+    """Gather and reduce buffers of several devices."""
 
     def sizes(self) -> list[BytesPolynomial]:
         """All that is live, for each alternative."""
@@ -46,7 +46,7 @@ class PhaseCost:
 
 
 Phases = dict[str, tuple[PhaseCost, ...]]
-"""By name, each as alternatives of which the largest counts."""
+"""Phase name = its alternatives, of which the largest at a shape counts."""
 
 
 def dearest(costs: Sequence[PhaseCost], shape: Shape) -> PhaseCost:

@@ -1,7 +1,7 @@
-"""The budget of a device: bytes per phase and component at a micro-batch, and the cost function that plans use.
+"""The prediction of a device's memory: bytes per phase and component at a micro-batch, and the cost of a micro-batch.
 
-Closed form, pure Python, well under a millisecond once an (architecture, config) pair has been seen. Phases and
-components carry the names of BUDGET.md on screen, in events and in --json.
+A prediction evaluates polynomials that were traced once per (architecture, config). The names of phases and components
+are those on screen, in events and in --json.
 
 Try: `python -m pytest tests/budget/test_predict.py`
 """
@@ -43,7 +43,7 @@ COMPONENTS = (
     "context",
     "fragmentation",
 )
-"""Rows of the table. Workspace, context and fragmentation are outside what torch allocates."""
+"""Components of a prediction. Workspace, context and fragmentation are outside what torch allocates."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Prediction:
     peak_bytes: int
     deciding_phase: str
     components: dict[str, int]
-    """The deciding phase's row of the table, with what the device holds beside it; adds up to `device_bytes`."""
+    """The deciding phase's row of the table, and non-torch memory; adds up to `device_bytes`."""
     device_bytes: int
     """What the driver would show: the peak plus context, workspaces and fragmentation."""
 
@@ -75,9 +75,9 @@ class CostModel:
 
 
 def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
-    """The cost function of a run; cheap enough to be called for every candidate of every step.
+    """The micro-batch cost of a run; cheap enough to be asked for every candidate of every step.
 
-    It is that of a micro-batch after the first of its step, when earlier gradients are held: the dearer kind.
+    It is the cost of a micro-batch after the first of its step, which finds the gradients of earlier ones.
     """
     layout = layout_of(spec.profile)
     return _cost_model(arch, memory_config_of(arch, spec), batch_of_a_rank(spec, layout) > 1, layout)
@@ -138,7 +138,7 @@ class Predictor:
         return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
 
     def _row(self, parts: dict[str, int]) -> dict[str, int]:
-        """A row of the table, in the order of its components: what is held anyway, and what comes on top."""
+        """A row of the table in the order of its components: the static bytes, and the `parts` on top of them."""
         total = self.total
         row = {"weights": total.weights, "adapters": total.adapters}
         if "gradients" in parts:
@@ -150,7 +150,7 @@ class Predictor:
         return row
 
     def _evaluation(self, config: MemoryConfig, rows: int, length: int) -> dict[str, int]:
-        """What evaluation holds on top; rank 0 evaluates, with whole sequences."""
+        """Bytes of evaluation above the static bytes; rank 0 evaluates, with whole sequences."""
         shape = shape_of(self._rows_alone(rows, length), length, self.config.chunk_tokens)
         spread = shards(self.arch, self.config, self.layout)
         size = highest_value(evaluation(self.arch, config), shape)
@@ -169,7 +169,7 @@ class Predictor:
         return next(fitting, 1)
 
     def _generation(self, length: int) -> dict[str, int]:
-        """What generation holds on top: as many answers at once as there is room for, whatever the micro-batch."""
+        """Bytes of generation above the static bytes, with as many answers at once as there is room for."""
         rows, new_tokens = self.generation_rows(length), self.recipe.generate.max_new_tokens
         spread = shards(self.arch, self.config, self.layout)
         size = generation_bytes(self.arch, self.config, rows=rows, prompt=length, new_tokens=new_tokens)

@@ -1,10 +1,10 @@
-"""What a rank holds and sends where weights are spread over ranks (torch's FSDP2), group by group.
+"""Memory of a rank where weights are sharded (torch's FSDP2), group by group.
 
-A group's weights come in a flat buffer and are copied out of it, each tensor by itself; its gradients leave through a
-flat fp32 buffer, and what remains here of all of them is one flat piece. First dimensions are padded to equal parts.
-Which buffers are there at once follows `engine.distributed.sharded` and `torch/distributed/fsdp/_fully_shard` of torch
-2.13: in forward a flat buffer waits until the next group is gathered, in backward the next group is on its way while
-one is at work, and the gradients that left last keep their buffer until the next ones leave.
+A group's weights are gathered in a flat buffer and copied out of it, tensor by tensor. Its gradients are reduced in a
+flat fp32 buffer, and the rank keeps its part of them as one flat tensor. First dimensions are padded to equal parts.
+Which buffers are live at once follows `engine.distributed.sharded` and `torch/distributed/fsdp/_fully_shard` of torch
+2.13: in forward a gather buffer lives until the next group is gathered; in backward the next group is gathered while
+one is differentiated, and a reduce buffer lives until the next group's gradients are reduced.
 
 Try: `pytest tests/budget/test_parallel_layout.py tests/distributed/test_sharded_steps.py`
 """
@@ -29,76 +29,76 @@ from engine.budget.trace.trainable import trainable_outer
 from engine.errors import EnvironmentProblem
 
 KNOWN_TORCH = ("2.13",)
-"""Versions of torch whose `_fully_shard` folder `engine.distributed.sharded` was read for and is tested with. On later
-ones weights are sharded all the same, but after memory ran out all ranks have to start again."""
+"""Versions of torch whose `_fully_shard` folder was read for `engine.distributed.sharded`, and that it is tested with.
+With other versions weights are sharded too, but all ranks have to restart after an out-of-memory failure."""
 
 SHARDS_SINCE = "2.13"
-"""Before, `fully_shard` could not be told to send gradients of zero for what only other ranks have used."""
+"""Earlier versions of `fully_shard` cannot reduce zero gradients for weights that only other ranks have used."""
 
 Value = tuple[tuple[int, ...], int, bool, bool]
-"""Shape, bytes per element, whether it learns, whether it is part of an adapter."""
+"""A tensor: shape, bytes per element, whether it is trained, whether it is part of an adapter."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Bytes of one group."""
+    """Bytes of one group of weights that are gathered together."""
 
     held: Tensors
-    """By the rank with the largest part; gradients are the flat piece."""
+    """Tensors of the rank with the largest part; its gradients are one flat tensor."""
     gathered: int
     flat: int
     reduced: int
-    """Gradients on their way out."""
+    """The buffer that gradients are reduced in."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """All groups of a model over `ranks`."""
+    """All groups of a model."""
 
     table: Group
     """The embedding, with the head where that is tied to it."""
     layers: tuple[Group, ...]
     beside: tuple[Group, ...]
-    """Small groups of their own: position tables, the last norm (which comes last)."""
+    """Small modules, each a group: position tables, and last the norm behind the layers."""
     head: Group | None
-    """Where it is not tied."""
+    """The head; None where it is tied."""
     keeps: bool
     """Gathered weights stay from forward to backward (ZeRO-2)."""
 
     @property
-    def ends(self) -> tuple[Group, ...]:
-        """All but the layers."""
+    def outer(self) -> tuple[Group, ...]:
+        """All groups but the layers."""
         return (self.table, *self.beside, *([self.head] if self.head else []))
 
     def forward(self, layer: int) -> int:
-        """While a layer is computed."""
+        """Gathered bytes and buffers while a layer's forward pass runs."""
         return self._kept_up_to(layer) + self.layers[layer].flat + self._table_held
 
     def loss(self) -> int:
-        """While token losses are."""
+        """Gathered bytes and buffers while the loss is computed."""
         kept = sum(group.gathered for group in (*self.layers, *self.beside)) if self.keeps else 0
         ends = self.head.flat + self.head.gathered if self.head else self.beside[-1].flat
         return kept + ends + self._table_held
 
     def backward(self, layer: int) -> int:
-        """While a layer is differentiated."""
+        """Gathered bytes and buffers while a layer's backward pass runs."""
         behind = self.layers[layer + 1].reduced if layer + 1 < len(self.layers) else self.beside[-1].reduced
         coming = 0 if self.keeps else self.layers[layer - 1].flat if layer else 0
         return self._kept_up_to(layer) + coming + behind + self._table_held
 
     def embedding(self) -> int:
-        """While the table's gradient is made, or leaves."""
+        """Gathered bytes and buffers while the table's gradient is made or reduced."""
         return max(self.layers[0].reduced + self._table_held, self.table.reduced)
 
     def evaluate(self) -> int:
-        """While nothing is kept for backward."""
+        """Gathered bytes and buffers of an evaluation."""
         layer = max(group.flat + group.gathered for group in self.layers)
         if self.head is None:
             return self.table.gathered + layer
         return max(layer, self.head.flat + self.head.gathered)
 
     def generate(self) -> int:
-        """The same with the head there all the time."""
+        """Gathered bytes and buffers of generation, which keeps the head gathered."""
         ends = self.head or self.table
         return ends.gathered + max(group.flat + group.gathered for group in self.layers)
 
@@ -111,7 +111,7 @@ class Shards:
 
 
 def require_shards() -> None:
-    """Raise EnvironmentProblem where torch is too old to spread weights over ranks."""
+    """Raise EnvironmentProblem where torch is too old to shard weights."""
     if older(installed("torch"), SHARDS_SINCE):
         raise EnvironmentProblem(
             f'parallel.strategy = "sharded" needs torch {SHARDS_SINCE}, this is {installed("torch")}',
@@ -120,7 +120,7 @@ def require_shards() -> None:
 
 
 def recovers_with(torch_version: str) -> bool:
-    """Whether this version's shards can be put back in order after memory ran out."""
+    """Whether shards of this torch version can be recovered after an out-of-memory failure."""
     return torch_version.startswith(KNOWN_TORCH)
 
 
@@ -150,7 +150,7 @@ def held_by_a_rank(arch: Architecture, config: MemoryConfig, ranks: int) -> Tens
     """Weights, adapters, optimizer state and complete gradients of one rank."""
     total = Tensors(weights=BLOCK_BYTES * arch.buffers)
     spread = shards_of(arch, config, ranks, keeps=False)
-    for group in (*spread.layers, *spread.ends):
+    for group in (*spread.layers, *spread.outer):
         total = total.plus(group.held)
     if arch.vision_encoder:
         encoder = vision_tensors(arch.vision_encoder, config)

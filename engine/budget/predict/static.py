@@ -30,11 +30,11 @@ from engine.budget.trace.trainable import (
 )
 
 STAGE_BYTES = 32 * 2**20
-"""Optimizer state that is brought from the host at once. Large enough that a copy over PCIe is bound by bandwidth."""
+"""Optimizer state that is copied from the host at once: large enough that a copy over PCIe is bound by bandwidth."""
 
 
 class Tensors(NamedTuple):
-    """Bytes of a group of layers or of what stands outside them."""
+    """Bytes of a group of tensors, by component."""
 
     weights: int = 0
     adapters: int = 0
@@ -42,12 +42,12 @@ class Tensors(NamedTuple):
     optimizer: int = 0
 
     def plus(self, other: Tensors, times: int = 1) -> Tensors:
-        """This group and `times` of another."""
+        """The sum of this group and `times` another."""
         return Tensors(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
     @property
     def static(self) -> int:
-        """What is there at every moment of the run."""
+        """Bytes that are live at every moment of the run."""
         return self.weights + self.adapters + self.optimizer
 
 
@@ -56,15 +56,15 @@ class StaticBytes(NamedTuple):
 
     embedding_gradient: int
     head_gradient: int
-    """Of an untied head; a tied one shares the embedding's."""
+    """Gradient of an untied head; a tied one shares the embedding's."""
     vision: Tensors
-    """Of a vision encoder. Its gradients come only where there are images."""
+    """Tensors of a vision encoder. It has gradients only where there are images."""
     total: Tensors
 
 
 @lru_cache(maxsize=256)
 def static_config(config: MemoryConfig) -> MemoryConfig:
-    """The config as far as what stays for a whole run depends on it."""
+    """The config without the choices that change nothing for static bytes, so that remedies share them."""
     return replace(config, checkpointing=False, activation_offload=False, loss="plain")
 
 
@@ -92,20 +92,20 @@ def _static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
 
 @lru_cache(maxsize=256)
 def vision_tensors(vision: VisionEncoder, config: MemoryConfig) -> Tensors:
-    """Bytes of a vision vision: its layers, its ends, and its buffers."""
+    """Bytes of a vision encoder: its layers, its ends, and its buffers."""
     ends = trainable_vision_ends(vision, config.patterns)
     total = _tensors(vision_end_parameters(vision), ends, config)
-    for chosen in vision_trainable_by_layer(vision, config.patterns):
-        total = total.plus(vision_layer_tensors(vision, config, chosen))
+    for trainable in vision_trainable_by_layer(vision, config.patterns):
+        total = total.plus(vision_layer_tensors(vision, config, trainable))
     positions = 8 * vision.patches if vision.patches else 0  # int64
     total = total.plus(Tensors(weights=round_to_blocks(positions) if positions else 2 * BLOCK_BYTES))
     return total if config.image_patches else total._replace(gradients=0)
 
 
 @lru_cache(maxsize=256)
-def vision_layer_tensors(vision: VisionEncoder, config: MemoryConfig, chosen: Trainable) -> Tensors:
-    """Bytes of one layer of a vision."""
-    return _tensors(vision_layer_parameters(vision), chosen, config)
+def vision_layer_tensors(vision: VisionEncoder, config: MemoryConfig, trainable: Trainable) -> Tensors:
+    """Bytes of one layer of a vision encoder."""
+    return _tensors(vision_layer_parameters(vision), trainable, config)
 
 
 def layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainable) -> Tensors:
@@ -140,8 +140,8 @@ def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: Memo
 
 @lru_cache(maxsize=256)
 def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
-    """What is made and dropped in the optimizer's step: by fused ones nothing, by adafactor the update of one tensor;
-    and room for the state that comes over from the host, where that is where it lives."""
+    """Bytes that the optimizer's step allocates and frees: none by fused optimizers, the update of one tensor by
+    adafactor, and the staging buffer of state that lives on the host."""
     if not config.optimizer_offload and config.optimizer != "adafactor":
         return 0
     shapes = set(_learning_shapes(arch, config))
@@ -152,13 +152,13 @@ def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
 
 
 def _learning_shapes(arch: Architecture, config: MemoryConfig) -> list[tuple[tuple[int, ...], int]]:
-    """(shape, bytes per element) of every kind of tensor that learns, each once."""
+    """(shape, bytes per element) of every trained tensor."""
     outer = trainable_outer(arch, config.patterns)
     full = [p.shape for p in outer_parameters(arch) if p.name in outer]
     adapted: list[Parameter] = []
     for parts, found in _groups(arch, config):
-        trained = frozenset[str]().union(*[chosen.trained for chosen in found])
-        beside = frozenset[str]().union(*[chosen.adapted for chosen in found])
+        trained = frozenset[str]().union(*[trainable.trained for trainable in found])
+        beside = frozenset[str]().union(*[trainable.adapted for trainable in found])
         full += [p.shape for p in parts if p.name in trained]
         adapted += [p for p in parts if p.name in beside]
     sides = [(side, config.rank) for p in adapted for side in p.shape]
@@ -166,10 +166,10 @@ def _learning_shapes(arch: Architecture, config: MemoryConfig) -> list[tuple[tup
 
 
 def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Parameter, ...], set[Trainable]]]:
-    """Parameters that adapters may stand beside, with what is chosen of them in each of their layers."""
-    chosen = set(trainable_by_layer(arch, config.patterns))
-    for dense in {selection.dense for selection in chosen}:
-        yield layer_parameters(arch, dense), {selection for selection in chosen if selection.dense == dense}
+    """Parameters that adapters may stand beside, with what is trainable of them in the layers that have them."""
+    layers = set(trainable_by_layer(arch, config.patterns))
+    for dense in {layer.dense for layer in layers}:
+        yield layer_parameters(arch, dense), {layer for layer in layers if layer.dense == dense}
     if arch.vision_encoder:
         yield (
             vision_layer_parameters(arch.vision_encoder),
@@ -179,7 +179,7 @@ def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Pa
 
 
 def _stage(arch: Architecture, config: MemoryConfig, shapes: set[tuple[tuple[int, ...], int]]) -> int:
-    """Staging of `engine.train.step.optimizer_offload`: STAGE_BYTES, or the largest tensor's state if more."""
+    """Staging buffer of `engine.train.step.optimizer_offload`: STAGE_BYTES, or the largest tensor's state if more."""
     kept = replace(config, optimizer_offload=False)
     largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
     return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
@@ -206,7 +206,7 @@ def _adapter_shapes(parameter: Parameter, config: MemoryConfig) -> list[tuple[in
 
 
 def state_bytes(shape: tuple[int, ...], dtype_bytes: int, config: MemoryConfig) -> int:
-    """Optimizer state of one tensor, each piece round_to_blocks to a block.
+    """Optimizer state of one tensor, each piece rounded up to whole blocks.
 
     adamw: two moments in the parameter's dtype and an fp32 step counter. adamw_8bit: two moments of one byte with an
     fp32 scale per 256 values (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column

@@ -1,4 +1,5 @@
-"""One micro-batch, phase by phase: a trace through one layer and one through the head, put together for all layers.
+"""One micro-batch, phase by phase: traces of one layer of each kind and of the model's end, put together for all
+layers.
 
 Every phase is a set of candidate live sizes above the static bytes; its peak at a shape is the largest of them there.
 Between phases only arithmetic is needed: while a layer is differentiated, those before it hold what they saved and
@@ -40,7 +41,7 @@ def step_cost(
 
 
 class _Step:
-    """What the phases of a micro-batch have in common. Images come on top."""
+    """The phases of a micro-batch without images, and what they have in common."""
 
     def __init__(self, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> None:
         self.arch, self.config, self.accumulating = arch, config, accumulating
@@ -56,7 +57,7 @@ class _Step:
         self.label = "recompute" if config.checkpointing else "activations"
 
     def phases(self) -> Phases:
-        """All but `optimizer_step`, which depends on nothing here."""
+        """The phases from forward to the embedding's backward pass."""
         phases = {"forward": self._forward(), "loss_backward": (self._head(),)} | self._backward()
         if self.static.embedding_gradient:
             phases["embedding_backward"] = (self._embedding(),)
@@ -79,7 +80,7 @@ class _Step:
         )
 
     def _head(self) -> PhaseCost:
-        """From the last layer to the loss and back."""
+        """From the last layer's output to the loss and back."""
         layers = self.arch.layers
         kept = self._kept(layers) + self._casts(layers)
         working = head_step(self.arch, self.config, self.adding)
@@ -128,14 +129,14 @@ class _Step:
         return PhaseCost(before + self.waiting, NO_BYTES, (working,), "gradients", batch, buffers)
 
     def _kept(self, layer: int) -> BytesPolynomial:
-        """What the layers below one keep for backward; of checkpoints nothing where activations wait on the host."""
+        """Bytes that the layers below one keep for backward; none where checkpoints wait on the host."""
         if self.config.activation_offload and self.config.checkpointing:
             return NO_BYTES
         counts = self.stack.counts(0, layer).items()
         return sum([count * self.ahead[kind].saved for kind, count in counts], NO_BYTES)
 
     def _casts(self, layer: int) -> BytesPolynomial:
-        """What autocast keeps of the layers below one until the loss."""
+        """Bytes of the cast weights that autocast keeps of the layers below one until the loss."""
         counts = self.stack.counts(0, layer).items()
         return sum([count * self.ahead[kind].casts for kind, count in counts], NO_BYTES)
 
@@ -181,7 +182,8 @@ def _with_vision(
 
 
 def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool = True) -> BytesPolynomial:
-    """The model's frame holds what the embedding gave until all layers are done, saved by the first one or not."""
+    """The embedding's output, which the model's frame holds until all layers are done, unless the first layer saves it
+    anyway."""
     follows = layer_stack(arch, config).layers[0].follows
     saved = learning and (config.checkpointing or (follows and config.base_bytes == FLOAT))
     summed = arch.layout == "gpt2"  # positions are added: the sum goes in, and the frame holds both parts
@@ -198,9 +200,9 @@ def masks_of(config: MemoryConfig, kinds: Iterable[LayerKind]) -> int:
 
 @lru_cache(maxsize=256)
 def inputs(arch: Architecture, config: MemoryConfig, masks: int) -> BytesPolynomial:
-    """What a batch holds beside activations: ids and targets, positions and their rotary tables, and so many masks.
+    """Bytes of a batch: ids and targets, positions and their rotary tables, and so many masks.
 
-    Rows share positions and masks unless each is packed differently, or eager.
+    Rows share positions and masks, unless rows are packed or, for masks, attention is eager.
     """
     shared = INPUT_BYTES * TOKEN
     if config.attention == "eager":
@@ -221,7 +223,7 @@ def _mask_of(config: MemoryConfig, kind: LayerKind) -> bool | None:
 
 
 def _rotary_bytes(arch: Architecture, config: MemoryConfig) -> int:
-    """A position's rows of cos and sin, once for every kind of layer that has its own."""
+    """Bytes per position of the rotary tables, cos and sin, of all kinds of layers that have their own."""
     turned = int(arch.head_dim * arch.rotary_share)
     width = {"gpt2": 0, "gpt_oss": turned // 2}.get(arch.layout, turned)
     return 2 * width * config.base_bytes * arch.rotary_tables

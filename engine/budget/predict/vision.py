@@ -85,7 +85,7 @@ def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *,
 
 
 def _is_behind(name: str) -> bool:
-    """Whether a parameter outside the layers comes after them."""
+    """Whether a parameter outside the layers is used after them."""
     return "merger" in name or "projector" in name or "post_layernorm" in name
 
 
@@ -109,7 +109,7 @@ def _backward(
 
 
 def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """What the encoder's frames refer to from its first layer to its last."""
+    """Bytes that the encoder's frames refer to from its first layer to its last."""
     if encoder.kind == "siglip":  # the embeddings of patches, which the first layer gets
         return encoder.hidden * config.base_bytes * config.image_patches * ROW
     return _tables(encoder, config) + _cast_pixels(encoder, config)
@@ -118,7 +118,7 @@ def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
 def _kept_around(
     encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, layers: Sequence[Trainable]
 ) -> BytesPolynomial:
-    """Saved beside the layers: pixels for the gradient of what takes them, tables for the rotary embedding's."""
+    """Bytes saved outside the layers: pixels for the patch embedding's gradient, tables for the rotary embedding's."""
     first = vision_end_parameters(encoder)[0].name in ends.trained
     kept = _cast_pixels(encoder, config) if first else NO_BYTES
     turned = encoder.kind != "siglip" and (first or any(layer.trained or layer.adapted for layer in layers))
@@ -126,7 +126,7 @@ def _kept_around(
 
 
 def _cast_pixels(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """Pixels in the encoder's dtype; nothing where that is theirs."""
+    """Pixels cast to the encoder's dtype; none where it is fp32, as theirs."""
     itemsize = 0 if config.base_bytes == FLOAT else config.base_bytes
     return itemsize * encoder.patch_values * config.image_patches * ROW
 
@@ -154,7 +154,7 @@ def _layer_trace(
     accumulating: bool,
     learning: bool,
 ) -> VisionLayerTrace:
-    """Forward and backward of one layer by itself."""
+    """Trace the forward and backward pass of one layer by itself."""
     learns = learning and (follows or bool(trainable.trained or trainable.adapted))
     window = encoder.window if windowed else None
     in_turn = encoder.kind != "siglip" and not learns
@@ -208,11 +208,11 @@ def _by_row(size: BytesPolynomial, patches: int, window: int | None, *, one_by_o
 
 @dataclass(frozen=True)
 class MergerTrace:
-    """From the last layer's output to the decoder's tokens."""
+    """Bytes from the last layer's output to the decoder's tokens."""
 
     forward: Sizes
     held: BytesPolynomial
-    """Referred to by the model's frame while the decoder runs, and not saved anyway."""
+    """What the model's frame refers to while the decoder runs and the merger has not saved."""
     saved: BytesPolynomial
     backward: Sizes
 
@@ -220,7 +220,7 @@ class MergerTrace:
 def _merger_trace(
     encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, follows: bool, accumulating: bool, learning: bool
 ) -> MergerTrace:
-    """Forward and backward by themselves; gradients of the tokens come as rows taken out of the decoder's input."""
+    """Trace the merger's forward and backward pass; its gradient is copied out of the decoder's input gradient."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learning)
     weights = Weights(trace, config, ends, vision_end_parameters(encoder), transposed=False)
     merge = _siglip_merger if encoder.kind == "siglip" else _qwen_merger

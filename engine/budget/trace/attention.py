@@ -1,7 +1,9 @@
-"""Attention as transformers 5.23 computes it: rotary embedding, repeated heads, and the kernels sdpa and eager use.
+"""Attention as transformers 5.23 computes it: rotary embedding, repeated heads, and the kernels of sdpa and eager.
 
-The local variables are those of `modeling_llama.py`, `integrations/sdpa_attention.py` and their variants, because what
-a local variable holds is not freed.
+The local variables are those of `modeling_llama.py`, `integrations/sdpa_attention.py` and their variants, because a
+local variable keeps its tensor alive.
+
+Try: `python -m pytest tests/budget/test_accuracy.py`
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ HEADS_OUTSIDE = ("phi3", "gpt_oss")
 
 
 def rotary(trace: MemoryTrace, arch: Architecture, x: TracedTensor, width: int) -> TracedTensor:
-    """`apply_rotary_pos_emb` of one of query and key."""
+    """`apply_rotary_pos_emb` on the query or the key."""
     if arch.layout == "gpt_oss":
         return _rotary_in_halves(trace, x, width)
     if arch.layout == "phi3":
@@ -107,7 +109,7 @@ def _kernel(
     value: TracedTensor,
     mask: TracedTensor | None,
 ) -> TracedTensor:
-    """One of them, all in one dtype."""
+    """A flash kernel, whose inputs have one dtype."""
     sizes = [query.size, key.size, value.size]
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -123,7 +125,7 @@ def _kernel(
 
 
 def _factor(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """What goes into a product: in half precision under autocast."""
+    """The input of a product: cast to half precision under autocast."""
     return cast(trace, x, HALF) if trace.autocast else x
 
 
@@ -145,9 +147,9 @@ def eager(
     key: TracedTensor,
     value: TracedTensor,
 ) -> tuple[TracedTensor, TracedTensor]:
-    """Scores of rows × heads × length² are made, scaled, masked, softmaxed in fp32 and cast back; and given back, too.
+    """Eager attention: its output, and the attention weights (rows × heads × length²).
 
-    The mask has the itemsize of what goes from layer to layer.
+    Scores are made, scaled, masked, softmaxed in fp32 and cast back. The mask has the itemsize of hidden states.
     """
     key_states, value_states = repeat_heads(trace, arch, key), repeat_heads(trace, arch, value)
     outside = arch.layout in HEADS_OUTSIDE
@@ -182,7 +184,7 @@ def _scores(
 def _query_by_key(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, outside: bool
 ) -> TracedTensor:
-    """What is copied for the product is gone after it, unless it is saved."""
+    """The product of queries and keys; copies made for it are freed after it, unless they are saved."""
     query = _factor(trace, query)
     query = query if outside else copy(trace, query)
     key = _heads_first(trace, arch, _factor(trace, key), outside)
@@ -190,8 +192,8 @@ def _query_by_key(
 
 
 def _heads_first(trace: MemoryTrace, arch: Architecture, x: TracedTensor, outside: bool) -> TracedTensor:
-    """Keys or values for all heads as batched products want them, with heads outside tokens: what was not made so by
-    repeating is copied."""
+    """Keys or values laid out head by head, as batched products need them: a copy, unless repeating heads laid them out
+    so."""
     repeated = 1 < arch.kv_heads < arch.heads
     return x if repeated or (outside and arch.kv_heads == arch.heads) else copy(trace, x)
 
@@ -212,7 +214,7 @@ def _softmax_with_sinks(
 
 
 def _maximum(trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial) -> TracedTensor:
-    """`x.max(-1, keepdim=True)`: saves where it was; backward scatters into zeros of the full size."""
+    """`x.max(-1, keepdim=True)`: saves the index of each maximum; backward scatters into zeros of the full size."""
     index = trace.new(rows, INDEX)
     saved = trace.save(index) if x.node is not None else None
     return trace.unary(x, rows, x.itemsize, saved)
@@ -239,7 +241,7 @@ def _attend_shared(
     key: TracedTensor,
     value: TracedTensor,
 ) -> TracedTensor:
-    """Every rank attends with its own heads, at all positions; the caller holds what it sent until it is back."""
+    """Ulysses attention: a rank attends with its own heads at all positions; the caller holds its inputs meanwhile."""
     own_query, own_key, own_value = to_heads(trace, arch, config.sequence, query, key, value)
     output = flash(trace, arch, own_query, own_key, own_value)
     del own_query, own_key, own_value
@@ -255,7 +257,7 @@ def attend(
     key: TracedTensor,
     value: TracedTensor,
 ) -> tuple[TracedTensor, TracedTensor | None]:
-    """The attention kernel the run uses: its output, and the weights where the kernel makes them."""
+    """The output of the attention kernel of the run, and the attention weights where the kernel makes them."""
     if config.sequence > 1:
         return _attend_shared(trace, arch, config, query, key, value), None
     if config.attention == "eager":

@@ -1,8 +1,9 @@
-"""The feed-forward half of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it by default:
-tokens sorted by expert and multiplied in groups, so that memory does not depend on the routing.
+"""The feed-forward half of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it by default.
 
-Each token is there once per expert it goes to (K copies). The local variables are those of
-`grouped_mm_experts_forward`: what they hold lives until it returns.
+Tokens are sorted by expert and multiplied in groups, so that memory does not depend on the routing; each token is
+copied once per expert it is routed to. The local variables are those of `grouped_mm_experts_forward`.
+
+Try: `python -m pytest tests/budget/test_accuracy.py`
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def mixture(
 def _router(
     trace: MemoryTrace, arch: Architecture, experts: Experts, x: TracedTensor, gradients: dict[str, int]
 ) -> tuple[TracedTensor, TracedTensor, TracedTensor]:
-    """Logits, scores of the chosen experts, and which they are.
+    """Logits, and the scores and indices of the chosen experts.
 
-    fp32 softmax over all experts for Mixtral and Qwen3, whose scores are then normalised; over the chosen for gpt-oss.
+    Mixtral and Qwen3 take an fp32 softmax over all experts and normalise the chosen scores; gpt-oss takes a softmax
+    over the chosen ones.
     """
     name = "mlp.router.weight" if arch.layout == "gpt_oss" else "mlp.gate.weight"
     if trace.autocast:
@@ -63,7 +65,7 @@ def _router(
 
 
 def _top(trace: MemoryTrace, scores: TracedTensor, experts: Experts) -> tuple[TracedTensor, TracedTensor]:
-    """The largest scores and which they are; backward scatters into all of them."""
+    """`torch.topk`: the largest scores and their indices; backward scatters into zeros for all experts."""
     chosen = experts.per_token * TOKEN
     indices = trace.new(chosen, INDEX)
     saved = trace.save(indices) if scores.node is not None else None
@@ -72,7 +74,7 @@ def _top(trace: MemoryTrace, scores: TracedTensor, experts: Experts) -> tuple[Tr
 
 
 def _normalised(trace: MemoryTrace, scores: TracedTensor) -> TracedTensor:
-    """`scores /= scores.sum()`: in place, so that a copy of what was there is saved beside the sums."""
+    """`scores /= scores.sum()`, in place: a copy of the scores before is saved, and the sums."""
     if scores.node is None:
         return scores
     saved = trace.save(trace.new(scores.elements, scores.itemsize), trace.new(TOKEN, scores.itemsize))
@@ -113,7 +115,7 @@ def _grouped_experts(
 def _biases(
     trace: MemoryTrace, expert_ids: TracedTensor, elements: BytesPolynomial, x: TracedTensor, weight: int, biased: bool
 ) -> TracedTensor | None:
-    """Each row's expert's bias, gathered: as large as what it is added to."""
+    """The bias of each row's expert, gathered: as large as the output it is added to."""
     if not biased:
         return None
 

@@ -29,7 +29,7 @@ from engine.budget.trace.trainable import trainable_outer
 
 
 class Head:
-    """The end of the model. `trained` weights are those outside the layers that the recipe trains."""
+    """The end of the model: its last norm, its head, and the loss."""
 
     def __init__(self, trace: MemoryTrace, arch: Architecture, config: MemoryConfig) -> None:
         self.trace = trace
@@ -42,7 +42,7 @@ class Head:
         self.weight = round_to_blocks(arch.vocab * arch.hidden * config.base_bytes)
 
     def forward(self, hidden: TracedTensor) -> TracedTensor:
-        """The loss of a micro-batch."""
+        """The loss of a micro-batch, from the last layer's output."""
         hidden = self.norm(hidden)
         hidden = self.gather_targets(hidden)
         if self.config.loss == "plain":
@@ -52,16 +52,16 @@ class Head:
         return self.recomputed(hidden) if self.wrapped else self.chunked(hidden)
 
     def gather_targets(self, hidden: TracedTensor) -> TracedTensor:
-        """`hidden.index_select(0, positions)`: a copy of the target rows, whose numbers are saved.
+        """`hidden.index_select(0, positions)`: a copy of the target rows; their indices are saved.
 
-        Where every position has a target nothing is copied, which is not counted on.
+        The engine copies nothing where every position is a target; the trace always counts the copy.
         """
         index = self.trace.new(TOKEN, INDEX) if hidden.node is not None else None
         return gather(self.trace, hidden, index, hidden.elements)
 
     @property
     def wrapped(self) -> bool:
-        """Beside adapters a trained head is a copy inside peft's wrapper, no plain linear layer any more."""
+        """Whether the head is wrapped by peft: beside adapters a trained head is no plain linear layer."""
         return self.config.lora and self.table_name in self.trained
 
     def norm(self, hidden: TracedTensor) -> TracedTensor:
@@ -73,7 +73,7 @@ class Head:
         return rms_norm(self.trace, hidden, TOKEN, weight, trained, self.config.base_bytes, wide=self.arch.wide_norm)
 
     def plain(self, hidden: TracedTensor) -> TracedTensor:
-        """Logits of all targets at once, in fp32, and cross entropy."""
+        """The plain loss: logits of all targets at once, in fp32, and cross entropy."""
         trace = self.trace
         trained = self.table_name in self.trained
         if self.trace.autocast:
@@ -110,10 +110,11 @@ class Head:
         return trace.result(NO_BYTES, FLOAT, [hidden], back, trains=trained)
 
     def fused(self, hidden: TracedTensor) -> TracedTensor:
-        """torch's `linear_cross_entropy`: a chunk of logits forward and again backward, in the hidden states' dtype.
+        """torch's `linear_cross_entropy`: a chunk of logits in forward and again in backward, in the hidden states'
+        dtype.
 
-        With each chunk of backward the head's rows of the targets; a learning head's gradient twice, of all and of the
-        chunk.
+        Each chunk of backward also gathers the head's rows of its targets. A trained head's gradient is there twice:
+        of all chunks, and of this one.
         """
         trace, size, weight = self.trace, hidden.size, self.weight
         narrow, trained = self.config.base_bytes, self.table_name in self.trained
@@ -134,9 +135,10 @@ class Head:
         return trace.result(NO_BYTES, FLOAT, [hidden], back, saved, trains=trained)
 
     def recomputed(self, hidden: TracedTensor) -> TracedTensor:
-        """A head that is no plain linear layer: chunks under checkpointing, computed again in backward, last first.
+        """The chunked loss of a wrapped head: chunks are checkpointed, and computed again in backward, the last one
+        first.
 
-        With several chunks the weight's gradients are added up out of place, and the hidden states' are joined.
+        With several chunks the weight's gradients are added out of place, and those of the hidden states are joined.
         """
         trace, vocab, size, weight = self.trace, self.arch.vocab, hidden.size, self.weight
         narrow = self.config.base_bytes
@@ -164,6 +166,6 @@ class Head:
 
 
 def negative_log_likelihood(trace: MemoryTrace, scores: TracedTensor) -> TracedTensor:
-    """One number; backward makes a tensor as large as the scores."""
+    """`F.nll_loss`: a number; backward makes a tensor as large as the scores."""
     saved = trace.save(scores) if scores.node is not None else None
     return trace.unary(scores, NO_BYTES, FLOAT, saved)

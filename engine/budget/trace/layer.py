@@ -1,4 +1,7 @@
-"""One decoder layer, written like its modelling file so that a `MemoryTrace` through it meets the same live tensors."""
+"""One decoder layer, written like its modelling file, so that a memory trace finds the same live tensors.
+
+Try: `python -m pytest tests/budget/test_accuracy.py`
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,14 @@ from engine.budget.trace.weights import Weights
 
 
 class Layer(Weights):
-    """Operations of one layer: which of its weights are trained or adapted decides what they save."""
+    """A decoder layer; which of its weights are trained or adapted decides what its operations save."""
 
     def __init__(self, trace: MemoryTrace, arch: Architecture, config: MemoryConfig, kind: LayerKind) -> None:
         parameters = layer_parameters(arch, kind.trainable.dense)
         super().__init__(trace, config, kind.trainable, parameters, transposed=arch.layout == "gpt2")
         self.arch = arch
         self.cached: list[TracedTensor] | None = None
-        """Where keys and values go while text is generated."""
+        """The cache of keys and values while text is generated; None in training."""
         self.masked = kind.masked
 
     def forward(self, x: TracedTensor) -> TracedTensor:
@@ -74,7 +77,7 @@ class Layer(Weights):
     def attention(self, x: TracedTensor) -> tuple[TracedTensor, TracedTensor | None]:
         """Projections, rotary embedding, the kernel, the output projection.
 
-        A kernel that makes attention weights hands them up, where the layer's frame holds them until its end.
+        Returns the attention weights, too, where the kernel makes them: the layer's frame holds them until its end.
         """
         arch, trace = self.arch, self.trace
         if arch.layout == "phi3":
@@ -123,7 +126,7 @@ class Layer(Weights):
         return self.linear(output_projection, output), weights
 
     def _remember(self, key: TracedTensor, value: TracedTensor) -> tuple[TracedTensor, TracedTensor]:
-        """The cache joins keys and values to the earlier ones, of which the first pass has none: a copy."""
+        """Keys and values as the cache returns them: copies, in the pass over the prompt."""
         if self.cached is None:
             return key, value
         self.cached += [copy(self.trace, key), copy(self.trace, value)]

@@ -1,4 +1,5 @@
-"""Which layers of a model are alike: in what learns in them, in their attention mask, and in where gradients stop.
+"""The kinds of layers of a model, by their trained weights, their attention mask, and whether their input needs a
+gradient. Layers of one kind hold the same memory.
 
 Try: `python -m pytest tests/budget/test_layer_kinds.py`
 """
@@ -22,19 +23,20 @@ from engine.budget.trace.trainable import (
 
 
 class LayerKind(NamedTuple):
-    """What layers have in common that cost the same."""
+    """The facts that decide the memory of a layer."""
 
     trainable: Trainable
     masked: bool
-    """Attention gets a mask: packed documents, images seen both ways, or a window shorter than the sequence."""
+    """Attention gets a mask: packed documents, images whose tokens see each other, or a window shorter than the
+    sequence."""
     slides: bool
-    """It attends within a window only."""
+    """Attention is within a sliding window."""
     follows: bool
-    """Something below learns, so that the layer's input needs a gradient."""
+    """A layer below, or the embedding, is trained, so that the layer's input needs a gradient."""
 
     @property
     def learns(self) -> bool:
-        """Whether backward reaches the layer at all."""
+        """Whether backward reaches a layer of this kind."""
         return self.follows or bool(self.trainable.trained or self.trainable.adapted)
 
     def holds_more_than(self, other: LayerKind) -> bool:
@@ -109,12 +111,12 @@ def sees_images_both_ways(arch: Architecture, config: MemoryConfig) -> bool:
 
 
 def vision_learns(arch: Architecture, config: MemoryConfig) -> bool:
-    """Whether the decoder's input needs a gradient on account of images."""
+    """Whether the decoder's input needs a gradient because the vision encoder is trained."""
     encoder = arch.vision_encoder
     if encoder is None or not config.image_patches:
         return False
     parts = (trainable_vision_ends(encoder, config.patterns), *vision_trainable_by_layer(encoder, config.patterns))
-    return any(chosen.trained or chosen.adapted for chosen in parts)
+    return any(part.trained or part.adapted for part in parts)
 
 
 def body_learns(arch: Architecture, config: MemoryConfig) -> bool:

@@ -1,7 +1,4 @@
-"""What a run spec decides about memory, resolved: every "auto" answered, dtypes and patterns ready for use.
-
-Equal settings are one object, found again by identity: predictions are worked out once per (architecture, config) and
-then only evaluated.
+"""The choices of a run spec that decide memory, with every "auto" resolved.
 
 Try: `python -m pytest tests/budget/test_predict.py`
 """
@@ -31,7 +28,7 @@ Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 
 
 class Patterns(NamedTuple):
-    """What learns, by name: all that the kinds of a model's layers depend on, whatever else a remedy changes."""
+    """The recipe's patterns for trained and adapted weights."""
 
     lora: bool
     targets: tuple[str, ...] | str
@@ -46,17 +43,16 @@ class MemoryConfig:
     """The choices that decide memory, beside the architecture and the shape of a micro-batch."""
 
     dtype: str
-    """Of the base weights, and of what goes from layer to layer."""
+    """Of the base weights and of hidden states."""
     adapter_dtype: str | None
     """None without LoRA."""
     rank: int
     patterns: Patterns
-    """What learns."""
     dora: bool
     dropout: bool
     checkpointing: bool
     activation_offload: bool
-    """What a layer keeps for backward waits on the host."""
+    """Tensors saved for backward wait on the host."""
     loss: Literal["plain", "chunked", "fused"]
     chunk_tokens: int
     optimizer: Optimizer
@@ -72,13 +68,13 @@ class MemoryConfig:
     autocast: bool
     """fp32 weights are multiplied in fp16: full fine-tuning in float16."""
     image_patches: int
-    """Of the one image that a sequence holds at most, as far as is planned for; 0 for text only."""
+    """Patches of the one image that each sequence is planned with; 0 for text alone."""
     sequence: int
     """Devices that share each sequence."""
     metered: bool
-    """The metered device watches through a dispatch mode, under which autograd adds gradients out of place."""
+    """On the metered device, whose dispatch mode makes autograd add gradients out of place."""
     one_row: bool = False
-    """The micro-batch is a single sequence, where that makes a difference; see `for_rows`."""
+    """The micro-batch is a single sequence, and that changes what is saved; see `for_rows`."""
 
     @property
     def lora(self) -> bool:
@@ -128,7 +124,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
 
 
 def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
-    """What learns, by name."""
+    """The patterns of a recipe, with the modules that are frozen by default."""
     method = recipe.method
     return Patterns(
         lora=method.kind == "lora",
@@ -141,16 +137,17 @@ def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
 
 
 def for_rows(arch: Architecture, config: MemoryConfig, rows: int) -> MemoryConfig:
-    """The same for a micro-batch of so many sequences. Of one, Phi-3's eager attention multiplies with values where
-    they are, a part of its joint projection, and so keeps all of that; of several it makes a copy, unless heads are
-    repeated anyway."""
+    """The config for a micro-batch of `rows` sequences.
+
+    With one sequence Phi-3's eager attention saves the values as a view, and so keeps all of its joint projection;
+    with several it saves a copy, unless heads are repeated anyway."""
     apart = arch.layout == "phi3" and config.attention == "eager" and arch.kv_heads == arch.heads
     return replace(config, one_row=True) if apart and rows == 1 else config
 
 
 def image_patches(arch: Architecture, recipe: Recipe) -> int:
-    """Patches of the largest image that the recipe lets through and a sequence has room for; larger ones are dropped
-    with their samples. 0 without images, or without a tower to see them."""
+    """Patches of the largest image that the recipe allows and a sequence has room for; samples with larger ones are
+    dropped. 0 without images, or without a vision encoder."""
     encoder = arch.vision_encoder
     if encoder is None or image_key(recipe) is None:
         return 0
@@ -160,7 +157,8 @@ def image_patches(arch: Architecture, recipe: Recipe) -> int:
 
 
 def _frozen_by_default(arch: Architecture, recipe: Recipe) -> tuple[str, ...]:
-    """Modules that full fine-tuning leaves alone unless train_only names them: routers, and a tower without images."""
+    """Modules that full fine-tuning leaves alone unless train_only names them: routers, and a vision encoder without
+    images."""
     routers = ROUTERS if arch.experts and recipe.moe.freeze_router else ()
     return (*routers, *(VISION_MODULES if arch.vision_encoder and not image_patches(arch, recipe) else ()))
 

@@ -26,7 +26,7 @@ from engine.budget.trace.memory_config import Patterns
 from engine.spec.name_patterns import compile_patterns
 
 ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"})
-"""What the module around attention projections is called; targets = "attention" means the linear layers in it."""
+"""Names of the module around attention projections; targets = "attention" selects the linear layers in it."""
 
 
 class Trainable(NamedTuple):
@@ -74,7 +74,7 @@ def _trainable(prefix: str, parameters: Sequence[Parameter], patterns: Patterns)
 
 @lru_cache(maxsize=256)
 def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
-    """Names outside the layers that are trained. A tied table answers to the head's name, too."""
+    """Names of trained parameters outside the layers. A tied embedding is selected by the head's name, too."""
     trains = _trained_test(patterns)
     names = {p.name: [p.name] for p in outer_parameters(arch)}
     if arch.tied:
@@ -105,8 +105,7 @@ def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
 
 
 def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[Parameter]:
-    """Of the linear layers of one group, the head aside, those that get an adapter. In a vision tower only what a
-    pattern names."""
+    """The linear layers among `linear` that get an adapter; in a vision encoder only those that a pattern names."""
     targets = patterns.targets
     if not isinstance(targets, str):
         named = _named(targets)
@@ -122,5 +121,5 @@ def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[P
 
 
 def _named(globs: tuple[str, ...]) -> Callable[[str], object]:
-    """A pattern is held against the whole dotted name and its trailing parts ("q_proj"), as peft does."""
+    """A test of dotted names: a pattern matches the whole name or its trailing parts ("q_proj"), as in peft."""
     return compile_patterns(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch

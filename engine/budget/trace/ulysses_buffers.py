@@ -1,8 +1,8 @@
-"""What ranks that share sequences hold around attention: buffers that heads and positions are traded through.
+"""Buffers of sequence parallelism around attention: all-to-alls from all heads at some positions to some heads at all
+positions, and back.
 
-Written like `engine.distributed.sequence_parallel`, tensor by tensor. A rank has as many values of all its positions'
-heads as of its own heads at all positions, so sizes stay what they are, but for keys and values that go to several
-ranks.
+Written like `engine.distributed.sequence_parallel`, tensor by tensor. Both layouts have the same size, except for keys
+and values that are sent to several ranks.
 
 Try: `pytest tests/distributed/test_sequence.py`
 """
@@ -18,7 +18,8 @@ from engine.budget.trace.polynomial import NO_BYTES, BytesPolynomial
 def to_heads(
     trace: MemoryTrace, arch: Architecture, sequence: int, query: TracedTensor, key: TracedTensor, value: TracedTensor
 ) -> tuple[TracedTensor, TracedTensor, TracedTensor]:
-    """The three travel in one buffer and arrive in another, of which they are views; gradients come back apart."""
+    """Query, key and value are sent in one buffer and received in another, of which they are views; each has a
+    gradient."""
     times = max(1, sequence // arch.kv_heads)
     parents, elements = [query, key, value], [query.elements, key.elements * times, value.elements * times]
     total = sum(elements, NO_BYTES) * query.itemsize
@@ -38,7 +39,7 @@ def to_heads(
 
 
 def to_positions(trace: MemoryTrace, output: TracedTensor) -> TracedTensor:
-    """Outputs go back, and are laid out with the heads of a position side by side."""
+    """The output is sent back, and laid out with the heads of a position side by side."""
     size = output.size
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -51,7 +52,7 @@ def to_positions(trace: MemoryTrace, output: TracedTensor) -> TracedTensor:
 
 
 def _received(trace: MemoryTrace, size: BytesPolynomial) -> Storage:
-    """What arrives, while what is sent was there beside it."""
+    """The receive buffer of an all-to-all, after the send buffer beside it is freed."""
     sent = trace.allocate(size)
     received = trace.allocate(size)
     del sent
