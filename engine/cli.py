@@ -1,7 +1,9 @@
-"""The command line: gathers the commands, runs one, and turns every error into one short block and an exit code.
+"""The command line: the table of commands, and how every error becomes one short block and an exit code.
 
-Commands parse, call and print; what they need from heavy rooms they import inside. `tunedeck --help` stays under 0.4 s
-of CPU, so nothing here or in `engine.commands` imports torch, transformers, pydantic or the spec on the way.
+Commands parse, call and print; what they need of the engine they import inside. `tunedeck --help` stays under 0.4 s of
+processor time, so nothing here or at the top of a file in `engine.commands` imports torch, transformers or pydantic.
+
+Try: `tunedeck --help`
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import errno
 import os
 import sys
 import traceback
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, cast
 
 import typer
 
@@ -39,14 +42,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-BAD_ARGUMENTS = typer.BadParameter.__mro__[1]
-"""What typer raises for arguments that it cannot parse. It has no public name; its base is the parser's own error."""
+BAD_ARGUMENTS = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
+"""What typer raises for arguments that it cannot parse: the base of BadParameter, which has no public name."""
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         sys.stdout.write(f"tunedeck {version('tunedeck')}\n")
@@ -59,15 +62,31 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Fine-tune language models without dying of memory."""
+    """Fine-tune language models; a run survives out-of-memory errors."""
 
 
-for room in (plan, train, resume, control, queue, launch, runs, compare, evaluate, export, data, library, doctor):
-    room.register(app)
+def _add(*commands: Callable[..., None]) -> None:
+    for command in commands:
+        app.command()(command)
+
+
+# In the order of `tunedeck --help`.
+_add(plan.plan, plan.fit, train.train, resume.resume, control.stop, control.pause, control.checkpoint, control.wait)
+app.add_typer(queue.queue, name="queue")
+_add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, compare.compare)
+app.command("eval")(evaluate.evaluate)
+_add(export.merge, data.data)
+app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
+app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
+_add(doctor.doctor)
+# Processes that other commands start.
+app.command("_engine", hidden=True)(train.engine_process)
+app.command("_view", hidden=True)(train.view_process)
+app.command("_queue_worker", hidden=True)(queue.queue_worker)
 
 
 def run() -> None:
-    """Run the command in `sys.argv`; exits the process with its code. `--debug` anywhere shows tracebacks."""
+    """Run the command in `sys.argv` and exit with its code. `--debug` anywhere in it shows tracebacks."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -75,22 +94,21 @@ def run() -> None:
     except TunedeckError as error:
         if debug:
             traceback.print_exc()
-        _complain(error.render())
+        _print_error(error.render())
         sys.exit(error.exit_code)
     except BAD_ARGUMENTS as error:
-        _complain_of_arguments(error)
+        _print_bad_arguments(error)
         sys.exit(UsageError.exit_code)
     except BrokenPipeError:
-        # The reader of our stdout went away (`| head`); the null device keeps the interpreter's last flush quiet.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _discard_stdout()  # its reader is gone, as after `| head`
         sys.exit(0)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
-            _complain_of_full_disk(error)
+            _print_full_disk(error)
             sys.exit(EnvironmentProblem.exit_code)
         if debug:
             raise
-        _complain(f"unexpected {type(error).__name__}: {error}\nfix: run again with --debug and report the traceback")
+        _print_error(f"unexpected {type(error).__name__}: {error}\nfix: run again with --debug; report the traceback")
         sys.exit(1)
 
 
@@ -105,29 +123,34 @@ def _run_command(arguments: list[str]) -> int:
         code = ending.exit_code
     except KeyboardInterrupt:
         code = StoppedError.exit_code
-    sys.stdout.flush()  # here an error can still be told
+    sys.stdout.flush()  # an error of this flush can still be reported
     return code
 
 
-def _complain_of_full_disk(error: OSError) -> None:
+def _print_full_disk(error: OSError) -> None:
     place = error.filename or "standard output"
-    _complain(EnvironmentProblem(f"{place} cannot be written: {error.strerror}", fix="make room on that disk").render())
-    # What is still buffered cannot be written either; the null device keeps the interpreter's last flush quiet.
+    problem = EnvironmentProblem(f"{place} cannot be written: {error.strerror}", fix="make room on that disk")
+    _print_error(problem.render())
+    _discard_stdout()  # what is still buffered cannot be written either
+
+
+def _discard_stdout() -> None:
+    """Send what is still buffered to the null device, so that the interpreter's last flush cannot fail."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
-def _complain_of_arguments(error: Exception) -> None:
-    """The parser's complaint as one of our blocks; the help itself where a group was named without a command."""
-    context, message = getattr(error, "ctx", None), error.format_message()
-    if context is not None and message == context.get_help():
+def _print_bad_arguments(error: typer.BadParameter) -> None:
+    """Print the parser's message as one of our blocks; the help where a group was named without a command."""
+    message = error.format_message()
+    if error.ctx is not None and message == error.ctx.get_help():
         sys.stderr.write(message + "\n")
         return
-    command = context.command_path if context is not None else "tunedeck"
-    _complain(UsageError(message, fix=f"{command} --help").render())
+    command = error.ctx.command_path if error.ctx is not None else "tunedeck"
+    _print_error(UsageError(message, fix=f"{command} --help").render())
 
 
-def _complain(text: str) -> None:
-    """Write one block to stderr, each line as it is: never parsed as markup, control characters made visible."""
+def _print_error(text: str) -> None:
+    """Print one block on stderr, unparsed, with its control characters made visible."""
     from engine.spec.files.text import visible
 
     first, *rest = [visible(line) for line in text.splitlines()] or [""]

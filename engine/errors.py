@@ -1,16 +1,19 @@
-"""One error hierarchy: what was found, what was expected, the fix, and the exit code of the process.
+"""The error hierarchy: each error says what was found, what was expected and the fix, and has an exit code.
 
-Every failure a user can cause or mend is raised as one of these. The command line prints `render()` on stderr and exits
-with `exit_code`; `engine.log` keeps the traceback. Anything else that escapes is a defect and exits with 1.
+Every failure that a user can cause or repair is raised as one of these. The command line prints `render()` on stderr
+and exits with `exit_code`; `engine.log` keeps the traceback. Any other exception is a defect and exits with 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+KILLED_CODE = 137
+"""Exit code of a run that was stopped by force: 128 + SIGKILL, as shells report it."""
+
 
 class TunedeckError(Exception):
-    """A failure with a name: `found` says what is wrong, `expected` what would be right, `fix` what to do now."""
+    """A failure with a known cause: `found` says what is wrong, `expected` what would be right, `fix` what to do."""
 
     exit_code = 1
 
@@ -31,13 +34,13 @@ class TunedeckError(Exception):
 
 
 class UsageError(TunedeckError):
-    """Bad arguments or a bad TOML file."""
+    """The arguments or a TOML file are wrong."""
 
     exit_code = 2
 
 
 class SpecError(UsageError):
-    """All problems of a file or a set of overrides at once, each rendered as `file:line: key: found; allowed`."""
+    """All problems of a file or of overrides at once, each rendered as `file:line: key: found; allowed`."""
 
     def __init__(self, problems: Sequence[str], *, fix: str = "") -> None:
         super().__init__("\n".join(problems), fix=fix)
@@ -45,7 +48,7 @@ class SpecError(UsageError):
 
 
 class UnknownArchitectureError(UsageError):
-    """The budget has no closed form for this model family; training learns its memory as it goes."""
+    """The budget has no closed form for this model family; a run learns how much memory it needs as it trains."""
 
 
 class DoesNotFitError(TunedeckError):
@@ -55,29 +58,29 @@ class DoesNotFitError(TunedeckError):
 
 
 class MemoryExhaustedError(TunedeckError):
-    """Out of memory with every remedy used; a checkpoint has been written."""
+    """The run is out of memory and every remedy is used; a checkpoint has been written."""
 
     exit_code = 4
 
 
 class DataError(TunedeckError):
-    """Data missing, unreadable, or with nothing to train on."""
+    """The data are missing, unreadable, or contain nothing to train on."""
 
     exit_code = 5
 
 
 class EnvironmentProblem(TunedeckError):
-    """No such device, device busy, hub unreachable, a package or permission that is missing."""
+    """A device, package, permission or network connection that the command needs is missing."""
 
     exit_code = 6
 
 
 class ConfigNotHereError(EnvironmentProblem):
-    """A hub model whose config is not on this machine yet: loading it will fetch it, planning cannot."""
+    """The config of a hub model is not on this machine, and planning does not download it."""
 
 
 class DeviceBusyError(EnvironmentProblem):
-    """The device exists, and another process holds the memory that the run needs."""
+    """Another process holds the device memory that the run needs."""
 
 
 class DivergedError(TunedeckError):
@@ -87,6 +90,6 @@ class DivergedError(TunedeckError):
 
 
 class StoppedError(TunedeckError):
-    """Stopped or paused on request, checkpoint written."""
+    """The run was stopped or paused on request; a checkpoint has been written."""
 
     exit_code = 130

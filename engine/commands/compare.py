@@ -1,73 +1,62 @@
-"""`tunedeck compare`: runs side by side.
+"""`tunedeck compare`: runs side by side. What is compared, and how, is in `engine.journal.compare`.
 
 Try: `tunedeck compare RUN RUN`
 """
 
 from __future__ import annotations
 
-import json as json_format
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.commands.options import JsonOption, RunsOption, runs_folder
+from engine.commands.options import JsonOption, RunsOption, find_run
+from engine.commands.output import make_console, print_json, print_notices
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.journal.compare import Comparison
 
-Runs = Annotated[
+RunArguments = Annotated[
     list[str],
     typer.Argument(metavar="RUN RUN...", help="Two runs or more: paths, names, prefixes.", show_default=False),
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(compare)
-
-
-def compare(targets: Runs, json: JsonOption = False, runs: RunsOption = None) -> None:
-    """Tabulate runs: what differs in their settings, how they scored, and which is best."""
+def compare(targets: RunArguments, as_json: JsonOption = False, runs: RunsOption = None) -> None:
+    """Compare runs in a table: the settings that differ, the scores, and which run is best in each."""
     from engine.journal.compare import compare as compare_runs
-    from engine.journal.index import resolve_run
 
-    folder: Path = runs_folder(runs)
-    directories = [resolve_run(target, folder) for target in targets]
+    directories = [find_run(target, runs) for target in targets]
     if len({directory.path for directory in directories}) < 2:
-        raise UsageError("comparing takes two different runs or more", fix="list them: tunedeck runs")
-    found = compare_runs(list(dict.fromkeys(directories)))
-    if json:
-        sys.stdout.write(json_format.dumps(found.as_json()) + "\n")
-        return
-    _print(found)
+        raise UsageError("compare needs two different runs or more", fix="list the runs with: tunedeck runs")
+    comparison = compare_runs(list(dict.fromkeys(directories)))
+    if as_json:
+        print_json(comparison.as_json(), indent=None)
+    else:
+        _print(comparison)
 
 
-def _print(found: Comparison) -> None:
-    """Settings and scores as rows, runs as columns; the best score of a row carries a star."""
+def _print(comparison: Comparison) -> None:
+    """Print settings and scores as rows, runs as columns; the best score of a row carries a star."""
     from rich.table import Table
     from rich.text import Text
 
-    from engine.commands.progress import make_console
     from engine.journal.compare import format_compared_score, format_setting
     from engine.journal.event_text import clean
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
-    for name, status in zip(found.runs, found.statuses, strict=True):
-        # One run's column must not hide another's: names are folded, never cut.
-        table.add_column(Text(f"{clean(name)}\n{status}"), overflow="fold", justify="right")
-    for key, values in found.settings.items():
+    for run, status in zip(comparison.runs, comparison.statuses, strict=True):
+        # Long names are folded, never cut: two runs may differ in the last letters only.
+        table.add_column(Text(f"{clean(run)}\n{status}"), overflow="fold", justify="right")
+    for key, values in comparison.settings.items():
         table.add_row(Text(clean(key)), *(Text(clean(format_setting(value))) for value in values))
     table.add_section()
-    for key, scores in found.scores.items():
-        winners = found.best.get(key, [])
+    for key, scores in comparison.scores.items():
+        best = comparison.best.get(key, [])
         cells = [
-            format_compared_score(key, score, name in winners) for name, score in zip(found.runs, scores, strict=True)
+            format_compared_score(key, score, run in best) for run, score in zip(comparison.runs, scores, strict=True)
         ]
         table.add_row(Text(clean(key)), *map(Text, cells))
     make_console().print(table)
-    for warning in found.warnings:
-        sys.stderr.write(f"tunedeck: {clean(warning)}\n")
+    print_notices(clean(warning) for warning in comparison.warnings)

@@ -1,4 +1,4 @@
-"""`tunedeck data`: what a recipe's data become. Tokens, loss mask, lengths, what was dropped and why.
+"""`tunedeck data`: what a recipe's data become: tokens, loss mask, lengths, what was dropped and why.
 
 Loads the tokenizer and no model. Text from the data is shown escaped and never parsed as markup.
 
@@ -7,8 +7,6 @@ Try: `tunedeck data -r demo --show 3`
 
 from __future__ import annotations
 
-import json
-import sys
 import unicodedata
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.commands.importing import importing
-from engine.commands.options import JsonOption, RecipeOption, SetOption
+from engine.commands.options import JsonOption, OverridesOption, RecipeOption
+from engine.commands.output import print_json, print_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,9 +30,9 @@ BAR_WIDTH = 40
 """Columns of the longest bar."""
 
 LEARNED_STYLE = "bold underline green"
-"""How learned text looks on a terminal with colour; elsewhere it stands between marks."""
+"""The style of target tokens on a terminal with colour; elsewhere they stand between marks."""
 
-STAND_IN_PROFILE = "demo"
+DEFAULT_PROFILE = "demo"
 """Profile used when none is given: a recipe resolves only with one, and tokens do not depend on which."""
 
 ProfileForDataOption = Annotated[
@@ -42,14 +41,9 @@ ProfileForDataOption = Annotated[
 ShowOption = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Samples to show with their loss mask.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("data")(data)
-
-
 def data(
     recipe: RecipeOption,
-    sets: SetOption = None,
+    overrides: OverridesOption = None,
     show: ShowOption = 2,
     profile: ProfileForDataOption = None,
     as_json: JsonOption = False,
@@ -63,34 +57,29 @@ def data(
         from engine.model.config import check_packing
         from engine.model.tokenizer import load_tokenizer
 
-    spec = resolve(profile or STAND_IN_PROFILE, recipe, sets or ()).spec
+    spec = resolve(profile or DEFAULT_PROFILE, recipe, overrides or ()).spec
     refuse_unsupported(spec)
     tokenizer = load_tokenizer(spec.recipe.model)
     check_packing(spec)
-    prepared = prepare_data(spec, tokenizer, say=_say_progress)
+    prepared = prepare_data(spec, tokenizer, say=lambda text: print_progress(escape(text)))
     if as_json:
-        print_json(prepared, tokenizer, show)
+        print_json(report_document(prepared, tokenizer, show), indent=None)
     else:
         print_report(prepared, tokenizer, show)
 
 
-def _say_progress(text: str) -> None:
-    sys.stderr.write(f"{visible(text)}\n")
-
-
-def print_json(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> None:
-    """One JSON document on stdout: the report, the fingerprint and the samples asked for."""
+def report_document(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> dict[str, Any]:
+    """The JSON document: the fingerprint, the report and the first `show` samples."""
     rows = range(min(show, len(prepared.train)))
-    document = {
+    return {
         "fingerprint": prepared.fingerprint,
         **prepared.report.as_json(),
         "samples": [_sample(prepared.train, row, tokenizer) for row in rows],
     }
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
 def print_report(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> None:
-    """The report for a person: tables, histograms, samples."""
+    """Print tables, histograms and the first `show` samples."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -127,7 +116,7 @@ def _print_sources(console: Console, prepared: PreparedData) -> None:
             reasons += [f"dropped from {count.name}: {line}" for line in drop_lines([count])] + rendering_lines(count)
     console.print(table)
     for line in reasons:
-        console.print(visible(line))
+        console.print(escape(line))
 
 
 def _print_part(console: Console, part: PartReport) -> None:
@@ -145,7 +134,7 @@ def _print_part(console: Console, part: PartReport) -> None:
 
 
 def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
-    """One line per bar: the lengths it covers, the bar, the count. A bar that holds anything is at least one long."""
+    """One line per bar: the lengths it covers, the bar, the count. A bar above zero is at least one character long."""
     most = max(count for _, _, count in bars)
     digits = len(f"{max(last for _, last, _ in bars):,}")
     return [
@@ -155,7 +144,7 @@ def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
 
 
 def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """One row as stretches of text that are learned, or are not."""
+    """One row as a JSON table; its text in pieces, each either target tokens or masked."""
     example = rows[row]
     documents = example.segments if example.segments is not None else [0] * len(example.input_ids)
     keys = [(int(document), bool(label != -100)) for document, label in zip(documents, example.labels, strict=True)]
@@ -173,7 +162,7 @@ def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> di
 
 
 def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None) -> Text:
-    """The pieces as styled text, or with marks around what is learned."""
+    """The pieces as styled text, or with `marks` around the target tokens."""
     from rich.text import Text
 
     text, document = Text("  "), 0
@@ -181,7 +170,7 @@ def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None)
         if piece["document"] != document:
             document = piece["document"]
             text.append("\n  -- next document --\n  ")
-        shown = visible(piece["text"]).replace("\\n", "\\n\n  ")
+        shown = escape(piece["text"]).replace("\\n", "\\n\n  ")
         if not piece["learned"]:
             text.append(shown)
         elif marks is None:
@@ -191,13 +180,12 @@ def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None)
     return text
 
 
-def visible(text: str) -> str:
-    """Text with control, format and unassigned characters as escapes, so that none reaches a terminal."""
-    return "".join(_escaped(letter) if unicodedata.category(letter).startswith("C") else letter for letter in text)
-
-
-def _escaped(letter: str) -> str:
-    return letter.encode("unicode_escape").decode("ascii")
+def escape(text: str) -> str:
+    """The text with control, format and unassigned characters as escapes, so that none reaches a terminal."""
+    return "".join(
+        letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter).startswith("C") else letter
+        for letter in text
+    )
 
 
 def _marks(console: Console) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """`tunedeck doctor`: what this machine offers a run, what is missing, and what to do about it.
 
-Every check answers with a finding and never raises: a machine in a bad state is what doctor is for. Torch is imported
-inside, and only to ask what it was built with.
+Every check returns findings and never raises: a machine in a bad state is what this command is for. torch is imported
+inside the check that asks what it was built with.
 
 Try: `tunedeck doctor --json`.
 """
@@ -9,7 +9,6 @@ Try: `tunedeck doctor --json`.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shutil
 import sys
@@ -25,6 +24,7 @@ from urllib.request import Request, urlopen
 import typer
 
 from engine.commands.options import JsonOption, RunsOption, runs_folder
+from engine.commands.output import print_json, print_line
 
 HUB_TIMEOUT_SECONDS = 2.5
 LOW_DISK_BYTES = 20 * 2**30
@@ -47,30 +47,25 @@ class Finding:
     fix: str = ""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor")(doctor)
-
-
 def doctor(
     as_json: JsonOption = False,
     runs: RunsOption = None,
     hub: Annotated[bool, typer.Option(help="Ask the Hugging Face hub whether it answers.")] = True,
 ) -> None:
-    """GPUs, driver, who holds memory, versions, hub access and token, tmux, disk: what is there and what is missing."""
+    """Check GPUs, driver, who holds GPU memory, versions, hub access and token, tmux and disk; say what is missing."""
     findings = examine(runs_folder(runs), ask_hub=hub)
     if as_json:
-        typer.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+        print_json({"findings": [asdict(finding) for finding in findings]})
         return
     width = max(len(finding.topic) for finding in findings)
     for finding in findings:
-        typer.echo(f"{_GLYPHS[finding.state]} {finding.topic:<{width}}  {finding.state:<7}  {finding.text}")
+        print_line(f"{_GLYPHS[finding.state]} {finding.topic:<{width}}  {finding.state:<7}  {finding.text}")
         if finding.fix:
-            typer.echo(f"  {'':<{width}}  {'':<7}  fix: {finding.fix}")
+            print_line(f"  {'':<{width}}  {'':<7}  fix: {finding.fix}")
 
 
 def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
-    """All findings. `runs` is the folder whose disk is looked at."""
+    """All findings. `runs` is the folder whose disk is checked."""
     findings = [_python(), *_versions(), *_torch(), *_gpus()]
     findings += [_hub_token(), *([_hub_access()] if ask_hub else []), _tmux(), _disk(runs)]
     return findings
@@ -104,7 +99,7 @@ def _version(package: str) -> str | None:
 
 
 def _torch() -> list[Finding]:
-    """What torch was built for and whether it finds a card."""
+    """Whether torch imports, what it was built for, and which GPUs it finds."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a CUDA library that is missing or does not match
@@ -120,7 +115,7 @@ def _torch() -> list[Finding]:
 
 
 def _gpus() -> list[Finding]:
-    """Driver, and each GPU with who holds its memory."""
+    """The driver, and each GPU with the processes that hold its memory."""
     try:
         from engine.device.nvml import driver_version, read_gpus
     except ImportError as error:
@@ -151,7 +146,7 @@ def _hub_token() -> Finding:
 
 
 def _hub_access() -> Finding:
-    """One small request, bounded in time: a firewall that swallows packets must not hold up the report."""
+    """Whether the hub answers one small request in time: a firewall that drops packets must not delay the report."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return Finding("hub", "note", "HF_HUB_OFFLINE is set: only what is cached is used")
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -163,7 +158,7 @@ def _hub_access() -> Finding:
 
 
 def _ask(endpoint: str) -> str | None:
-    """None when the endpoint answers at all, else why not."""
+    """None when the endpoint answers, with whatever status; else the reason why it does not."""
     try:
         if urlparse(endpoint).scheme not in ("http", "https"):
             return "HF_ENDPOINT is not an http address"
@@ -176,7 +171,7 @@ def _ask(endpoint: str) -> str | None:
 
 
 def within(seconds: float, question: Callable[[], str | None]) -> str | None:
-    """The answer, or "no answer" after `seconds`. Resolving a name has no time limit of its own, hence the thread."""
+    """The answer, or "no answer" after `seconds`. A thread, because a host name lookup has no time limit of its own."""
     import threading
 
     answers: list[str | None] = []
@@ -195,7 +190,7 @@ def _tmux() -> Finding:
 
 
 def _disk(runs: Path) -> Finding:
-    """Free space where runs are written."""
+    """Whether the folder of runs can be written, and how much space its disk has."""
     place = next(folder for folder in (runs, *runs.parents) if folder.exists())
     free_bytes = shutil.disk_usage(place).free
     text = f"{free_bytes / 2**30:.1f} GiB free for {runs}"

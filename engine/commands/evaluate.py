@@ -1,27 +1,25 @@
-"""`tunedeck eval`: scores of a run's checkpoints, or of a model, on held-out data."""
+"""`tunedeck eval`: scores of a run's checkpoints, or of a model, on held-out data.
+
+Try: `tunedeck eval last --checkpoint all`
+"""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.commands.importing import importing
-from engine.commands.options import JsonOption, RunsOption, SetOption, runs_folder
+from engine.commands.options import JsonOption, OverridesOption, RunsOption, find_run
+from engine.commands.output import print_json, print_progress
+from engine.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.evaluate.scores import Scores
 
 
 SHOWN_CHARACTERS = 80
-"""Of a prompt or an answer; --json has all of it."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("eval")(evaluate)
+"""The length to which prompts and answers are cut on a screen; --json has all of each."""
 
 
 def evaluate(
@@ -30,32 +28,37 @@ def evaluate(
         str | None, typer.Option(metavar="STEP|best|all", help="Which checkpoints; by default the newest.")
     ] = None,
     profile: Annotated[str | None, typer.Option("-p", "--profile", help="With MODEL: the hardware profile.")] = None,
-    recipe: Annotated[str | None, typer.Option("-r", "--recipe", help="With MODEL: whose data to score on.")] = None,
-    sets: SetOption = None,
+    recipe: Annotated[
+        str | None, typer.Option("-r", "--recipe", help="With MODEL: the recipe whose validation data are used.")
+    ] = None,
+    overrides: OverridesOption = None,
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
     """Score a run's checkpoints, or a model, on held-out data: loss, perplexity, exact match."""
-    from engine.errors import UsageError
-    from engine.journal.index import resolve_run
-
     with importing():
         from engine.evaluate.run import score_model, score_run, spec_for_model
         from engine.model.library_output import silence_libraries
 
     silence_libraries()
+    results: list[tuple[int | None, Scores]]
     if recipe is not None:
         if checkpoint is not None or profile is None:
-            raise UsageError("scoring a model needs -p PROFILE and -r RECIPE, and takes no --checkpoint")
-        results: list[tuple[int | None, Scores]] = [
-            (None, score_model(spec_for_model(target, recipe, profile, sets or []), _say))
-        ]
+            raise UsageError(
+                "-r was given, so a model is scored",
+                expected="-p PROFILE and -r RECIPE, without --checkpoint",
+                fix="leave -r out to score a run",
+            )
+        spec = spec_for_model(target, recipe, profile, overrides or [])
+        results = [(None, score_model(spec, print_progress))]
+    elif overrides or profile:
+        raise UsageError(
+            "-p and --set need -r RECIPE: a run is scored with its own settings", fix="add -r, or leave them out"
+        )
     else:
-        if sets or profile:
-            raise UsageError("-p and --set go with -r RECIPE; a run is scored with its own settings")
-        results = list(score_run(resolve_run(target, runs_folder(runs)), checkpoint, _say))
+        results = list(score_run(find_run(target, runs), checkpoint, print_progress))
     if as_json:
-        sys.stdout.write(json.dumps([_as_json(step, scores) for step, scores in results], ensure_ascii=False) + "\n")
+        print_json([_as_json(step, scores) for step, scores in results], indent=None)
     else:
         _print(results)
 
@@ -77,16 +80,12 @@ def _print(results: list[tuple[int | None, Scores]]) -> None:
         table.add_row("-" if step is None else str(step), *values, str(scores.count))
     console.print(table)
     for sample in results[-1][1].samples:
-        # Text, never markup: what a model writes must not colour or move the screen.
+        # Text, not str: what a model writes must not be parsed as markup.
         prompt, answer, reference = (_short(sample[key]) for key in ("prompt", "answer", "reference"))
         console.print(Text(f"{prompt} -> {answer} (reference {reference})"), soft_wrap=True)
 
 
 def _short(text: str) -> str:
-    """Text as it can be shown on a line: quoted, control characters escaped, cut in the middle."""
+    """The text on one line: quoted, control characters escaped, cut in the middle."""
     shown = repr(text)
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS // 2]}...{shown[-16:]}"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")

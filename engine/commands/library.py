@@ -1,21 +1,23 @@
 """`tunedeck profiles` and `tunedeck recipes`: list, show, check, new, export, import and schema.
 
-One set of commands for both kinds; only `new --detect` belongs to profiles alone. The work is in `engine.spec`, which
-is imported inside the commands.
+Both groups have the same commands; only `new --detect` belongs to profiles alone. The work is done by `engine.spec`,
+which is imported inside the commands.
 
 Try: `tunedeck recipes list`, `tunedeck profiles show 24gb --json`
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.commands.options import JsonOption
+from engine.commands.output import print_json, print_line
+from engine.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
     from engine.spec.files.find import SpecFile, SpecKind
@@ -29,31 +31,26 @@ DetectOption = Annotated[bool, typer.Option("--detect", help="Fill in this machi
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add both groups."""
-    app.add_typer(_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
-    app.add_typer(_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
-
-
-def _group(kind: SpecKind, summary: str) -> typer.Typer:
+def make_group(kind: SpecKind, summary: str) -> typer.Typer:
+    """The group of commands for one kind of file."""
     group = typer.Typer(help=summary, no_args_is_help=True, rich_markup_mode=None)
 
-    @group.command("list", help=f"Every {kind} that can be used by name.")
+    @group.command("list", help=f"List every {kind} that can be used by name.")
     def list_all(as_json: JsonOption = False) -> None:
         _list(kind, as_json)
 
-    @group.command(help=f"One {kind}: its file, or with --json all its values.")
+    @group.command(help=f"Show one {kind}: its file, or with --json all its values.")
     def show(name: NameArgument, as_json: JsonOption = False) -> None:
         _show(kind, name, as_json)
 
-    @group.command(help="Check files; every problem with file and line, exit code 2.")
+    @group.command(help="Check files: every problem with file and line; exit code 2 if there is one.")
     def check(
         names: Annotated[list[str], typer.Argument(metavar="NAME|FILE...", show_default=False)],
         as_json: JsonOption = False,
     ) -> None:
         _check(kind, names, as_json)
 
-    @group.command(help=f"Print a {kind}'s file, to pass it on.")
+    @group.command(help=f"Print a {kind}'s file, or write a copy of it to --to FILE.")
     def export(name: NameArgument, to: ToOption = None, force: ForceOption = False) -> None:
         _export(kind, name, to, force)
 
@@ -64,13 +61,13 @@ def _group(kind: SpecKind, summary: str) -> typer.Typer:
         from engine.spec.files.share import import_spec_file
 
         target = import_spec_file(kind, file, force=force)
-        _say(f"imported {target.stem}: {target}")
+        print_line(f"imported {target.stem}: {target}")
 
-    @group.command(help="The JSON Schema, for editors.")
+    @group.command(help="Print the JSON Schema, for editors.")
     def schema() -> None:
         from engine.spec.load import SPEC_TABLES
 
-        _print_json(SPEC_TABLES[kind].model_json_schema(by_alias=True))
+        print_json(SPEC_TABLES[kind].model_json_schema(by_alias=True))
 
     _add_new(group, kind)
     return group
@@ -116,23 +113,22 @@ def _profile_text(name: str, detect: bool) -> str:
 
 
 def _list(kind: SpecKind, as_json: bool) -> None:
-    from engine.errors import SpecError
     from engine.spec.files.find import list_spec_files
     from engine.spec.load import load_spec_file
 
     rows: list[dict[str, str]] = []
-    for located in list_spec_files(kind):
+    for file in list_spec_files(kind):
         try:
-            title = str(getattr(load_spec_file(kind, located), "title", ""))
+            title = str(getattr(load_spec_file(kind, file), "title", ""))
         except SpecError as error:
             count = len(error.problems)
-            title = f"broken: {count} problem{'s' * (count > 1)}, see tunedeck {kind}s check {located.name}"
-        rows.append({"name": located.name, "title": title, "origin": located.origin, "path": str(located.path)})
+            title = f"invalid: {count} problem{'s' * (count > 1)}, see tunedeck {kind}s check {file.name}"
+        rows.append({"name": file.name, "title": title, "origin": file.origin, "path": str(file.path)})
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
         width = max((len(row["name"]) for row in rows), default=0)
-        _say("\n".join(f"{row['name']:{width}}  {row['origin']:8}  {row['title']}" for row in rows))
+        print_line("\n".join(f"{row['name']:{width}}  {row['origin']:8}  {row['title']}" for row in rows))
 
 
 def _show(kind: SpecKind, name: str, as_json: bool) -> None:
@@ -140,17 +136,16 @@ def _show(kind: SpecKind, name: str, as_json: bool) -> None:
     from engine.spec.files.text import visible
     from engine.spec.load import load_spec_file
 
-    located = find_spec_file(kind, name)
-    table = load_spec_file(kind, located)
+    file = find_spec_file(kind, name)
+    table = load_spec_file(kind, file)
     if as_json:
         values = table.model_dump(by_alias=True)
-        _print_json({**values, "origin": located.origin, "path": str(located.path)})
+        print_json({**values, "origin": file.origin, "path": str(file.path)})
     else:
-        _say(f"# {located.origin}: {visible(str(located.path))}\n{visible(_text(located), keep=chr(10) + chr(9))}")
+        print_line(f"# {file.origin}: {visible(str(file.path))}\n{visible(_text(file), keep=chr(10) + chr(9))}")
 
 
 def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
-    from engine.errors import SpecError
     from engine.spec.files.find import find_spec_file
     from engine.spec.load import load_spec_file
 
@@ -161,13 +156,11 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
         except SpecError as error:
             problems += error.problems
     if as_json:
-        _print_json({"ok": not problems, "problems": problems})
-    if problems and not as_json:
-        raise SpecError(problems)
+        print_json({"ok": not problems, "problems": problems})
+        raise typer.Exit(SpecError.exit_code if problems else 0)
     if problems:
-        raise typer.Exit(2)
-    if not as_json:
-        _say(f"{len(names)} file{'s' * (len(names) > 1)} checked, no problems")
+        raise SpecError(problems)
+    print_line(f"{len(names)} file{'s' * (len(names) > 1)} checked, no problems")
 
 
 def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
@@ -178,46 +171,31 @@ def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
     from engine.spec.files.text import visible
     from engine.spec.load import load_spec_file
 
-    located = find_spec_file(kind, name)
-    load_spec_file(kind, located)
-    document = read_document(located.path)
+    file = find_spec_file(kind, name)
+    load_spec_file(kind, file)
+    document = read_document(file.path)
     for line in document.refuse(unshareable_paths(document.data)):
         sys.stderr.write(f"warning: {line}; import will refuse it\n")
     if to is not None:
-        _say(f"exported {located.name}: {write_new_file(to, located.path.read_bytes(), force=force)}")
+        print_line(f"exported {file.name}: {write_new_file(to, file.path.read_bytes(), force=force)}")
     else:
-        text = _text(located)
+        text = _text(file)
         sys.stdout.write(visible(text, keep="\n\t") if sys.stdout.isatty() else text)
 
 
-def _write(kind: SpecKind, name: str, to: Path | None, force: bool, make: Any) -> None:
-    import re
-
-    from engine.errors import UsageError
+def _write(kind: SpecKind, name: str, to: Path | None, force: bool, make_text: Callable[[str], str]) -> None:
     from engine.spec.files.find import KIND_FOLDERS
-    from engine.spec.files.share import write_new_file
+    from engine.spec.files.share import require_name, write_new_file
     from engine.spec.files.text import quoted
-    from engine.spec.schema.base import NAME_PATTERN
 
-    if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80:
-        raise UsageError(
-            f"{quoted(name)} is no name", expected="lower-case letters, digits, '.', '_' and '-', 80 at most"
-        )
+    require_name(name)
     if to is not None and to.name != f"{name}.toml":
         raise UsageError(
-            f"--to {quoted(to.name)}", expected=f"a file named {name}.toml: a file's name and its stem are the same"
+            f"--to {quoted(to.name)}", expected=f"a file named {name}.toml: the name in a file is its stem"
         )
     target = to or Path("profiles") / KIND_FOLDERS[kind] / f"{name}.toml"
-    _say(f"wrote {write_new_file(target, make(name).encode(), force=force)}")
+    print_line(f"wrote {write_new_file(target, make_text(name).encode(), force=force)}")
 
 
-def _text(located: SpecFile) -> str:
-    return located.path.read_text(encoding="utf-8-sig")
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=True) + "\n")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def _text(file: SpecFile) -> str:
+    return file.path.read_text(encoding="utf-8-sig")

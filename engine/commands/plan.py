@@ -1,22 +1,30 @@
-"""`tunedeck plan` and `tunedeck fit`: what a run will hold in memory, and the cheapest changes that make it fit.
+"""`tunedeck plan` and `tunedeck fit`: how much memory a run needs, and the cheapest changes that make it fit.
 
-Printing only; the figures are `engine.budget`'s. `--json` prints one document, in bytes.
+Printing only; the figures come from `engine.budget`. `--json` prints one document, in bytes.
 
 Try: `tunedeck plan -p demo -r demo`, `tunedeck fit -p 24gb -r full --json`
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.commands.importing import importing
-from engine.commands.options import JsonOption, ProfileOption, RecipeOption, RunsOption, SetOption, runs_folder
+from engine.commands.options import (
+    JsonOption,
+    OverridesOption,
+    ProfileOption,
+    RecipeOption,
+    RunsOption,
+    runs_folder,
+)
+from engine.commands.output import print_json, print_line, print_notices
+from engine.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from engine.budget.advise.fit import Advice, Suggestion
@@ -29,24 +37,20 @@ ExactOption = Annotated[
 WriteOption = Annotated[
     Path | None, typer.Option("--write", metavar="FILE", help="Save the recipe with the first suggestion applied.")
 ]
-def register(app: typer.Typer) -> None:
-    """Add `plan` and `fit`."""
-    app.command()(plan)
-    app.command()(fit)
 
 
 def plan(
     profile: ProfileOption,
     recipe: RecipeOption,
-    sets: SetOption = None,
+    overrides: OverridesOption = None,
     exact: ExactOption = False,
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Say what a run will hold in memory, phase by phase. Exit code 3 when it does not fit."""
+    """Predict how much memory a run needs, phase by phase. Exit code 3 when it does not fit."""
     from engine.budget.advise.plan import make_plan
 
-    spec = _resolve(profile, recipe, sets)
+    spec = _resolve(profile, recipe, overrides or [])
     if exact:
         _warn(spec, runs, simulated=True)
         _exactly(spec, as_json)
@@ -54,17 +58,17 @@ def plan(
     planned = make_plan(spec)
     _warn(spec, runs)
     if as_json:
-        typer.echo(json.dumps(planned.as_json(), indent=2))
+        print_json(planned.as_json())
     else:
         _print_plan(planned, spec)
     if planned.verdict == "does_not_fit":
-        raise typer.Exit(3)
+        raise typer.Exit(DoesNotFitError.exit_code)
 
 
 def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
-    """Print what preflight has to say; of an architecture that can only be simulated it knows nothing."""
-    from engine.budget.advise.preflight import free_bytes, warnings_of
+    """Print the warnings about a run; there are none for an architecture that can only be simulated."""
     from engine.budget.architecture.lookup import find_architecture
+    from engine.budget.advise.preflight import free_bytes, warnings_of
     from engine.errors import UnknownArchitectureError
 
     try:
@@ -73,8 +77,7 @@ def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
         if simulated:
             return
         raise
-    for warning in warnings_of(arch, spec, free_disk_bytes=free_bytes(runs_folder(runs))):
-        sys.stderr.write(f"tunedeck: {warning}\n")
+    print_notices(warnings_of(arch, spec, free_disk_bytes=free_bytes(runs_folder(runs))))
 
 
 def _exactly(spec: RunSpec, as_json: bool) -> None:
@@ -88,54 +91,52 @@ def _exactly(spec: RunSpec, as_json: bool) -> None:
     silence_libraries()
     found = exact_plan(spec)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        print_json(found.as_json())
     else:
-        typer.echo("\n".join(exact_lines(found, spec, shutil.get_terminal_size().columns)))
+        print_line("\n".join(exact_lines(found, spec, shutil.get_terminal_size().columns)))
     if found.verdict == "does_not_fit":
-        raise typer.Exit(3)
+        raise typer.Exit(DoesNotFitError.exit_code)
 
 
 def fit(
     profile: ProfileOption,
     recipe: RecipeOption,
-    sets: SetOption = None,
+    overrides: OverridesOption = None,
     as_json: JsonOption = False,
     write: WriteOption = None,
 ) -> None:
-    """Rank the changes that make a run fit, or say what the room left could buy. Exit code 3 when nothing helps."""
+    """Rank the changes that make a run fit, or that use the memory left. Exit code 3 when no change makes it fit."""
     from engine.budget.advise.fit import advise
 
-    spec = _resolve(profile, recipe, sets)
+    spec = _resolve(profile, recipe, overrides or [])
     advice = advise(spec)
     if write is not None:
-        _write(advice, recipe, sets or [], write)
+        _write(advice, recipe, overrides or [], write)
     if as_json:
-        typer.echo(json.dumps(advice.as_json(), indent=2))
+        print_json(advice.as_json())
     else:
         _print_advice(advice, spec, write)
     if advice.plan.verdict == "does_not_fit" and not advice.suggestions:
-        raise typer.Exit(3)
+        raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _resolve(profile: str, recipe: str, sets: list[str] | None) -> RunSpec:
-    """The run spec; what this version cannot do is refused as `train` would, but for several devices."""
-    from engine.budget.advise.preflight import refuse_unsafe
+def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
+    """The run spec. What this version does not do is refused as by `train`, but for what can be planned already."""
     from engine.budget.architecture.hub import bring_config
+    from engine.budget.advise.preflight import refuse_unsafe
     from engine.spec.check.unsupported import refuse_unsupported
     from engine.spec.load import resolve
 
-    resolved = resolve(profile, recipe, sets or ())
-    for notice in resolved.notices:
-        sys.stderr.write(f"tunedeck: {notice}\n")
+    resolved = resolve(profile, recipe, overrides)
+    print_notices(resolved.notices)
     refuse_unsupported(resolved.spec, planning=True)
-    for notice in bring_config(resolved.spec):
-        sys.stderr.write(f"tunedeck: {notice}\n")
+    print_notices(bring_config(resolved.spec))
     refuse_unsafe(resolved.spec)
     return resolved.spec
 
 
-def _write(advice: Advice, recipe: str, sets: list[str], target: Path) -> None:
-    """Save the recipe with the first suggestion. Raises UsageError when there is none."""
+def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) -> None:
+    """Write the recipe with the first suggestion applied. Raises UsageError when there is no suggestion."""
     from engine.errors import UsageError
     from engine.spec.files.rewrite import rewrite_text
     from engine.spec.files.share import write_new_file
@@ -144,40 +145,40 @@ def _write(advice: Advice, recipe: str, sets: list[str], target: Path) -> None:
     if not chosen:
         raise UsageError("there is no suggestion to write", fix="run fit without --write to see the plan")
     changes = {key: after for key, (_, after) in chosen[0].changes.items()}
-    write_new_file(target, rewrite_text("recipe", recipe, sets, changes, target).encode(), force=False)
+    write_new_file(target, rewrite_text("recipe", recipe, overrides, changes, target).encode(), force=False)
 
 
 def _print_plan(planned: Plan, spec: RunSpec) -> None:
-    """The bar, the table, the sentences."""
-    from engine.commands import plan_text as words
+    """Print the capacity bar, the table of phases and the summary."""
+    from engine.commands import plan_text as text
 
     width = shutil.get_terminal_size().columns
-    table = words.phase_table(planned.prediction.phases, planned.prediction.deciding_phase)
-    above = [*words.wrap_lines([words.title(planned, spec)], width), *words.capacity_bar(planned, width)]
-    below = words.wrap_lines([*words.summary_lines(planned, spec), *words.residual_lines(spec)], width)
-    typer.echo("\n".join([*above, "", *table, "", *below]))
+    table = text.phase_table(planned.prediction.phases, planned.prediction.deciding_phase)
+    above = [*text.wrap_lines([text.title(planned, spec)], width), *text.capacity_bar(planned, width)]
+    below = text.wrap_lines([*text.summary_lines(planned, spec), *text.residual_lines(spec)], width)
+    print_line("\n".join([*above, "", *table, "", *below]))
 
 
 def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
-    """The plan in a line, then the suggestions as diffs."""
-    from engine.commands import plan_text as words
+    """Print the plan in short, then each suggestion as a diff of the recipe."""
+    from engine.commands import plan_text as text
 
     width = shutil.get_terminal_size().columns
-    for line in words.wrap_lines([words.title(advice.plan, spec), *words.summary_lines(advice.plan, spec)[:3]], width):
-        typer.echo(line)
+    for line in text.wrap_lines([text.title(advice.plan, spec), *text.summary_lines(advice.plan, spec)[:3]], width):
+        print_line(line)
     if advice.plan.verdict == "fits":
-        typer.echo("with the room left:" if advice.room else "nothing larger fits")
+        print_line("with the memory left:" if advice.room else "no larger setting fits")
     elif not advice.suggestions:
-        typer.echo("no combination of changes makes it fit: choose a smaller model or a larger device")
+        print_line("no combination of changes makes it fit: choose a smaller model or a larger device")
     for index, suggestion in enumerate([*advice.suggestions, *advice.room], 1):
         for line in _suggestion_lines(index, suggestion):
-            typer.echo(line)
+            print_line(line)
     if written is not None:
-        typer.echo(f"written: {written}")
+        print_line(f"written: {written}")
 
 
 def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
-    """One suggestion: what it costs, then the recipe's lines before and after."""
+    """One suggestion: its memory and cost, then the recipe's lines before and after."""
     from engine.commands.plan_text import format_size, toml_text
 
     slower = sum(lever.slower_percent for lever in suggestion.levers)

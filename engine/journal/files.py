@@ -1,9 +1,14 @@
-"""Small files that are either there whole or not at all. Used for requests, identities and specs; not for events."""
+"""Small files that other processes read and write at the same time: written whole or not at all, and locked.
+
+Used for requests, identities and specs; events have a writer of their own (`engine.journal.events`).
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,3 +25,16 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:  # an interrupt, too, leaves no temporary file
         os.unlink(temporary)
         raise
+
+
+@contextmanager
+def locked(path: Path, *, timeout_seconds: float = -1.0) -> Iterator[None]:
+    """Hold the lock file `path` for this process until the block ends; a negative timeout waits without a limit.
+
+    The kernel releases the lock when the process ends, however it ends; the file itself stays. Forked children do not
+    hold it. Raises TimeoutError when another process holds it too long, other OSErrors where it cannot be locked.
+    """
+    from filelock import FileLock  # imported here: it takes longer than most commands that never lock
+
+    with FileLock(path, timeout=timeout_seconds, poll_interval=0.05, mode=0o644, thread_local=False):
+        yield

@@ -1,48 +1,47 @@
-"""Who works on a run, and whether that process is still there.
+"""Which process works on a run, and whether it is still alive.
 
-A pid alone proves nothing: pids are reused, and a zombie answers `kill -0`. A process is the same one when its pid, its
-start time and the machine's boot agree. What cannot be seen from here (another host, another container) is judged by
-the age of the event file alone. Two engines on one run are kept apart by a file lock that the kernel drops with
-its holder, so no crash leaves a run locked.
+A pid alone proves nothing: pids are reused, and a zombie answers `kill -0`. Two identities are the same process when
+pid, start time and boot of the machine agree. A process that cannot be looked up from here (another host, another
+container) is judged by the age of the event file alone. A file lock keeps two engines off one run; the kernel releases
+it when its holder ends, so no crash leaves a run locked.
 
 Try: `cat runs/*/engine.json`
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
-from engine.journal.files import write_atomically
+from engine.journal.files import locked, write_atomically
 
 STALE_SECONDS = 15.0
-"""Three missed heartbeats. Enough when the process is also seen to be gone from this machine: the silence only has to
-rule out that it lives where this process cannot look, such as another container with the same host name."""
+"""Silence after which a run is stale when its process does not exist on this machine: three missed heartbeats. The
+silence rules out that the process lives in another container with the same host name."""
 
 REMOTE_STALE_SECONDS = 120.0
-"""Where only silence can be judged: NFS may show a file's old size for up to 60 s (acregmax of nfs(5)), and an engine
-that loads a large model can hold Python's lock for tens of seconds."""
+"""Silence after which a run of another machine is stale: NFS may show a file's old size for up to 60 s (acregmax of
+nfs(5)), and an engine that loads a large model can hold Python's global lock for tens of seconds."""
 
-ProcessState = Literal["alive", "gone", "foreign"]
+ProcessState = Literal["alive", "gone", "remote"]
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process, for good: a later process with the same pid compares unequal."""
+    """Identifies one process for good: a later process with the same pid compares unequal."""
 
     pid: int
     started: str
-    """Boot and start time in the kernel's own terms; compared, never interpreted."""
+    """Boot and start time in the kernel's own units; compared, never interpreted."""
     host: str
 
 
@@ -52,20 +51,28 @@ def identify(pid: int) -> ProcessIdentity | None:
     return None if started is None else ProcessIdentity(pid, started, platform.node())
 
 
+def identify_self() -> ProcessIdentity:
+    """The identity of this process. Raises EnvironmentProblem where the process table cannot be read."""
+    identity = identify(os.getpid())
+    if identity is None:
+        raise EnvironmentProblem("this process is not in the process table", fix="mount /proc")
+    return identity
+
+
 def process_state(identity: ProcessIdentity) -> ProcessState:
-    """alive or gone on this machine, or foreign: on another one, where this process cannot look."""
+    """Whether the process is alive or gone on this machine, or remote: on a machine that cannot be looked at."""
     if identity.host != platform.node():
-        return "foreign"
+        return "remote"
     return "alive" if identify(identity.pid) == identity else "gone"
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
-    """Whether exactly this process is seen alive from here."""
+    """Whether exactly this process is alive on this machine."""
     return process_state(identity) == "alive"
 
 
 def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
-    """The process that works on the run, or that died on it; None when none does and the last one left in order."""
+    """The recorded engine: it works on the run, or was killed on it. None when the last engine ended in order."""
     try:
         found = json.loads(directory.engine.read_text("utf-8"))
         return ProcessIdentity(int(found["pid"]), str(found["started"]), str(found["host"]))
@@ -78,25 +85,23 @@ def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
 
 
 def record_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
-    """Write down who works on the run, so that others can judge and, if need be, kill it."""
+    """Record which process works on the run, so that others can see whether it lives and, if need be, kill it."""
     write_atomically(directory.engine, json.dumps(asdict(identity)) + "\n")
 
 
 def clear_engine(directory: RunDirectory) -> None:
-    """Nobody works on the run any more, and that is no accident."""
+    """Remove the record of the engine: it has ended in order."""
     directory.engine.unlink(missing_ok=True)
 
 
 @contextmanager
 def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
-    """Hold the run for this process. Raises EnvironmentProblem when another process holds it.
+    """Claim the run for this process until the block ends. Raises EnvironmentProblem when another process holds it.
 
-    Who holds it is on record until the block ends, and stays there when the process is killed in it.
+    The identity of the holder is recorded until the block ends, and stays recorded when the process is killed in it.
     """
-    with _locked(directory):
-        identity = identify(os.getpid())
-        if identity is None:
-            raise EnvironmentProblem("this process does not see itself in the process table", fix="mount /proc")
+    with _run_lock(directory):
+        identity = identify_self()
         record_engine(directory, identity)
         try:
             yield identity
@@ -106,56 +111,24 @@ def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
 
 @contextmanager
 def lock_after_engine(directory: RunDirectory) -> Iterator[None]:
-    """Hold the run to write the last words of an engine that is gone; who worked on it stays on record."""
-    with _locked(directory):
+    """Hold the run to write the last event of an engine that is gone; the recorded identity stays that engine's."""
+    with _run_lock(directory):
         yield
 
 
 def refuse_if_claimed(directory: RunDirectory) -> None:
     """Raise EnvironmentProblem when a process holds the run right now, on any machine that shares the lock."""
-    with _locked(directory, patience_seconds=0.0):
+    with _run_lock(directory, timeout_seconds=0.0):
         return
 
 
-_held: set[int] = set()
-"""Descriptors whose lock this process holds."""
-
-
-def _let_go_in_child() -> None:
-    for file in _held:
-        os.close(file)
-    _held.clear()
-
-
-# A forked data worker would share the lock, and keep it from the next engine if it outlives this one. Closing the
-# child's copy leaves the parent's lock as it is (flock(2)).
-os.register_at_fork(after_in_child=_let_go_in_child)
-
-
 @contextmanager
-def _locked(directory: RunDirectory, *, patience_seconds: float = 1.0) -> Iterator[None]:
-    # Never unlinked: a lock on a removed file would keep nobody out.
-    file = os.open(directory.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Iterator[None]:
+    """Hold the run's lock file. Tried for a while: `refuse_if_claimed` in another process holds it for microseconds."""
+    lock = ExitStack()
     try:
-        _take(file, directory, time.monotonic() + patience_seconds)
-        _held.add(file)
-        yield
-    finally:
-        _held.discard(file)
-        os.close(file)
-
-
-def _take(file: int, directory: RunDirectory, deadline: float) -> None:
-    """Lock the file. Tried again until the deadline: `refuse_if_claimed` elsewhere holds it for microseconds."""
-    try:
-        while True:
-            try:
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.05)
-    except BlockingIOError as error:
+        lock.enter_context(locked(directory.lock, timeout_seconds=timeout_seconds))
+    except TimeoutError as error:
         holder = engine_process(directory)
         who = f" (process {holder.pid} on {holder.host})" if holder else ""
         raise EnvironmentProblem(
@@ -167,6 +140,8 @@ def _take(file: int, directory: RunDirectory, deadline: float) -> None:
         raise EnvironmentProblem(
             f"{directory.lock} cannot be locked: {error.strerror}", fix="put the runs on a file system with file locks"
         ) from error
+    with lock:
+        yield
 
 
 def seconds_since_change(path: Path) -> float:

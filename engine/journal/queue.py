@@ -1,7 +1,7 @@
-"""Runs that wait for their turn: an ordered list beside the runs, changed under a lock by whoever comes.
+"""Runs that wait for their turn: an ordered list of names beside the runs, changed under a file lock.
 
 A waiting run is an ordinary run directory whose engine has not been started (status "queued"); the queue holds only its
-name. `engine.launch.queue_worker` takes one after another. The list is the only state, so a killed keeper loses
+name. `engine.launch.queue_worker` starts one after another. The list is the only state, so a killed worker loses
 nothing.
 
 Try: `tunedeck queue add -p demo -r demo`, then `cat runs/.queue/order.json`
@@ -9,29 +9,27 @@ Try: `tunedeck queue add -p demo -r demo`, then `cat runs/.queue/order.json`
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
-from engine.journal.files import write_atomically
+from engine.journal.files import locked, write_atomically
 from engine.journal.liveness import ProcessIdentity, is_alive
 from engine.journal.summary import summarise
 
 
 @dataclass
 class QueueState:
-    """What is on disk: names of runs, first to go first, and the one whose turn it is."""
+    """The content of the queue's file: waiting runs in order, the running one, and the process that works the queue."""
 
     waiting: list[str] = field(default_factory=list)
     current: str | None = None
-    keeper: ProcessIdentity | None = None
-    """The process that takes runs from the queue; None when nobody does."""
+    worker: ProcessIdentity | None = None
+    """The process that takes runs from the queue; None when there is none."""
 
 
 class Queue:
@@ -43,16 +41,20 @@ class Queue:
 
     @property
     def log(self) -> Path:
-        """What the keeper did, a line each."""
+        """What the queue worker did, a line each."""
         return self.folder / "keeper.log"
 
-    def look(self) -> QueueState:
-        """The queue as it is, without runs that are gone or were started by hand, and without a dead keeper."""
-        order = self._read()
-        order.waiting = [name for name in order.waiting if self._still_waits(name)]
-        if order.keeper is not None and not is_alive(order.keeper):
-            order.keeper = None
-        return order
+    def run(self, name: str) -> RunDirectory:
+        """The directory of a run in this queue."""
+        return RunDirectory(self.runs_dir / name)
+
+    def read(self) -> QueueState:
+        """The queue without runs that are gone or were started by hand, and without a dead worker."""
+        state = self._load()
+        state.waiting = [name for name in state.waiting if self._still_waits(name)]
+        if state.worker is not None and not is_alive(state.worker):
+            state.worker = None
+        return state
 
     def add(self, directory: RunDirectory, *, first: bool = False) -> QueueState:
         """Put a run at the end, or at the front; returns the queue with it.
@@ -64,71 +66,71 @@ class Queue:
         if not self._still_waits(directory.name):
             raise UsageError(
                 f"run {directory.name} has been started already",
-                fix=f"tunedeck resume {directory.name} goes on with it",
+                fix=f"continue it with: tunedeck resume {directory.name}",
             )
-        with self._changing() as order:
-            others = [name for name in order.waiting if name != directory.name]
-            order.waiting = [directory.name, *others] if first else [*others, directory.name]
-        return self.look()
+        with self._transaction() as state:
+            others = [name for name in state.waiting if name != directory.name]
+            state.waiting = [directory.name, *others] if first else [*others, directory.name]
+        return self.read()
 
     def remove(self, name: str) -> None:
         """Take a run out. Raises UsageError when it does not wait here."""
-        with self._changing() as order:
-            self._expect(order, name)
-            order.waiting.remove(name)
+        with self._transaction() as state:
+            self._require_waiting(state, name)
+            state.waiting.remove(name)
 
     def move(self, name: str, position: int) -> None:
         """Put a waiting run at `position`, counted from 1; beyond the end is the end.
 
         Raises UsageError when it does not wait here.
         """
-        with self._changing() as order:
-            self._expect(order, name)
-            order.waiting.remove(name)
-            order.waiting.insert(max(0, position - 1), name)
+        with self._transaction() as state:
+            self._require_waiting(state, name)
+            state.waiting.remove(name)
+            state.waiting.insert(max(0, position - 1), name)
 
-    def take(self, keeper: ProcessIdentity) -> RunDirectory | None:
-        """The keeper's next run, now current. None, and no keeper any more, when nothing waits.
+    def take_next(self, worker: ProcessIdentity) -> RunDirectory | None:
+        """The worker's next run, which is current from now on; None when no run waits, and there is no worker then.
 
-        Raises EnvironmentProblem when another keeper is at work.
+        Raises EnvironmentProblem when another worker is alive.
         """
-        with self._changing() as order:
-            if order.keeper is not None and order.keeper != keeper and is_alive(order.keeper):
+        with self._transaction() as state:
+            if state.worker is not None and state.worker != worker and is_alive(state.worker):
                 raise EnvironmentProblem(
-                    f"process {order.keeper.pid} on {order.keeper.host} already works on this queue",
-                    fix="tunedeck queue list",
+                    f"process {state.worker.pid} on {state.worker.host} already works this queue",
+                    fix="see what it does: tunedeck queue list",
                 )
-            order.waiting = [name for name in order.waiting if self._still_waits(name)]
-            order.current = order.waiting.pop(0) if order.waiting else None
-            order.keeper = keeper if order.current else None
-            return RunDirectory(self.runs_dir / order.current) if order.current else None
+            state.waiting = [name for name in state.waiting if self._still_waits(name)]
+            state.current = state.waiting.pop(0) if state.waiting else None
+            state.worker = worker if state.current else None
+            return self.run(state.current) if state.current else None
 
-    def dismiss(self) -> None:
-        """Nobody keeps the queue any more; what waits stays."""
-        with self._changing() as order:
-            order.keeper = None
+    def clear_worker(self) -> None:
+        """Record that no process works the queue any more; waiting runs stay."""
+        with self._transaction() as state:
+            state.worker = None
 
     def _still_waits(self, name: str) -> bool:
-        directory = RunDirectory(self.runs_dir / name)
+        directory = self.run(name)
         return directory.exists() and summarise(directory).status == "queued"
 
-    def _expect(self, order: QueueState, name: str) -> None:
-        if name not in order.waiting:
+    def _require_waiting(self, state: QueueState, name: str) -> None:
+        if name not in state.waiting:
             raise UsageError(
                 f"run {name} does not wait in the queue of {self.runs_dir}",
-                expected=", ".join(order.waiting) or "a run; the queue is empty",
+                expected=", ".join(state.waiting) or "a waiting run; the queue is empty",
                 fix="tunedeck queue list",
             )
 
-    def _read(self) -> QueueState:
+    def _load(self) -> QueueState:
         path = self.folder / "order.json"
         try:
             found = json.loads(path.read_text("utf-8"))
-            keeper = found["keeper"]
+            worker = found["keeper"]
             return QueueState(
                 [str(name) for name in found["waiting"]],
                 found["current"],
-                None if keeper is None else ProcessIdentity(keeper["pid"], keeper["started"], keeper["host"]),
+                None if worker is None else ProcessIdentity(worker["pid"], worker["started"], worker["host"]),
             )
         except FileNotFoundError:
             return QueueState()
@@ -139,27 +141,26 @@ class Queue:
             raise EnvironmentProblem(f"{path} cannot be read: {error}", fix="remove it; the runs stay") from error
 
     @contextmanager
-    def _changing(self) -> Iterator[QueueState]:
-        """The order, written back when the block ends well; nobody else changes it meanwhile."""
-        with self._locked() as order:
-            yield order
-            try:
-                write_atomically(self.folder / "order.json", json.dumps(asdict(order), indent=2) + "\n")
-            except OSError as error:
-                raise self._not_written(error) from error
-
-    @contextmanager
-    def _locked(self) -> Iterator[QueueState]:
+    def _transaction(self) -> Iterator[QueueState]:
+        """The state under the lock; changes are written when the block ends without an exception."""
+        lock = ExitStack()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock.enter_context(locked(self.folder / "lock"))
         except OSError as error:
             raise self._not_written(error) from error
+        with lock:
+            state = self._load()
+            yield state
+            self._store(state)
+
+    def _store(self, state: QueueState) -> None:
+        worker = None if state.worker is None else asdict(state.worker)
+        content = {"waiting": state.waiting, "current": state.current, "keeper": worker}
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield self._read()
-        finally:
-            os.close(file)
+            write_atomically(self.folder / "order.json", json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise self._not_written(error) from error
 
     def _not_written(self, error: OSError) -> EnvironmentProblem:
         return EnvironmentProblem(

@@ -1,1 +1,1 @@
-"""STARTING RUNS: create a run, start its engine process, work through a queue, write jobs for Slurm and SkyPilot."""
+"""Starting runs: create a run, start its engine process, work the queue, write jobs for Slurm and SkyPilot."""

@@ -1,12 +1,13 @@
-"""From a checked run spec to a run directory that an engine can be started on: refuse, plan, write, note.
+"""Creating a run: the arguments of a start become a run spec, the spec is checked and planned, and its directory made.
 
-Shared by `train`, `queue add` and the console, so it is light. Starting the engine is `engine.launch.process`'s affair.
+Shared by `train`, `queue add`, `launch` and the console. Starting the engine is in `engine.launch.process`.
 
 Try: `tunedeck queue add -p demo -r demo`
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.budget.advise.plan import Plan, make_plan
@@ -17,16 +18,78 @@ from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectu
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, recorded_runs
+from engine.spec.check.devices import parse_device_indices, require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
-from engine.spec.load import dump_run_spec, load_run_spec
+from engine.spec.load import Resolved, dump_run_spec, load_run_spec, override, resolve
 from engine.spec.schema.run import Limits, RunSpec
+
+
+def command_line_limits(
+    max_hours: float | None,
+    wait_seconds: float | None,
+    on_finish: str | None,
+    devices: str | None,
+    trust_remote_code: bool,
+) -> Limits:
+    """The limits of a start, from the options of the command line. Raises UsageError for bad device indices."""
+    return Limits(
+        max_hours=max_hours,
+        wait_seconds=wait_seconds,
+        on_finish=on_finish,
+        devices=parse_device_indices(devices),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def resolve_start(
+    profile: str | None,
+    recipe: str | None,
+    overrides: Sequence[str],
+    *,
+    run_spec: Path | None,
+    name: str | None,
+    limits: Limits,
+) -> Resolved:
+    """The run spec of a start: from a profile and a recipe, or from an earlier run's run.toml.
+
+    Raises UsageError for arguments that do not go together, and SpecError for every problem of the files.
+    """
+    if run_spec is not None and recipe:
+        raise UsageError("--run-spec and -r were both given", expected="one of them", fix="leave one out")
+    if run_spec is not None:
+        resolved = override(load_run_spec(run_spec), overrides, profile=profile, name=name, limits=limits)
+    elif not profile or not recipe:
+        missing = [text for text, given in (("-p PROFILE", profile), ("-r RECIPE", recipe)) if not given]
+        raise UsageError(
+            f"missing: {' and '.join(missing)}",
+            expected="a profile and a recipe, or --run-spec FILE",
+            fix="tunedeck train -p demo -r demo",
+        )
+    else:
+        resolved = resolve(profile, recipe, overrides, name=name, limits=limits)
+    require_matching_devices(resolved.spec)
+    return resolved
+
+
+def fetch_config_if_reachable(spec: RunSpec) -> list[str]:
+    """Fetch the model's config, which the plan needs, where the hub can be reached; returns notices for the user.
+
+    An unreachable hub does not stop a start: `create_run` then reports that there is no plan.
+    """
+    from engine.budget.architecture.hub import bring_config
+
+    try:
+        return bring_config(spec)
+    except ConfigNotHereError:
+        return []
 
 
 def create_run(
     spec: RunSpec, folder: Path, *, force: bool = False, launched: bool = False
 ) -> tuple[RunDirectory, list[str]]:
-    """Plan the run and make its directory in `folder`; returns it with notices for the user. Only where a launcher has
-    started a process for each device (`launched`) may the profile name several machines.
+    """Plan the run and create its directory in `folder`; returns the directory and notices for the user.
+
+    A profile of several machines is accepted only where a launcher has started a process for each device (`launched`).
 
     Raises:
         UsageError: the spec asks for what this version does not do, or for what would train wrongly.
@@ -44,9 +107,9 @@ def create_run(
 
 
 def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | None, list[str]]:
-    """The plan of a run whose directory would be in `folder`, and notices; None where nothing can be predicted.
+    """Check and plan a run whose directory would be in `folder`; returns the plan and notices for the user.
 
-    Raises UsageError and DoesNotFitError, as `create_run_directory` does.
+    The plan is None where memory cannot be predicted. Raises UsageError and DoesNotFitError as `create_run` does.
     """
     refuse_unsupported(spec)
     refuse_unsafe(spec)
@@ -64,24 +127,24 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
 
 
 def require_launcher(spec: RunSpec) -> None:
-    """Raise UsageError for a profile of several machines: nothing here starts processes on another one."""
+    """Raise UsageError for a profile of several machines: Tunedeck starts no process on another machine."""
     machines = spec.profile.nodes.count
     if machines > 1:
         raise UsageError(
-            f"profile {spec.profile.name!r} has {machines} machines, and this command runs on one",
-            fix="write a script that starts it on all of them: tunedeck launch with the same -p and -r",
+            f"profile {spec.profile.name!r} has {machines} machines, and this command starts processes on one",
+            fix="write a script that starts the run on all of them: tunedeck launch with the same -p and -r",
         )
 
 
 def drop_untrusted_limits(directory: RunDirectory) -> str | None:
-    """Take the limits out of a run that this user did not start on this machine; a notice for the user, or None.
+    """Remove the limits from a run that this user did not start on this machine; returns a notice if any were removed.
 
-    To be called before a run is gone on with: a run directory from elsewhere could bring a command to run when it ends,
-    or allow code that comes with a model.
+    To be called before such a run is continued: a run directory from elsewhere could bring a shell command of its own
+    (`on_finish`), or allow code that comes with a model.
     """
     spec = load_run_spec(directory.run_toml, own=True)
-    here = directory.path.resolve()
-    if spec.limits == Limits() or any(run.path.resolve() == here for run in recorded_runs()):
+    path = directory.path.resolve()
+    if spec.limits == Limits() or any(run.path.resolve() == path for run in recorded_runs()):
         return None
     write_atomically(directory.run_toml, dump_run_spec(spec.model_copy(update={"limits": Limits()})))
     return (
@@ -92,7 +155,7 @@ def drop_untrusted_limits(directory: RunDirectory) -> str | None:
 
 def _does_not_fit(plan: Plan) -> DoesNotFitError:
     return DoesNotFitError(
-        f"this does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
+        f"the run does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
         f"of {plan.capacity_bytes / 2**30:.3g} GiB, and even one sequence with every remedy needs too much",
-        fix="see what takes it: tunedeck plan with the same arguments; --force trains anyway",
+        fix="see what needs the memory: tunedeck plan with the same arguments; --force trains anyway",
     )

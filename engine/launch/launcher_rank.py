@@ -1,7 +1,7 @@
-"""Which place a launcher gave this process: torchrun, `accelerate launch`, Slurm's srun, or plain RANK and WORLD_SIZE.
+"""The rank that a launcher gave this process: torchrun, accelerate launch, Slurm's srun, or RANK and WORLD_SIZE.
 
-Reads the environment and nothing else; torch is not needed to know one's place. A process that was started alone, also
-inside a Slurm allocation, has no seat: on it a run of several devices starts its own ranks.
+Reads the environment and nothing else, so torch is not needed. A process that was started alone, also inside a Slurm
+allocation, has no launcher rank: there a run of several devices starts its own ranks.
 
 Try: `torchrun --nproc-per-node 2 -m tunedeck train -p demo-2 -r demo`
 """
@@ -18,15 +18,15 @@ from engine.journal.liveness import identify
 from engine.spec.schema.run import RunSpec
 
 JOB_VARIABLE = "TUNEDECK_JOB"
-"""Set by scripts of `tunedeck launch`: starts with the same value go on with the same run."""
+"""Environment variable set by scripts of `tunedeck launch`: starts with the same value continue the same run."""
 
 FIRST_PORT, PORTS = 20_000, 10_000
-"""Ports for the ranks of a Slurm step to meet at: above the registered services, below Linux's ephemeral ports."""
+"""Ports for the rendezvous of a Slurm step: above the registered services, below Linux's ephemeral ports."""
 
 
 @dataclass(frozen=True)
 class LauncherRank:
-    """One process among those of a launcher."""
+    """One of the processes that a launcher started, and what it says about the job."""
 
     launcher: str
     """torchrun, srun or environment."""
@@ -36,21 +36,21 @@ class LauncherRank:
     master_address: str
     master_port: int
     job: str = ""
-    """The same for every start of one job by this launcher; empty where each start is a job of its own."""
+    """Identifies the job: the same at every start of one job; empty where each start is a job of its own."""
     may_resume: bool = False
-    """An earlier start of the job may have left a run to go on with."""
+    """Whether an earlier start of the job may have left a run to continue."""
     restarts: int = 0
-    """How often this launcher has started all ranks again; a job that was queued again has a new launcher."""
+    """How often this launcher has restarted all ranks. A job that was queued again has a new launcher."""
     restarts_left: int = 0
-    """How often it still would."""
+    """How often this launcher would still restart them."""
 
     @property
     def is_rank0(self) -> bool:
-        """Rank 0 makes the run and writes its journal."""
+        """Whether this is rank 0, which creates the run and writes its journal."""
         return self.rank == 0
 
     def export_environment(self) -> None:
-        """Say it the way torch reads it."""
+        """Set the environment variables from which torch.distributed reads its place."""
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.size),
@@ -61,8 +61,8 @@ class LauncherRank:
 
 
 def find_launcher_rank(environment: Mapping[str, str] = os.environ) -> LauncherRank | None:
-    """This process's seat; None when it was started alone. Raises UsageError for an environment that is incomplete."""
-    # A job of one process is a job, too: queued again, it goes on with its run.
+    """The rank of this process; None when it was started alone. Raises UsageError for an incomplete environment."""
+    # A job of one process counts, too: queued again, it continues its run.
     least = 1 if environment.get(JOB_VARIABLE) else 2
     if _number(environment, "WORLD_SIZE", 0) >= least and "RANK" in environment:
         return _torchrun(environment) if "TORCHELASTIC_RUN_ID" in environment else _plain(environment)
@@ -71,18 +71,28 @@ def find_launcher_rank(environment: Mapping[str, str] = os.environ) -> LauncherR
     return None
 
 
-def require_rank_per_device(spec: RunSpec, seat: LauncherRank) -> None:
+def require_launchable(spec: RunSpec, launcher_rank: LauncherRank, *, detach: bool) -> None:
+    """Raise UsageError unless the launcher's processes can be the ranks of this run."""
+    require_rank_per_device(spec, launcher_rank)
+    if detach:
+        raise UsageError(
+            f"--detach was given, but {launcher_rank.launcher} started this process and waits for its end",
+            fix="leave --detach out, and let the launcher run in the background",
+        )
+
+
+def require_rank_per_device(spec: RunSpec, launcher_rank: LauncherRank) -> None:
     """Raise UsageError unless the launcher started one process for each device of the profile."""
     profile = spec.profile
     devices = profile.device.count * profile.nodes.count
-    if seat.size == devices:
+    if launcher_rank.size == devices:
         return
     each = f"{profile.device.count} on each of {profile.nodes.count} machines"
     raise UsageError(
-        f"{seat.launcher} started {seat.size} processes, and profile {profile.name!r} has {devices} "
+        f"{launcher_rank.launcher} started {launcher_rank.size} processes, and profile {profile.name!r} has {devices} "
         f"{'devices' if devices != 1 else 'device'}",
         expected=each if profile.nodes.count > 1 else f"{devices}, one for each device",
-        fix=f"start {devices}, or choose a profile whose device.count × nodes.count is {seat.size}",
+        fix=f"start {devices}, or choose a profile whose device.count × nodes.count is {launcher_rank.size}",
     )
 
 
@@ -99,7 +109,7 @@ def _torchrun(environment: Mapping[str, str]) -> LauncherRank:
 
 
 def _elastic_job(run_id: str) -> str:
-    """torchrun's run id, unless it is the default that all jobs share; then the agent that started this process."""
+    """torchrun's run id; where that is the default, which all jobs share, the identity of the agent process."""
     if run_id not in ("", "none"):
         return f"torchrun {run_id}"
     agent = identify(os.getppid())
@@ -137,13 +147,13 @@ def _plain(
 
 
 def _slurm(environment: Mapping[str, str]) -> LauncherRank:
-    """From srun's variables (see "OUTPUT ENVIRONMENT VARIABLES" in srun(1)); a requeued job has its old id."""
+    """The rank from srun's variables ("OUTPUT ENVIRONMENT VARIABLES" in srun(1)). A requeued job keeps its id."""
     job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     address = environment.get("MASTER_ADDR") or first_host(nodes)
     if not address:
         raise UsageError(
-            "srun started this process and does not say on which machines: SLURM_STEP_NODELIST is not set",
+            "srun started this process, but SLURM_STEP_NODELIST, the list of machines, is not set",
             fix="set MASTER_ADDR to the address of the first machine",
         )
     return LauncherRank(
@@ -159,15 +169,15 @@ def _slurm(environment: Mapping[str, str]) -> LauncherRank:
 
 
 def first_host(node_list: str) -> str:
-    """The first machine of a Slurm node list such as `gpu[03-06,9],big1`: gpu03."""
+    """The first machine of a Slurm node list: gpu03 of `gpu[03-06,9],big1`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
-def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, "")
     if not text:
-        return otherwise
+        return default
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"{name}={text!r} is set in the environment", expected="a number", fix=f"unset {name}")
     return int(text)

@@ -1,8 +1,8 @@
-"""Starting an engine process, following it, and ending it by force. The only place that makes or kills one.
+"""Starting an engine process, following it, and ending it by force. No other module starts or kills an engine.
 
-The engine runs in its own session, so neither a closed terminal nor a dead follower touches it; the two share the run
-directory and nothing else. A follower asks for a stop with a control request, not a signal: it works from another
-machine too, is answered by an event, and a request made while the engine still loads is kept until it can obey.
+The engine runs in an OS session of its own, so neither a closed terminal nor a killed follower ends it; follower and
+engine share the run directory and nothing else. A follower asks for a stop with a control request, not a signal: a
+request works from another machine, is answered by an event, and waits while the engine still loads.
 
 Try: `tunedeck train -p demo -r demo`, then Ctrl-C.
 """
@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from engine.errors import EnvironmentProblem, TunedeckError
+from engine.errors import KILLED_CODE, EnvironmentProblem, TunedeckError
 from engine.journal import control
 from engine.journal.directory import RunDirectory
-from engine.journal.events import Event, EventTail, EventWriter
+from engine.journal.events import Event, EventTail, EventWriter, end_of_events
 from engine.journal.liveness import (
     ProcessIdentity,
     clear_engine,
@@ -45,27 +46,37 @@ ENTRY_FILE = _CHECKOUT_ENTRY if _CHECKOUT_ENTRY.is_file() else _PACKAGES_FOLDER 
 Child processes start through it, with -P."""
 
 POLL_SECONDS = 0.25
-"""How often a follower looks for events. A screen shows at most two states a second."""
-
-KILLED_CODE = 137
-"""Stopped by force."""
+"""How often a follower reads events; a screen is redrawn half as often."""
 
 DETACHED_CODE = 0
-"""The follower left, the engine runs on: the same as `train --detach`."""
+"""Exit code of a follower that left while the engine goes on, as after `train --detach`."""
 
 LOG_LINES = 15
-"""How much of engine.log is shown of an engine that died without a word."""
+"""Lines of engine.log that are shown when an engine died without recording why."""
+
+
+@dataclass(frozen=True)
+class FileOffsets:
+    """Where a new engine's part of the run's files begins, in bytes."""
+
+    events: int = 0
+    log: int = 0
+
+    @classmethod
+    def of(cls, directory: RunDirectory) -> FileOffsets:
+        """The present ends of `events.jsonl` and `engine.log`."""
+        return cls(end_of_events(directory.events), directory.log.stat().st_size if directory.log.exists() else 0)
 
 
 def start_engine(
     directory: RunDirectory, *, resume_from: int | None = None, resume: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start an engine on this run, in its own session, its output in `engine.log`.
+    """Start an engine on this run, in an OS session of its own, its output in `engine.log`.
 
     Raises EnvironmentProblem when another engine works on the run, or the process cannot be started.
     """
     refuse_if_claimed(directory)
-    # What an earlier engine was asked is not meant for this one.
+    # Requests to an earlier engine are not meant for this one.
     control.clear_requests(directory)
     arguments = ["--resume"] if resume else []
     arguments += ["--from", str(resume_from)] if resume_from is not None else []
@@ -75,50 +86,50 @@ def start_engine(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            cwd=_folder_for(directory),
+            cwd=_engine_folder(directory),
             env=_environment(),
             start_new_session=True,
         )
-    # Noted here as well as by the engine's own claim, so that it can be found and killed while it still imports torch.
+    # Recorded here as well as by the engine's own claim, so that it can be found and killed while it imports torch.
     identity = identify(process.pid)
     try:
         if identity is not None:
             record_engine(directory, identity)
     except OSError:
-        # A full disk: an engine that nobody can find again is worse than none.
+        # A full disk: an engine that cannot be found again is worse than none.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
     return process
 
 
-def _folder_for(directory: RunDirectory) -> Path:
-    """The engine's working directory: ours, or the run's where ours has been deleted (MKL ends a process there)."""
-    here = working_directory()
-    return here if here.is_dir() else directory.path
+def _engine_folder(directory: RunDirectory) -> Path:
+    """The engine's working directory: ours, or the run directory where ours was deleted (MKL ends a process there)."""
+    cwd = working_directory()
+    return cwd if cwd.is_dir() else directory.path
 
 
 def _environment() -> dict[str, str]:
-    """The engine's environment: log lines appear at once, and no warning when the tokenizer's threads meet a fork.
+    """The engine's environment: output is unbuffered, and the tokenizer's threads do not warn about forks.
 
-    PYTHONSAFEPATH repeats -P for Python processes the engine starts in turn. A user's PYTHONPATH stays: `tunedeck.py`
-    puts its own folder before it, and their data or model code may need theirs.
+    PYTHONSAFEPATH passes -P on to Python processes that the engine starts. A user's PYTHONPATH stays: `tunedeck.py`
+    puts its own folder before it, and the user's data or model code may need it.
     """
-    # Beside another busy process OpenMP's threads spend their time slices spinning for each other: on two cores, 40
+    # Beside another busy process OpenMP's threads use up their time slices spinning for each other: on two cores, 40
     # demo steps next to a two-thread program took over 60 s, with a bounded spin 13 s, and alone 6 s either way.
-    # And by default glibc hands each large freed block back to the kernel, which then clears it page by page for the
-    # next tensor: keeping them, 4 steps of a small model on the CPU took 2,500 page faults instead of 52,000.
-    kept = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31)}
-    defaults = {"GOMP_SPINCOUNT": "30000", **kept}
+    # By default glibc returns each large freed block to the kernel, which clears it page by page for the next tensor:
+    # with these thresholds 4 steps of a small model on the CPU took 2,500 page faults instead of 52,000.
+    malloc = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31)}
+    defaults = {"GOMP_SPINCOUNT": "30000", **malloc}
     always = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**defaults, **os.environ, **always}
 
 
 def wait_until_running(
-    directory: RunDirectory, process: subprocess.Popen[bytes], *, offset: int = 0, log_offset: int = 0
+    directory: RunDirectory, process: subprocess.Popen[bytes], *, start: FileOffsets = FileOffsets()
 ) -> None:
-    """Return when the engine has written its first event after `offset`. Raises TunedeckError when it dies before."""
-    tail = EventTail(directory.events, offset=offset)
+    """Return when the engine has written its first event after `start`. Raises TunedeckError when it dies before."""
+    tail = EventTail(directory.events, offset=start.events)
     while not tail.poll():
         try:
             code = process.wait(timeout=POLL_SECONDS)
@@ -126,7 +137,7 @@ def wait_until_running(
             continue
         if tail.poll():
             return
-        raise engine_died(directory, code, log_start=log_offset)
+        raise engine_died(directory, code, log_start=start.log)
 
 
 def follow_engine(
@@ -136,23 +147,23 @@ def follow_engine(
     on_event: Callable[[Event], None],
     on_tick: Callable[[], None] = lambda: None,
     on_notice: Callable[[str], None] = lambda text: None,
-    offset: int = 0,
-    log_offset: int = 0,
+    start: FileOffsets = FileOffsets(),
 ) -> int:
     """Follow an engine to its end and return its exit code.
 
-    `on_event` gets each event from byte `offset` on, `on_tick` is called about four times a second, `on_notice` gets
-    sentences for the user. Ctrl-C and TERM ask for a stop; a second one kills, and the code is 137. HUP, or an
-    OSError of the callbacks that says nobody reads any more, leaves the engine running and returns DETACHED_CODE.
-    Raises TunedeckError when the engine ended without recording how; `log_offset` is where its part of the log begins.
+    `on_event` gets each event after `start`, `on_tick` is called about four times a second, `on_notice` gets sentences
+    for the user. Ctrl-C and TERM ask for a stop; a second one kills the engine, and the code is KILLED_CODE. HUP, or an
+    OSError of the callbacks because the reader of their output is gone, leaves the engine running and returns
+    DETACHED_CODE. Raises TunedeckError when the engine ended without recording how.
     """
-    tail = EventTail(directory.events, offset=offset)
+    tail = EventTail(directory.events, offset=start.events)
     finished = False
     stops = 0
 
     def relay() -> bool:
+        """Hand on new events; True once the process has ended."""
         nonlocal finished
-        ended = process.poll() is not None  # looked at before reading, so that nothing written before the end is missed
+        ended = process.poll() is not None  # before reading, so that no event written before the end is missed
         for event in tail.poll():
             finished = event["kind"] == "run_finished" or (finished and event["kind"] not in ("resumed", "run_started"))
             on_event(event)
@@ -177,7 +188,7 @@ def follow_engine(
             return DETACHED_CODE
     code = process.returncode
     if not finished:
-        raise engine_died(directory, code, log_start=log_offset)
+        raise engine_died(directory, code, log_start=start.log)
     return code if code >= 0 else KILLED_CODE
 
 
@@ -187,13 +198,13 @@ def _ask_to_stop(
     try:
         control.send_request(directory, "stop")
     except OSError:
-        # A full disk takes no request; the engine's own TERM handling does the same.
+        # On a full disk no request can be written; the engine stops on TERM, too.
         process.terminate()
-    on_notice("stopping after this step; a checkpoint is written. Once more stops at once, without one")
+    on_notice("stopping after this step, with a checkpoint; a second Ctrl-C stops at once, without one")
 
 
 def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> None:
-    """Kill our own child's whole session: not yet waited for, its pid cannot have been reused."""
+    """Kill our child's whole OS session. We have not waited for it, so its pid cannot have been reused."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -203,17 +214,17 @@ def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> No
 def force_stop(directory: RunDirectory) -> None:
     """Kill the engine of this run and everything it started, and record the end.
 
-    Raises EnvironmentProblem when the engine is on another machine, or belongs to another user; UsageError never.
+    Raises EnvironmentProblem when the engine is on another machine, or belongs to another user.
     """
     identity = engine_process(directory)
     if identity is not None:
-        _refuse_elsewhere(identity)
+        _require_on_this_machine(identity)
         _kill(identity)
     record_forced_stop(directory)
 
 
-def _refuse_elsewhere(identity: ProcessIdentity) -> None:
-    if process_state(identity) == "foreign":
+def _require_on_this_machine(identity: ProcessIdentity) -> None:
+    if process_state(identity) == "remote":
         raise EnvironmentProblem(
             f"the engine is process {identity.pid} on {identity.host}, and only that machine can kill it",
             fix=f"run the same command on {identity.host}",
@@ -227,7 +238,7 @@ def _kill(identity: ProcessIdentity) -> None:
     except ProcessLookupError:
         return
     try:
-        # Looked at after the handle was taken: from here on the handle is this process or nothing.
+        # Checked after the handle was opened: while it is open, the pid cannot be given to another process.
         if not is_alive(identity):
             return
         if os.getpgid(identity.pid) == identity.pid:
@@ -247,19 +258,19 @@ def _kill(identity: ProcessIdentity) -> None:
 
 
 def _wait_until_gone(identity: ProcessIdentity) -> None:
-    """A driver may keep a killed process for seconds; longer than half a minute is not ours to wait out."""
+    """Wait for a killed process to end. A driver may hold it for seconds; after half a minute this gives up."""
     deadline = time.monotonic() + 30.0
     while is_alive(identity):
         if time.monotonic() > deadline:
             raise EnvironmentProblem(
-                f"process {identity.pid} does not end although it was killed: it hangs in a driver or a file system",
-                fix="look at dmesg; the run can be resumed when the process is gone",
+                f"process {identity.pid} was killed and does not end: it hangs in a driver or a file system",
+                fix="read dmesg; the run can be resumed when the process is gone",
             )
         time.sleep(0.02)
 
 
 def record_forced_stop(directory: RunDirectory) -> None:
-    """Write the last event on behalf of an engine that was killed; the lock keeps every living engine from writing."""
+    """Write the last event for an engine that was killed. The run's lock keeps any other engine from writing."""
     control.clear_requests(directory)
     with lock_after_engine(directory), EventWriter(directory) as writer:
         clear_engine(directory)
@@ -267,20 +278,20 @@ def record_forced_stop(directory: RunDirectory) -> None:
 
 
 def engine_died(directory: RunDirectory, code: int, *, log_start: int = 0) -> TunedeckError:
-    """The error for an engine that ended without recording how: what is known, and the end of its log."""
+    """The error for an engine that ended without recording how: its exit, and the end of its log."""
     tail = log_tail(directory, start=log_start)
     lines = "\n".join(["", f"last lines of {directory.log}:", *(f"  {line}" for line in tail)]) if tail else ""
     error = TunedeckError(
-        f"the engine {_manner_of_death(code)}, without recording how the run ended{lines}",
+        f"the engine {_exit_text(code)}, without recording how the run ended{lines}",
         fix=f"continue from the last checkpoint: tunedeck resume {directory.name}",
     )
     error.exit_code = KILLED_CODE if code == -signal.SIGKILL else max(code, 1)
     return error
 
 
-def _manner_of_death(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL; if nobody did that, the machine ran out of host memory: see dmesg)"
+        return "was killed (SIGKILL; unless someone did that, the machine ran out of host memory: see dmesg)"
     if code < 0:
         return f"was ended by signal {-code} ({signal.Signals(-code).name})"
     return f"exited with {code}"
@@ -302,7 +313,7 @@ def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES)
 def _signals() -> Iterator[list[int]]:
     """Collect INT, TERM and HUP into a list while the block runs.
 
-    INT and HUP stay ignored where they were when we started: that is what `nohup` and a shell's `&` ask for.
+    INT and HUP stay ignored where they were ignored at the start: that is what `nohup` and a shell's `&` ask for.
     """
     received: list[int] = []
 
@@ -321,7 +332,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _sleep_until_signal_or_end(process: subprocess.Popen[bytes], received: list[int]) -> None:
-    """Sleep for one poll, but not through the end of the process or a signal that came just before."""
+    """Sleep for one poll interval, or until the process ends or a signal arrives."""
     before = len(received)
     deadline = time.monotonic() + POLL_SECONDS
     while len(received) == before and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""The keeper of a queue: a small process of its own that starts one waiting run after another, each its own engine.
+"""The queue worker: a small process that starts one waiting run after another, each as an engine process of its own.
 
-It holds no device and no state: killed, it loses nothing, and the run it started goes on. A run that fails, or cannot
-be started, is noted and the next one begins. It ends when nothing waits.
+It holds no device and no state: where it is killed, nothing is lost and the run it started goes on. A run that fails,
+or cannot be started, is logged and the next one is started. The worker ends when no run waits.
 
 Try: `tunedeck queue start`, then `cat runs/.queue/keeper.log`
 """
@@ -13,26 +13,29 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal.directory import RunDirectory
+from engine.journal.event_text import clean
 from engine.journal.events import utc_now
-from engine.journal.liveness import ProcessIdentity, identify
+from engine.journal.liveness import ProcessIdentity, identify, identify_self
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE, start_engine
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.25
+"""How often a run, or the worker, is looked at."""
 
 
 def start_queue_worker(runs_dir: Path) -> int:
-    """Start a keeper in a session of its own, unless one is at work already; returns its pid."""
+    """Start a worker in an OS session of its own, unless one is at work already; returns its pid."""
     queue = Queue(runs_dir)
-    keeper = queue.look().keeper
-    if keeper is not None:
-        return keeper.pid
+    worker = queue.read().worker
+    if worker is not None:
+        return worker.pid
     try:
         queue.folder.mkdir(parents=True, exist_ok=True)
         log = queue.log.open("ab")
@@ -43,7 +46,7 @@ def start_queue_worker(runs_dir: Path) -> int:
         ) from error
     with log:
         process = subprocess.Popen(
-            [sys.executable, "-P", str(ENTRY_FILE), "_keeper", str(runs_dir)],
+            [sys.executable, "-P", str(ENTRY_FILE), "_queue_worker", str(runs_dir)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -53,48 +56,69 @@ def start_queue_worker(runs_dir: Path) -> int:
     return process.pid
 
 
+def follow_queue(queue: Queue, pid: int) -> Iterator[tuple[str, int]]:
+    """Follow a worker until it ends: yields one line for each run that starts or ends, with the run's exit code."""
+    current: str | None = None
+    alive = True
+    while alive:
+        alive = identify(pid) is not None  # looked at before reading, so that nothing written before its end is missed
+        following = queue.read().current
+        if following != current and current is not None:
+            yield _ending(queue.run(current))
+        if following != current and following is not None:
+            yield f"{following} starts; watch it: tunedeck watch {following}", 0
+        current = following
+        if alive:
+            time.sleep(POLL_SECONDS)
+
+
+def _ending(directory: RunDirectory) -> tuple[str, int]:
+    summary = summarise(directory)
+    error = f": {clean(summary.last_error.splitlines()[0])}" if summary.last_error else ""
+    code = 1 if summary.exit_code is None else summary.exit_code
+    return f"{directory.name}: {summary.status} at step {summary.step}{error}", code
+
+
 def run_queue(runs_dir: Path) -> None:
-    """Work the queue until it is empty. TERM ends the keeper and leaves the present run going."""
+    """Work the queue until it is empty. TERM ends the worker and leaves the present run running."""
     queue = Queue(runs_dir)
-    own = identify(os.getpid())
-    if own is None:
-        raise EnvironmentProblem("this process does not see itself in the process table", fix="mount /proc")
-    signal.signal(signal.SIGTERM, _leave)
+    own = identify_self()
+    signal.signal(signal.SIGTERM, _raise_terminated)
     try:
-        _work(queue, own)
-    except _Asked:
-        queue.dismiss()
-        _say("asked to end; a run that has begun goes on")
+        _start_waiting_runs(queue, own)
+    except _TerminatedError:
+        queue.clear_worker()
+        _log("asked to end; a run that has started goes on")
 
 
-class _Asked(BaseException):
-    """TERM came."""
+class _TerminatedError(BaseException):
+    """The worker received TERM."""
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    raise _Asked
+def _raise_terminated(_number: int, _frame: FrameType | None) -> None:
+    raise _TerminatedError
 
 
-def _work(queue: Queue, own: ProcessIdentity) -> None:
-    earlier = queue.look().current
+def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
+    earlier = queue.read().current
     if earlier is not None:
-        # An earlier keeper is gone, its run may not be.
-        _wait_for(RunDirectory(queue.runs_dir / earlier))
-    while (directory := queue.take(own)) is not None:
-        _say(f"{directory.name} begins")
+        # The worker that started this run is gone, but the run may still be running.
+        _wait_for_end(queue.run(earlier))
+    while (directory := queue.take_next(own)) is not None:
+        _log(f"{directory.name} starts")
         try:
             code = start_engine(directory).wait()
         except TunedeckError as error:
-            _say(f"{directory.name} could not be started: {error.render()}")
+            _log(f"{directory.name} could not be started: {error.render()}")
             continue
-        _say(f"{directory.name} ended with {code}: {summarise(directory).status}")
-    _say("nothing waits")
+        _log(f"{directory.name} ended with {code}: {summarise(directory).status}")
+    _log("no run waits")
 
 
-def _wait_for(directory: RunDirectory) -> None:
+def _wait_for_end(directory: RunDirectory) -> None:
     while directory.exists() and summarise(directory).status == "running":
         time.sleep(POLL_SECONDS)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stdout.write(f"{utc_now()} {text}\n")

@@ -1,7 +1,7 @@
-"""From names, paths and `--set` to one run spec, and from a run spec to `run.toml` and back.
+"""Resolving a profile, a recipe and overrides to one run spec; writing a run spec as `run.toml` and reading it back.
 
-Precedence: defaults < recipe < stage < profile [overrides] < --set. Stages stay tables here; they beat the recipe when
-a stage starts, and are beaten by what the profile and the command line say.
+Precedence: defaults < recipe < stage < profile [overrides] < --set. Stages stay tables here: each is merged over the
+recipe when it starts. What a value may be is in `engine.spec.check`.
 
 Try: `python -c "from engine.spec.load import resolve; print(resolve('demo', 'demo').spec.recipe.train)"`
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomlkit
 
@@ -33,10 +33,12 @@ from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import Limits, Provenance, RunSpec
 
+Result = TypeVar("Result")
+
 SPEC_TABLES: dict[SpecKind, type[Profile] | type[Recipe]] = {"profile": Profile, "recipe": Recipe}
 
 PACKAGES = ("tunedeck", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers", "numpy")
-"""What touches the numbers of a run."""
+"""Packages whose versions can change the numbers of a run."""
 
 LEARNING_NEUTRAL_KEYS = (
     "train.micro_batch",
@@ -64,29 +66,45 @@ LEARNING_NEUTRAL_KEYS = (
     "backoff.grow",
     "moe.watch_experts",
 )
-"""Keys a profile may set without a word: memory, speed and record keeping."""
+"""Keys that a profile may override without a notice: they concern memory, speed and record keeping, not learning."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run spec, and what the user should be told about how it came to be."""
+    """A run spec, and notices for the user about how it came about."""
 
     spec: RunSpec
     notices: list[str]
 
 
-def load_spec_file(kind: SpecKind, located: SpecFile, *, any_stem: bool = False) -> Table:
-    """One profile or recipe on its own. Raises SpecError with every problem of the file."""
-    document = read_document(located.path)
+@dataclass(frozen=True)
+class _Layers:
+    """What a run spec is assembled from, before it is merged and checked."""
+
+    profile: Document
+    recipe: Document
+    overrides: Sequence[str]
+    folder: Path
+    """Relative paths of the recipe start here."""
+    cwd: Path
+    """Relative paths of the overrides start here."""
+
+
+def load_spec_file(kind: SpecKind, file: SpecFile, *, any_stem: bool = False) -> Table:
+    """One profile or recipe on its own. Raises SpecError with every problem of the file.
+
+    `any_stem` accepts a file whose name differs from its `name` key.
+    """
+    document = read_document(file.path)
     table, problems = check_table(SPEC_TABLES[kind], document.data)
-    problems += [] if any_stem else _name_problems(document, located.path.stem)
+    problems += [] if any_stem else _name_problems(document, file.path.stem)
     if problems or table is None:
         raise SpecError(document.refuse(problems))
     return table
 
 
 def check_text(kind: SpecKind, text: str, stem: str, label: str) -> list[str]:
-    """What is wrong with a text that is to become the file STEM.toml, each problem as `label:line: ...`."""
+    """The problems of a text that is to become the file STEM.toml, each as `label:line: ...`."""
     try:
         document = parse_document(text, label)
     except SpecError as error:
@@ -105,21 +123,21 @@ def _name_problems(document: Document, stem: str) -> list[Problem]:
 def resolve(
     profile: str,
     recipe: str,
-    sets: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     *,
     name: str | None = None,
     limits: Limits = Limits(),  # noqa: B008  (frozen)
     cwd: Path | None = None,
 ) -> Resolved:
     """The run spec of a profile, a recipe and overrides. Raises SpecError with the problems of all three at once."""
-    here = (cwd or working_directory()).absolute()
-    profile_file, recipe_file = _collect_problems(
-        lambda: find_spec_file("profile", profile, here), lambda: find_spec_file("recipe", recipe, here)
+    cwd = (cwd or working_directory()).absolute()
+    profile_file, recipe_file = _both(
+        lambda: find_spec_file("profile", profile, cwd), lambda: find_spec_file("recipe", recipe, cwd)
     )
-    profile_document, recipe_document = _collect_problems(
+    profile_document, recipe_document = _both(
         lambda: read_document(profile_file.path), lambda: read_document(recipe_file.path)
     )
-    wrong_names = [
+    name_problems = [
         line
         for document, file in ((profile_document, profile_file), (recipe_document, recipe_file))
         for line in document.refuse(_name_problems(document, file.path.stem))
@@ -130,53 +148,49 @@ def resolve(
             "profile_sha256": profile_document.sha256,
             "recipe_file": recipe_file.label,
             "recipe_sha256": recipe_document.sha256,
-            "set": list(sets),
+            "set": list(overrides),
             "versions": dict(_versions()),
         }
     )
-    return _assemble(
-        profile_document, recipe_document, sets, wrong_names, recipe_file.folder, here, name, limits, provenance
-    )
+    layers = _Layers(profile_document, recipe_document, overrides, recipe_file.folder, cwd)
+    return _assemble(layers, name, limits, provenance, name_problems)
 
 
 def override(
     spec: RunSpec,
-    sets: Sequence[str],
+    overrides: Sequence[str],
     *,
     profile: str | None = None,
+    name: str | None = None,
     limits: Limits | None = None,
     cwd: Path | None = None,
 ) -> Resolved:
-    """The run spec with more `--set` on top and, where given, another profile: what `resume` continues with."""
-    here = (cwd or working_directory()).absolute()
+    """A run spec with further overrides and, where given, another profile, name or limits.
+
+    Without another profile, the profile's own [overrides] stay as recorded and are not applied a second time. Raises
+    SpecError as `resolve` does.
+    """
+    cwd = (cwd or working_directory()).absolute()
     written = spec.model_dump(by_alias=True, exclude_none=True)
-    provenance, changed = written["provenance"], {"set": [*spec.provenance.set_, *sets], "versions": dict(_versions())}
-    profile_document = Document("run.toml", written["profile"])
+    changed = {"set": [*spec.provenance.set_, *overrides], "versions": dict(_versions())}
     if profile is not None:
-        located = find_spec_file("profile", profile, here)
-        profile_document = read_document(located.path)
-        changed |= {"profile_file": located.label, "profile_sha256": profile_document.sha256}
+        file = find_spec_file("profile", profile, cwd)
+        profile_document = read_document(file.path)
+        changed |= {"profile_file": file.label, "profile_sha256": profile_document.sha256}
     else:
+        profile_document = Document("run.toml", written["profile"])
         profile_document.data.pop("overrides", None)
-    resolved = _assemble(
-        profile_document,
-        Document("run.toml", written["recipe"]),
-        sets,
-        [],
-        here,
-        here,
-        spec.name,
-        limits or spec.limits,
-        Provenance.model_validate({**provenance, **changed}),
-    )
+    layers = _Layers(profile_document, Document("run.toml", written["recipe"]), overrides, cwd, cwd)
+    provenance = Provenance.model_validate({**written["provenance"], **changed})
+    resolved = _assemble(layers, name or spec.name, limits or spec.limits, provenance, [])
     if profile is not None:
         return resolved
     kept = resolved.spec.profile.model_copy(update={"overrides": spec.profile.overrides})
     return Resolved(resolved.spec.model_copy(update={"profile": kept}), resolved.notices)
 
 
-def _collect_problems(first: Any, second: Any) -> tuple[Any, Any]:
-    """Both results, or one SpecError with the problems of both."""
+def _both(first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Result, Result]:
+    """Call both; returns both results, or raises one SpecError with the problems of both."""
     results, problems, fixes = [], [], []
     for attempt in (first, second):
         try:
@@ -190,20 +204,13 @@ def _collect_problems(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def _assemble(
-    profile: Document,
-    recipe: Document,
-    sets: Sequence[str],
-    problems: list[str],
-    folder: Path,
-    cwd: Path,
-    name: str | None,
-    limits: Limits,
-    provenance: Provenance,
+    layers: _Layers, name: str | None, limits: Limits, provenance: Provenance, problems: list[str]
 ) -> Resolved:
-    """Lay the layers, check the whole, make paths absolute."""
-    overrides, set_problems = parse_overrides(sets)
+    """Merge the layers, check the result as a whole, make its paths absolute. `problems` are reported with the rest."""
+    profile, recipe = layers.profile, layers.recipe
+    overrides, override_problems = parse_overrides(layers.overrides)
     notices = _apply_profile_overrides(profile, recipe, {".".join(override.key) for override in overrides})
-    problems = [*problems, *set_problems, *apply_overrides(profile, recipe, overrides)]
+    problems = [*problems, *override_problems, *apply_overrides(profile, recipe, overrides)]
     checked_profile, profile_problems = check_table(Profile, profile.data)
     checked_recipe, recipe_problems = check_table(Recipe, recipe.data)
     if checked_profile is not None and checked_recipe is not None:
@@ -211,12 +218,17 @@ def _assemble(
     problems += profile.refuse(profile_problems) + recipe.refuse(recipe_problems) + _run_name_problems(name)
     if problems or checked_profile is None or checked_recipe is None:
         raise SpecError(list(dict.fromkeys(problems)))
-    make_absolute(recipe, folder, cwd)
-    notes = checked_recipe.model_dump(include={"title", "notes"})
-    with_paths = Recipe.model_validate({**recipe.data, **notes})
-    run_name = name or checked_recipe.name
-    parts = {"profile": checked_profile, "recipe": with_paths, "provenance": provenance, "limits": limits}
-    return Resolved(RunSpec.model_validate({"name": run_name, **parts}), notices)
+    make_absolute(recipe, layers.folder, layers.cwd)
+    # Titles and notes come from the checked recipe: there their unsafe characters have been made visible.
+    texts = checked_recipe.model_dump(include={"title", "notes"})
+    parts = {
+        "name": name or checked_recipe.name,
+        "profile": checked_profile,
+        "recipe": Recipe.model_validate({**recipe.data, **texts}),
+        "provenance": provenance,
+        "limits": limits,
+    }
+    return Resolved(RunSpec.model_validate(parts), notices)
 
 
 def _run_name_problems(name: str | None) -> list[str]:
@@ -228,7 +240,7 @@ def _run_name_problems(name: str | None) -> list[str]:
 
 
 def _apply_profile_overrides(profile: Document, recipe: Document, on_command_line: set[str]) -> list[str]:
-    """Lay the profile's [overrides] over the recipe; a notice for each that changes what is learned."""
+    """Apply the profile's [overrides] to the recipe; returns a notice for each that changes what is learned."""
     table = profile.data.get("overrides")
     notices = []
     for key, value in leaf_items(table) if isinstance(table, dict) else ():
@@ -236,7 +248,7 @@ def _apply_profile_overrides(profile: Document, recipe: Document, on_command_lin
         before = value_at(recipe.data, key)
         before = _default(key) if before is None else before
         if describe.type_at(Recipe, key) is None:
-            continue  # an unknown key is reported at its line in the profile
+            continue  # unknown keys are reported later, at their line in the profile
         set_value(recipe, key, value, profile.written_at(("overrides", *key)))
         silent = dotted.startswith(LEARNING_NEUTRAL_KEYS) or dotted in on_command_line
         if value != before and not silent:
@@ -253,7 +265,7 @@ def _default(key: tuple[str, ...]) -> Any:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Installed versions, read from package metadata: nothing is imported."""
+    """Installed versions by package, read from the packages' metadata without importing them."""
     found = {}
     for package in PACKAGES:
         try:
@@ -266,8 +278,8 @@ def _versions() -> dict[str, str]:
 def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
     """Read a run.toml. Raises SpecError with every problem.
 
-    Only the engine, in its own run directory, passes `own=True` and gets the limits as written. From any other file
-    they are dropped: a file may neither allow remote code nor bring a command to run.
+    `own=True` keeps the limits as written; only code that works on the user's own run directory passes it. From any
+    other file the limits are dropped: a file may neither allow remote code nor bring a shell command.
     """
     document = read_document(path)
     spec, problems = check_table(RunSpec, document.data)
@@ -277,6 +289,6 @@ def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
 
 
 def dump_run_spec(spec: RunSpec) -> str:
-    """The text of run.toml: every value written out, None left out. `load_run_spec` gives an equal spec back."""
+    """The text of run.toml, defaults included; None is left out. `load_run_spec` reads an equal spec back."""
     data = spec.model_dump(by_alias=True, exclude_none=True)
     return tomlkit.dumps({key: value for key, value in data.items() if value != {}})

@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from engine.errors import KILLED_CODE
 from engine.journal.control import ControlInbox
 from engine.journal.events import EventWriter
-
-FORCED = 137
-"""Exit code of a run stopped by force, as for SIGKILL."""
 
 
 class RunRequests:
@@ -78,4 +76,4 @@ class RunRequests:
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals > 1:
-            os._exit(FORCED)
+            os._exit(KILLED_CODE)

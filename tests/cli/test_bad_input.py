@@ -77,7 +77,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "scoring with a profile only": (("eval", "last", "-p", "demo"), ("-r RECIPE",)),
     "scoring half a model": (("eval", "builtin:tiny", "-r", "demo"), ("-p PROFILE",)),
     "negative samples": (("data", "-r", "demo", "--show", "-1"), ("--show",)),
-    "profile with a climbing name": (("profiles", "new", "../x"), ("is no name",)),
+    "profile with a climbing name": (("profiles", "new", "../x"), ("is not a valid name",)),
     "import of nothing": (("recipes", "import", "gone.toml"), ("gone.toml", "No such file")),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.commands.data import histogram_lines, print_json, print_report, visible
+from engine.commands.data import escape, histogram_lines, print_report, report_document
 from engine.data.prepare import prepare_data
 from tests.data.specs import CHATML, run_spec, tokenizer
 
@@ -39,12 +39,9 @@ def test_chat_samples_show_special_tokens(jsonl: Callable[..., str], capsys: pyt
     assert "⟦yo<end>⟧" in shown
 
 
-def test_json_is_one_document_with_the_samples_pieces(
-    jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_document_with_the_samples_pieces(jsonl: Callable[..., str]) -> None:
     spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY)}]})
-    print_json(prepare_data(spec, tokenizer()), tokenizer(), 1)
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(json.dumps(report_document(prepare_data(spec, tokenizer()), tokenizer(), 1)))
     (sample,) = document["samples"]
     assert "".join(piece["text"] for piece in sample["pieces"] if piece["learned"]) == "[/]b\u202e<eos>"
     assert document["sources"][0]["dropped"] == {"completion is missing": 1}
@@ -57,13 +54,12 @@ def test_a_bar_that_holds_anything_is_seen() -> None:
 
 
 def test_control_characters_become_visible_and_letters_stay() -> None:
-    assert visible("née\t\u200b日本") == "née\\t\\u200b日本"
+    assert escape("née\t\u200b日本") == "née\\t\\u200b日本"
 
 
 def test_the_command_runs_the_demo_recipe_without_loading_a_model(tmp_path: Path) -> None:
     code = (
-        "import sys, typer; from engine.commands.data import register\n"
-        "app = typer.Typer(); app.callback()(lambda: None); register(app)\n"
+        "import sys; from engine.cli import app\n"
         "app(['data', '-r', 'demo', '--show', '1', '--json'], standalone_mode=False)\n"
         "sys.exit('peft' in sys.modules)"
     )

@@ -21,7 +21,7 @@ RUNNER = CliRunner()
 def app() -> typer.Typer:
     app = typer.Typer()
     app.callback()(lambda: None)
-    doctor.register(app)
+    app.command()(doctor.doctor)
     return app
 
 

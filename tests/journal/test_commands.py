@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from engine.commands import control, runs
+from engine.cli import app
 from engine.errors import TunedeckError, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
@@ -17,10 +16,6 @@ from engine.journal.summary import summarise
 from tests.journal.conftest import Spawn
 from tests.journal.samples import backoff_fields, new_run, step_fields
 from tests.journal.waiting import until
-
-app = typer.Typer(pretty_exceptions_enable=False)
-for room in (runs, control):
-    room.register(app)
 
 
 def tunedeck(*arguments: str, folder: Path) -> Result:
@@ -125,7 +120,7 @@ def test_waiting_for_a_run_whose_engine_vanished_is_an_error(
     run: RunDirectory, folder: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawn(run, "vanish").wait(timeout=20)
-    monkeypatch.setattr("engine.journal.summary.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("engine.journal.summary.STALE_SECONDS", 0.0)
     error = tunedeck("wait", "last", folder=folder).exception
     assert isinstance(error, TunedeckError) and error.exit_code == 1
 

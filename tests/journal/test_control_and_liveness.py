@@ -85,7 +85,7 @@ def test_another_process_with_the_same_pid_is_not_the_engine() -> None:
     assert ours is not None and is_alive(ours)
     assert process_state(replace(ours, started=ours.started + "1")) == "gone"
     assert process_state(replace(ours, started="another-boot:1")) == "gone"
-    assert process_state(replace(ours, host="elsewhere")) == "foreign"
+    assert process_state(replace(ours, host="elsewhere")) == "remote"
 
 
 def test_a_forked_worker_that_outlives_its_engine_does_not_keep_the_claim(run: RunDirectory) -> None:

@@ -17,7 +17,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.liveness import claim, engine_process, identify, is_alive, record_engine
 from engine.journal.summary import summarise
-from engine.launch.process import follow_engine, force_stop, log_tail, start_engine, wait_until_running
+from engine.launch.process import FileOffsets, follow_engine, force_stop, log_tail, start_engine, wait_until_running
 from tests.journal.conftest import Spawn
 from tests.journal.waiting import until
 
@@ -191,7 +191,7 @@ def test_detaching_waits_for_the_first_event_or_reports_the_death(run: RunDirect
     force_stop(run)
     end = run.events.stat().st_size
     with pytest.raises(TunedeckError) as caught:
-        wait_until_running(run, gone, offset=end)
+        wait_until_running(run, gone, start=FileOffsets(events=end))
     assert caught.value.exit_code == 6
 
 
@@ -208,6 +208,6 @@ def test_following_a_resumed_run_begins_with_its_news(run: RunDirectory, spawn: 
     with EventWriter(run) as writer:
         writer.write("run_finished", status="stopped", exit_code=130, result=None)
     seen: list[str] = []
-    offset = run.events.stat().st_size
-    follow_engine(run, spawn(run, "finish"), on_event=lambda event: seen.append(event["kind"]), offset=offset)
+    start = FileOffsets.of(run)
+    follow_engine(run, spawn(run, "finish"), on_event=lambda event: seen.append(event["kind"]), start=start)
     assert seen[0] == "run_started" and seen.count("run_finished") == 1

@@ -7,10 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from engine.commands.changes import aloud, changed, is_longer, refused
-from engine.commands.progress import LiveReporter, PlainReporter, Progress
+from engine.commands.reporter import LiveReporter, PlainReporter
 from engine.journal.event_schema import EVENT_KINDS
 from engine.journal.event_text import EVENT_DESCRIPTIONS, clean, describe_event, format_bytes
+from engine.journal.progress import Progress
+from engine.launch.resume_changes import find_changes, makes_longer, notices_of, refused_changes
 from tests.journal.samples import backoff_fields, step_fields
 
 
@@ -125,12 +126,12 @@ TRAIN = {"epochs": 1.0, "max_steps": None, "seed": 0, "learning_rate": 1e-4, "mi
     ],
 )
 def test_what_resume_may_change(changes: dict[str, object], is_refused: bool, is_said: bool, longer: bool) -> None:
-    found = changed({"recipe": {"train": TRAIN}}, {"recipe": {"train": {**TRAIN, **changes}}})
-    assert (bool(refused(found)), bool(aloud(found)), is_longer(found)) == (is_refused, is_said, longer)
+    found = find_changes({"recipe": {"train": TRAIN}}, {"recipe": {"train": {**TRAIN, **changes}}})
+    assert (bool(refused_changes(found)), bool(notices_of(found)), makes_longer(found)) == (is_refused, is_said, longer)
 
 
 @pytest.mark.parametrize(
     "key", ["model.id", "model.dtype", "method.rank", "data.sources", "data.max_length", "train.optimizer", "a.new_key"]
 )
 def test_resume_refuses_what_reaches_back_and_what_nobody_has_decided_on(key: str) -> None:
-    assert refused({f"recipe.{key}": (0, 1)}) != []
+    assert refused_changes({f"recipe.{key}": (0, 1)}) != []

@@ -36,7 +36,7 @@ def myself() -> ProcessIdentity:
 
 def test_runs_wait_in_the_order_they_came(three: tuple[Queue, list[str]]) -> None:
     queue, names = three
-    assert queue.look().waiting == names
+    assert queue.read().waiting == names
 
 
 def test_a_run_can_be_put_first_moved_and_removed(three: tuple[Queue, list[str]], tmp_path: Path) -> None:
@@ -46,21 +46,21 @@ def test_a_run_can_be_put_first_moved_and_removed(three: tuple[Queue, list[str]]
     queue.move(a, 99)
     queue.move(c, 1)
     queue.remove(b)
-    assert queue.look().waiting == [c, urgent.name, a]
+    assert queue.read().waiting == [c, urgent.name, a]
 
 
 def test_what_does_not_wait_cannot_be_moved(three: tuple[Queue, list[str]]) -> None:
     queue, names = three
     with pytest.raises(UsageError, match="does not wait"):
         queue.move("nobody", 1)
-    assert queue.look().waiting == names
+    assert queue.read().waiting == names
 
 
 def test_a_run_that_was_started_by_hand_no_longer_waits(three: tuple[Queue, list[str]], tmp_path: Path) -> None:
     queue, (a, b, c) = three
     with EventWriter(RunDirectory(tmp_path / b)) as writer:
         writer.write("run_started", run=b, pid=1, world_size=1, versions={})
-    assert queue.look().waiting == [a, c]
+    assert queue.read().waiting == [a, c]
     with pytest.raises(UsageError, match="started already"):
         queue.add(RunDirectory(tmp_path / b))
 
@@ -68,30 +68,30 @@ def test_a_run_that_was_started_by_hand_no_longer_waits(three: tuple[Queue, list
 def test_a_run_that_vanished_no_longer_waits(three: tuple[Queue, list[str]], tmp_path: Path) -> None:
     queue, (a, b, c) = three
     move_to_trash(RunDirectory(tmp_path / a))
-    assert queue.look().waiting == [b, c]
+    assert queue.read().waiting == [b, c]
 
 
-def test_a_keeper_takes_one_after_another_and_leaves_an_empty_queue(three: tuple[Queue, list[str]]) -> None:
+def test_a_worker_takes_one_after_another_and_leaves_an_empty_queue(three: tuple[Queue, list[str]]) -> None:
     queue, names = three
     taken = []
-    while (run := queue.take(myself())) is not None:
-        assert queue.look().current == run.name and queue.look().keeper == myself()
+    while (run := queue.take_next(myself())) is not None:
+        assert queue.read().current == run.name and queue.read().worker == myself()
         taken.append(run.name)
     assert taken == names
-    assert queue.look().keeper is None and queue.look().current is None
+    assert queue.read().worker is None and queue.read().current is None
 
 
-def test_a_second_keeper_is_refused_and_a_dead_one_replaced(three: tuple[Queue, list[str]]) -> None:
+def test_a_second_worker_is_refused_and_a_dead_one_replaced(three: tuple[Queue, list[str]]) -> None:
     queue, _ = three
     parent = identify(os.getppid())
     assert parent is not None
-    queue.take(parent)
+    queue.take_next(parent)
     with pytest.raises(EnvironmentProblem, match="already works"):
-        queue.take(myself())
-    queue.dismiss()
-    queue.take(ProcessIdentity(2**22 + 1, "long ago", parent.host))
-    assert queue.look().keeper is None
-    assert queue.take(myself()) is not None
+        queue.take_next(myself())
+    queue.clear_worker()
+    queue.take_next(ProcessIdentity(2**22 + 1, "long ago", parent.host))
+    assert queue.read().worker is None
+    assert queue.take_next(myself()) is not None
 
 
 def test_a_damaged_list_is_said_and_nothing_is_overwritten(three: tuple[Queue, list[str]]) -> None:

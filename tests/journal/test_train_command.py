@@ -5,22 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from engine.commands import resume, train
+from engine.cli import app
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.index import list_runs, record_start
 from engine.journal.liveness import claim
+from engine.launch.resume_run import change_spec
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import Limits
-
-app = typer.Typer(pretty_exceptions_enable=False)
-train.register(app)
-resume.register(app)
-
 
 SPEC = """schema = 1
 kind = "run"
@@ -100,17 +95,17 @@ def test_resume_refuses_and_leaves_the_spec_alone(ended: RunDirectory, sets: lis
 
 
 def test_a_longer_run_gets_a_new_spec_and_keeps_the_old_one(ended: RunDirectory) -> None:
-    notices = resume._respecify(ended, None, ["train.max_steps=20"], None, {})
+    notices = change_spec(ended, ["train.max_steps=20"], {})
     assert any("cosine schedule is recomputed" in notice for notice in notices)
     assert "max_steps = 20" in ended.run_toml.read_text()
     assert (ended.path / "run.1.toml").read_text() == SPEC
-    resume._respecify(ended, None, ["train.max_steps=30", "train.learning_rate=1e-5"], None, {})
+    change_spec(ended, ["train.max_steps=30", "train.learning_rate=1e-5"], {})
     assert "max_steps = 20" in (ended.path / "run.2.toml").read_text()
 
 
 def limits_after(ended: RunDirectory, **given: object) -> tuple[Limits, list[str]]:
     """The limits the engine will find after a resume that makes the run longer, and what the user was told."""
-    notices = resume._respecify(ended, None, ["train.max_steps=20"], None, given)
+    notices = change_spec(ended, ["train.max_steps=20"], given)
     return load_run_spec(ended.run_toml, own=True).limits, notices
 
 

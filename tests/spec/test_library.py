@@ -7,16 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from engine.commands import library
+from engine.cli import app
 from engine.errors import SpecError, TunedeckError
 from engine.spec.files.detect import detect_device
 from engine.spec.files.share import import_spec_file
-
-app = typer.Typer()
-library.register(app)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +53,7 @@ def test_list_names_title_and_origin_of_all_and_marks_the_broken(tmp_path: Path)
     broken.write_text('kind = "recipe"\ntitle = "\\u001b[31m"')
     rows = {row["name"]: row for row in json.loads(said("recipes", "list", "--json"))}
     assert rows["lora"]["origin"] == "shipped"
-    assert rows["torn"]["title"].startswith("broken: 3 problems")
+    assert rows["torn"]["title"].startswith("invalid: 3 problems")
     assert "demo" in said("profiles", "list")
     assert "\x1b" not in said("recipes", "list")
 
@@ -83,7 +79,7 @@ def test_a_new_file_is_found_by_name_and_checks_clean(group: str, options: list[
     assert "no problems" in said(group, "check", "mine")
     assert "exists" in refused(group, "new", "mine").found
     said(group, "new", "mine", "--force")
-    assert "is no name" in refused(group, "new", "../mine").found
+    assert "is not a valid name" in refused(group, "new", "../mine").found
 
 
 def test_detection_reads_what_the_machine_has() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.commands.resume import _respecify
 from engine.journal.checkpoints_on_disk import find_checkpoints
+from engine.launch.resume_run import change_spec
 from tests.train.crash_server import CrashServer, Death
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_in_other_memory_and_learns_the_same(server, undist
     assert server.run(place.path, Death(seen="checkpoints/step-00000004"), resume=False).code == -9
     profile = tmp_path / "other.toml"
     profile.write_text(PROFILE.format(kind=after[0], gib=after[1]))
-    _respecify(place, str(profile), [], None, {})
+    change_spec(place, [], {}, profile=str(profile))
     code, events = train(place, resume=True)
     assert code == 0, place.log.read_text()
     assert of_kind(events, "resumed")[0]["step"] == 4

@@ -5,7 +5,6 @@ Try: `python -c "from tui.files.user_files import *; print(user_file_folder('rec
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from engine.spec.files.document import read_document
 from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER, SpecKind, list_spec_files, user_folder
 from engine.spec.files.paths import unshareable_paths
 from engine.spec.files.rewrite import rewrite_text
-from engine.spec.files.share import import_spec_file, write_new_file
+from engine.spec.files.share import import_spec_file, require_name, write_new_file
 from engine.spec.files.text import UNSAFE, quoted, visible
 from engine.spec.files.working_directory import working_directory
-from engine.spec.schema.base import NAME_PATTERN
 
 
 def user_file_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
@@ -39,8 +37,7 @@ def unused_name(kind: SpecKind, name: str) -> str:
 
 def new_file_path(kind: SpecKind, name: str) -> Path:
     """The path of a new profile or recipe. Raises UsageError where the name is not allowed."""
-    if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80:
-        raise UsageError(f"{name!r} is no name", expected="lower-case letters, digits, '.', '_' and '-', 80 at most")
+    require_name(name)
     return user_file_folder(kind) / f"{name}.toml"
 
 

@@ -86,7 +86,7 @@ class QueueScreen(BaseScreen):
     def _queued_runs(self) -> list[RunDirectory]:
         """The running run, then the waiting ones in order."""
         try:
-            self._order, self._read_error = self._queue.look(), ""
+            self._order, self._read_error = self._queue.read(), ""
         except TunedeckError as error:
             self._order, self._read_error = QueueState(), error.found
         except OSError as error:
@@ -96,7 +96,7 @@ class QueueScreen(BaseScreen):
 
     @property
     def _is_working(self) -> bool:
-        return self._order.keeper is not None and self._order.current is not None
+        return self._order.worker is not None and self._order.current is not None
 
     def _position(self, entry: RunEntry, _summary: RunSummary) -> str:
         name = entry.directory.name
@@ -117,8 +117,8 @@ class QueueScreen(BaseScreen):
             yield Content.styled("  the queue is empty; add a run on Launch, or with: tunedeck queue add", "$muted")
 
     def _worker_status(self) -> str:
-        if self._order.keeper is not None:
-            return f" process {self._order.keeper.pid} starts the runs in order, also without this console"
+        if self._order.worker is not None:
+            return f" process {self._order.worker.pid} starts the runs in order, also without this console"
         return " the queue is not started" + ("; s starts it" if self._order.waiting else "")
 
     @property
@@ -141,11 +141,11 @@ class QueueScreen(BaseScreen):
     def disabled_reason(self, action: str) -> str | None:
         """Only waiting runs are moved and removed; only a queue that is not started can be started."""
         if action == "start":
-            if self._order.keeper is not None:
+            if self._order.worker is not None:
                 return "the queue is started already"
             return None if self._order.waiting else "no run is waiting"
         if action == "end":
-            return None if self._order.keeper is not None else "the queue is not started"
+            return None if self._order.worker is not None else "the queue is not started"
         if action == "open":
             return None if self.chosen is not None else "there is no run to open"
         place = self._chosen_place
@@ -182,8 +182,8 @@ class QueueScreen(BaseScreen):
 
     def do_end(self) -> None:
         """End the worker process, so that no further run is started."""
-        if self._order.keeper is not None:
-            pid = self._order.keeper.pid
+        if self._order.worker is not None:
+            pid = self._order.worker.pid
             try:
                 os.kill(pid, signal.SIGTERM)
             except ProcessLookupError:

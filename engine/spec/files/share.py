@@ -1,6 +1,7 @@
-"""Passing profile and recipe files around: taking in a stranger's, and writing new ones where they are found by name.
+"""Sharing profile and recipe files: importing a file that someone else wrote, and writing new files.
 
-A file is only ever written whole, under a name its own text cannot choose a folder with, and never over another.
+A file is written whole or not at all, never over another one unless forced, and the text of an imported file cannot
+choose the folder it is written to.
 
 Try: `tunedeck recipes export lora --to lora.toml && tunedeck recipes import lora.toml`
 """
@@ -8,6 +9,7 @@ Try: `tunedeck recipes export lora --to lora.toml && tunedeck recipes import lor
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -16,15 +18,16 @@ from engine.spec.check.check import check_table
 from engine.spec.files.document import read_document
 from engine.spec.files.find import KIND_FOLDERS, SpecKind, user_folder
 from engine.spec.files.paths import unshareable_paths
-from engine.spec.files.text import visible
+from engine.spec.files.text import quoted, visible
 from engine.spec.load import SPEC_TABLES
+from engine.spec.schema.base import NAME_PATTERN
 
 
 def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Path:
-    """Check a stranger's file and copy it into the user's folder under its own name. Returns where it lies.
+    """Check a file that someone else wrote and copy it into the user's folder under its own name; returns the copy.
 
-    Raises SpecError for anything the checker refuses and for absolute or climbing paths, UsageError for a link or a
-    name that is taken.
+    Raises SpecError for every problem of the file and for paths that leave its folder, UsageError for a symbolic link
+    or a name that is taken.
     """
     if source.is_symlink():
         raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")
@@ -32,13 +35,21 @@ def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Pa
     table, problems = check_table(SPEC_TABLES[kind], document.data)
     problems += unshareable_paths(document.data)
     if problems or table is None:
-        raise SpecError(document.refuse(problems), fix="mend the file, or use it by its path: nothing was imported")
+        raise SpecError(document.refuse(problems), fix="correct the file, or use it by its path: nothing was imported")
     target = user_folder() / KIND_FOLDERS[kind] / f"{table.name}.toml"
     return write_new_file(target, source.read_bytes(), force=force)
 
 
+def require_name(name: str) -> None:
+    """Raise UsageError unless `name` can be the name of a profile or recipe."""
+    if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80:
+        raise UsageError(
+            f"{quoted(name)} is not a valid name", expected="lower-case letters, digits, '.', '_' and '-', 80 at most"
+        )
+
+
 def write_new_file(target: Path, content: bytes, *, force: bool) -> Path:
-    """Write a file whole or not at all; an existing one only with `force`."""
+    """Write a file whole or not at all; replace an existing one only with `force`. Raises UsageError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -59,6 +70,6 @@ def write_new_file(target: Path, content: bytes, *, force: bool) -> Path:
         ) from None
     except OSError as error:
         raise UsageError(
-            f"{visible(str(target))} cannot be written: {error.strerror}", fix="check its folder"
+            f"{visible(str(target))} cannot be written: {error.strerror}", fix="check the permissions of its folder"
         ) from None
     return target

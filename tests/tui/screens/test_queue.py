@@ -45,11 +45,11 @@ async def test_runs_are_moved_by_keys_and_the_cursor_goes_along(console: Opener,
         await open_queue(pilot)
         await pilot.sees(a, b, c)
         await pilot.press("J", "J")
-        assert Queue(runs).look().waiting == [b, c, a]
+        assert Queue(runs).read().waiting == [b, c, a]
         await pilot.press("J")
         await pilot.sees("it is already the last of the waiting runs")
         await pilot.press("K")
-        assert Queue(runs).look().waiting == [b, a, c]
+        assert Queue(runs).read().waiting == [b, a, c]
 
 
 async def test_removing_takes_two_presses_and_keeps_the_folder_in_the_trash(console: Opener, runs: Path) -> None:
@@ -59,9 +59,9 @@ async def test_removing_takes_two_presses_and_keeps_the_folder_in_the_trash(cons
         await pilot.sees(a, b)
         await pilot.press("x")
         await pilot.sees("x again removes")
-        assert Queue(runs).look().waiting == [a, b]
+        assert Queue(runs).read().waiting == [a, b]
         await pilot.press("x")
-        assert Queue(runs).look().waiting == [b]
+        assert Queue(runs).read().waiting == [b]
         assert RunDirectory(runs / ".trash" / a).exists()
 
 

@@ -1,8 +1,8 @@
-"""What `resume` may change about a run. Data and pure functions; reading and writing specs is elsewhere.
+"""Which keys of a run spec `tunedeck resume` may change. Data and pure functions; nothing is read or written here.
 
-A resumed run is the same run: its steps so far must be steps the new spec would have taken. What reaches back into
-them (model, data, seed, batch size, optimizer) is refused; memory, cadence and length are free; what only shapes the
-steps to come is allowed and said aloud.
+A resumed run stays the same run: the new spec must give the steps that were already taken. So a change of model, data,
+seed, batch size or optimizer is refused; memory, intervals and length may change freely; what only affects the steps to
+come may change with a notice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-FREE = (
+FREELY_CHANGEABLE = (
     "name",
     "limits.*",
     "provenance.*",
@@ -38,9 +38,9 @@ FREE = (
     "recipe.trackers.*",
     "recipe.finish.*",
 )
-"""May change: none of it alters what a step learns, beyond the rounding of another kernel."""
+"""Keys that do not alter what a step learns, beyond the rounding of another kernel."""
 
-ALOUD = (
+CHANGEABLE_WITH_NOTICE = (
     "recipe.train.learning_rate",
     "recipe.train.min_learning_rate",
     "recipe.train.scheduler",
@@ -55,39 +55,43 @@ ALOUD = (
     "recipe.moe.aux_loss_weight",
     "recipe.moe.watch_experts",
 )
-"""May change, but what is learned changes from here on, so the user is told."""
+"""Keys that alter what is learned from the resumed step on, so the user is told."""
 
 
-def changed(before: Any, after: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted key = (before, after) for every leaf that differs; lists are leaves."""
+Changes = dict[str, tuple[Any, Any]]
+"""Dotted key = (value before, value after)."""
+
+
+def find_changes(before: Any, after: Any, key: str = "") -> Changes:
+    """Compare two specs; returns every key whose value differs. A list counts as one value."""
     if isinstance(before, dict) and isinstance(after, dict):
-        found: dict[str, tuple[Any, Any]] = {}
+        found: Changes = {}
         for name in {**before, **after}:
-            found |= changed(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+            found |= find_changes(before.get(name), after.get(name), f"{key}.{name}" if key else name)
         return found
     return {} if before == after else {key: (before, after)}
 
 
-def refused(changes: dict[str, tuple[Any, Any]]) -> list[str]:
-    """One line for each change that `resume` cannot make."""
+def refused_changes(changes: Changes) -> list[str]:
+    """One line for each change that a resumed run cannot take."""
     return [
         f"{key.removeprefix('recipe.')}: {old!r} -> {new!r}; a run keeps its model, data, seed and batch"
         for key, (old, new) in changes.items()
-        if not _matches(key, FREE) and not _matches(key, ALOUD)
+        if not _matches(key, FREELY_CHANGEABLE) and not _matches(key, CHANGEABLE_WITH_NOTICE)
     ]
 
 
-def aloud(changes: dict[str, tuple[Any, Any]]) -> list[str]:
-    """One sentence for each change that alters what is learned from here on."""
+def notices_of(changes: Changes) -> list[str]:
+    """One sentence for each change that alters what is learned from the resumed step on."""
     return [
         f"{key.removeprefix('recipe.')} changes from {old!r} to {new!r}: the steps to come learn differently"
         for key, (old, new) in changes.items()
-        if _matches(key, ALOUD)
+        if _matches(key, CHANGEABLE_WITH_NOTICE)
     ]
 
 
-def is_longer(changes: dict[str, tuple[Any, Any]]) -> bool:
-    """Whether the run would go on for longer than before; no limit at all is longer than any."""
+def makes_longer(changes: Changes) -> bool:
+    """Whether the run gets more steps than before; no limit at all is more than any limit."""
     for key in ("recipe.train.epochs", "recipe.train.max_steps"):
         old, new = changes.get(key, (None, None))
         if old is not None and (new is None or new > old):

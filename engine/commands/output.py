@@ -1,0 +1,64 @@
+"""How commands print: JSON documents and tables on standard output, notices on standard error.
+
+rich is imported inside the functions: `tunedeck --help` does not pay for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_line(text: str) -> None:
+    """Print one line on standard output."""
+    sys.stdout.write(text + "\n")
+
+
+def print_json(document: object, *, indent: int | None = 2) -> None:
+    """Print one JSON document on standard output, in ASCII."""
+    sys.stdout.write(json.dumps(document, indent=indent) + "\n")
+
+
+def print_progress(text: str) -> None:
+    """Print what a command is doing on standard error."""
+    sys.stderr.write(text + "\n")
+
+
+def print_notices(notices: Iterable[str]) -> None:
+    """Print notices for the user on standard error: standard output is for results."""
+    for notice in notices:
+        sys.stderr.write(f"tunedeck: {notice}\n")
+
+
+def make_console() -> Console:
+    """A rich console on standard output that reads no markup and raises BrokenPipeError when the pipe is closed."""
+    from rich.console import Console
+
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Raise instead of ending the process, as rich would: a follower of a run has to detach first."""
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return PipeConsole(markup=False, emoji=False, highlight=False)
+
+
+def print_rows(rows: list[tuple[str, str]]) -> None:
+    """Print names and values in two columns: wrapped on a terminal, elsewhere one line each, to keep paths whole."""
+    if not sys.stdout.isatty():
+        width = max(len(name) for name, _ in rows)
+        sys.stdout.write("".join(f"{name:<{width}}  {value}".rstrip() + "\n" for name, value in rows))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
+    make_console().print(table)

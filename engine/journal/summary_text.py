@@ -1,0 +1,111 @@
+"""A run's summary as rows of names and values, for `tunedeck show` and the end of `train`. Pure; nothing is printed.
+
+Try: `tunedeck show last`
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.journal.event_text import clean, format_bytes, format_duration, format_number, format_score
+from engine.journal.summary import RunSummary
+
+Rows = list[tuple[str, str]]
+
+
+def result_rows(summary: RunSummary) -> Rows:
+    """How the run went: status, steps, scores, out-of-memory backoffs, memory, time and result."""
+    total = f" of {summary.max_steps:,}" if summary.max_steps else ""
+    backoffs = {0: "never", 1: "once, survived"}.get(summary.backoffs, f"{summary.backoffs} times, survived")
+    rows = [
+        ("run", clean(summary.run)),
+        ("status", status_text(summary)),
+        ("steps", f"{summary.step:,}{total}"),
+        *_score_rows(summary.metrics),
+        ("out of memory", backoffs),
+        ("samples lost", f"{summary.samples_lost:,}"),
+        *_memory_rows(summary),
+    ]
+    if summary.seconds is not None:
+        rows.append(("time", format_duration(summary.seconds)))
+    if summary.result:
+        rows.append(("result", clean(Path(summary.path) / str(summary.result))))
+    return rows
+
+
+def status_text(summary: RunSummary) -> str:
+    """The status, whether the device is simulated, and the reason why the run ended where one is recorded."""
+    reason = f": {clean(summary.reason)}" if summary.reason else ""
+    return summary.status + (" (simulated device)" if summary.simulated else "") + reason
+
+
+def _score_rows(metrics: dict[str, Any]) -> Rows:
+    """The training loss and each metric, from its first value to its latest."""
+    first, rows = metrics.get("first", {}), []
+    if "train_loss" in metrics:
+        rows.append(("loss", f"{format_number(first.get('train_loss'))} -> {format_number(metrics['train_loss'])}"))
+    for name, value in metrics.items():
+        if name not in ("train_loss", "tokens_per_second", "first"):
+            label = {"loss": "validation loss"}.get(name, clean(name).replace("_", " "))
+            before = f"{format_score(name, first[name])} -> " if name in first else ""
+            rows.append((label, before + format_score(name, value)))
+    return rows
+
+
+def _memory_rows(summary: RunSummary) -> Rows:
+    measured, planned = summary.measured.get("peak_bytes"), summary.predicted.get("peak_bytes")
+    capacity = summary.predicted.get("capacity_bytes")
+    if measured is None:
+        return []
+    text = format_bytes(measured) + (f" of {format_bytes(capacity)}" if capacity else "")
+    predicted = summary.measured.get("predicted")
+    if predicted:
+        shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"
+        return [("peak memory", f"{text}, predicted {format_bytes(predicted['peak_bytes'])} for {shape}")]
+    return [("peak memory", text + (f", planned {format_bytes(planned)}" if planned else ""))]
+
+
+def detail_rows(summary: RunSummary) -> Rows:
+    """What `show` adds: names, memory by component, warnings, the error and the folder."""
+    rows = [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
+    measured = summary.measured.get("components", {})
+    predicted = (summary.measured.get("predicted") or summary.predicted).get("components") or {}
+    for name, predicted_bytes in predicted.items():
+        suffix = f", measured {format_bytes(measured[name])}" if name in measured else ""
+        rows.append((f"  {clean(name)}", f"predicted {format_bytes(predicted_bytes)}{suffix}"))
+    rows += [("warning", clean(warning["text"])) for warning in summary.warnings]
+    if summary.damaged_lines:
+        rows.append(("warning", f"{summary.damaged_lines} damaged lines of events.jsonl were left out"))
+    if summary.last_error:
+        rows.append(("error", clean(summary.last_error)))
+    return [*rows, ("folder", clean(summary.path))]
+
+
+def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] | None) -> Rows:
+    """The steps of the checkpoints on disk, and the micro-batch budget that the newest one has learned."""
+    if not steps:
+        return []
+    rows = [("checkpoints", ", ".join(f"{step} (best)" if step == best else str(step) for step in steps))]
+    if learned:
+        failed = learned["ceiling_bytes"] or learned["passing_bytes"]
+        limit = f", {format_bytes(failed)} failed" if failed else ""
+        slope = f"; {learned['slope']:.2f} real bytes for each predicted" if learned["slope"] else ""
+        budget = format_bytes(learned["budget_bytes"])
+        rows.append(("learned", f"micro-batches of up to {budget} predicted{limit}{slope}"))
+        if learned["remedies"].get("checkpointing"):
+            rows.append(("in force", "gradient checkpointing"))
+    return rows
+
+
+def next_steps(summary: RunSummary) -> Rows:
+    """The commands that a user may want to type next, by status."""
+    run = clean(summary.run)
+    commands = {
+        "done": [f"tunedeck show {run}", f"tunedeck eval {run}"],
+        "paused": [f"tunedeck resume {run}"],
+        "stopped": [f"tunedeck resume {run}", f"tunedeck show {run}"],
+        "oom": [f"tunedeck show {run} --oom"],
+        "failed": [f"tunedeck log {run}"],
+    }.get(summary.status, [f"tunedeck show {run}"])
+    return [("next" if index == 0 else "", command) for index, command in enumerate(commands)]
