@@ -21,7 +21,7 @@ from engine.budget.advise.fit import with_changes
 from engine.budget.advise.plan import make_plan
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory, create_run_directory
-from engine.journal.events import read_events
+from engine.journal.events import EventTail
 from engine.launch.process import start_engine
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
@@ -156,12 +156,12 @@ def trained(spec: RunSpec, folder: Path) -> Run:
 
 def _ended(place: RunDirectory, process: subprocess.Popen[bytes]) -> Run:
     code = process.wait()
-    return Run(place, code, list(read_events(place.events)))
+    return Run(place, code, EventTail(place.events).poll())
 
 
 def _until_step(place: RunDirectory, step: int, process: subprocess.Popen[bytes]) -> None:
     while process.poll() is None:
-        if any(event["kind"] == "step" and event["step"] >= step for event in read_events(place.events)):
+        if any(event["kind"] == "step" and event["step"] >= step for event in EventTail(place.events).poll()):
             return
         time.sleep(0.05)
 

@@ -1,1 +1,1 @@
-"""What happened: the run directory, its events, control requests, liveness, the index of runs. Light."""
+"""The record of runs: run directory, events, requests, liveness, the index of runs, the queue. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Runs side by side: only the settings that differ, the scores, and who is best in each.
+"""Runs side by side: the settings that differ, the scores, and the best run for each score.
 
 Pure: summaries and specs in, a `Comparison` out; the command line and the console draw it.
 
@@ -17,33 +17,33 @@ from engine.journal.event_text import format_bytes, format_number
 from engine.journal.summary import RunSummary, read_spec, summarise
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
-"""Of what is compared, the numbers of which less is better; of all others more is."""
+"""Scores of which the lowest is best; of all others the highest is."""
 
 NOT_COMPARED = ("name", "title", "notes", "schema", "kind", "provenance", "limits")
-"""Keys of a run spec's outer tables that name, describe or bound a run and change nothing in it."""
+"""Keys of a run spec's outer tables that name, describe or limit a run without changing what it does."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs in the order they were named; every list below is in that order, None where a run has no such thing."""
+    """The runs in the order given; every list is in that order, with None where a run has no such value."""
 
     runs: list[str]
     statuses: list[str]
     scores: dict[str, list[float | None]]
-    """Latest evaluation, training loss, speed, memory, time."""
+    """Name = values: latest evaluation, training loss, speed, memory, time."""
     settings: dict[str, list[Any]]
-    """Dotted key = values, only of settings that are not the same everywhere."""
+    """Dotted key = values, for the settings that differ between the runs."""
     best: dict[str, list[str]]
-    """Score = the runs that are best in it; several on a draw, none where fewer than two have it or all are equal."""
+    """Score = the best runs: several on a draw, none where fewer than two runs have the score or all are equal."""
     warnings: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """A JSON document."""
+        """The comparison as a JSON document."""
         return asdict(self)
 
 
 def compare(directories: Sequence[RunDirectory]) -> Comparison:
-    """Compare runs by what is on disk."""
+    """Compare runs by their directories."""
     return compare_summaries(
         [summarise(directory) for directory in directories], [read_spec(directory) for directory in directories]
     )
@@ -54,7 +54,7 @@ def compare_summaries(summaries: Sequence[RunSummary], specs: Sequence[dict[str,
     names = [summary.run for summary in summaries]
     columns = [_scores(summary) for summary in summaries]
     scores = {key: [column.get(key) for column in columns] for key in dict.fromkeys(key for c in columns for key in c)}
-    judged = {key: [value if summary.step else None for value, summary in zip(values, summaries, strict=True)]
+    eligible = {key: [value if summary.step else None for value, summary in zip(values, summaries, strict=True)]
               for key, values in scores.items()}  # fmt: skip
     settings = _differing(specs)
     return Comparison(
@@ -62,7 +62,7 @@ def compare_summaries(summaries: Sequence[RunSummary], specs: Sequence[dict[str,
         statuses=[summary.status for summary in summaries],
         scores=scores,
         settings=settings,
-        best={key: winners for key, values in judged.items() if (winners := _best(key, names, values))},
+        best={key: winners for key, values in eligible.items() if (winners := _best(key, names, values))},
         warnings=_warnings(summaries, settings),
     )
 
@@ -81,11 +81,11 @@ def _scores(summary: RunSummary) -> dict[str, float]:
 
 
 UNRANKED = frozenset({"step", "backoffs", "samples_lost"})
-"""Shown, but nobody is best in them."""
+"""Scores of which no value is best."""
 
 
 def _best(key: str, names: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """Runs with the best value; `values` are None for those out of the running."""
+    """The runs with the best value; None stands for a run without a value."""
     known = [value for value in values if value is not None]
     if key in UNRANKED or len(known) < 2 or len(set(known)) == 1:
         return []
@@ -121,20 +121,20 @@ def format_setting(value: Any) -> str:
 
 
 def format_compared_score(key: str, value: float | None, best: bool) -> str:
-    """A score in a table; the best carries a star, the others room for it."""
+    """A score in a table: a star after the best, spaces after the others."""
     if value is None:
         return "-"
     return (format_bytes(int(value)) if key.endswith("_bytes") else format_number(value)) + (" *" if best else "  ")
 
 
 def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -> list[str]:
-    said = []
-    judged = ("data.validation.", "data.valid_fraction", "eval.limit")
-    if any(key.startswith(judged) for key in settings):
-        said.append("the runs were not evaluated on the same samples, so their scores do not compare")
+    warnings = []
+    evaluation_keys = ("data.validation.", "data.valid_fraction", "eval.limit")
+    if any(key.startswith(evaluation_keys) for key in settings):
+        warnings.append("the runs were not evaluated on the same samples, so their scores do not compare")
     if len({summary.simulated for summary in summaries}) > 1:
-        said.append("some runs were on a simulated device: their speed and memory do not compare")
+        warnings.append("some runs were on a simulated device, so speed and memory do not compare")
     unfinished = [summary.run for summary in summaries if summary.status != "done"]
     if unfinished and len({summary.step for summary in summaries}) > 1:
-        said.append(f"not done, so judged at another step: {', '.join(unfinished)}")
-    return said
+        warnings.append(f"not done, so compared at different steps: {', '.join(unfinished)}")
+    return warnings

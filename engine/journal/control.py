@@ -1,7 +1,7 @@
-"""Requests to a running engine: a file each in `control/`, taken once, answered by `control` events.
+"""Requests to a running engine: a file each in the run's `control/`, taken once, answered by `control` events.
 
-A file works from another terminal, another machine that shares the disk, and a console that dies right after; a
-signal would not. The engine looks between steps. Answering is the engine's business.
+Unlike a signal, a file can be sent from another machine that shares the disk, and its sender may end right after. The
+engine reads requests between steps and answers them; this module only stores them.
 
 Try: `tunedeck checkpoint last`
 """
@@ -19,12 +19,12 @@ from engine.journal.events import utc_now
 from engine.journal.files import write_atomically
 
 REQUESTS = ("stop", "pause", "checkpoint")
-"""What can be asked for."""
+"""Names of the requests that an engine understands."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request, as it was asked."""
+    """One request, as it was sent."""
 
     name: str
     time: str
@@ -32,43 +32,38 @@ class Request:
 
 
 def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
-    """Ask the engine of this run for `name`. Raises ValueError for an unknown name, OSError on a full disk."""
+    """Send a request to the engine of this run. Raises ValueError for an unknown name, OSError on a full disk."""
     if name not in REQUESTS:
         raise ValueError(f"no such request: {name!r}; known: {', '.join(REQUESTS)}")
     directory.control.mkdir(exist_ok=True)
-    # Names sort in the order of asking; two askers in one nanosecond would ask for the same anyway.
+    # File names sort in the order of sending.
     path = directory.control / f"{time.time_ns():020d}-{name}.json"
     write_atomically(path, json.dumps({"request": name, "time": utc_now(), "fields": fields}) + "\n")
     (directory.control / f"{name}.asked").touch()
 
 
-def pending(directory: RunDirectory) -> list[str]:
-    """Names of the requests that the engine has not taken yet, oldest first."""
-    return [path.stem.partition("-")[2] for path in sorted(directory.control.glob("[0-9]*-*.json"))]
-
-
 def was_requested(directory: RunDirectory, name: str) -> bool:
-    """Whether the present engine was asked for `name`, taken or not.
+    """Whether `name` was sent to the present engine, whether the engine has taken it or not.
 
-    A mark of its own, because between the taking of a request and the event that answers it neither can be seen.
+    Recorded in a file of its own: between the taking of a request and the event that answers it, neither is visible.
     """
     return (directory.control / f"{name}.asked").exists()
 
 
 def clear_requests(directory: RunDirectory) -> None:
-    """Forget every request: what was asked of an engine that is gone is not meant for its successor."""
+    """Remove every request: requests to an engine that has ended are not meant for its successor."""
     for path in (*directory.control.glob("[0-9]*-*.json"), *directory.control.glob("*.asked")):
         path.unlink(missing_ok=True)
 
 
 class ControlInbox:
-    """The engine's side: hands out each request once."""
+    """The engine's side: returns each request once."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._folder = directory.control
 
     def poll(self) -> list[Request]:
-        """The requests that came since the last look, oldest first. One listing of a folder: cheap at every step."""
+        """The requests since the last call, oldest first. Lists one folder, which is cheap enough for every step."""
         return list(self._taken())
 
     def _taken(self) -> Iterator[Request]:
@@ -84,7 +79,7 @@ class ControlInbox:
 
 
 def _parse(text: str) -> Request | None:
-    """The request in a file; None for one that no version of ours has written (they are dropped, not obeyed)."""
+    """The request in a file; None for text that is not a request, which is dropped."""
     try:
         found = json.loads(text)
         known = found["request"] in REQUESTS

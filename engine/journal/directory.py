@@ -1,6 +1,6 @@
-"""The run directory: what lies where, and how a new one comes to be.
+"""The run directory: the paths inside it, and how a new one is created.
 
-The console, the command line and the engine share nothing but this folder. Nothing here reads or writes events.
+The console, the command line and the engine share nothing but this folder. Events are read and written elsewhere.
 
 Try: `ls runs/*/`
 """
@@ -24,7 +24,7 @@ from engine.journal.files import write_atomically
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run. Making one touches nothing on disk."""
+    """The paths of one run. Creating this object touches nothing on disk."""
 
     path: Path
 
@@ -55,17 +55,17 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """Locked by the engine as long as it works on the run."""
+        """The lock file that the engine holds as long as it works on the run."""
         return self.path / "engine.lock"
 
     @property
     def engine(self) -> Path:
-        """Who the engine process is, or was: pid, start time, host."""
+        """The identity of the engine process: pid, start time, host."""
         return self.path / "engine.json"
 
     @property
     def launch(self) -> Path:
-        """Which launcher's job works on the run, where its ranks were started by one."""
+        """The launcher's job that works on the run, where a launcher started its ranks."""
         return self.path / "launch.json"
 
     @property
@@ -75,16 +75,16 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Folders `step-00000100`, and nothing half-written."""
+        """The folder of checkpoints `step-00000100`; a checkpoint appears there when it is complete."""
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of one checkpoint, there or not."""
+        """The folder of the checkpoint of one step, whether it exists or not."""
         return self.checkpoints / f"step-{step:08d}"
 
     @property
     def oom(self) -> Path:
-        """Reports about memory that ran out."""
+        """The folder of out-of-memory reports."""
         return self.path / "oom"
 
     @property
@@ -103,7 +103,7 @@ class RunDirectory:
 
 
 def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
-    """A new run directory `TIMESTAMP-NAME` (`-2` and so on where that is taken), complete the moment it can be seen.
+    """Create the run directory `TIMESTAMP-NAME` (`-2` and so on where that exists); it appears complete or not at all.
 
     Raises EnvironmentProblem where `runs_dir` cannot be written.
     """
@@ -115,8 +115,8 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
         return _settle(draft, runs_dir / f"{stamp}-{name}")
     except OSError as error:
         raise EnvironmentProblem(
-            f"no run directory can be made in {runs_dir}: {error.strerror or error}",
-            expected="a folder that can be written, on a disk with room",
+            f"no run directory can be created in {runs_dir}: {error.strerror or error}",
+            expected="a writable folder on a disk with room",
             fix="choose another with --runs DIR or $TUNEDECK_RUNS",
         ) from error
 
@@ -134,7 +134,7 @@ def _fill(draft: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None
 
 
 def _settle(draft: RunDirectory, wanted: Path) -> RunDirectory:
-    """Rename the draft to the first free name: a rename never replaces a folder that holds something."""
+    """Rename the draft to the first free name; a rename never replaces a folder that is not empty."""
     for number in count(1):
         final = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:

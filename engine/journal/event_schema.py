@@ -1,8 +1,7 @@
-"""The table of event kinds: which fields each must have and which it may have.
+"""The table of event kinds: the fields that each kind must have and those it may have.
 
-Data only. The writer checks against it, so a misspelt field is found by the first test that writes it and not by a
-reader months later. `time` is UTC ISO 8601; bytes are bytes, seconds are seconds; steps count optimizer steps from 1.
-Adding a kind or a field is one line here.
+Data only. The writer checks every event against it, so that a misspelt field fails the first test that writes it. Times
+are UTC ISO 8601; steps count optimizer steps from 1. A new kind or field is one line here.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 COMMON = frozenset({"seq", "time", "kind", "stage", "rank"})
-"""On every line, and set by the writer alone."""
-
-STATUSES = ("queued", "running", "paused", "done", "stopped", "failed", "oom", "stale")
-"""The one vocabulary of run states."""
+"""Fields of every event, which only the writer sets."""
 
 FINAL_STATUSES = ("paused", "done", "stopped", "failed", "oom")
-"""What `run_finished` may say: the others are seen from outside."""
+"""Statuses that an engine records in `run_finished`. A run may also be queued, running or stale, which nothing records:
+see `engine.journal.summary.status_of`."""
 
 
 class EventKind(NamedTuple):
-    """Fields of one kind of event."""
+    """The fields of one kind of event."""
 
     required: frozenset[str]
     optional: frozenset[str]
@@ -71,7 +68,7 @@ EVENT_KINDS: dict[str, EventKind] = {
 
 
 def check_fields(kind: str, fields: frozenset[str]) -> None:
-    """Raise ValueError unless `fields` make up an event of this kind. A defect of the caller, not of a user."""
+    """Raise ValueError unless an event of this kind has exactly such fields: a defect of the code that writes it."""
     if kind not in EVENT_KINDS:
         raise ValueError(f"no such event kind: {kind!r}; add it to engine/journal/event_schema.py")
     missing = EVENT_KINDS[kind].required - fields

@@ -1,7 +1,7 @@
-"""Events as sentences a person understands. Pure functions of an event; no printing, no colour, no state.
+"""Events and figures as text for people. Pure functions; no printing, no colour, no state.
 
 Everything that comes from a file (paths, model output, messages) passes `clean`: a run directory may come from someone
-else, and nothing in it may move the cursor or pass for markup.
+else, and no text in it may move the cursor or act as markup.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from typing import Any
 Event = dict[str, Any]
 
 REMEDY_TEXTS = {
-    "retry": "{what} is redone as it was",
-    "defragment": "cached memory is given back and {what} redone",
+    "retry": "{what} is redone unchanged",
+    "defragment": "cached memory is released and {what} is redone",
     "cut": "{what} is redone {size}",
     "checkpointing": "activations are recomputed from now on, and {what} is redone",
     "chunk_loss": "the loss is computed in smaller chunks from now on, and {what} is redone",
-    "activation_offload": "activations wait in host memory from now on, and {what} is redone",
-    "max_length": "from now on longer sequences lose their ends, which the recipe allows and which changes what is "
+    "activation_offload": "activations are kept in host memory from now on, and {what} is redone",
+    "max_length": "longer sequences are truncated from now on, which the recipe allows and which changes what is "
     "learned; {what} is redone",
     "optimizer_offload": "optimizer state moves to host memory, and {what} is redone",
     "stop": "every remedy is used; the run stops after a checkpoint",
     "give_up": "every remedy is used; the run stops after a checkpoint",
 }
-"""What each rung of the ladder means for the user."""
-
+"""What each remedy means for the user. {what} is an entry of RETRIED_PARTS, {size} is how a cut is described."""
 
 PHASE_NAMES = {
     "clip": "gradient clipping",
@@ -35,7 +34,7 @@ PHASE_NAMES = {
     "probe_forward": "the probe's forward pass",
     "probe_backward": "the probe's backward pass",
 }
-"""Phases whose name is no place a user knows."""
+"""Phases of a step whose own name a user would not understand."""
 
 RETRIED_PARTS = {
     "evaluation": "the evaluation",
@@ -46,7 +45,7 @@ RETRIED_PARTS = {
     "probe_backward": "the probe",
     "loading": "loading",
 }
-"""What is tried again, by the first word of the phase; everything else is part of a step."""
+"""What is redone after an out-of-memory error, by the first word of the phase; by default the step."""
 
 
 def clean(text: object) -> str:
@@ -55,14 +54,14 @@ def clean(text: object) -> str:
 
 
 def format_bytes(count: float | None) -> str:
-    """Bytes in the unit a reader can compare: MiB below 10 GiB, else GiB."""
+    """Bytes in MiB below 10 GiB, else in GiB."""
     if count is None:
         return "an unknown amount"
     return f"{count / 2**20:,.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
 def format_number(value: object, digits: int = 4) -> str:
-    """A number as text; a loss that was not finite is recorded as null and shown as such."""
+    """A number as text; None is shown as "not finite", because a loss that is not finite is recorded as null."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not finite" if value is None else clean(value)
     whole = isinstance(value, int) or abs(value) >= 10**digits
@@ -77,9 +76,9 @@ def format_duration(seconds: float) -> str:
 
 
 def describe_event(event: Event) -> str | None:
-    """The line an event leaves on the screen; None for events that only move the status block."""
-    speak = EVENT_DESCRIPTIONS.get(event["kind"])
-    return None if speak is None else clean(speak(event))
+    """The line that an event leaves on the screen; None for kinds that only change the status block."""
+    describe = EVENT_DESCRIPTIONS.get(event["kind"])
+    return None if describe is None else clean(describe(event))
 
 
 def _scores(metrics: Event) -> str:
@@ -87,7 +86,7 @@ def _scores(metrics: Event) -> str:
 
 
 def format_score(name: str, value: object) -> str:
-    """A metric's value; shares of right answers in percent."""
+    """The value of a metric; exact_match, a share of correct answers, in percent."""
     if name == "exact_match" and isinstance(value, int | float):
         return f"{100 * value:.1f} %"
     return format_number(value)
@@ -98,7 +97,7 @@ def _eval(event: Event) -> str:
 
 
 def describe_backoff(event: Event) -> str:
-    """What ran out, where, what is done about it, and what it costs."""
+    """An out-of-memory error: where it happened, how much was held, the remedy, and how many samples were lost."""
     phase = str(event["phase"])
     where = PHASE_NAMES.get(phase, phase)
     what = RETRIED_PARTS.get(phase.split()[0] if phase else "", "the step")
@@ -112,13 +111,13 @@ def describe_backoff(event: Event) -> str:
     rank = f" on rank {event['failed_rank']}" if event.get("failed_rank") else ""
     return (
         f"step {event['step']}: out of memory in {where}{rank} ({wanted_text}); "
-        f"{remedy.format(what=what, size=_fewer(event))}; "
+        f"{remedy.format(what=what, size=_cut_size(event))}; "
         f"{'no sample' if not lost else f'{lost} samples'} lost"
     )
 
 
-def _fewer(event: Event) -> str:
-    """How a cut is felt: the size to come where the event has it, else below the size that failed."""
+def _cut_size(event: Event) -> str:
+    """How small the micro-batches become: the new size where the event has it, else fewer than failed."""
     after, before = event.get("sequences_after"), event.get("sequences_before")
     if isinstance(after, int):
         return f"with at most {after} sequence{'s' if after != 1 else ''} at a time"
@@ -165,17 +164,17 @@ EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "plan": _plan,
     "eval": _eval,
     "backoff": describe_backoff,
-    "remedy_lifted": lambda event: f"step {event['step']}: memory is roomy again: {event['remedy']} lifted",
+    "remedy_lifted": lambda event: f"step {event['step']}: memory is available again: {event['remedy']} lifted",
     "checkpoint_saved": _checkpoint,
-    "oom_report": lambda event: f"report of the memory that ran out: {event['path']}",
+    "oom_report": lambda event: f"out-of-memory report: {event['path']}",
     "warning": _warning,
     "control": _control,
     "resumed": _resumed,
     "paused": lambda event: "paused; the device is free",
 }
-"""Kinds that leave a line. `phase` and `step` move the status block instead."""
+"""Kinds of events that leave a line. `phase` and `step` change the status block instead."""
 
 
 def describe_phase(event: Event) -> str:
-    """A phase as the status block shows it."""
+    """A phase, as the status block shows it: its name, progress and detail."""
     return clean(_phase(event))

@@ -1,13 +1,13 @@
-"""The event file: one writer, any number of readers, one JSON object per line.
+"""The event file `events.jsonl`: one writer, any number of readers, one JSON object per line.
 
-What may not live here: meaning. Which fields a kind has is in `kinds`, what a sequence of events amounts to in
-`summary`. Rules of the file, on which every reader may rely:
+The fields of each kind are in `event_schema`; what a sequence of events means is in `journal_state` and `summary`.
+Every reader may rely on these rules:
 
-- a line is complete when its newline is there; what follows the last newline is torn and does not count yet;
+- a line is complete when it ends in a newline; bytes after the last newline are torn and do not count yet;
 - every complete line is strict JSON in ASCII: text from a model cannot break a line, and a loss that is not finite is
-  `null` (JSON has no NaN, and a string would make every consumer check the type of every number);
-- a writer that opens the file cuts a torn tail off before it appends. Closing it with a newline instead would leave
-  a line that `jq`, pandas and every other reader choke on for ever; nobody has read the torn bytes or misses them.
+  `null` (JSON has no NaN, and with strings every consumer would have to check the type of every number);
+- a writer that opens the file removes a torn tail before it appends. Completing it with a newline instead would leave a
+  line that `jq`, pandas and other readers fail on; no reader has used the torn bytes.
 
 Try: `tail -f runs/*/events.jsonl | jq .kind`
 """
@@ -32,14 +32,14 @@ from engine.journal.event_schema import check_fields
 Event = dict[str, Any]
 
 READ_BYTES = 1 << 20
-"""Size of one read: large enough that the number of calls does not matter, small enough not to be seen in memory."""
+"""Size of one read: few calls for a large file, and little memory."""
 
 
 class EventWriter:
     """Appends events to a run's `events.jsonl`. Thread-safe; only rank 0 of the engine that holds the claim has one."""
 
     def __init__(self, directory: RunDirectory, *, stage: str = "", rank: int = 0) -> None:
-        """Open the file, cut off a torn tail and go on counting. Raises OSError where the file cannot be written."""
+        """Open the file, remove a torn tail and continue `seq`. Raises OSError where the file cannot be written."""
         self.stage = stage
         self._rank = rank
         self._lock = threading.Lock()
@@ -48,9 +48,9 @@ class EventWriter:
         self._last_write = time.monotonic()
 
     def write(self, kind: str, **fields: Any) -> Event:
-        """Append one event and return it. Raises ValueError for fields that `kinds` lacks, OSError on a full disk.
+        """Append one event and return it. Raises ValueError for fields that its kind lacks, OSError on a full disk.
 
-        After an OSError the file ends where it ended before, so the same event can be written again later.
+        After an OSError the file is as it was before, so the same event can be written again later.
         """
         check_fields(kind, frozenset(fields))
         with self._lock:
@@ -87,7 +87,7 @@ class EventWriter:
             if written != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            # A part of the line may have reached the disk; the next line must not be glued to it.
+            # A part of the line may have reached the disk; the next line must not be appended to it.
             if self._file >= 0:
                 os.ftruncate(self._file, end)
             raise
@@ -105,12 +105,12 @@ class EventWriter:
 
 
 def utc_now() -> str:
-    """The present, UTC, ISO 8601 with milliseconds."""
+    """The present time in UTC, ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def encode_event(event: Event) -> bytes:
-    """One line of the file, newline included. Raises TypeError for a value JSON does not know."""
+    """One line of the file, newline included. Raises TypeError for a value that JSON cannot represent."""
     try:
         text = json.dumps(event, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -119,7 +119,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(line: bytes) -> Event | None:
-    """The event of one complete line; None for a damaged one (a disk that lost power can leave zeros)."""
+    """The event of one complete line; None for a damaged line (a power failure can leave zeros)."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -139,7 +139,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_torn_tail(file: int) -> int:
-    """Cut what follows the last newline; return the `seq` of the last readable line, 0 when there is none."""
+    """Remove the bytes after the last newline; return the `seq` of the last readable line, 0 when there is none."""
     size = os.fstat(file).st_size
     kept = b""
     start = size
@@ -160,14 +160,14 @@ def _cut_torn_tail(file: int) -> int:
 
 
 class EventTail:
-    """Reads what was added to an event file since the last look. Holds a byte offset and nothing else."""
+    """Reads what was added to an event file since the last call. Keeps a byte offset and no open file."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
-        """Where the next complete line begins, in bytes."""
+        """The byte where the next complete line begins."""
         self.damaged = 0
-        """Complete lines that were no events, so far."""
+        """The number of complete lines so far that were not events."""
 
     def poll(self) -> list[Event]:
         """The events completed since the last call; a torn last line waits for its newline."""
@@ -188,7 +188,7 @@ class EventTail:
             return
         with file:
             if os.fstat(file.fileno()).st_size < self.offset:
-                self.offset = 0  # the file was replaced, as `tail -F` would notice
+                self.offset = 0  # the file was replaced by a shorter one
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -197,16 +197,8 @@ class EventTail:
                 yield line
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """Every event of the file, in order; a torn last line and damaged lines are left out."""
-    for line in EventTail(path).lines():
-        event = decode_event(line)
-        if event is not None:
-            yield event
-
-
 def end_of_events(path: Path) -> int:
-    """The byte offset just after the last complete line: where a tail that only wants news begins."""
+    """The byte offset just after the last complete line: an EventTail from there returns new events only."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""The engine's sign of life while nothing else happens: a `heartbeat` event after every quiet stretch.
+"""Heartbeats of the engine: a `heartbeat` event whenever no other event was written for a while.
 
-A run that steps every second writes no heartbeat at all: any line is a sign of life, and readers judge silence by
-the file's age. Only the engine beats.
+Readers judge whether an engine lives by the age of the event file, so any event is a sign of life: a run that takes a
+step every second writes no heartbeat at all.
 
-Try: `with beating(writer): ...` around anything slow, then look at `events.jsonl`.
+Try: `with heartbeats(writer): ...` around anything slow, then read `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from engine.journal.events import EventWriter
 
 HEARTBEAT_SECONDS = 5.0
-"""How long the file may stay silent while the engine lives. A quiet hour costs 720 lines, about 60 KB."""
+"""The longest time between two events while the engine lives. A quiet hour costs 720 lines, about 60 KB."""
 
 
 @contextmanager
@@ -36,6 +36,5 @@ def _beat(writer: EventWriter, over: threading.Event, every_seconds: float) -> N
         try:
             writer.write_if_quiet(every_seconds, "heartbeat")
         except OSError:
-            # A full disk silences the heart but must not end the thread: room may come back, and the
-            # engine learns of the disk from its own writes.
+            # On a full disk this thread goes on: room may come back, and the engine itself reports the full disk.
             continue

@@ -1,7 +1,7 @@
-"""From what a user types to a run directory, and the list of runs.
+"""The list of runs, and which run a RUN argument names.
 
-Every start is noted in the user's state folder, so a run can be named from any directory. The notes are a convenience:
-the run directories are the truth, and a state folder that cannot be written costs a warning, not a run.
+Every start is recorded in the user's state folder, so that a run can be named from any directory. These records are a
+convenience: the run directories decide, and where the state folder cannot be written there is only a warning.
 
 Try: `tunedeck show last`
 """
@@ -33,7 +33,7 @@ def runs_folder(given: str | Path | None) -> Path:
 
 
 def state_folder() -> Path:
-    """Where notes about runs are kept: $TUNEDECK_STATE, else the platform's folder for user state."""
+    """The folder of the recorded starts: $TUNEDECK_STATE, else the platform's folder for user state."""
     given = os.environ.get("TUNEDECK_STATE")
     if given:
         return Path(given).expanduser().absolute()
@@ -42,41 +42,41 @@ def state_folder() -> Path:
 
 @lru_cache(maxsize=8)
 def _platform_folder(home: str | None, state: str | None) -> Path:
-    """By what it depends on: every plan asks, and asking takes longer than much of a plan."""
+    """Cached by what it depends on: every plan asks for it, and platformdirs takes longer than parts of a plan."""
     from platformdirs import user_state_dir
 
     return Path(user_state_dir("tunedeck", appauthor=False))
 
 
 def record_start(directory: RunDirectory) -> str | None:
-    """Note a start. Returns a warning for the user where the state folder cannot be written, else None."""
+    """Record the start of a run. Returns a warning for the user where the state folder cannot be written, else None."""
     line = json.dumps({"path": str(directory.path.absolute())}) + "\n"
     folder = state_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # One write of one short line in append mode: two starts at once do not mix.
+        # One write of a short line in append mode: lines of two starts at once do not mix.
         with (folder / "runs.jsonl").open("ab", buffering=0) as file:
             file.write(line.encode())
     except OSError as error:
         return (
-            f"the start could not be noted in {folder} ({error.strerror or error}): "
-            f"name this run by its path, {directory.path}, from other directories"
+            f"the start could not be recorded in {folder} ({error.strerror or error}): "
+            f"from other directories name this run by its path, {directory.path}"
         )
     return None
 
 
 def recorded_runs() -> list[RunDirectory]:
-    """Runs started by this user that still exist, newest first. Empty where nothing can be read."""
+    """The runs that this user has started and that still exist, newest first. Empty where no record can be read."""
     try:
         lines = (state_folder() / "runs.jsonl").read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    paths = dict.fromkeys(path for path in map(_noted_path, lines) if path is not None)
+    paths = dict.fromkeys(path for path in map(_recorded_path, lines) if path is not None)
     return _newest_first(RunDirectory(path) for path in paths)
 
 
 def list_runs(runs_dir: Path) -> list[RunDirectory]:
-    """The runs in a folder, newest first. Empty when there is no such folder."""
+    """The runs in a folder, newest first. Empty when the folder does not exist."""
     try:
         entries = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
@@ -87,8 +87,8 @@ def list_runs(runs_dir: Path) -> list[RunDirectory]:
 def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
     """The run a user means: a path, a directory name, the newest with that --name, a unique prefix, or `last`.
 
-    `runs_dir` is asked first, the user's noted runs next, so a project's own runs win over those of another.
-    Raises UsageError when nothing matches, or several do.
+    `runs_dir` is searched first, the user's recorded runs next, so that a project's own runs come first. Raises
+    UsageError when no run matches, or several do.
     """
     if not text:
         raise UsageError("RUN is empty", expected=EXPECTED_RUN, fix=LIST_RUNS)
@@ -120,7 +120,7 @@ def run_name(directory: RunDirectory) -> str:
 
 
 def start_order(directory: RunDirectory) -> tuple[str, int]:
-    """Sorts runs by when they were made: the stamp in the name, then the age of `plan.json`, never rewritten."""
+    """Sort key by time of creation: the time in the name, then the time of `plan.json`, which is never rewritten."""
     try:
         written_ns = (directory.plan_json if directory.plan_json.exists() else directory.run_toml).stat().st_mtime_ns
     except OSError:
@@ -132,21 +132,21 @@ def start_order(directory: RunDirectory) -> tuple[str, int]:
 
 
 def _among(text: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
-    """The run that `text` means among these, newest first; None for none. Raises UsageError when several match."""
+    """The run that `text` names among these, newest first; None if none does. Raises UsageError when several do."""
     if text == "last":
         return runs[0] if runs else None
     exact = [run for run in runs if run.name == text]
     if exact:
-        return _the_only(text, exact)
-    # The name's part of a directory begins with --name; only the spec tells `exp-2` from the second `exp`.
+        return _require_one(text, exact)
+    # A directory's name contains --name, but only the spec tells a run named `exp-2` from the second run named `exp`.
     for run in runs:
-        if _label(run).startswith(text) and run_name(run) == text:
+        if _name_part(run).startswith(text) and run_name(run) == text:
             return run
     starting = [run for run in runs if run.name.startswith(text)]
-    return _the_only(text, starting) if starting else None
+    return _require_one(text, starting) if starting else None
 
 
-def _the_only(text: str, runs: Sequence[RunDirectory]) -> RunDirectory:
+def _require_one(text: str, runs: Sequence[RunDirectory]) -> RunDirectory:
     if len(runs) == 1:
         return runs[0]
     raise UsageError(
@@ -156,7 +156,7 @@ def _the_only(text: str, runs: Sequence[RunDirectory]) -> RunDirectory:
     )
 
 
-def _label(run: RunDirectory) -> str:
+def _name_part(run: RunDirectory) -> str:
     stamped = DIRECTORY_NAME.match(run.name)
     return stamped[2] if stamped else run.name
 
@@ -176,8 +176,8 @@ def _newest_first(runs: Iterable[RunDirectory]) -> list[RunDirectory]:
     return sorted((run for run in runs if run.exists()), key=start_order, reverse=True)
 
 
-def _noted_path(line: str) -> Path | None:
-    """The path in one note; None for a line that is damaged."""
+def _recorded_path(line: str) -> Path | None:
+    """The path in one record; None for a damaged line."""
     try:
         return Path(json.loads(line)["path"])
     except (ValueError, KeyError, TypeError):

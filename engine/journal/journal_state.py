@@ -1,6 +1,7 @@
-"""The events of a run, folded into what is known of it so far: the one place that gives events their meaning.
+"""The state of a run according to its journal: events are folded into it one by one.
 
-What a run amounts to, with what its files and its process say, is `engine.journal.summary`.
+No other module interprets events. The summary of a run, which adds its files and its process, is in
+`engine.journal.summary`.
 
 Try: `python -m pytest tests/journal/test_summary.py`
 """
@@ -15,7 +16,7 @@ from engine.journal.events import Event
 
 @dataclass
 class JournalState:
-    """Events folded so far. Plain values only."""
+    """What the events so far say about a run."""
 
     step: int = 0
     max_steps: int | None = None
@@ -42,7 +43,7 @@ class JournalState:
             handler(self, event)
 
     def fold_steps(self, first: Event | None, last: Event) -> None:
-        """Take a stretch of steps into account by its ends."""
+        """Take a row of step events into account by its first and last."""
         if self.first_step is None:
             self.first_step = first or last
         self.fold(last)
@@ -95,7 +96,7 @@ def _paused(state: JournalState, _event: Event) -> None:
 
 
 def _resumed(state: JournalState, event: Event) -> None:
-    """Everything after the step it goes on from did not happen."""
+    """Drop what happened after the step from which the run continues."""
     step = int(event["step"])
     for kept in (state.evals, state.backoffs):
         kept[:] = [earlier for earlier in kept if int(earlier["step"]) <= step]

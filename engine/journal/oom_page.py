@@ -1,7 +1,7 @@
-"""A report about memory that ran out, as a page for people. Pure: a report as written to `oom/` in, lines of text out.
+"""An out-of-memory report as a page of text. Pure: the report as written to `oom/` in, lines out.
 
-The command line prints the page and the console shows it. Text in a report comes from errors and models, so every line
-is cleaned of control characters.
+The command line prints the page and the console shows it. Text in a report comes from errors and models, so control
+characters in it are made visible.
 
 Try: `tunedeck show last --oom`
 """
@@ -21,7 +21,7 @@ BAR_CHARACTERS = 30
 
 
 def read_report(path: Path) -> dict[str, Any] | None:
-    """A report from disk; None where there is none, or it is damaged."""
+    """The report in a file; None where the file does not exist or is damaged."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -45,8 +45,8 @@ def _lines(report: dict[str, Any], bar: str) -> Iterator[str]:
     yield from _held(report, bar)
     yield from _largest(report)
     yield from _processes(report)
-    yield from _answer(report)
-    yield from _avoided(report)
+    yield from _remedy(report)
+    yield from _suggestions(report)
 
 
 def _figures(report: dict[str, Any]) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
             yield f"{name:12} {format_bytes(value)}"
     elsewhere = int(report.get("capacity_bytes") or 0) - int(report.get("available_bytes") or 0)
     if report.get("available_bytes") is not None and elsewhere > 0:
-        yield f"{'elsewhere':12} {format_bytes(elsewhere)} held by others on the device"
+        yield f"{'elsewhere':12} {format_bytes(elsewhere)} held by other processes on the device"
     flight = report.get("micro_batch")
     if flight:
         yield f"{'in flight':12} {flight['sequences']} sequences of at most {flight['length']} tokens"
@@ -72,7 +72,7 @@ def _held(report: dict[str, Any], bar: str) -> Iterator[str]:
     if not held:
         return
     yield ""
-    yield "who held it"
+    yield "what held the memory"
     most = max(held.values())
     for name, value in sorted(held.items(), key=lambda item: -item[1]):
         yield f"  {name:12} {format_bytes(value):>10}  {bar * max(1, round(BAR_CHARACTERS * value / most))}"
@@ -101,7 +101,7 @@ def _processes(report: dict[str, Any]) -> Iterator[str]:
         yield f"  gpu {process['gpu']}  {process['pid']:>8}  {used:>10}  {process['name']}"
 
 
-def _answer(report: dict[str, Any]) -> Iterator[str]:
+def _remedy(report: dict[str, Any]) -> Iterator[str]:
     remedy = str(report.get("remedy"))
     done = REMEDY_TEXTS.get(remedy, remedy).format(what="the step", size="in smaller pieces")
     before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
@@ -110,11 +110,11 @@ def _answer(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _setting(remedy: str, value: Any) -> str:
-    """A cut is of the bytes a micro-batch may cost; other remedies change settings of their own."""
+    """The setting that a remedy changed: for "cut" the micro-batch budget in bytes, else a value of the recipe."""
     return format_bytes(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
 
 
-def _avoided(report: dict[str, Any]) -> Iterator[str]:
+def _suggestions(report: dict[str, Any]) -> Iterator[str]:
     ways, plan = report.get("avoided_by") or [], report.get("plan") or {}
     yield ""
     if ways:
@@ -125,8 +125,8 @@ def _avoided(report: dict[str, Any]) -> Iterator[str]:
             yield f"  {changes}: a peak of {format_bytes(way['peak_bytes'])}{learning}"
     elif plan:
         yield (
-            f"the plan has a peak of {format_bytes(plan['peak_bytes'])} here, which fits: others held memory, "
-            "it was fragmented, or the plan is wrong for this model"
+            f"the plan predicts a peak of {format_bytes(plan['peak_bytes'])} here, which fits: other processes held "
+            "memory, memory was fragmented, or the plan is wrong for this model"
         )
     if report.get("snapshot"):
-        yield f"the allocator's snapshot is in {report['snapshot']}: drop it on pytorch.org/memory_viz"
+        yield f"the allocator's snapshot is {report['snapshot']}; open it at pytorch.org/memory_viz"

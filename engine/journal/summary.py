@@ -1,7 +1,7 @@
-"""The summary of a run: status, progress, scores and memory, from its events and its files.
+"""The summary of a run: status, progress, scores and memory, from its events, its files and its process.
 
-`SummaryReader` keeps its place, so a console refreshes at the cost of the new lines. Opening a long run is cheap
-because nearly all of its lines are steps, and of those only the first and the last of a stretch are parsed.
+`SummaryReader` keeps its place in the event file, so that each refresh reads only the new lines. Opening a long run is
+fast: nearly all of its lines are steps, and of a row of steps only the first and the last are parsed.
 
 Try: `tunedeck show last --json`
 """
@@ -34,24 +34,24 @@ from engine.journal.liveness import (
 )
 
 STEP_MARK = b'"kind":"step"'
-"""How the writer spells it. A step line written otherwise is parsed in full: slower, and just as right."""
+"""A step event, as the writer spells it. A line spelled differently is parsed in full, with the same result."""
 
 PEAK = re.compile(rb'"peak_bytes":(\d+)')
-"""The one field of a step whose largest value counts, so it is read without parsing the line."""
+"""The field of a step whose largest value is kept; read from every step line without parsing it."""
 
 QUIET_LINE = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
-"""Lines that only say when they were written, so only one at the very end is parsed."""
+"""Events of which only the time matters, so that only the last line of all is parsed."""
 
 KIND_WITHIN_BYTES = 120
-"""`seq`, `time` and `kind` come first on a line, so the mark ends well before this."""
+"""`seq`, `time` and `kind` come first on a line, so that `kind` ends before this byte."""
 
 LINES_PER_CLOCK_CHECK = 512
-"""Lines read between two looks at the clock: about a millisecond."""
+"""Lines that are read between two checks of the clock: about a millisecond's worth."""
 
 
 @dataclass
 class RunSummary:
-    """One run at one moment. `None` means not known, or not yet."""
+    """One run at one moment; None means that a value is not known, or not known yet."""
 
     run: str
     path: str
@@ -68,9 +68,9 @@ class RunSummary:
     started: str | None
     updated: str | None
     seconds: float | None
-    """How long the engine has worked since it was last started."""
+    """Seconds since the engine was last started, or until it ended."""
     reason: str
-    """Why it ended, where the engine says so: early stopping, asked for, out of time."""
+    """Why the run ended, where the engine recorded it: early stopping, a request, or the end of its time."""
     last_error: str | None
     exit_code: int | None
     model: str
@@ -79,17 +79,17 @@ class RunSummary:
     simulated: bool
     phase: str
     checkpoints: list[int]
-    """Steps of those that are on disk."""
+    """Steps of the checkpoints on disk."""
     oom_reports: list[str]
     warnings: list[dict[str, Any]]
     damaged_lines: int
     stopping: bool
-    """A stop was asked for and the engine has not ended yet."""
+    """Whether a stop was requested and the engine has not ended yet."""
 
 
 @dataclass
 class _UnparsedLines:
-    """Lines that are not parsed yet: the ends of a row of steps, and the newest that only says when it was written."""
+    """Lines that are not parsed yet: the first and last of a row of steps, and the newest QUIET_LINE after them."""
 
     first: bytes | None = None
     last: bytes | None = None
@@ -97,7 +97,7 @@ class _UnparsedLines:
 
 
 class SummaryReader:
-    """Follows one run; each `refresh` reads only what was added."""
+    """Follows one run; each `refresh` reads only the new lines."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -106,54 +106,54 @@ class SummaryReader:
         self._damaged = 0
 
     def refresh(self) -> RunSummary:
-        """The run as it is now, however long reading it takes. Never writes."""
+        """Read all new lines and return the summary. Writes nothing."""
         self.read()
         return self.summary()
 
     def summary(self) -> RunSummary:
-        """What has been read amounts to this; before the end was reached, it is a past that may never have been."""
+        """The summary of the lines read so far; before all are read, later lines may void what it says."""
         return summarise_state(self.directory, self.state, self._damaged)
 
     def read(self, *, seconds: float = math.inf) -> bool:
-        """Read new lines for about this long; True when there are no more. A million steps take about a second."""
+        """Read new lines for about this long; True when all are read. A million steps take about a second."""
         deadline = time.monotonic() + seconds
-        stretch = _UnparsedLines()
+        unparsed = _UnparsedLines()
         for count, line in enumerate(self._tail.lines(), 1):
-            self._take(line, stretch)
+            self._take(line, unparsed)
             if count % LINES_PER_CLOCK_CHECK == 0 and time.monotonic() > deadline:
-                self._close(stretch)
+                self._close(unparsed)
                 return False
-        self._close(stretch)
+        self._close(unparsed)
         return True
 
-    def _take(self, line: bytes, stretch: _UnparsedLines) -> None:
-        """Fold one line; within a stretch of steps only the first and the last are parsed."""
+    def _take(self, line: bytes, unparsed: _UnparsedLines) -> None:
+        """Fold one line into the state; of a row of steps only the first and the last are parsed."""
         if line.find(STEP_MARK, 0, KIND_WITHIN_BYTES) >= 0:
-            stretch.first, stretch.last, stretch.quiet = stretch.first or line, line, None
+            unparsed.first, unparsed.last, unparsed.quiet = unparsed.first or line, line, None
             peak = PEAK.search(line, KIND_WITHIN_BYTES)
             if peak is not None and (found := int(peak[1])) > self.state.peak_bytes:
                 self.state.peak_bytes = found
             return
-        stretch.quiet = line if QUIET_LINE.search(line, 0, KIND_WITHIN_BYTES) else None
-        if stretch.quiet is not None:
+        unparsed.quiet = line if QUIET_LINE.search(line, 0, KIND_WITHIN_BYTES) else None
+        if unparsed.quiet is not None:
             return
         event = decode_event(line)
         if event is None:
             self._damaged += 1
             return
         if event["kind"] in _STEP_BOUND:
-            self._fold_steps(stretch)
+            self._fold_steps(unparsed)
         self.state.fold(event)
 
-    def _close(self, stretch: _UnparsedLines) -> None:
-        """Fold what the end of a read leaves over."""
-        self._fold_steps(stretch)
-        if stretch.quiet is not None and (event := decode_event(stretch.quiet)) is not None:
+    def _close(self, unparsed: _UnparsedLines) -> None:
+        """Fold the lines that are still unparsed at the end of a read."""
+        self._fold_steps(unparsed)
+        if unparsed.quiet is not None and (event := decode_event(unparsed.quiet)) is not None:
             self.state.fold(event)
 
-    def _fold_steps(self, stretch: _UnparsedLines) -> None:
-        first, last = stretch.first, stretch.last
-        stretch.first = stretch.last = None
+    def _fold_steps(self, unparsed: _UnparsedLines) -> None:
+        first, last = unparsed.first, unparsed.last
+        unparsed.first = unparsed.last = None
         if last is None:
             return
         event = decode_event(last)
@@ -165,20 +165,20 @@ class SummaryReader:
 
 
 _STEP_BOUND = ("resumed", "run_started", "run_finished", "stage_started", "phase")
-"""Kinds whose meaning depends on the steps before them."""
+"""Kinds whose meaning depends on the steps before them, so that those are folded first."""
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
-    """One look at a run."""
+    """The summary of a run as it is now."""
     return SummaryReader(directory).refresh()
 
 
 def status_of(directory: RunDirectory, state: JournalState) -> str:
-    """The run's status, from its events and from whether its engine lives."""
+    """The run's status: queued, running, stale, or the final status that its engine recorded."""
     engine = engine_process(directory)
-    sight = "gone" if engine is None else process_state(engine)
-    if sight == "alive":
-        # Also after `run_finished`: it holds the device until it has ended, and may be a resumed one that still loads.
+    process = "gone" if engine is None else process_state(engine)
+    if process == "alive":
+        # Also after `run_finished`: an engine holds the device until it ends, and a resumed one may still be loading.
         return "running"
     if state.finished is not None:
         said = str(state.finished.get("status"))
@@ -187,7 +187,7 @@ def status_of(directory: RunDirectory, state: JournalState) -> str:
         return "queued"
     if state.paused:
         return "paused"
-    return _by_silence(directory, STALE_SECONDS if sight == "gone" else REMOTE_STALE_SECONDS)
+    return _by_silence(directory, STALE_SECONDS if process == "gone" else REMOTE_STALE_SECONDS)
 
 
 def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
@@ -196,7 +196,7 @@ def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
 
 
 def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) -> RunSummary:
-    """The summary of a run whose events have been folded into `state`."""
+    """The summary of a run from its state; `damaged` is the number of lines that could not be read."""
     finished = state.finished or {}
     spec = read_spec(directory)
     return RunSummary(
@@ -232,7 +232,7 @@ def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) 
 
 
 def _metrics(state: JournalState) -> dict[str, Any]:
-    """The latest evaluation's scores by name and the training loss; under `first` what they were before."""
+    """The latest scores, training loss and speed by name; under `first` the first scores and loss."""
     metrics: dict[str, Any] = dict(state.evals[-1]["metrics"]) if state.evals else {}
     first: dict[str, Any] = dict(state.evals[0]["metrics"]) if len(state.evals) > 1 else {}
     if state.first_step is not None:
@@ -253,7 +253,7 @@ def _seconds(state: JournalState) -> float | None:
 
 
 def _samples_lost(state: JournalState) -> int:
-    """The engine's own count at the end; until then what its backoffs report."""
+    """The engine's own count once it has finished; until then the sum over its backoffs."""
     total = (state.finished or {}).get("samples_lost")
     return int(total) if total is not None else sum(int(event.get("samples_lost") or 0) for event in state.backoffs)
 
@@ -267,9 +267,10 @@ def _predicted_on_disk(directory: RunDirectory) -> dict[str, Any]:
 
 
 def read_spec(directory: RunDirectory) -> dict[str, Any]:
-    """`run.toml` as it is, unchecked; empty when it cannot be read. Shows what a newer version has written, too.
+    """The tables of `run.toml`, unchecked, so that a newer version's file can be shown, too; empty when unreadable.
 
-    Not to be changed by the caller: parsing takes a millisecond, so the same one is handed out until the file changes.
+    The caller must not change them: parsing takes a millisecond, so the same tables are returned until the file
+    changes.
     """
     try:
         found = directory.run_toml.stat()

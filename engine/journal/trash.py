@@ -1,4 +1,4 @@
-"""Deleting a run: into `.trash/` of its runs folder first, for good only when that is emptied.
+"""Deleting a run: its directory is moved into `.trash/` of its runs folder, from where a user can take it back.
 
 Try: `ls -a runs/.trash`
 """
@@ -6,7 +6,6 @@ Try: `ls -a runs/.trash`
 from __future__ import annotations
 
 import os
-import shutil
 from itertools import count
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from engine.journal.directory import RunDirectory
 from engine.journal.liveness import refuse_if_claimed
 
 TRASH = ".trash"
-"""Its name beside the runs; a leading dot keeps it out of every list."""
+"""Name of the trash folder; the leading dot keeps it out of every list of runs."""
 
 
 def move_to_trash(directory: RunDirectory) -> Path:
-    """Move a run into the trash; returns where it is now.
+    """Move a run into the trash; returns its new path.
 
     Raises EnvironmentProblem when an engine works on it, or the folder cannot be written.
     """
@@ -35,15 +34,6 @@ def move_to_trash(directory: RunDirectory) -> Path:
     except OSError as error:
         raise EnvironmentProblem(
             f"{directory.path} cannot be moved to {trash}: {error.strerror or error}",
-            fix="give yourself the right to write there, or remove the folder by hand",
+            fix="give yourself permission to write there, or remove the folder by hand",
         ) from error
     raise AssertionError("count() never ends")
-
-
-def empty_trash(runs_dir: Path) -> int:
-    """Delete for good what is in the trash of a runs folder; returns how many runs that were."""
-    trash = runs_dir / TRASH
-    runs = list(trash.iterdir()) if trash.is_dir() else []
-    for run in runs:
-        shutil.rmtree(run)
-    return len(runs)

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import read_events
 from engine.launch.process import start_engine
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
 from tests.distributed.rank_workbench import spec_of
+from tests.events import read_events
 from tests.train.run_helpers import losses, of_kind, train
 
 LIMIT_SECONDS = 900.0

@@ -15,9 +15,9 @@ import psutil
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from engine.journal.events import read_events
 from tests.cli.conftest import Tunedeck
 from tests.cli.harness import write_profile, write_recipe
+from tests.events import read_events
 from tests.train.run_helpers import of_kind
 
 LIMIT_SECONDS = 240.0

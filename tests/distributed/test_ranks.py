@@ -17,10 +17,10 @@ from engine.distributed.host_gather import SLOT_BYTES, LostRankError
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks, signs_of_life
 from engine.errors import DeviceBusyError, EnvironmentProblem
 from engine.journal.directory import RunDirectory
-from engine.journal.events import read_events
 from engine.train.external_launcher import require_shared
 from engine.train.main import agreed
 from tests.distributed.rank_processes import run_ranks
+from tests.events import read_events
 
 
 def votes(ranks: Ranks, _folder: Path) -> Any:

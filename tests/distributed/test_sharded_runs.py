@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.directory import RunDirectory
-from engine.journal.events import read_events
 from engine.spec.schema.run import RunSpec
 from engine.train.main import run_first
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
 from tests.distributed.resumed_runs import resumed_spec, run_on_ranks
+from tests.events import read_events
 from tests.train.run_helpers import losses, new_run, of_kind, write_samples
 
 pytestmark = NEEDS_SHARDS

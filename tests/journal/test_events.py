@@ -12,8 +12,9 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.event_schema import EVENT_KINDS
-from engine.journal.events import EventTail, EventWriter, end_of_events, read_events
+from engine.journal.events import EventTail, EventWriter, end_of_events
 from engine.journal.heartbeat import heartbeats
+from tests.events import read_events
 from tests.journal.samples import backoff_fields, step_fields
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.event_schema import FINAL_STATUSES
-from engine.journal.events import EventWriter, encode_event, read_events
+from engine.journal.events import EventWriter, encode_event
 from engine.journal.liveness import REMOTE_STALE_SECONDS, STALE_SECONDS, claim, identify, record_engine
 from engine.journal.summary import SummaryReader, summarise
+from tests.events import read_events
 from tests.journal.conftest import Spawn
 from tests.journal.samples import backoff_fields, step_fields
 from tests.journal.waiting import until

@@ -12,13 +12,14 @@ from typing import Any
 
 from engine.device import open_device
 from engine.journal.directory import RunDirectory, create_run_directory
-from engine.journal.events import EventWriter, read_events
+from engine.journal.events import EventWriter
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
 from engine.train import main
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.oom_report import oom_reporter
 from engine.train.setup import TrainingSetup, set_up
+from tests.events import read_events
 
 ROOMY_GIB = 8.0
 

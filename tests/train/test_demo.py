@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import read_events
 from engine.spec.load import resolve
+from tests.events import read_events
 from tests.train.run_helpers import losses, new_run, of_kind, train
 
 COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"

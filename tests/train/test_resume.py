@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from engine.journal import control
 from engine.journal.checkpoints_on_disk import find_checkpoints
-from engine.journal.events import EventTail, read_events
+from engine.journal.events import EventTail
 from engine.launch.process import start_engine
+from tests.events import read_events
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 TABLES = {

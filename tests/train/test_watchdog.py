@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter, read_events
+from engine.journal.events import EventWriter
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
+from tests.events import read_events
 from tests.train.run_helpers import of_kind
 
 

@@ -21,12 +21,13 @@ from engine.errors import EnvironmentProblem, MemoryExhaustedError
 from engine.journal import control
 from engine.journal.checkpoints_on_disk import learned_memory
 from engine.journal.directory import RunDirectory
-from engine.journal.events import Event, EventTail, EventWriter, read_events
+from engine.journal.events import Event, EventTail, EventWriter
 from engine.launch.process import start_engine
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.step.context import StepContext
 from engine.train.step.transaction import StepTransaction
+from tests.events import read_events
 from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train
 
 Squeezed = tuple[StepContext, Callable[..., None]]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
-from engine.journal.events import read_events
+from tests.events import read_events
 from tests.train.fault_rig import write_model
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, write_samples
 

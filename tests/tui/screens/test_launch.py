@@ -214,7 +214,7 @@ async def test_a_run_can_be_queued_instead(console: Opener, runs: Path) -> None:
         await pilot.press("Q")
         await pilot.sees("is number 1 in the queue")
     (directory,) = list_runs(runs)
-    assert Queue(runs).look().waiting == [directory.name]
+    assert Queue(runs).read().waiting == [directory.name]
     assert json.loads((directory.path / "plan.json").read_text())["verdict"] == "tight"
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.journal.control import pending
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.summary import summarise
@@ -132,7 +131,7 @@ async def test_only_a_yes_stops_a_run(console: Opener, runs: Path, spawn: Spawn)
         await pilot.sees("Stop this run after the present step", "y stop it")
         await pilot.press("n")
         await pilot.until(lambda: pilot.screen.screen_name == "run", "the question gone")
-        assert not pending(run)
+        assert not list(run.control.glob("*.json"))
         await pilot.press("s", "y")
         await pilot.sees("■ stopped")
 
@@ -159,7 +158,7 @@ async def test_leaving_the_console_leaves_the_engine_alone(console: Opener, runs
         await pilot.sees("● running")
         await pilot.press("q")
     assert child.poll() is None
-    assert not pending(run)
+    assert not list(run.control.glob("*.json"))
 
 
 async def test_the_out_of_memory_screen_shows_sentences_and_reports(console: Opener, runs: Path) -> None:
