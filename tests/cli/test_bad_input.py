@@ -46,7 +46,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "empty recipe name": (("plan", "-p", "demo", "-r", ""), ('no recipe named ""',)),
     "recipe path that is not there": (("plan", "-p", "demo", "-r", "./a.toml"), ("./a.toml: no such file",)),
     "set without an equals sign": (("plan", *DEMO, "--set", "train"), ("no '='", "train.learning_rate=1e-4")),
-    "set without a key": (("plan", *DEMO, "--set", "=3"), ("is no key",)),
+    "set without a key": (("plan", *DEMO, "--set", "=3"), ("is not a key",)),
     "set of a typo": (("plan", *DEMO, "--set", "train.batchsize=3"), ("did you mean train.batch_size?",)),
     "set of an unknown table": (("plan", *DEMO, "--set", "trian.seed=3"), ("did you mean train?",)),
     "set of another tool's name": (("plan", *DEMO, "--set", "lora_r=8"), ("method.rank = 8",)),
@@ -68,7 +68,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trackers, of a later version": (("plan", *DEMO, "--set", 'trackers.use=["wandb"]'), ("not do", "trackers.use")),
     "adafactor on shards, of a later version": (
         ("train", "-p", "4xh100", "-r", "demo", "--set", "train.optimizer=adafactor"),
-        ("sharding with optimizers that look beyond single values yet",),
+        ("sharding with optimizers that need whole tensors yet",),
     ),
     "run that nobody made": (("show", "nope"), ("no run matches 'nope'", "fix: list them: tunedeck runs")),
     "run without a name": (("resume", ""), ("RUN is empty",)),

@@ -168,9 +168,9 @@ def test_set_reaches_the_profile_and_takes_the_place_of_an_exclusive_key(recipe:
     ("text", "words"),
     [
         ("train.seed", "no '='"),
-        ("=3", "is no key"),
-        ("train..seed=3", "is no key"),
-        ("train.seed\nx=3", "is no key"),
+        ("=3", "is not a key"),
+        ("train..seed=3", "is not a key"),
+        ("train.seed\nx=3", "is not a key"),
         ("data.sources.qmsun.limit=3", 'no entry named "qmsun"; did you mean qmsum?'),
         ("train.learning_rate=fast", '--set train.learning_rate: "fast" is text'),
         ("train.learning_rate.x=1", "--set train.learning_rate"),

@@ -1,1 +1,1 @@
-"""Checking files: rules across keys, names other tools use, overrides, what is not supported."""
+"""Checking profiles, recipes and run specs: rules across keys, other tools' names, overrides, unsupported features."""

@@ -1,7 +1,8 @@
-"""Words other tools use, answered with ours: key names, and names of choices.
+"""Names that other tools use for our keys and choices, so that an error can say what to write instead.
 
-Two tables and the arithmetic between them. Sources: transformers' TrainingArguments, TRL's SFTConfig and ModelConfig,
-peft's LoraConfig, Axolotl's config reference, LLaMA-Factory's hparams, Unsloth's notebooks, torchtune's recipe configs.
+Two tables, and the functions that convert values between them. Sources: transformers' TrainingArguments, TRL's
+SFTConfig and ModelConfig, peft's LoraConfig, Axolotl's config reference, LLaMA-Factory's hparams, Unsloth's notebooks,
+torchtune's recipe configs.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 from engine.spec.files.text import quoted
 
 Siblings = dict[str, Any]
-"""Every scalar of the same file by its bare key, for values that take two of another tool's keys to compute."""
+"""Every value of the same file by its bare key: some of our values are computed from two of their keys."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Another tool's key: whose it is, our key, and our value for theirs (None: only the key is known)."""
+    """What another tool's key corresponds to: the tool, our key, and our value for theirs (None: no equivalent)."""
 
     tool: str
     key: str
@@ -88,7 +89,7 @@ CHOICE_ALIASES: dict[str, dict[str, str]] = {
         "none": "single",
     },
 }
-"""Our key = their word for a choice, and ours."""
+"""Our key = other tools' names of its choices, and ours."""
 
 
 def _dtype_if(name: str) -> Callable[[Any], Any]:
@@ -218,7 +219,7 @@ KEY_ALIASES: dict[str, Alias] = {
     "wandb_project": Alias(AXOLOTL, "trackers.project"),
     "router_aux_loss_coef": Alias(HF, "moe.aux_loss_weight"),
 }
-"""Another tool's key (lower case, '-' as '_') = ours. Keys spelt like ours need no row."""
+"""Another tool's key (lower case, '-' as '_') = ours. Keys that are spelt like ours need no row."""
 
 PER_DEVICE = ("per_device_train_batch_size", "micro_batch_size", "per_device_batch_size")
 ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps")
@@ -231,7 +232,7 @@ ZERO_STAGE = re.compile(r"z(?:ero)?[_-]?(?:stage)?[_-]?([23])", re.IGNORECASE)
 
 
 def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:
-    """(whose key it is, "our.key = value") for another tool's key, or None for a word nobody uses."""
+    """(the tool, "our.key = value") for another tool's key; None for a key that no known tool has."""
     folded = key.lower().replace("-", "_")
     if folded in PER_DEVICE or folded in ACCUMULATION:
         return HF, _batch(siblings)
@@ -257,7 +258,7 @@ def _shard(value: Any) -> str:
 
 
 def _batch(siblings: Siblings) -> str:
-    """Trainer's two numbers as ours: sequences in one forward pass, and per optimizer step on one device."""
+    """Trainer's sequences per forward pass and accumulation, as our micro_batch and batch_size on one device."""
     rows = _first_number(siblings, PER_DEVICE)
     accumulation = _first_number(siblings, ACCUMULATION)
     if rows is None:

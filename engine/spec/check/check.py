@@ -1,7 +1,8 @@
 """Checking a document against the spec's tables: every problem at once, each with what was found and what is allowed.
 
-pydantic says *where* something is wrong; the words come from the field types (`describe`) and from `foreign`. Rules
-that span fields are `engine.spec.check.rules`; they run even when other keys of the file are wrong, on what is right.
+pydantic finds where something is wrong; the text of a problem comes from the field types (`schema.describe`) and from
+other tools' names (`aliases`). Rules across keys (`rules`) run on the part of a file that is right, even where other
+keys are wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ REQUIRED_KEY_EXAMPLES: dict[tuple[type[Table], str], tuple[str, Any]] = {
     (Profile, "name"): ('name = "my-gpu"', "example"),
     (Profile, "device"): ('[device] with kind = "cuda" and memory_gib = 23.6', {"kind": "cpu", "memory_gib": 1.0}),
 }
-"""Required key of a table = how to write it, and a stand-in with which the rest of the file can be checked."""
+"""Required key of a table = an example for the error, and a placeholder with which the rest of the file is checked."""
 
 EXAMPLES_BY_KEY: dict[str, tuple[str, Any]] = {
     "id": ('id = "Qwen/Qwen2.5-0.5B-Instruct"', "example"),
@@ -48,9 +49,9 @@ EXAMPLES_BY_KEY: dict[str, tuple[str, Any]] = {
 }
 
 FREE_TEXT = {"title": "", "notes": "\n\t"}
-"""Keys whose unsafe characters are made visible; the second part stays as it is."""
+"""Key = characters that stay. All other unsafe characters in these keys are made visible instead of refused."""
 ANY_TEXT = frozenset({"system_prompt", "chat_template", "on_finish", "set"})
-"""Keys that may hold any character; they are never shown unescaped."""
+"""Keys that may hold any character, because they are never shown unescaped."""
 
 OVERRIDABLE_TABLES = (
     "model",
@@ -66,7 +67,7 @@ OVERRIDABLE_TABLES = (
     "trackers",
     "finish",
 )
-"""Tables of a recipe that a profile's [overrides] may hold."""
+"""Tables of a recipe that a profile's [overrides] or a stage may set."""
 
 MINIMAL_RECIPE: Data = {
     "name": "example",
@@ -76,9 +77,9 @@ MINIMAL_RECIPE: Data = {
 
 
 def check_table(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | None, list[Problem]]:
-    """The checked table, or None and everything wrong with `data`."""
-    if foreign_file := _wrong_file(model, data):
-        return None, foreign_file
+    """The checked table, or None and every problem of `data`."""
+    if problems := _wrong_file(model, data):
+        return None, problems
     data = _visible_notes(data)
     sound, wrong = _validated(model, data)
     problems = [*_unsafe_values(model, data), *wrong]
@@ -90,7 +91,7 @@ def check_table(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | N
 
 
 def _wrong_file(model: type[Table], data: Data) -> list[Problem]:
-    """A newer schema or another kind of file: one problem, since every other would only follow from it."""
+    """The problem of a file with a newer schema or of another kind: all others would only follow from it."""
     version, kind, expected = data.get("schema", SCHEMA_VERSION), data.get("kind"), model.model_fields["kind"].default
     if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
         return [
@@ -113,8 +114,7 @@ def _visible_notes(data: Data) -> Data:
 
 
 def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator[Problem]:
-    """Values no layer below can take: text with escape codes, line breaks or direction overrides, numbers of more than
-    64 bits."""
+    """Problems of values that are never allowed: text with control characters, numbers of more than 64 bits."""
     if isinstance(node, str) and (hit := UNSAFE.search(node)):
         yield Problem(place, f"{quoted(node)} holds the control character {visible(hit[0])}", "plain text is allowed")
     if isinstance(node, int) and not -(2**63) <= node < 2**63:
@@ -126,7 +126,7 @@ def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator
 
 
 def _validated(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | None, list[Problem]]:
-    """The table made of what is right in `data`, and what is wrong with its fields."""
+    """The table from the valid part of `data`, and the problems of its fields."""
     try:
         return model.model_validate(data), []
     except ValidationError as error:
@@ -137,12 +137,12 @@ def _validated(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | No
 
 
 def _place(location: Place, data: Any, kind: str) -> Place:
-    """pydantic's location without the names of union members, which stand for nothing in the file."""
+    """pydantic's location without the names of union members, which are not in the file."""
     place: list[str | int] = []
     for index, part in enumerate(location):
         node = value_at(data, tuple(place))
-        here = (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int))
-        if here or (kind == "missing" and index == len(location) - 1):
+        is_in_file = (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int))
+        if is_in_file or (kind == "missing" and index == len(location) - 1):
             place.append(part)
     return tuple(place)
 
@@ -212,7 +212,7 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
 
 
 def _scalars(node: Any) -> Data:
-    """Every value of the file by its bare key, however deep."""
+    """Every value of the file by its bare key, from all tables."""
     found: Data = {}
     for key, value in node.items() if isinstance(node, dict) else ():
         found.update(_scalars(value) if isinstance(value, dict) else {key.lower().replace("-", "_"): value})
@@ -220,7 +220,7 @@ def _scalars(node: Any) -> Data:
 
 
 def _leaves(model: type[Table]) -> dict[str, list[str]]:
-    """Bare key = the dotted keys that end in it."""
+    """Bare key = the dotted keys of a table that end in it."""
     found: dict[str, list[str]] = {}
     root = RunSpec if model is RunSpec else model
     for table, field in describe.fields_of(root).items():
@@ -244,20 +244,20 @@ def _touches(place: Place, bad: set[Place]) -> bool:
 
 
 def _validated_remainder(model: type[CheckedTable], data: Data) -> CheckedTable | None:
-    """The table made of what is right in `data`: wrong keys left out, missing ones stood in for."""
+    """The table from the valid part of `data`: wrong keys left out, missing keys filled with placeholders."""
     for _ in range(4):
         try:
             return model.model_validate(data)
         except ValidationError as error:
             details = error.errors(include_url=False, include_context=False, include_input=False)
             for place, kind in {_place(d["loc"], data, d["type"]): d["type"] for d in details}.items():
-                data = _with_stand_in(model, data, place) if kind == "missing" else _without(data, place)
+                data = _with_placeholder(model, data, place) if kind == "missing" else _without(data, place)
     return None
 
 
-def _with_stand_in(model: type[Table], data: Data, place: Place) -> Data:
+def _with_placeholder(model: type[Table], data: Data, place: Place) -> Data:
     table, key = describe.table_at(model, place[:-1]), str(place[-1])
-    stand_in = {
+    placeholders = {
         Profile: {"device": {"kind": "cpu", "memory_gib": 1.0}},
         Recipe: {"model": {"id": "example"}, "data": {"sources": EXAMPLES_BY_KEY["sources"][1]}},
         RunSpec: {
@@ -265,19 +265,18 @@ def _with_stand_in(model: type[Table], data: Data, place: Place) -> Data:
             "recipe": MINIMAL_RECIPE,
         },
     }.get(table, {})  # type: ignore[arg-type]
-    value = stand_in.get(key, EXAMPLES_BY_KEY.get(key, ("", "example"))[1])
+    value = placeholders.get(key, EXAMPLES_BY_KEY.get(key, ("", "example"))[1])
     return dict(_changed(data, place, lambda node: node.update({key: value})))
 
 
 def _without(data: Data, place: Place) -> Data:
-    """`data` without the value at `place`; a wrong list entry takes its list along: indices keep their sense."""
-    cut = next((index for index, part in enumerate(place) if isinstance(part, int) and index == len(place) - 1), None)
-    whole = place if cut is None else place[:cut]
+    """`data` without the value at `place`. For a list entry the whole list goes, so that indices stay valid."""
+    whole = place[:-1] if isinstance(place[-1], int) else place
     return dict(_changed(data, whole, lambda node: node.pop(whole[-1], None)))
 
 
 def _changed(node: Any, place: Place, change: Any) -> Any:
-    """A copy of `node` in which the table around `place` went through `change`."""
+    """A copy of `node` in which `change` was applied to the table that holds `place`."""
     copy = dict(node) if isinstance(node, dict) else list(node)
     if len(place) <= 1:
         if isinstance(copy, dict):
@@ -303,17 +302,17 @@ def _rule_problems(table: Table, data: Data) -> Iterator[Problem]:
 
 
 def _partial(base: Data, extra: Data) -> list[Problem]:
-    """Problems that laying `extra` over the recipe `base` brings."""
+    """Problems that the recipe `base` gets when `extra` is merged over it."""
     if not extra:
         return []
-    strange = [
+    unknown = [
         Problem((key,), "unknown key", f"tables of a recipe are allowed: {', '.join(OVERRIDABLE_TABLES)}")
         for key in extra
         if key not in OVERRIDABLE_TABLES
     ]
     known = {key: value for key, value in extra.items() if key in OVERRIDABLE_TABLES}
     _, problems = check_table(Recipe, merge_tables(base, known))
-    return strange + [
+    return unknown + [
         problem for problem in problems if value_at(known, problem.place[:1]) is not None and _written(known, problem)
     ]
 

@@ -1,6 +1,6 @@
-"""Rules that span fields of a hardware profile, and what a recipe asks of the hardware.
+"""Rules across the keys of a hardware profile, and rules about what a recipe needs of the hardware.
 
-Like `engine.spec.check.rules`: small functions that yield problems, gathered in a table at the end.
+As in `engine.spec.check.rules`, each rule is a small function that yields problems; a table at the end lists them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
 
 PLAIN_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:,@+-]*")
-"""What may stand in a script without quotes: names of partitions and clouds, and times such as 2-12:00:00."""
+"""Text that is safe in a shell script without quotes: names of partitions and clouds, times such as 2-12:00:00."""
 
 AMPERE = 8.0
-"""First compute capability with bf16 in its matrix units and with flash attention."""
+"""The first compute capability whose matrix units have bf16 and that supports flash attention."""
 
 
 def reserve_within_memory(profile: Profile) -> Problems:
@@ -67,7 +67,7 @@ def cuda_facts_are_cuda(profile: Profile) -> Problems:
 
 
 def words_for_launchers_are_plain(profile: Profile) -> Problems:
-    """They become lines of a shell script, and a profile may come from someone else."""
+    """These values become lines of a shell script, and a profile may come from someone else."""
     for key in ("partition", "account", "time_limit", "cloud", "accelerators"):
         value = getattr(profile.nodes, key)
         if value is not None and not PLAIN_WORD.fullmatch(value):
@@ -77,7 +77,7 @@ def words_for_launchers_are_plain(profile: Profile) -> Problems:
 
 
 def problems_on_device(profile: Profile, recipe: Recipe) -> Problems:
-    """What a recipe asks of the hardware, with places in the recipe."""
+    """Problems of a recipe on this hardware; their places are in the recipe."""
     needs_cuda: dict[Place, tuple[str, str]] = {
         ("model", "quantize"): (recipe.model.quantize, "nf4"),
         ("model", "attention"): (recipe.model.attention, "flash"),
@@ -95,7 +95,7 @@ def problems_on_device(profile: Profile, recipe: Recipe) -> Problems:
 
 
 def _before_ampere(profile: Profile, recipe: Recipe) -> Problems:
-    """Turing and older multiply bf16 in software, many times slower, and have no kernels for flash attention."""
+    """GPUs before Ampere compute bf16 in software, many times slower, and have no kernels for flash attention."""
     capability = profile.device.compute_capability
     if profile.device.kind != "cuda" or capability is None or capability >= AMPERE:
         return
@@ -122,5 +122,5 @@ PROFILE_RULES: tuple[Callable[[Profile], Iterable[Problem]], ...] = (
 
 
 def problems_of_profile(profile: Profile) -> list[Problem]:
-    """Every rule a hardware profile breaks by itself."""
+    """The problems of a hardware profile by itself."""
     return [problem for rule in PROFILE_RULES for problem in rule(profile)]

@@ -1,4 +1,4 @@
-"""Whether a recipe trains on images, as far as its text tells: data is not looked at here.
+"""Whether a recipe trains on images, according to its keys; data are not read.
 
 Try: `python -m pytest tests/budget/test_vision.py`
 """
@@ -10,7 +10,7 @@ from engine.spec.schema.recipe import Recipe
 
 
 def image_key(recipe: Recipe) -> str | None:
-    """The key by which a recipe says that there are images, as it would be written; None for text only."""
+    """The first key, as written, by which a recipe says that it trains on images; None for text only."""
     for place, source in sources_of(recipe):
         table = ".".join(str(part) for part in place if isinstance(part, str))
         if source.format == "image-chat":

@@ -1,7 +1,6 @@
-"""Layers over a recipe: profile overrides and `--set K=V`, each value remembering where it came from.
+"""Overrides: parsing `--set K=V`, and writing values over a document that keeps where each came from.
 
-Parsing and laying on, nothing else: what a value may be is checked afterwards, on the merged whole, so that every
-problem is reported at once.
+What a value may be is checked afterwards, on the merged document, so that every problem is reported at once.
 
 Try: `tunedeck recipes show lora`, then `tunedeck train -p demo -r lora --set train.learning_rate=1e-5 ...`
 """
@@ -20,18 +19,18 @@ from engine.spec.files.lines import Place
 from engine.spec.files.text import closest_match, quoted, visible
 
 EXCLUSIVE = {"path": "hub", "hub": "path", "warmup_ratio": "warmup_steps", "warmup_steps": "warmup_ratio"}
-"""Keys of which only one may be set: a higher layer's choice takes the place of a lower layer's other one."""
+"""Keys of which only one may be set: setting one in a higher layer removes the other from a lower layer."""
 
 PROFILE_TABLES = ("device", "parallel", "nodes")
 NOT_SETTABLE = {
-    "schema": "it is the file's",
-    "kind": "it is the file's",
-    "name": "the run's name is --name",
-    "overrides": "use the key",
+    "schema": "it belongs to the file",
+    "kind": "it belongs to the file",
+    "name": "name the run with --name",
+    "overrides": "set the key itself",
 }
 
 UNSET = object()
-"""An empty V: the default again."""
+"""The value of `--set K=`, which restores the default."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Override:
 
 
 def parse_overrides(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The overrides, and the problems of those that are none."""
+    """The parsed overrides, and a problem for each that does not parse."""
     overrides, problems = [], []
     for text in sets:
         key, equals, value = text.partition("=")
@@ -52,7 +51,7 @@ def parse_overrides(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
             problems.append(f"--set {visible(text)}: no '='; KEY=VALUE is needed, such as train.learning_rate=1e-4")
         elif parts is None:
             problems.append(
-                f"--set {visible(text)}: {quoted(key)} is no key; dotted names, such as data.sources.main.enabled"
+                f"--set {visible(text)}: {quoted(key)} is not a key; keys look like data.sources.main.enabled"
             )
         elif parts[0] in NOT_SETTABLE:
             problems.append(f"--set {parts[0]}: cannot be set on the command line; {NOT_SETTABLE[parts[0]]}")
@@ -62,7 +61,7 @@ def parse_overrides(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def _key_parts(key: str) -> tuple[str, ...] | None:
-    """TOML's own rules for a dotted key, quotes included."""
+    """The parts of a dotted key by TOML's rules, quotes included; None for text that is not a key."""
     try:
         node: Any = tomli.loads(f"{key} = 0") if "\n" not in key else {}
     except (ValueError, RecursionError):  # ValueError: not TOML, or a number of thousands of digits
@@ -75,7 +74,7 @@ def _key_parts(key: str) -> tuple[str, ...] | None:
 
 
 def _value(text: str) -> Any:
-    """TOML where the text is TOML, else the text itself."""
+    """The value that the text is in TOML, else the text itself; UNSET for no text."""
     if not text:
         return UNSET
     try:
@@ -86,7 +85,7 @@ def _value(text: str) -> Any:
 
 
 def apply_overrides(profile: Document, recipe: Document, overrides: Sequence[Override]) -> list[str]:
-    """Lay `--set` values over both documents. Returns the problems of keys that lead nowhere."""
+    """Write overrides over the profile and the recipe; returns a problem for each key that does not exist."""
     problems = []
     for override in overrides:
         document = profile if override.key[0] in PROFILE_TABLES else recipe
@@ -96,7 +95,10 @@ def apply_overrides(profile: Document, recipe: Document, overrides: Sequence[Ove
 
 
 def set_value(document: Document, key: tuple[str, ...], value: Any, label: str) -> str:
-    """Lay a value over a document and over the stages that set the same key; tables merge. Returns a problem or ''."""
+    """Write a value over a document, and over its stages that set the same key; tables are merged.
+
+    `label` records where the value came from. Returns the problem of a key that does not exist, else "".
+    """
     if isinstance(value, dict) and isinstance(value_at(document.data, key), dict):
         results = [set_value(document, (*key, part), inner, label) for part, inner in value.items()]
         return next((problem for problem in results if problem), "")
@@ -117,7 +119,7 @@ def _found(data: dict[str, Any], key: tuple[str, ...]) -> Place | None:
 
 
 def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]:
-    """The place a dotted key leads to, list entries by name (or by number where they have none), or a problem."""
+    """The place of a dotted key, and a problem or "". List entries are named by `name`, or by number without one."""
     place: Place = ()
     rest = key
     node: Any = data
@@ -137,7 +139,7 @@ def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]
 
 
 def _entry(entries: list[Any], rest: tuple[str, ...]) -> tuple[int | None, int]:
-    """Index of the named entry and how many parts its name took (names may hold dots)."""
+    """The index of the named entry, and how many parts of the key its name uses: names may contain dots."""
     for taken in range(len(rest), 0, -1):
         name = ".".join(rest[:taken])
         for index, entry in enumerate(entries):
@@ -185,7 +187,7 @@ def _forget(document: Document, place: Place) -> None:
 
 
 def leaf_items(table: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """Every (key, value) of nested tables."""
+    """(key, value) of every value in nested tables."""
     found: list[tuple[tuple[str, ...], Any]] = []
     for key, value in table.items():
         found += leaf_items(value, (*prefix, key)) if isinstance(value, dict) else [((*prefix, key), value)]

@@ -1,7 +1,7 @@
-"""Rules that span fields: one small function each, gathered in a table at the end.
+"""Rules across the keys of a recipe: one small function each, listed in a table at the end.
 
-A rule is given a checked recipe and yields problems with the key to blame, what was found and what is allowed. It may
-not read files or look at the machine.
+A rule takes a recipe whose fields are valid and yields problems: the key, what was found and what is allowed. It reads
+no files and does not look at the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Problems = Iterator[Problem]
 
 
 def sources_of(recipe: Recipe) -> Iterator[tuple[Place, Source]]:
-    """Every source of a recipe with its place."""
+    """(place, source) of every source in a recipe."""
     lists = {
         ("data", "sources"): recipe.data.sources,
         ("data", "validation"): recipe.data.validation,
@@ -33,7 +33,7 @@ def sources_of(recipe: Recipe) -> Iterator[tuple[Place, Source]]:
 
 
 def has_validation(recipe: Recipe) -> bool:
-    """Whether anything is held out to evaluate on."""
+    """Whether a recipe has validation data."""
     return recipe.data.valid_fraction > 0 or any(source.enabled for source in recipe.data.validation)
 
 
@@ -329,7 +329,7 @@ def stages_follow(recipe: Recipe) -> Problems:
             if origin not in earlier:
                 yield Problem(
                     ("stages", index, "from"),
-                    f"{quoted(origin)} is no earlier stage",
+                    f"{quoted(origin)} is not an earlier stage",
                     f"one of: {', '.join(earlier) or 'none comes before this one'}",
                 )
         if stage.kind == "train":
@@ -383,5 +383,5 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
 
 
 def problems_of_recipe(recipe: Recipe) -> list[Problem]:
-    """Every rule a recipe breaks by itself."""
+    """The problems of a recipe by itself."""
     return [problem for rule in RECIPE_RULES for problem in rule(recipe)]

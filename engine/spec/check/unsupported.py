@@ -1,6 +1,6 @@
-"""What this version reads and checks but does not do yet: refused plainly, never ignored.
+"""Features whose keys are read and checked, but which this version does not have: refused, never ignored.
 
-One row per feature. Whoever builds a feature deletes its row.
+One row per feature; the change that adds a feature deletes its row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     ),
     (
         lambda spec: _in_shards(spec, "train.optimizer", spec.recipe.train.optimizer, ("adafactor", "adamw_8bit")),
-        "sharding with optimizers that look beyond single values",
+        "sharding with optimizers that need whole tensors",
     ),
     (lambda spec: _when(bool(spec.recipe.trackers.use), "trackers.use"), "experiment trackers"),
     (lambda spec: _when(spec.recipe.finish.merge, "finish.merge"), "merging at the end of a run"),
@@ -50,17 +50,17 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (lambda spec: _when(not spec.recipe.moe.freeze_router, "moe.freeze_router = false"), "training of routers"),
     (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
 )
-"""(what the user wrote, or None) and the feature that is not there yet."""
+"""(function that returns the key as the user wrote it, or None; name of the missing feature)."""
 
 
 PLANNABLE_FEATURES = ("images",)
-"""What the budget predicts although no run does it yet."""
+"""Features that `plan` can answer for although no run has them yet."""
 
 
 def refuse_unsupported(spec: RunSpec, *, planning: bool = False) -> None:
-    """Raise SpecError (exit 2) naming every key whose feature this version does not have.
+    """Raise SpecError naming every key whose feature this version does not have.
 
-    With `planning` only what a plan cannot answer for is refused.
+    With `planning`, keys that a plan can answer for are accepted.
     """
     problems = [
         f"{written}: this version does not do {feature} yet"

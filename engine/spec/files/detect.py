@@ -1,6 +1,6 @@
-"""Facts of this machine for a new hardware profile: NVML where there is a driver, else the host's memory.
+"""Facts about this machine for a new hardware profile: from NVML where there is a driver, else the host's memory.
 
-Light: pynvml and /proc only, imported when asked.
+Try: `tunedeck profiles new mine --detect`
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from engine.spec.files.text import visible
 
 CUDA_RESERVE_GIB = 1.0
-"""CUDA context and libraries, rounded up."""
+"""Memory of the CUDA context and libraries, rounded up."""
 
 
 def detect_device() -> tuple[dict[str, Any], str, str]:
-    """([device] table, title, notes) of the first GPU, or of the CPU where NVML finds none."""
+    """([device] table, title, notes) of the first GPU, or of the CPU where NVML finds no GPU."""
     return _detect_gpu() or _detect_cpu()
 
 
 def count_devices() -> int:
-    """How many GPUs NVML counts; 1, the CPU, where it finds none."""
+    """The number of GPUs that NVML finds; 1, for the CPU, where it finds none."""
     import pynvml
 
     try:
@@ -68,9 +68,9 @@ def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
 
 
 def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
-    """NVML's total, and what of it CUDA offers to programs: the driver keeps some hundreds of MiB for itself.
+    """NVML's total memory, and the part that programs can use: the driver keeps some hundreds of MiB.
 
-    Drivers before 510 do not say how much; there both are the total.
+    Drivers before 510 do not report how much they keep; for them both are the total.
     """
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)

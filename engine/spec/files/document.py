@@ -1,7 +1,7 @@
-"""A TOML file read and laid in layers: the data, and for every key where it was written, so that each problem says so.
+"""A TOML document in memory: its data, and for every key the file and line where it was written.
 
-Reading, merging and the wording of a problem's place live here. What is allowed is `engine.spec.check.check`; which
-file is meant is `engine.spec.files.find`.
+Reading, merging and rendering problems with their file and line are here. What is allowed is in `engine.spec.check`,
+which file a name stands for in `engine.spec.files.find`.
 
 Try: `python -c "from engine.spec.files.document import read_document; print(read_document('my.toml').data)"`
 """
@@ -25,20 +25,20 @@ from engine.spec.files.lines import Place, key_lines
 from engine.spec.files.text import visible
 
 MAX_FILE_BYTES = 1 << 20
-"""A profile or recipe is a page of text; anything larger is not one."""
+"""A larger file is refused: a profile or recipe is a page of text."""
 
 MAX_DEPTH = 100
-"""Levels of tables and lists; a spec has five."""
+"""Allowed nesting of tables and lists; a spec needs five levels."""
 
 INTEGER_RANGE = "TOML's whole numbers have 64 bits, at most 9223372036854775807"
 
 FROM_COMMAND_LINE = "--set"
-"""Label of values that came from the command line."""
+"""The label, in `Document.where`, of values from the command line."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong: where, what was found, what is allowed; `beside` are the other places that take part in it."""
+    """One problem: its place, what was found, what is allowed; `beside` lists other places that contribute to it."""
 
     place: Place
     found: str
@@ -46,14 +46,14 @@ class Problem:
     beside: tuple[Place, ...] = ()
 
     def under(self, prefix: Place) -> Problem:
-        """The same problem in a document where this one's tables stand under `prefix`."""
+        """The same problem in a document that has these tables under `prefix`."""
         beside = tuple((*prefix, *place) for place in self.beside)
         return Problem((*prefix, *self.place), self.found, self.allowed, beside)
 
 
 @dataclass
 class Document:
-    """Data in layers. `where` gives the label of each written place: "file:line", or "--set"."""
+    """The data of a TOML file, possibly overridden. `where` maps each written place to "file:line" or "--set"."""
 
     label: str
     data: dict[str, Any]
@@ -61,7 +61,7 @@ class Document:
     sha256: str = ""
 
     def written_at(self, place: Place) -> str:
-        """Label of the nearest written place on the way up."""
+        """The label of this place, or of the nearest place above it that has one."""
         for length in range(len(place), 0, -1):
             if place[:length] in self.where:
                 return self.where[place[:length]]
@@ -101,8 +101,7 @@ def _parsed(raw: bytes, label: str) -> Document:
 
 
 def _copied(node: Any, room: int = MAX_DEPTH) -> Any:
-    """Nested tables and lists anew; what TOML has besides cannot be changed. Raises RecursionError if they are nested
-    deeper than `room`."""
+    """A copy of nested tables and lists. Raises RecursionError where they are nested deeper than `room`."""
     if not isinstance(node, (dict, list)):
         return node
     if not room:
@@ -119,7 +118,7 @@ def parse_document(text: str, label: str, sha256: str = "") -> Document:
     except tomli.TOMLDecodeError as error:
         raise SpecError([_syntax_problem(label, error, text)], fix="see https://toml.io for the format") from None
     except ValueError:
-        # The only one tomli passes on: Python refuses to read whole numbers of thousands of digits.
+        # The only other ValueError: Python refuses to read whole numbers of thousands of digits.
         raise SpecError([f"{label}: a whole number too long to read; {INTEGER_RANGE}"]) from None
     except RecursionError:
         raise SpecError([f"{label}:1: tables or lists nested too deeply; no key of Tunedeck needs that"]) from None
@@ -142,7 +141,7 @@ def _read_bytes(path: Path, label: str) -> bytes:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a FIFO without hanging until someone writes to it."""
+    """Open without blocking: a FIFO would block until another process writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -171,7 +170,7 @@ def _syntax_problem(label: str, error: tomli.TOMLDecodeError, text: str) -> str:
 
 
 def key_text(place: Place, data: Any) -> str:
-    """A place as people write it: `data.sources.main.path`, list entries by name where they have one."""
+    """A place as a dotted key, such as `data.sources.main.path`; list entries by name where they have one."""
     words: list[str] = []
     node = data
     for part in place:
@@ -198,7 +197,7 @@ def value_at(data: Any, place: Place) -> Any:
 
 
 def merge_tables(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """`extra` laid over `base`: tables are merged, everything else is replaced. Neither is changed."""
+    """A copy of `base` with `extra` written over it: tables are merged, all other values replaced."""
     merged = dict(base)
     for key, value in extra.items():
         below = merged.get(key)

@@ -1,7 +1,7 @@
 """Which file a name stands for: the search path of profiles and recipes.
 
-A name is looked for in ./profiles, the user's own folder and the shipped files, first wins; a text with a slash, or one
-that ends in .toml, is a path. Nothing is parsed here.
+A name is searched in ./profiles, the user's own folder and the shipped files, in this order. A text with a slash, or
+one that ends in .toml, is a path. Files are not parsed here.
 
 Try: `python -c "from engine.spec.files.find import available; print(available('recipe'))"`
 """
@@ -26,7 +26,7 @@ SHIPPED_FOLDER = Path(__file__).resolve().parents[3] / "profiles"
 
 @dataclass(frozen=True)
 class SpecFile:
-    """A file, where it came from ("project", "user", "shipped" or "path"), and the folder its data paths start from."""
+    """A profile or recipe file, its origin (project, user, shipped or path), and the folder of its data paths."""
 
     path: Path
     origin: str
@@ -39,7 +39,7 @@ class SpecFile:
 
     @property
     def label(self) -> str:
-        """How provenance names it: "shipped:NAME", else the absolute path."""
+        """Its name in a run's provenance: "shipped:NAME", else the absolute path."""
         return f"shipped:{self.name}" if self.origin == "shipped" else str(self.path)
 
 
@@ -53,39 +53,39 @@ def user_folder() -> Path:
 
 
 def search_path(kind: SpecKind, cwd: Path) -> dict[str, Path]:
-    """Origin = folder, in the order they are searched."""
+    """Origin = folder, in the order of the search."""
     folder = KIND_FOLDERS[kind]
     return {"project": cwd / "profiles" / folder, "user": user_folder() / folder, "shipped": SHIPPED_FOLDER / folder}
 
 
 def list_spec_files(kind: SpecKind, cwd: Path | None = None) -> list[SpecFile]:
-    """Every file that can be addressed by its name, sorted; one hidden behind an earlier folder is left out."""
-    here = (cwd or working_directory()).absolute()
+    """Every file that can be named, sorted by name; of files with one name only the first on the search path."""
+    cwd = (cwd or working_directory()).absolute()
     found: dict[str, SpecFile] = {}
-    for origin, folder in search_path(kind, here).items():
+    for origin, folder in search_path(kind, cwd).items():
         for path in sorted(folder.glob("*.toml")) if os.access(folder, os.R_OK) else ():
             if re.fullmatch(NAME_PATTERN, path.stem) and path.is_file():
-                found.setdefault(path.stem, SpecFile(path, _origin(origin, folder), here))
+                found.setdefault(path.stem, SpecFile(path, _origin(origin, folder), cwd))
     return [found[name] for name in sorted(found)]
 
 
 def _origin(origin: str, folder: Path) -> str:
-    """Inside Tunedeck's own checkout ./profiles is the shipped folder."""
+    """The origin of a folder; inside Tunedeck's own checkout, ./profiles is the shipped folder."""
     return "shipped" if folder.resolve().parent == SHIPPED_FOLDER else origin
 
 
 def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFile:
-    """The file a name or path stands for. Raises SpecError with the known names when there is none."""
-    here = (cwd or working_directory()).absolute()
+    """The file of a name or path. Raises SpecError with the known names when there is none."""
+    cwd = (cwd or working_directory()).absolute()
     if "/" in text or os.sep in text or text.endswith(".toml"):
-        path = here / Path(text).expanduser()
+        path = cwd / Path(text).expanduser()
         if not path.exists():
             raise SpecError([f"{visible(text)}: no such file; the path of a {kind}'s TOML file is needed"])
         return SpecFile(path, "path", Path(os.path.abspath(path.parent)))
-    for origin, folder in search_path(kind, here).items():
+    for origin, folder in search_path(kind, cwd).items():
         if re.fullmatch(NAME_PATTERN, text) and (folder / f"{text}.toml").is_file():
-            return SpecFile(folder / f"{text}.toml", _origin(origin, folder), here)
-    raise SpecError([_unknown(kind, text, here)], fix=f"tunedeck {kind}s list")
+            return SpecFile(folder / f"{text}.toml", _origin(origin, folder), cwd)
+    raise SpecError([_unknown(kind, text, cwd)], fix=f"tunedeck {kind}s list")
 
 
 def _unknown(kind: SpecKind, text: str, cwd: Path) -> str:

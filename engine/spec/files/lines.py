@@ -1,7 +1,7 @@
 """Which line of a TOML text each key stands on.
 
-Neither tomli nor pydantic gives lines. This scanner walks a text that tomli has already accepted, so it only has to
-find its way: tables, arrays of tables, dotted and quoted keys, inline tables, arrays, strings of several lines.
+Neither tomli nor pydantic reports lines. This scanner reads a text that tomli has already accepted, so it does not
+validate: it only tracks tables, arrays of tables, dotted and quoted keys, inline tables, arrays and long strings.
 
 Try: `python -c "from engine.spec.files.lines import key_lines; print(key_lines('[a]\\nb.c = 1'))"`
 """
@@ -13,7 +13,7 @@ import re
 import tomli
 
 Place = tuple[str | int, ...]
-"""Where a value stands in a document: keys, and indices of list entries, from the outside in."""
+"""The path of a value in a document: keys, and indices of list entries, outermost first."""
 
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _SPACE = re.compile(r"[ \t]*")
@@ -55,7 +55,7 @@ class _Scanner:
         return self.lines
 
     def _pair(self, table: Place) -> None:
-        """`a.b = value`, inside `table`."""
+        """Scan `a.b = value` inside `table`."""
         line = self._line_here()
         place = self._walk(self._key(), table, line)
         self._skip(_SPACE)
@@ -64,7 +64,7 @@ class _Scanner:
         self._value(place)
 
     def _entry(self, keys: list[str]) -> Place:
-        """A `[[a.b]]` header: the next entry of its list."""
+        """Record a `[[a.b]]` header; returns the place of the new list entry."""
         place = (*self._walk(keys[:-1]), keys[-1])
         self.lines.setdefault(place, self._line_here())
         self.entries[place] = self.entries.get(place, -1) + 1
@@ -73,7 +73,7 @@ class _Scanner:
         return entry
 
     def _walk(self, keys: list[str], start: Place = (), line: int | None = None) -> Place:
-        """The place `keys` lead to; a list on the way stands for its newest entry."""
+        """The place of `keys` below `start`; a list on the way means its newest entry."""
         place = start
         for key in keys:
             place = (*place, key)
@@ -138,7 +138,7 @@ class _Scanner:
         return found
 
     def _line_here(self) -> int:
-        # Counting only what is new keeps the scan linear in the text.
+        # Only the text since the last call is counted, which keeps the scan linear.
         self._line += self.text.count("\n", self._counted_to, self.at)
         self._counted_to = self.at
         return self._line

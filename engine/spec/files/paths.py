@@ -1,6 +1,6 @@
-"""File paths inside a recipe: which keys hold one, what they are relative to, and which a shared file may not hold.
+"""File paths in a recipe: which keys hold one, what they are relative to, and which a shared file may not contain.
 
-Nothing here opens a file; a folder's existence is asked only to tell a model folder from a hub id of the same look.
+No file is opened; only whether a folder exists is checked, to tell a model folder from a hub id of the same spelling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NON_FILE_PREFIXES = ("builtin:", "run:")
 
 
 def path_values(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Every text below `node` whose key may hold a path, with its place."""
+    """(place, text) of every text below `node` whose key may hold a path."""
     children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for part, child in children:
         if isinstance(child, str) and part in PATH_KEYS | POSSIBLE_PATH_KEYS:
@@ -30,7 +30,7 @@ def path_values(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
 
 
 def make_absolute(recipe: Document, folder: Path, cwd: Path) -> None:
-    """Resolve the recipe's paths in place: against `folder`, those typed as --set against `cwd`."""
+    """Make the recipe's paths absolute, in place: relative to `folder`, those from --set relative to `cwd`."""
     for place, text in list(path_values(recipe.data)):
         base = cwd if recipe.written_at(place) == FROM_COMMAND_LINE else folder
         node: Any = recipe.data
@@ -40,7 +40,7 @@ def make_absolute(recipe: Document, folder: Path, cwd: Path) -> None:
 
 
 def absolute_path(key: str, text: str, base: Path) -> str:
-    """`text` as an absolute path where it is one; built-ins, runs, URLs and hub ids stay as they are."""
+    """The absolute path of a text that is a path; built-ins, runs, URLs and hub ids stay as they are."""
     if text.startswith(NON_FILE_PREFIXES) or "://" in text or not text.strip():
         return text
     path = os.path.normpath(base / Path(text).expanduser())
@@ -57,7 +57,7 @@ def _is_template_file(text: str) -> bool:
 
 
 def unshareable_paths(data: dict[str, Any]) -> list[Problem]:
-    """Absolute and climbing paths, which reach into the machine of whoever imports the file."""
+    """A problem for each absolute or climbing path: on the importing machine it would name other people's files."""
     return [
         Problem(place, f"{quoted(text)} {reason}", "a path below the recipe's own folder is allowed in a shared file")
         for place, text in path_values(data)

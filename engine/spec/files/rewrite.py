@@ -1,6 +1,6 @@
-"""A profile or recipe file with other values in it: comments and order stay, overrides are written in.
+"""The text of a profile or recipe file with other values: comments and order stay.
 
-Used by `tunedeck fit --write` and by the console's save. Paths become absolute when the file moves to another folder.
+Used by `tunedeck fit --write` and when the console saves. Paths become absolute when the file moves to another folder.
 
 Try: `tunedeck fit -p demo -r demo --write mine.toml`
 """
@@ -25,46 +25,55 @@ from engine.spec.schema.profile import Profile
 
 
 def rewrite_text(
-    kind: SpecKind, source: str, sets: Sequence[str], changes: dict[str, Any], target: Path, *, cwd: Path | None = None
+    kind: SpecKind,
+    source: str,
+    overrides: Sequence[str],
+    changes: dict[str, Any],
+    target: Path,
+    *,
+    cwd: Path | None = None,
 ) -> str:
-    """The text of `source` (a name or path) with `--set` values and `changes` (dotted key = value) laid over it.
+    """The text of `source` (a name or path) with overrides and `changes` (dotted key = value) applied.
 
-    Of the `--set` values those are taken that belong to a file of this kind. Raises SpecError for an override that
-    leads nowhere, UsageError for a target whose name no such file can have.
+    Overrides of keys that belong to the other kind of file are left out. Raises SpecError for an override of a key that
+    does not exist, UsageError for a target whose name is not a valid name.
     """
     if target.suffix != ".toml" or not re.fullmatch(NAME_PATTERN, target.stem):
         raise UsageError(
-            f"{target} is no name for a {kind}", expected=f"a file such as my-{kind}.toml, in lower-case letters"
+            f"{target} is not a valid name for a {kind}",
+            expected=f"a file such as my-{kind}.toml, in lower-case letters",
         )
-    here = cwd or working_directory()
-    located = find_spec_file(kind, source, here)
-    document = read_document(located.path)
-    overrides, problems = parse_overrides(sets)
-    for override in overrides:
+    cwd = cwd or working_directory()
+    source_file = find_spec_file(kind, source, cwd)
+    document = read_document(source_file.path)
+    parsed, problems = parse_overrides(overrides)
+    for override in parsed:
         if kind_of_table(override.key[0]) == kind:
-            problems += [
-                problem for problem in [set_value(document, override.key, override.value, FROM_COMMAND_LINE)] if problem
-            ]
+            problems += _problem_of(set_value(document, override.key, override.value, FROM_COMMAND_LINE))
     for key, value in changes.items():
-        problems += [problem for problem in [set_value(document, tuple(key.split(".")), value, "fit")] if problem]
+        problems += _problem_of(set_value(document, tuple(key.split(".")), value, "fit"))
     if problems:
         raise SpecError(problems)
-    moved = target.absolute().parent != Path(located.path).absolute().parent
+    moved = target.absolute().parent != Path(source_file.path).absolute().parent
     if kind == "recipe" and moved and list(path_values(document.data)):
-        make_absolute(document, located.folder, here)
+        make_absolute(document, source_file.folder, cwd)
     document.data["name"] = target.stem
-    text = tomlkit.parse(Path(located.path).read_text(encoding="utf-8"))
+    text = tomlkit.parse(Path(source_file.path).read_text(encoding="utf-8"))
     _update(text, document.data)
     return tomlkit.dumps(text)
 
 
+def _problem_of(text: str) -> list[str]:
+    return [text] if text else []
+
+
 def kind_of_table(table: str) -> SpecKind:
-    """The kind of file whose first-level key this is."""
+    """The kind of file that has this first-level key."""
     return "profile" if table in Profile.model_fields else "recipe"
 
 
 def _update(node: Any, wanted: Any) -> None:
-    """Make a tomlkit table or array equal to plain data, touching only what differs."""
+    """Make a tomlkit table or array equal to plain data, changing only what differs."""
     if isinstance(wanted, list):
         for index, value in enumerate(wanted):
             _update(node[index], value)

@@ -1,7 +1,7 @@
-"""New profiles and recipes: commented files to start from, written with tomlkit so that they always are TOML.
+"""New profiles and recipes: commented files to start from.
 
-A template holds the keys people change, each with its description from the spec's own field docstring. It passes the
-checker as it is.
+A template holds the keys that users change most, each with the description from its field's docstring. It passes the
+check unchanged.
 
 Try: `tunedeck recipes new mine`, `tunedeck profiles new mine --detect`
 """
@@ -50,7 +50,7 @@ def new_recipe(name: str) -> str:
 
 
 def new_profile(name: str, device: Values, *, title: str, notes: str) -> str:
-    """The text of a commented hardware profile around the facts of `device`."""
+    """The text of a commented hardware profile with these device facts."""
     document = _head("profile", name, title, Profile)
     document["notes"] = notes
     document["device"] = _table(Device, device)

@@ -1,7 +1,7 @@
-"""Text from files that strangers wrote: made visible before it reaches a screen, and quoted in error messages.
+"""Text from untrusted files: made safe for a screen, and quoted in error messages. Pure functions of text.
 
-Only functions from text to text live here. Anything that shows a title, a note or a quoted value of a TOML file goes
-through `visible` or `quoted`, so no escape code, no line break and no direction override of a file is ever obeyed.
+Code that shows a title, a note or a value of a TOML file passes it through `visible` or `quoted`, so that no escape
+code, line break or direction override in a file takes effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNSAFE = re.compile(
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """The text with every unsafe character written out as an escape; those in `keep` stay."""
+    """The text with every unsafe character as an escape such as \\x1b; characters in `keep` stay."""
     return UNSAFE.sub(lambda hit: hit[0] if hit[0] in keep else _escape(hit[0]), text)
 
 
@@ -28,7 +28,7 @@ def _escape(character: str) -> str:
 
 
 def quoted(value: Any, limit: int = 60) -> str:
-    """A TOML value on one line, as a reader would write it, cut at `limit` characters."""
+    """A TOML value on one line, as it is written in a file, cut at `limit` characters."""
     text = _literal(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -48,7 +48,7 @@ def _literal(value: Any) -> str:
 
 
 def closest_match(word: str, choices: Iterable[str]) -> str | None:
-    """The choice a typo of `word` was most likely meant to be, or None."""
+    """The choice that is spelled most like `word`; None where none is close."""
     by_folded = {choice.lower().replace("-", "_"): choice for choice in choices}
     folded = word.lower().replace("-", "_")
     matches = get_close_matches(folded, by_folded, n=1, cutoff=0.7)

@@ -1,7 +1,9 @@
-"""The working directory, also where it has been deleted under the process.
+"""The working directory, also after it was deleted.
 
-A console stays open for days, and the folder it was started in may go meanwhile. Nothing is found there any more, which
-the searches say; that is no reason to end. Try: `pytest tests/spec/test_here.py`
+A console stays open for days, and the folder that it was started in may be deleted meanwhile. Files are not found there
+any more, but the process goes on.
+
+Try: `python -m pytest tests/spec/test_working_directory.py`
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 
 
 def working_directory() -> Path:
-    """Absolute. Where the folder is gone, the name it had when the shell last spoke of it ($PWD), else the root."""
+    """The absolute path of the working directory; where it was deleted, $PWD, else the root."""
     try:
         return Path.cwd()
     except FileNotFoundError:

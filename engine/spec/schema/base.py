@@ -1,6 +1,6 @@
-"""The base of every table in a Tunedeck TOML file, and the constrained types its fields are made of.
+"""The base of every table in a Tunedeck TOML file, and the constrained types of its fields.
 
-Strict on purpose: a string where a number belongs is an error, an unknown key is an error, nothing is converted.
+Strict on purpose: a string in place of a number and an unknown key are errors; no value is converted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ SCHEMA_VERSION = 1
 """The version of the file formats that this Tunedeck reads and writes."""
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
-"""What a name may look like. pydantic's regular expressions are Rust's: `$` is the end of the text, not of a line."""
+"""Valid names. pydantic's regular expressions are Rust's: `$` matches the end of the text only."""
 
 Count = Annotated[int, Field(ge=1)]
-"""A whole number of things, at least one."""
+"""A whole number, at least 1."""
 
 CountOrZero = Annotated[int, Field(ge=0)]
-"""A whole number of things, none allowed."""
+"""A whole number, at least 0."""
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 """A share from 0 to 1."""

@@ -1,4 +1,4 @@
-"""What a field allows, in words, read off the types of `profile.py`, `recipe.py` and `run.py`, the one source of truth.
+"""What each key allows, in words, derived from the types in `profile.py`, `recipe.py` and `run.py`.
 
 Try: `python -c "from engine.spec.schema import describe as d, recipe; print(d.allowed_at(recipe.Recipe, ('train',)))"`
 """
@@ -64,7 +64,7 @@ def is_table(annotation: Any) -> bool:
 
 
 def table_at(model: Any, place: Place) -> type[BaseModel] | None:
-    """The table type at `place`, or None where something else stands there."""
+    """The table type at `place`; None where the value there is not a table."""
     found = type_at(model, place)
     return next((member for member in _members(found[0]) if is_table(member)), None) if found else None
 
@@ -84,7 +84,7 @@ def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def choices_at(model: Any, place: Place) -> list[str]:
-    """The words a field allows, where it allows only certain words."""
+    """The words that a key allows; empty where it allows other values than certain words."""
     found = type_at(model, place)
     members = _members(found[0]) if found else []
     return [
@@ -97,7 +97,7 @@ def choices_at(model: Any, place: Place) -> list[str]:
 
 
 def allowed_at(model: Any, place: Place) -> str:
-    """What may stand at `place`, in words."""
+    """What is allowed at `place`, in words."""
     found = type_at(model, place)
     return allowed(*found) if found else "nothing"
 

@@ -1,6 +1,6 @@
-"""The hardware profile: which device, how much of it, and what that hardware insists on.
+"""The schema of a hardware profile: the device, how much of it a run may use, and recipe keys that it requires.
 
-Data only. Reading and merging live in `engine.spec.load`; nothing here looks at the machine.
+Data only, with a docstring per key (they become the JSON Schema). Reading and merging are in `engine.spec.load`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class Device(Table):
     """The accelerator, and the part of its memory a run may use."""
 
     kind: Literal["cuda", "cpu", "metered"]
-    """cuda, cpu, or metered: a simulated device in host memory that counts every allocation and refuses above a cap."""
+    """cuda, cpu, or metered: a simulated device that counts CPU bytes and refuses allocations above its capacity."""
     count: Count = 1
-    """How many of them."""
+    """Number of devices on each machine."""
     memory_gib: Positive
-    """What the driver reports as total, in GiB, for one device; never the number on the box."""
+    """Total memory of one device in GiB, as the driver reports it; less than its nominal size."""
     reserve_gib: NonNegative = 0.0
-    """Left free on each device, in GiB. Capacity is memory minus reserve."""
+    """Memory left free on each device, in GiB. Capacity is memory minus reserve."""
     compute_capability: Positive | None = None
     """CUDA compute capability, such as 9.0; decides bf16 and flash attention before the device is seen."""
     bandwidth_gbs: Positive | None = None
@@ -48,7 +48,7 @@ class Parallel(Table):
     sequence: Count = 1
     """How many devices share one sequence."""
     timeout_seconds: Positive = 600.0
-    """How long ranks wait for each other before the supervisor restarts the attempt."""
+    """How long ranks wait for each other before all are restarted from the last checkpoint."""
 
 
 class Nodes(Table):
@@ -69,7 +69,7 @@ class Nodes(Table):
     accelerators: str | None = None
     """SkyPilot's name of the GPUs, such as "H100"."""
     max_restarts: CountOrZero = 3
-    """How often an attempt is restarted from its last checkpoint."""
+    """How often the ranks are restarted from the last checkpoint before the run fails."""
 
 
 class Profile(Table):
@@ -89,4 +89,4 @@ class Profile(Table):
     parallel: Parallel = Parallel()
     nodes: Nodes = Nodes()
     overrides: dict[str, Any] = {}
-    """Recipe keys this hardware insists on, written like a recipe: [overrides.model] dtype = "float16"."""
+    """Recipe keys that this hardware requires, written as in a recipe: [overrides.model] dtype = "float16"."""

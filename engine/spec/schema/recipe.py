@@ -1,7 +1,7 @@
-"""The recipe: what is trained, how, on what data, and what comes out.
+"""The schema of a recipe: what is trained, how, on what data, and what becomes of the result.
 
-Data only, with a docstring per field (they become the JSON Schema). Each default here is the one default of the
-project. Rules that span fields live in `engine.spec.check.rules`, reading and merging in `engine.spec.load`.
+Data only, with a docstring per key (they become the JSON Schema). Defaults are defined here and nowhere else. Rules
+across keys are in `engine.spec.check.rules`, reading and merging in `engine.spec.load`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Model(Table):
     """The model to start from."""
 
     id: str
-    """Hub id, folder, "builtin:tiny", or "run:RUN[@STEP|@best]" to go on from an earlier run."""
+    """Hub id, folder, "builtin:tiny", or "run:RUN[@STEP|@best]" to start from an earlier run."""
     tokenizer: str | None = None
     """Hub id, folder or "builtin:bytes"; by default the model's own."""
     revision: str | None = None
@@ -33,11 +33,11 @@ class Model(Table):
     quantize: Literal["none", "nf4"] = "none"
     """nf4 stores the frozen base in 4 bits (bitsandbytes, CUDA only)."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """random: weights of the real shapes without a download, for rehearsals."""
+    """random: random weights of the model's real shapes, without a download, for rehearsals."""
 
 
 class Method(Table):
-    """Which weights learn."""
+    """Which weights are trained."""
 
     kind: Literal["lora", "full"] = "lora"
     """lora: low-rank adapters beside a frozen base; full: the weights themselves."""
@@ -48,7 +48,7 @@ class Method(Table):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """LoRA dropout; masks are keyed by (seed, step, sample, module), whatever the split."""
     targets: Literal["all-linear", "attention"] | list[str] = "all-linear"
-    """What gets adapters: every linear layer but the head, the attention projections, or globs on module names."""
+    """Modules that get adapters: every linear layer but the head, the attention projections, or globs on names."""
     exclude: list[str] = []
     """Globs on module names that get no adapter."""
     dora: bool = False
@@ -60,9 +60,9 @@ class Method(Table):
     also_train: list[str] = []
     """Beside LoRA: parameters trained in full (globs on dotted names; "**" crosses dots)."""
     train_only: list[str] = []
-    """With kind = "full": only these parameters learn."""
+    """With kind = "full": only these parameters are trained (globs on dotted names)."""
     freeze: list[str] = []
-    """Parameters that stay as they are."""
+    """Parameters that are not trained (globs on dotted names)."""
 
     @property
     def effective_alpha(self) -> float:
@@ -74,7 +74,7 @@ class Source(Table):
     """One source of samples: a file, a folder of files, a hub data set, or a built-in generator."""
 
     name: Name
-    """How --set addresses it: data.sources.NAME.enabled=false."""
+    """The name that --set uses: data.sources.NAME.enabled=false."""
     path: str | None = None
     """File, folder, glob, or "builtin:dates". Relative to the recipe's folder when that was given as a path."""
     hub: str | None = None
@@ -84,50 +84,50 @@ class Source(Table):
     split: str = "train"
     """Split of the data set, such as "train" or "train[:1000]"."""
     format: Literal["auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "image-chat"] = "auto"
-    """How the columns are read; auto recognises them by name."""
+    """How the columns are read; auto recognises the format by the columns' names."""
     limit: Count | None = None
-    """At most this many samples, the first ones."""
+    """Use at most this many samples, from the start of the source."""
     enabled: bool = True
     """false leaves the source out."""
     weight: Positive = 1.0
-    """How often each sample of this source comes in an epoch; fractions are drawn by seed."""
+    """How often each sample of this source is used in an epoch; fractions are drawn by seed."""
     columns: dict[str, str] = {}
     """Our column name = the file's, such as prompt = "question"."""
     image_root: str | None = None
-    """Folder that relative image paths start from."""
+    """Folder that image paths are relative to."""
 
 
 class Data(Table):
-    """From files to token sequences."""
+    """The data, and how they become token sequences."""
 
     sources: Annotated[list[Source], Field(min_length=1)]
-    """What is trained on."""
+    """Sources of training samples."""
     validation: list[Source] = []
-    """A validation set of its own, instead of valid_fraction."""
+    """Sources of validation samples, instead of valid_fraction."""
     max_length: Count = 2048
     """Longest sequence in tokens."""
     over_length: Literal["drop", "truncate"] = "drop"
-    """What happens to longer samples."""
+    """Whether longer samples are dropped or truncated."""
     shuffle: bool = True
-    """Another order each epoch, a pure function of seed and epoch."""
+    """Shuffle the samples in each epoch; the order depends on seed and epoch only."""
     packing: bool = False
-    """Put several documents into one sequence, kept apart by attention."""
+    """Pack several samples into one sequence; attention does not cross from one to another."""
     valid_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the samples held out for evaluation, drawn by seed."""
     loss_on: Literal["completion", "all"] = "completion"
     """completion: loss on completions and assistant turns; all: on every token."""
     workers: CountOrZero = 0
-    """Processes that tokenise; 0 does it in the engine's own."""
+    """Number of processes that tokenise; 0: the engine process itself."""
     system_prompt: str | None = None
-    """Put before every conversation that has no system turn."""
+    """System prompt for conversations without a system turn."""
     image_min_pixels: Count | None = None
     """Smallest image, in pixels, for models that resize."""
     image_max_pixels: Count | None = None
-    """Largest image, in pixels, for models that resize; a plan takes one of this size for every sequence."""
+    """Largest image, in pixels, for models that resize; a plan assumes one of this size in every sequence."""
 
 
 class ParameterGroup(Table):
-    """Parameters with their own rate or decay."""
+    """Parameters with a learning rate or weight decay of their own."""
 
     match: str
     """Glob on dotted parameter names; "**" crosses dots."""
@@ -141,17 +141,17 @@ class Train(Table):
     """The optimisation."""
 
     epochs: Positive | None = None
-    """Passes over the data; 1 when neither epochs nor max_steps is given. The first of the two reached ends the run."""
+    """Passes over the data; by default 1 without max_steps. The run ends when epochs or max_steps is reached."""
     max_steps: Count | None = None
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: Count = 16
-    """Sequences per optimizer step over all devices: the effective batch, never changed silently."""
+    """Sequences per optimizer step over all devices: the effective batch size."""
     micro_batch: Literal["auto"] | Count = "auto"
-    """Sequences per forward pass to start from, at the longest length; auto takes it from the budget."""
+    """Sequences of the longest length per forward pass at the start; auto: as many as the plan predicts to fit."""
     learning_rate: Positive = 2e-4
     """Peak learning rate."""
     min_learning_rate: NonNegative = 0.0
-    """Where the schedule ends."""
+    """Learning rate at the end of the schedule."""
     scheduler: Literal["cosine", "linear", "constant", "cosine_with_restarts"] = "cosine"
     """Shape of the learning rate after warm-up."""
     restarts: Count = 1
@@ -169,74 +169,74 @@ class Train(Table):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, on matrices; biases and norms are left out."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
-    """Adam's two averages."""
+    """Decay rates of Adam's two averages."""
     eps: Positive = 1e-8
     """Adam's epsilon."""
     max_grad_norm: NonNegative = 1.0
     """Clip the global gradient norm here; 0 does not clip."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of probability spread over the vocabulary."""
+    """Share of the target probability that is spread over the vocabulary."""
     seed: CountOrZero = 0
-    """Seed of order, initial weights, dropout and generated data."""
+    """Seed of sample order, initial weights, dropout and generated data."""
     gradient_checkpointing: bool = True
-    """Recompute activations in backward."""
+    """Recompute activations in the backward pass instead of keeping them."""
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
-    """How the loss is computed; auto never holds tokens x vocabulary."""
+    """How the loss is computed; auto never holds a tensor of tokens x vocabulary."""
     compile: bool = False
     """torch.compile the decoder layers."""
     deterministic: bool = False
     """Deterministic kernels: bit-for-bit resume on CUDA."""
     log_every_steps: Count = 1
-    """Steps per step event."""
+    """Optimizer steps between two step events."""
     groups: list[ParameterGroup] = []
-    """Parameters with their own rate or decay; the first match counts."""
+    """Parameters with a learning rate or weight decay of their own; the first match counts."""
 
 
 class Checkpoint(Table):
-    """When a run is written down."""
+    """Checkpoints, and which weights become the result."""
 
     every_steps: Count | None = None
     """Optimizer steps between checkpoints."""
     every_minutes: NonNegative = 30.0
-    """Minutes between checkpoints; 0 switches it off."""
+    """Minutes between checkpoints; 0: none by time."""
     keep: Count = 2
-    """How many of the newest are kept; the best is kept apart."""
+    """Number of newest checkpoints to keep; the best one is kept in addition."""
     best_metric: str = "loss"
-    """Which evaluation metric names the best checkpoint; loss and perplexity are better low, all others high."""
+    """Metric that decides the best checkpoint: lowest for loss and perplexity, highest for all others."""
     result: Literal["best", "last"] = "last"
     """Which weights become the result."""
 
 
 class Eval(Table):
-    """Evaluation inside training."""
+    """Evaluation during training."""
 
     every_steps: Count | None = None
     """Optimizer steps between evaluations; by default once at the end when there is a validation set."""
     at_start: bool = False
-    """Also before the first step."""
+    """Evaluate before the first step, too."""
     limit: Count | None = None
     """At most this many validation samples."""
     metrics: list[Literal["loss", "exact_match"]] = ["loss"]
     """exact_match generates greedily and compares with the reference."""
     samples: CountOrZero = 0
-    """How many generated samples are logged each time."""
+    """Number of generated samples to log at each evaluation."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without improvement of checkpoint.best_metric."""
     early_stopping_threshold: NonNegative = 0.0
-    """What counts as an improvement."""
+    """Smallest change of the metric that counts as an improvement."""
 
 
 class Evaluate(Table):
     """Evaluation after training (`tunedeck eval`)."""
 
     metrics: list[Literal["loss", "exact_match", "rouge", "box_iou", "detection_rate"]] = ["loss"]
-    """What is scored."""
+    """Scores to compute."""
     limit: Count | None = None
     """At most this many samples."""
     log_samples: CountOrZero = 5
-    """How many generated samples are kept."""
+    """Number of generated samples to keep."""
     sources: list[Source] = []
     """Data to score on; by default the recipe's validation set."""
 
@@ -247,9 +247,9 @@ class Moe(Table):
     aux_loss_weight: NonNegative | None = None
     """Weight of the load-balancing loss; by default the model's own."""
     freeze_router: bool = True
-    """false trains the router in full, also beside LoRA."""
+    """false: train the router in full, also beside LoRA."""
     watch_experts: bool = True
-    """Log expert utilisation and warn of dead experts."""
+    """Log how much each expert is used and warn of dead experts."""
 
 
 class Generate(Table):
@@ -274,54 +274,54 @@ Rung = Literal["retry", "defragment", "cut", "checkpointing", "chunk_loss", "act
 
 
 class Backoff(Table):
-    """What may be done when memory runs out."""
+    """Remedies for out-of-memory errors."""
 
     ladder: list[Rung] = [
         "retry", "defragment", "cut", "checkpointing", "chunk_loss", "activation_offload", "optimizer_offload"
     ]
-    """Remedies in the order they are tried."""
+    """Remedies in the order in which they are tried."""
     allow_learning_changes: list[Literal["max_length"]] = []
-    """Remedies that change what is learned, allowed here by name: max_length cuts the ends off the longest sequences
-    when not even one fits."""
+    """Remedies that change what is learned, allowed by name: max_length truncates the longest sequences when not even
+    one of them fits."""
     grow: bool = True
-    """Let the token budget grow again after clean steps."""
+    """Let the micro-batch budget grow again after steps without an out-of-memory error."""
 
 
 class Trackers(Table):
     """Experiment trackers beside the journal."""
 
     use: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Which ones; each needs its package."""
+    """Trackers to use; each needs its package."""
     project: str | None = None
-    """Project name shown there."""
+    """Project name in the tracker."""
     tags: list[str] = []
-    """Tags shown there."""
+    """Tags in the tracker."""
 
 
 class Finish(Table):
-    """What happens to the result."""
+    """What is done with the result at the end of a run."""
 
     merge: bool = False
     """Merge the adapter into a full model at the end."""
 
 
 class Stage(Table):
-    """One stage of a staged run: its own process, with any of the recipe's tables on top of the recipe's own."""
+    """One stage of a staged run: a process of its own, with its own values of any of the recipe's tables."""
 
     name: Name
-    """How --set addresses it: stages.NAME.train.learning_rate=1e-5."""
+    """The name that --set uses: stages.NAME.train.learning_rate=1e-5."""
     kind: Literal["train", "assemble"] = "train"
     """train, or assemble experts of earlier stages into a mixture."""
     from_: str | list[str] | None = Field(None, alias="from")
     """The earlier stage, or stages, this one starts from."""
     enabled: bool = True
-    """false skips it."""
+    """false: skip this stage."""
     experts_per_token: Count | None = None
     """assemble: experts each token is routed to."""
     shared: list[str] = []
     """assemble: parameters taken from the first expert for all."""
     router: Literal["random", "hidden"] | None = None
-    """assemble: how the router starts."""
+    """assemble: how the router is initialised."""
     model: dict[str, Any] = {}
     """Keys of [model] in this stage."""
     method: dict[str, Any] = {}
@@ -354,7 +354,7 @@ class Recipe(Table):
     name: Name
     """Equals the file's stem."""
     title: str = ""
-    """One line for lists."""
+    """One line of description, for lists."""
     notes: str = ""
     """Anything a reader should know."""
     model: Model

@@ -1,4 +1,4 @@
-"""The run spec: the resolved result of profile, recipe and overrides, which is all the engine process is given.
+"""The schema of a run spec: the resolved profile, recipe and overrides, which is all that the engine process gets.
 
 Written as `run.toml` into the run directory; `tunedeck train --run-spec run.toml` repeats the run.
 """
@@ -15,7 +15,7 @@ from engine.spec.schema.recipe import Recipe
 
 
 class Provenance(Table):
-    """Where a run spec came from."""
+    """The files and overrides that a run spec was made from."""
 
     profile_file: str = ""
     """Path of the profile file, or "shipped:NAME"."""
@@ -26,13 +26,13 @@ class Provenance(Table):
     recipe_sha256: str = ""
     """Hash of its bytes."""
     set_: list[str] = Field(default=[], alias="set")
-    """The --set overrides, as typed."""
+    """The overrides, as typed after --set."""
     versions: dict[str, str] = {}
-    """Package name = version, of everything that touches the numbers."""
+    """Package name = version, of packages that can change the numbers of a run."""
 
 
 class Limits(Table):
-    """What the command line adds to a run."""
+    """Options of the command line that stay with a run."""
 
     max_hours: float | None = None
     """Checkpoint and stop after this many hours."""
@@ -41,13 +41,13 @@ class Limits(Table):
     on_finish: str | None = None
     """Shell command run when the run ends, with TUNEDECK_RUN and TUNEDECK_STATUS set."""
     devices: list[int] = []
-    """Indices of the devices to use; empty means the first ones."""
+    """Indices of the devices to use; empty: the first ones."""
     trust_remote_code: bool = False
     """Allow model code from the hub; only ever set by the user's own command line."""
 
 
 class RunSpec(Table):
-    """Everything one run is made of. All paths in it are absolute."""
+    """Everything that defines one run. All paths are absolute."""
 
     schema_: Literal[1] = Field(1, alias="schema")
     """Version of this file format."""
