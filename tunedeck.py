@@ -1,9 +1,9 @@
 """The `tunedeck` command: fixes the import path, then opens the console or runs a command.
 
-The path comes first because the import packages are called `engine`, `tui` and `profiles`, names that a user's own
-repository may well hold too: with `PYTHONPATH=.` or `python -m`, Python would import theirs. This file's folder goes to
-the front of `sys.path` before anything else of Tunedeck is imported. Child processes are started through this file's
-absolute path with `-P` (see `engine.launch.process`), so the same holds there.
+The path comes first because the import packages are called `engine`, `tui` and `profiles`, and a user's repository may
+have packages of these names: with `PYTHONPATH=.` or `python -m`, Python would import those. This file's folder goes to
+the front of `sys.path` before any other module of Tunedeck is imported. Child processes start through this file's
+absolute path with `-P` (see `engine.launch.process`), so the same holds for them.
 
 Try: `tunedeck`, `tunedeck --help`, or `python -m tunedeck --help`.
 """
@@ -22,8 +22,8 @@ def _own_packages_first() -> None:
 def main() -> None:
     """Entry point of the `tunedeck` command. Exits with the codes of the command line (see `tunedeck --help`).
 
-    Without a command the console is opened, with none of the command line's imports on the way; where there is no
-    terminal, the help is printed.
+    Without a command the console is opened, without importing the command line; where there is no terminal, the help is
+    printed.
     """
     _own_packages_first()
     from tui.arguments import on_a_terminal, parse

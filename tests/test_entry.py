@@ -104,7 +104,7 @@ def test_a_users_own_engine_module_changes_nothing_in_the_engine_process(hostile
     done = python("-P", "-c", START.format(root=str(ROOT)), str(run), cwd=hostile, PYTHONPATH=pythonpath)
     log = (run / "engine.log").read_text()
     assert done.returncode == 6, done.stderr + log
-    assert "is no run directory" in log and "stranger" not in log
+    assert "is not a run directory" in log and "stranger" not in log
 
 
 def test_a_process_pool_of_the_engine_process_finds_our_packages(hostile: Path) -> None:

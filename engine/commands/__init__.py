@@ -1,4 +1,4 @@
-"""The commands, a file per subject: each parses, calls a room, prints.
+"""The commands of the command line, a file per subject: each parses its arguments, calls the engine, and prints.
 
-Heavy imports, `engine.spec` included, go inside the functions.
+What takes long to import, `engine.spec` included, is imported inside the functions.
 """

@@ -1,4 +1,4 @@
-"""A simulated plan on the screen: its table, and the closed form beside it, phase by phase.
+"""A simulated plan as text: its table, and the closed form's prediction beside it, phase by phase.
 
 Try: `tunedeck plan -p demo -r demo --exact`
 """
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
-    """All of it."""
+    """All lines of the simulated plan."""
     simulation, capacity = found.simulation, found.capacity_bytes
-    over = "left" if found.margin_bytes >= 0 else "missing"
-    sentences = [
+    rest = "left" if found.margin_bytes >= 0 else "missing"
+    summary = [
         VERDICTS[found.verdict],
         f"{format_size(found.device_bytes, capacity)} of {format_size(capacity, capacity)}, "
-        f"{format_size(abs(found.margin_bytes), capacity)} {over}; {simulation.deciding_phase} decides (*)",
+        f"{format_size(abs(found.margin_bytes), capacity)} {rest}; {simulation.deciding_phase} decides (*)",
         f"micro-batch {found.micro_batch} × {found.length} tokens, {found.accumulation} per optimizer step",
     ]
     if any(found.beside.values()):
         beside = ", ".join(f"{name} {format_size(held, capacity)}" for name, held in found.beside.items())
-        sentences.append(f"beside tensors, as the plan has it: {beside}")
-    head = f"{visible(spec.recipe.model.id)}: the engine's own step, simulated; nothing was allocated"
+        summary.append(f"memory outside tensors, from the plan: {beside}")
+    head = f"{visible(spec.recipe.model.id)}: the engine's own step was simulated; no memory was allocated"
     rows = phase_table(simulation.phases, simulation.deciding_phase)
-    return [*wrap_lines([head], width), "", *rows, "", *_compared(found), *wrap_lines(sentences, width)]
+    return [*wrap_lines([head], width), "", *rows, "", *_compared(found), *wrap_lines(summary, width)]
 
 
 def _compared(found: ExactPlan) -> Iterator[str]:
-    """Totals of both, where both have the phase."""
+    """The totals of simulation and closed form, phase by phase."""
     if found.closed_form is None:
         yield "the closed form does not know this architecture"
         yield ""

@@ -1,4 +1,4 @@
-"""A plan on the screen: the bar, the table of phases and components, the sentences. Lines of text, nothing printed.
+"""A plan as text: the capacity bar, the table of phases and components, the summary. Pure; nothing is printed.
 
 Try: `tunedeck plan -p demo -r demo`
 """
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 MIB, GIB = 2**20, 2**30
 NARROWEST = 40
 SHARE = 8
-"""Cells behind the bar, for its share."""
+"""Characters to the right of the bar, for its percentage."""
 LETTERS = {
     "weights": "w", "adapters": "d", "gradients": "g", "optimizer": "o", "activations": "a", "recompute": "r",
     "loss": "l", "buffers": "b", "workspace": "k", "context": "c", "fragmentation": "f",
 }  # fmt: skip
-"""Components as letters of the bar."""
+"""Component = its letter in the bar."""
 HEADS = {
     "weights": "weight", "adapters": "adapt", "gradients": "grad", "optimizer": "optim", "activations": "activ",
     "recompute": "recomp", "loss": "loss", "buffers": "buffer",
 }  # fmt: skip
-"""Components as column heads, short enough for 80 columns."""
+"""Component = its column title, short enough for 80 columns."""
 VERDICTS = {
     "fits": "fits",
-    "tight": "tight: only with a smaller micro-batch or a remedy",
+    "tight": "tight: fits only with a smaller micro-batch or a remedy",
     "does_not_fit": "does not fit: not even one sequence with every remedy",
 }
 
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
-    """Sentences broken at spaces, what follows indented."""
+    """Lines wrapped at spaces; continuation lines are indented."""
     width = max(NARROWEST, width)
     return [
         piece
@@ -47,13 +47,13 @@ def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
 
 
 def title(planned: Plan, spec: RunSpec) -> str:
-    """What is planned."""
+    """The model, recipe and profile of the plan."""
     simulated = " (simulated device)" if planned.simulated else ""
     return f"{visible(spec.recipe.model.id)}, recipe {spec.recipe.name} on profile {spec.profile.name}{simulated}"
 
 
 def capacity_bar(planned: Plan, width: int) -> list[str]:
-    """What is used of the capacity, a letter per component, and what the letters mean. "!" marks the capacity."""
+    """The used part of the capacity as a bar, a letter per component, and a legend. "!" marks an exceeded capacity."""
     cells_wide = max(NARROWEST, width) - SHARE
     used = {name: size for name, size in planned.prediction.components.items() if size}
     scale = cells_wide / max(planned.capacity_bytes, planned.prediction.device_bytes)
@@ -72,7 +72,7 @@ def capacity_bar(planned: Plan, width: int) -> list[str]:
 
 
 def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
-    """Rows are phases, columns the components that occur; what the device holds beside tensors is the same in each."""
+    """A row per phase, a column per component; memory outside tensors, equal in all phases, is left out."""
     names = [name for name in HEADS if any(parts.get(name) for parts in phases.values())]
     large = sum(phases[deciding].values()) >= GIB
     unit, digits = (GIB, 2) if large else (MIB, 1)
@@ -87,7 +87,7 @@ def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
 
 
 def _cell(size: float, digits: int) -> str:
-    """Nothing for nothing, and no zero for something."""
+    """A number of a table; empty for zero, and "<0.1" for a number that would be rounded to zero."""
     if not size:
         return ""
     text = f"{size:.{digits}f}"
@@ -95,17 +95,18 @@ def _cell(size: float, digits: int) -> str:
 
 
 def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
-    """Verdict and what decides it, margin, how the batch is cut, and the remedy where there is one."""
+    """The verdict, the margin, the deciding phase, the micro-batch, and the remedies where there are any."""
     from engine.budget.advise.lever import lever_of
 
     used, capacity = planned.prediction.device_bytes, planned.capacity_bytes
-    over = "left" if planned.margin_bytes >= 0 else "missing"
+    rest = "left" if planned.margin_bytes >= 0 else "missing"
     each = f" on each of {planned.ranks} devices" if planned.ranks > 1 else ""
-    tensors = f"; {format_size(planned.peak_bytes, capacity)} are torch's tensors" if used != planned.peak_bytes else ""
+    tensor_bytes = format_size(planned.peak_bytes, capacity)
+    tensors = f"; {tensor_bytes} of it in torch's tensors" if used != planned.peak_bytes else ""
     lines = [
         f"{VERDICTS[planned.verdict]}",
         f"{format_size(used, capacity)} of {format_size(capacity, capacity)}{each}, "
-        f"{format_size(abs(planned.margin_bytes), capacity)} {over}{tensors}",
+        f"{format_size(abs(planned.margin_bytes), capacity)} {rest}{tensors}",
         f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
     ]
@@ -120,7 +121,7 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
 
 
 def residual_lines(spec: RunSpec) -> Iterator[str]:
-    """Where the figures for what torch does not allocate come from."""
+    """Where the figures for memory that torch does not allocate come from: typical values, or measured ones."""
     from engine.budget.calibration import residuals_for
 
     if spec.profile.device.kind != "cuda":
@@ -128,18 +129,18 @@ def residual_lines(spec: RunSpec) -> Iterator[str]:
     if residuals_for(spec.profile) is None:
         yield "context, workspace and fragmentation are typical values; the first run on this machine measures them"
     else:
-        yield "context, workspace and fragmentation as runs on this machine had them"
+        yield "context, workspace and fragmentation are the values measured by runs on this machine"
 
 
 def toml_text(value: Any) -> str:
-    """A value as it stands in a recipe."""
+    """A value as it is written in a recipe."""
     import tomlkit
 
     return tomlkit.item(value).as_string() if value is not None else "(not set)"
 
 
 def format_size(size_bytes: int, beside_bytes: int) -> str:
-    """Bytes for a reader, in the unit of what they stand beside."""
+    """Bytes as text, in the unit that suits `beside_bytes`, so that both can be compared."""
     if beside_bytes >= GIB:
         return f"{size_bytes / GIB:,.2f} GiB"
     return f"{size_bytes / MIB:,.1f} MiB"

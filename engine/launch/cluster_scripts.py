@@ -1,8 +1,8 @@
 """The text of a job for several machines: a Slurm batch script or a SkyPilot task, from a profile's `[nodes]`.
 
-Both do the same on every machine: torchrun's agent, meeting the others at the first machine, starts one
-`tunedeck train --run-spec` for each device, and starts all of them again when one is lost. Pure functions of values;
-nothing here imports torch, looks at the machine, or submits anything.
+On every machine the job starts a torchrun agent, with its rendezvous on the first machine. The agent starts one
+`tunedeck train --run-spec` for each device, and restarts all of them when a rank is lost. Pure functions of values:
+nothing here looks at the machine or submits a job.
 
 Try: `tunedeck launch -p PROFILE -r RECIPE --slurm`
 """
@@ -18,31 +18,31 @@ from pathlib import Path
 from engine.spec.schema.run import RunSpec
 
 SECONDS_TO_SAVE = 120
-"""Between Slurm's TERM and the end of the time limit: the step in progress, and a checkpoint."""
+"""Time between Slurm's TERM and the end of the time limit, for the step in progress and a checkpoint."""
 
 CPUS_PER_DEVICE = 4
-"""Asked of Slurm for the data workers and the training process of each device."""
+"""CPUs to request from Slurm for each device: its training process and data workers."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a script is written from."""
+    """The values that a script is written from."""
 
     spec: RunSpec
     spec_file: Path
     """The resolved run spec, beside the script."""
     runs: Path
-    """Where runs are kept, on every machine."""
+    """The folder of runs, on every machine."""
     python: str
-    """The interpreter that Tunedeck is installed in."""
+    """The Python interpreter of the installation."""
     command: str
     """tunedeck.py of that installation."""
     setup: str = ""
-    """Shell commands of the user's own, before everything else on each machine."""
+    """The user's shell commands, run first on each machine."""
 
     @property
     def is_cuda(self) -> bool:
-        """Whether GPUs must be asked for."""
+        """Whether GPUs must be requested."""
         return self.spec.profile.device.kind == "cuda"
 
 
@@ -108,7 +108,7 @@ srun --ntasks-per-node=1 --cpus-per-task={CPUS_PER_DEVICE * devices} "$PYTHON" -
 
 
 def skypilot_task(job: Job) -> str:
-    """A task for `sky jobs launch`. Strings are written as JSON, which YAML reads the same."""
+    """A task for `sky jobs launch`. Strings are written as JSON, which is valid YAML."""
     profile, nodes = job.spec.profile, job.spec.profile.nodes
     resources = {
         "cloud": nodes.cloud,
@@ -147,7 +147,7 @@ run: |
 
 
 def _agent(job: Job, endpoint: str) -> str:
-    """The arguments of torchrun, and the command that each rank is."""
+    """The arguments of torchrun, and the command of each rank."""
     nodes = job.spec.profile.nodes
     lines = [
         f"--nnodes={nodes.count}",
@@ -170,7 +170,7 @@ def _setup(job: Job) -> str:
 
 
 def _mounts(job: Job) -> dict[str, str]:
-    """Path there = path here: the run spec, and the recipe's own files."""
+    """Path on the machines = local path: the run spec, and the recipe's own files."""
     recipe = job.spec.recipe
     sources = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
     wanted = [recipe.model.id, recipe.model.tokenizer, recipe.model.adapter, *sources]
@@ -179,7 +179,7 @@ def _mounts(job: Job) -> dict[str, str]:
 
 
 def _folder_of_pattern(path: str) -> str:
-    """The path itself, or the folder in which a pattern such as `data/*.jsonl` begins."""
+    """The path itself, or the folder before the first wildcard of a pattern such as `data/*.jsonl`."""
     plain = itertools.takewhile(lambda part: not set(part) & set("*?["), Path(path).parts)
     return str(Path(*plain))
 

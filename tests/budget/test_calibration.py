@@ -100,6 +100,6 @@ def test_plan_says_where_its_figures_come_from() -> None:
 
     assert "typical values" in said("80gb")
     record(H100, SEEN)
-    assert "as runs on this machine had them" in said("80gb")
+    assert "measured by runs on this machine" in said("80gb")
     assert "typical values" in said("24gb")
     assert "context" not in said("demo")
