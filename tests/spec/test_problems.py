@@ -122,7 +122,7 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("source", '[checkpoint]\nbest_metric = "rouge"', 17, ['"rouge" is not evaluated']),
     ("source", '[backoff]\nladder = ["cut", "cut"]', 17, ['"cut" twice']),
     ("source", '[sweep]\n"train.learning_rate" = [1e-4, "x"]', 17, ['"x" is text']),
-    ("source", '[[stages]]\nname = "a"\nfrom = "b"', 18, ["no earlier stage"]),
+    ("source", '[[stages]]\nname = "a"\nfrom = "b"', 18, ["not an earlier stage"]),
     ("source", '[[stages]]\nname = "a"\ntrain = {epochs = "x"}', 18, ["stages.a.train.epochs", '"x" is text']),
     ("source", "[trian]\nepochs = 1", 16, ["did you mean train?"]),
 ]
