@@ -104,5 +104,4 @@ def _resume_as_rank(
             prepare()
         return take_up(launcher_rank, directory, resume=True, from_step=None if restarted else from_step)
 
-    code: int = train_launched(spec, launcher_rank, settle, as_json=as_json)
-    return code
+    return train_launched(spec, launcher_rank, settle, as_json=as_json)

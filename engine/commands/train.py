@@ -98,8 +98,7 @@ def _train_as_rank(
     def settle() -> Task:
         return begin_or_go_on(launcher_rank, folder, lambda: _create(resolved, folder, force=force, launched=True))
 
-    code: int = train_launched(resolved.spec, launcher_rank, settle, as_json=as_json)
-    return code
+    return train_launched(resolved.spec, launcher_rank, settle, as_json=as_json)
 
 
 def engine_process(

@@ -22,13 +22,14 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from engine.errors import KILLED_CODE
 from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, EventWriter
 from engine.journal.liveness import claim
 from engine.launch.create_run import require_launcher
 from engine.launch.on_finish import run_on_finish
-from engine.launch.process import ENTRY_FILE, KILLED_CODE
+from engine.launch.process import ENTRY_FILE
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
 
