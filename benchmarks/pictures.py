@@ -1,8 +1,8 @@
-"""Pictures of the console for the README, drawn by Textual from real runs of the demo.
+"""Pictures of the console for README and docs, made by Textual from a real run of the demo.
 
-Opens the console on a folder of runs, walks to a screen by keys, and writes what stands there as SVG. Text is put down
-word by word, each at its own place, and no font is fetched from elsewhere: the picture looks the same in a browser, on
-a code host and in `rsvg-convert`, whatever monospaced font there is.
+Opens the console on a runs folder, goes to each screen by keys, and writes it as SVG. Every word is a text element with
+its own position, and no external font is used, so the picture looks the same in a browser, on a code host and in
+`rsvg-convert`, with any monospaced font.
 
 Run: `python -m benchmarks.pictures RUNS_FOLDER` after `tunedeck train -p demo -r demo --runs RUNS_FOLDER`
 """
@@ -23,10 +23,10 @@ from tui.arguments import Flags
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 SIZE = (120, 36)
 SETTLE_SECONDS = 2.5
-"""Curves are drawn at most once a second, and verdicts of recipes come one by one."""
+"""Time for a screen to show everything: curves are drawn at most once a second, recipes' verdicts one by one."""
 
 SCREENS = {"launch": (), "run": ("1", "g", "enter"), "out-of-memory": ("o",)}
-"""Picture = the keys that lead there from the one before; the first is what the console opens with."""
+"""The pictures, each with the keys that lead to its screen from the one before."""
 
 CELL = 12.2
 """Width of a character in Rich's pictures."""
@@ -38,7 +38,7 @@ WORD = re.compile(r"[^ \xa0]+")
 
 
 def portable(svg: str) -> str:
-    """The picture without fonts from elsewhere, every word at its own place."""
+    """The SVG without external fonts, and with every word as a text element at its own position."""
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code", "monospace").replace("monospace, monospace", "monospace")
@@ -57,18 +57,18 @@ def _words(match: re.Match[str]) -> str:
     return "".join(parts)
 
 
-async def take(runs: str) -> None:
-    """Write every picture."""
+async def write_pictures(runs: str) -> None:
+    """Write every picture of SCREENS into docs/pictures."""
     app = TunedeckApp(Flags(runs=runs, theme="dark", profile="demo", recipe="demo"))
     async with app.run_test(size=SIZE) as pilot:
         for name, keys in SCREENS.items():
-            await _walk(pilot, *keys)
+            await _press(pilot, *keys)
             FOLDER.mkdir(parents=True, exist_ok=True)
             picture = app.export_screenshot(title="tunedeck", simplify=True)
             (FOLDER / f"{name}.svg").write_text(portable(picture), "utf-8")
 
 
-async def _walk(pilot: Pilot[None], *keys: str) -> None:
+async def _press(pilot: Pilot[None], *keys: str) -> None:
     for key in keys:
         await pilot.press(key)
         await pilot.pause(SETTLE_SECONDS / 5)
@@ -78,4 +78,4 @@ async def _walk(pilot: Pilot[None], *keys: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(f"usage: python -m benchmarks.pictures RUNS_FOLDER (pictures go to {FOLDER})")
-    asyncio.run(take(sys.argv[1]))
+    asyncio.run(write_pictures(sys.argv[1]))

@@ -1,9 +1,9 @@
-"""What a letter typed into a field of the Launch screen costs beside one typed into a bare Textual Input.
+"""CPU time of a letter typed into a field of the Launch screen, compared with a letter in a plain Textual Input.
 
-Both are measured in one process, in turn, letter by letter, so that whatever else the machine does hits both alike. A
-letter's cost is the CPU time of all that follows from its key until the screen has been still for a while, the last
-repaint included. Textual's own `pilot.press` is not used for it: it sends every widget two messages a key, which the
-screen with more widgets would be charged for. The console promises at most three times a bare Input.
+Both are measured in one process, letter by letter in turn, so that other load on the machine affects both alike. The
+time counts everything from the key until the screen has not changed for a while, the last repaint included. Textual's
+`pilot.press` is not used: it sends two messages to every widget for each key, which would be counted against the screen
+with more widgets. The aim is at most three times the plain Input.
 
 Run: `python -m benchmarks.typing_latency`
 """
@@ -28,19 +28,19 @@ LETTERS = 60
 SIZE = (120, 36)
 MICRO_BATCH_ROW = 4
 STILL_SECONDS = 0.06
-"""Several frames at Textual's sixty a second, and less than the pause after which the console works out advice."""
+"""Several frames at Textual's sixty a second, and less than the pause after which the console computes advice."""
 
 
 class BareInput(App[None]):
-    """One Input and nothing else."""
+    """An application with one Input and nothing else."""
 
     def compose(self) -> ComposeResult:
-        """The field."""
+        """Yield the Input."""
         yield Input()
 
 
-async def cost(app: App[None], key: str) -> float:
-    """CPU milliseconds that a key costs."""
+async def cpu_milliseconds(app: App[None], key: str) -> float:
+    """CPU time that the application spends on a key."""
     before = time.process_time()
     app.post_message(events.Key(key, key if len(key) == 1 else None))
     await asyncio.sleep(STILL_SECONDS)
@@ -48,7 +48,7 @@ async def cost(app: App[None], key: str) -> float:
 
 
 async def measure() -> dict[str, float]:
-    """Medians of both, and their ratio."""
+    """The median times of both, and their ratio."""
     bare, launch = [], []
     with tempfile.TemporaryDirectory() as runs:
         console = TunedeckApp(Flags(runs=runs, profile="demo", recipe="demo"))
@@ -58,8 +58,8 @@ async def measure() -> dict[str, float]:
             await two.press(*["j"] * MICRO_BATCH_ROW, "enter", "end", "backspace")
             for index in range(LETTERS):
                 key = "2" if index % 2 == 0 else "backspace"
-                bare.append(await cost(one, key))
-                launch.append(await cost(console, key))
+                bare.append(await cpu_milliseconds(one, key))
+                launch.append(await cpu_milliseconds(console, key))
     alone, here = statistics.median(bare), statistics.median(launch)
     return {"input_cpu_ms": round(alone, 2), "launch_cpu_ms": round(here, 2), "ratio": round(here / alone, 2)}
 

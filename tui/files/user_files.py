@@ -27,7 +27,7 @@ def user_file_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
 
 
 def unused_name(kind: SpecKind, name: str) -> str:
-    """The name, or NAME-2, NAME-3 ... where a file of this kind already has it."""
+    """The name itself, or NAME-2, NAME-3 ... if a file of this kind already has it."""
     taken = {located.name for located in list_spec_files(kind)}
     number = 2
     while f"{name}-{number}" in taken:

@@ -162,7 +162,7 @@ class FieldList(Vertical):
         field.styles.width = max(8, self.size.width - VALUE_AT)
 
     def _changed(self, text: str) -> None:
-        """Report a change of the text; filling the field before it is edited is none."""
+        """Report a change of the text, except for the one that fills the field before the editing begins."""
         if self._edited:
             self._on_typed(self._edited, text.strip())
 

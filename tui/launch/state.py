@@ -119,7 +119,7 @@ class LaunchState:
         return profiles.index(self.choice.profile), recipes.index(self.choice.recipe)
 
     def field_rows(self) -> list[FieldRow]:
-        """All fields with their values; beside the micro-batch stands how it divides the batch."""
+        """All fields with their values; the note of the micro-batch says how it divides the batch."""
         with_problems = [problem.row for problem in self.evaluated.problems if problem.row]
         choice, split = self.choice, self.evaluated.batch_split
         rows = field_rows(
@@ -132,7 +132,7 @@ class LaunchState:
     # Slower evaluations, made while nobody types.
 
     def advice(self, *, compute: bool = False) -> Advice | None:
-        """Advice for the present choice; None without a plan, and until it was called once with `compute`."""
+        """Advice for the present choice; None without a plan. It is computed only where `compute` is set."""
         if compute and self.evaluated.plan is not None and self.evaluated.spec is not None and self.advice() is None:
             self._advice = (self.choice, advise(self.evaluated.spec))
         return self._advice[1] if self._advice is not None and self._advice[0] == self.choice else None
@@ -169,7 +169,7 @@ class LaunchState:
             self._evaluate()
 
     def set_field(self, key: str, text: str) -> None:
-        """Set a field while it is typed. The value that its file has anyway makes no override."""
+        """Set a field while it is typed. A text equal to the file's value makes no override."""
         without = self.choice.without_field(key)
         in_file = key != NAME and self._file_value(without, key) == text
         self.choice = without if in_file else without.with_field(key, text)

@@ -87,7 +87,7 @@ def _lines(data: OverlayData, width: int, height: int, ascii_only: bool) -> list
         return [Content(""), Content.styled(f"  {why}", "$muted")]
     cells = draw_curves(curves, width, height, y_range, ascii_only=ascii_only)
     for number, curve in enumerate(curves):
-        _letter(cells, curve, y_range, height, number)
+        _write_letter(cells, curve, y_range, height, number)
     labels = ["0", f"{data.end_label} {data.axis if data.axis != 'time' else ''}".rstrip()]
     return [*plot_lines(cells, ticks(y_range, height)), x_axis_line(labels, width)]
 
@@ -97,7 +97,7 @@ def _columns(series: BoundedSeries, width: int, start: float, end: float, smooth
     return smoothed(columns, max(1.0, 2 * width * HALF_LIFE_SHARE)) if smooth else columns
 
 
-def _letter(cells: list[list[Cell]], curve: PlotCurve, y_range: YRange, height: int, number: int) -> None:
+def _write_letter(cells: list[list[Cell]], curve: PlotCurve, y_range: YRange, height: int, number: int) -> None:
     """Write the curve's letter at its end, or to the left of letters that are there already."""
     known = [(x, column) for x, column in enumerate(curve.columns) if column is not None]
     if not known:

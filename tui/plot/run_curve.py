@@ -48,11 +48,11 @@ class RunCurve:
         deadline, count, before = time.monotonic() + seconds, 0, self.read_error
         try:
             for count, line in enumerate(self._tail.lines(), 1):
-                step = _quick(line)
+                step = _match_step(line)
                 if step is not None:
                     self._step(*step)
                 elif (event := decode_event(line)) is not None:
-                    self._take(event)
+                    self._read_event(event)
                 if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
                     break
             self.read_error = "" if self.directory.exists() else "its folder is gone"
@@ -61,7 +61,7 @@ class RunCurve:
         self._flush()
         return count > 0 or self.read_error != before
 
-    def _take(self, event: Event) -> None:
+    def _read_event(self, event: Event) -> None:
         if event["kind"] == "resumed":
             self._flush()
             self._cut_after(float(event.get("step") or 0))
@@ -95,7 +95,7 @@ class RunCurve:
         self._tokens, self._seconds = tokens.end, seconds.end
 
 
-def _quick(line: bytes) -> tuple[float, float | None, float, float] | None:
+def _match_step(line: bytes) -> tuple[float, float | None, float, float] | None:
     """Step, loss, tokens and seconds of a step's line; None for a line that STEP does not match."""
     at = line.find(STEP_MARK, 0, KIND_WITHIN_BYTES)
     found = STEP.match(line, at) if at >= 0 else None

@@ -61,10 +61,10 @@ class EngineProcesses:
         """A message for each process that ended since the last call without recording how the run ended."""
         ended = [child for child in self._children if child.process.poll() is not None]
         self._children = [child for child in self._children if child not in ended]
-        return [_end_message(child) for child in ended if not _recorded(child)]
+        return [_end_message(child) for child in ended if not _has_recorded_end(child)]
 
 
-def _recorded(child: _Child) -> bool:
+def _has_recorded_end(child: _Child) -> bool:
     """Whether the engine recorded how the run ended, or the run's folder is gone."""
     if not child.directory.exists():
         return True

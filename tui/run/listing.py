@@ -71,7 +71,7 @@ class RunList:
         """List the runs again, and read those that changed, for about this long; whether anything changed."""
         changed = self._relist()
         deadline = time.monotonic() + seconds
-        for entry in self._due():
+        for entry in self._entries_to_read():
             changed = self._read(entry, max(0.0, deadline - time.monotonic())) or changed
             if time.monotonic() > deadline:
                 break
@@ -91,7 +91,7 @@ class RunList:
         }
         return before != list(self._entries)
 
-    def _due(self) -> Iterator[RunEntry]:
+    def _entries_to_read(self) -> Iterator[RunEntry]:
         """The entries to read, in order: never begun, perhaps changed, long ones whose reading has begun."""
         unread = [entry for entry in self.entries if not entry.is_read]
         yield from (entry for entry in unread if not entry.is_started)

@@ -224,10 +224,10 @@ def devices(watch: RunWatch) -> list[Content]:
     """The latest reading of each device."""
     if watch.summary is not None and watch.summary.simulated:
         return [_row("device", "simulated: no sensors to read")]
-    return [_row(f"GPU {index}", _reading(event)) for index, event in sorted(watch.gpu_readings.items())]
+    return [_row(f"GPU {index}", _device_text(event)) for index, event in sorted(watch.gpu_readings.items())]
 
 
-def _reading(event: dict[str, Any]) -> str:
+def _device_text(event: dict[str, Any]) -> str:
     parts = [format_bytes(event.get("used_bytes"))]
     for name, unit in (("utilisation_percent", " %"), ("temperature_celsius", " °C"), ("power_watts", " W")):
         if event.get(name) is not None:

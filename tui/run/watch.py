@@ -59,7 +59,7 @@ class FeedLine(NamedTuple):
 
 @dataclass
 class Curves:
-    """The steps read so far."""
+    """The steps read so far: the whole loss curve, and the latest steps."""
 
     loss: BoundedSeries = field(default_factory=BoundedSeries)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
@@ -145,7 +145,7 @@ class RunWatch:
             self._peeked = steps[-1] if steps else None
 
     def _read(self, deadline: float) -> bool:
-        batch = _Batch()
+        batch = _StepBatch()
         count = 0
         for line in self._tail.lines():
             count += 1
@@ -154,16 +154,16 @@ class RunWatch:
                     self._damaged += 1
             elif not QUIET_LINE.search(line, 0, KIND_WITHIN_BYTES):
                 self._fold(batch)
-                batch = _Batch()
-                self._other(line)
+                batch = _StepBatch()
+                self._read_event(line)
             elif GPU_MARK in line:
-                self._gpu(decode_event(line))
+                self._read_gpu(decode_event(line))
             if count % LINES_PER_CLOCK_CHECK == 0 and time.monotonic() > deadline:
                 break
         self._fold(batch)
         return count > 0
 
-    def _fold(self, batch: _Batch) -> None:
+    def _fold(self, batch: _StepBatch) -> None:
         """Add a batch of steps to the curve and the latest steps, and its first and last step to the state."""
         latest = [event for event in map(decode_event, batch.latest) if event is not None]
         if not latest:
@@ -173,7 +173,7 @@ class RunWatch:
         self.state.peak_bytes = max(self.state.peak_bytes, batch.peak_bytes)
         self.state.fold_steps(decode_event(batch.first), latest[-1])
 
-    def _other(self, line: bytes) -> None:
+    def _read_event(self, line: bytes) -> None:
         """Read a line that is no step, or one that cannot be read as such."""
         event = decode_event(line)
         try:
@@ -190,7 +190,7 @@ class RunWatch:
     def _apply(self, event: Event, line: bytes) -> str | None:
         """Apply an event to the state; returns its text for the feed, if it has one."""
         if event["kind"] == "step":
-            batch = _Batch()
+            batch = _StepBatch()
             batch.take(line)
             self._fold(batch)
             return None
@@ -206,12 +206,12 @@ class RunWatch:
             self.checkpoint_steps.append(int(event["step"]))
         return text
 
-    def _gpu(self, event: Event | None) -> None:
+    def _read_gpu(self, event: Event | None) -> None:
         if event is not None and isinstance(event.get("index"), int):
             self.gpu_readings[event["index"]] = event
 
 
-class _Batch:
+class _StepBatch:
     """Consecutive step lines: their numbers for the curve, and the latest lines whole."""
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class QueueScreen(BaseScreen):
         )
 
     def compose_body(self) -> ComposeResult:
-        """Column titles, the rows, and a line on who works on them."""
+        """Yield the column titles, the rows, and a line with the state of the worker process."""
         yield TextLines(classes="heading")
         yield RowList(id="queue")
         yield TextLines(id="worker", classes="heading")
