@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import cli
-from tests.cli.harness import Outcome
+from tests.cli.outcome import Outcome
 
 Tunedeck = Callable[..., Outcome]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Tunedeck
-from tests.cli.harness import GOOD_DATA, RECIPE, write_profile, write_recipe
+from tests.cli.small_recipes import GOOD_DATA, RECIPE, write_profile, write_recipe
 
 DEMO = ("-p", "demo", "-r", "demo")
 

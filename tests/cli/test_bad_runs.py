@@ -13,7 +13,7 @@ import pytest
 
 from engine.journal.liveness import claim
 from tests.cli.conftest import Tunedeck
-from tests.cli.harness import make_run, write_profile, write_recipe
+from tests.cli.small_recipes import make_run, write_profile, write_recipe
 
 QWEN2 = json.dumps(
     {

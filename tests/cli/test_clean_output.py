@@ -15,7 +15,8 @@ import pytest
 
 from engine.launch.process import ENTRY_FILE
 from tests.cli.conftest import Tunedeck
-from tests.cli.harness import CONTROL, assert_block, write_profile, write_recipe
+from tests.cli.outcome import CONTROL, assert_block
+from tests.cli.small_recipes import write_profile, write_recipe
 
 TUNEDECK = [sys.executable, "-P", str(ENTRY_FILE)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Tunedeck
-from tests.cli.harness import write_profile, write_recipe
+from tests.cli.small_recipes import write_profile, write_recipe
 
 
 def test_a_run_trains_from_a_deleted_folder(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from engine.launch.process import ENTRY_FILE
-from tests.cli.harness import write_profile, write_recipe
+from tests.cli.small_recipes import write_profile, write_recipe
 
 
 @pytest.fixture

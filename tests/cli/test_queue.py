@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.cli.conftest import Tunedeck
-from tests.cli.harness import write_recipe
+from tests.cli.small_recipes import write_recipe
 
 SHORT = ("--set", "train.max_steps=2", "--set", "train.warmup_steps=0", "--set", "eval.every_steps=")
 

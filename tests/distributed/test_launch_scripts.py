@@ -16,7 +16,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from tests.cli.conftest import Tunedeck
-from tests.cli.harness import write_profile, write_recipe
+from tests.cli.small_recipes import write_profile, write_recipe
 from tests.events import read_events
 from tests.train.run_helpers import of_kind
 

@@ -18,7 +18,7 @@ from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE
-from tests.cli.harness import write_profile, write_recipe
+from tests.cli.small_recipes import write_profile, write_recipe
 from tests.events import read_events
 from tests.train.run_helpers import of_kind
 

@@ -15,7 +15,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.heartbeat import heartbeats
 from engine.journal.liveness import claim
-from tests.journal.samples import step_fields
+from tests.journal.event_fields import step_fields
 
 
 def main(path: str, mode: str) -> int:

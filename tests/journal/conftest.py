@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.journal.directory import RunDirectory
-from tests.journal.samples import new_run
+from tests.journal.run_directories import new_run
 
 CHILD = Path(__file__).with_name("child_engine.py")
 

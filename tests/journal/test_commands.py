@@ -14,7 +14,8 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.summary import summarise
 from tests.journal.conftest import Spawn
-from tests.journal.samples import backoff_fields, new_run, step_fields
+from tests.journal.event_fields import backoff_fields, step_fields
+from tests.journal.run_directories import new_run
 from tests.journal.waiting import until
 
 

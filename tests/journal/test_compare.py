@@ -8,7 +8,7 @@ from typing import Any
 from engine.journal.compare import Comparison, compare, flatten_settings
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
-from tests.journal.samples import step_fields
+from tests.journal.event_fields import step_fields
 
 
 def finished(folder: Path, name: str, loss: float, speed: float = 10.0, *, rate: float = 1e-3, more: str = "") -> Any:

@@ -25,7 +25,7 @@ from engine.journal.liveness import (
     refuse_if_claimed,
 )
 from tests.journal.conftest import Spawn
-from tests.journal.samples import new_run
+from tests.journal.run_directories import new_run
 from tests.journal.waiting import until
 
 

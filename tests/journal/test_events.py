@@ -15,7 +15,7 @@ from engine.journal.event_schema import EVENT_KINDS
 from engine.journal.events import EventTail, EventWriter, end_of_events
 from engine.journal.heartbeat import heartbeats
 from tests.events import read_events
-from tests.journal.samples import backoff_fields, step_fields
+from tests.journal.event_fields import backoff_fields, step_fields
 
 
 def test_every_line_has_the_common_fields_and_seq_counts_from_one(run: RunDirectory) -> None:

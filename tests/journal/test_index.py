@@ -11,7 +11,7 @@ import pytest
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs, record_start, recorded_runs, resolve_run
-from tests.journal.samples import RUN_TOML
+from tests.journal.run_directories import RUN_TOML
 
 
 def make(folder: Path, directory: str, name: str) -> RunDirectory:

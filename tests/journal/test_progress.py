@@ -12,7 +12,7 @@ from engine.journal.event_schema import EVENT_KINDS
 from engine.journal.event_text import EVENT_DESCRIPTIONS, clean, describe_event, format_bytes
 from engine.journal.progress import Progress
 from engine.launch.resume_changes import find_changes, makes_longer, notices_of, refused_changes
-from tests.journal.samples import backoff_fields, step_fields
+from tests.journal.event_fields import backoff_fields, step_fields
 
 
 def event(kind: str, **fields: object) -> dict[str, object]:

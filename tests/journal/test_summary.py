@@ -15,7 +15,7 @@ from engine.journal.liveness import REMOTE_STALE_SECONDS, STALE_SECONDS, claim, 
 from engine.journal.summary import SummaryReader, summarise
 from tests.events import read_events
 from tests.journal.conftest import Spawn
-from tests.journal.samples import backoff_fields, step_fields
+from tests.journal.event_fields import backoff_fields, step_fields
 from tests.journal.waiting import until
 
 

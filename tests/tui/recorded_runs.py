@@ -12,7 +12,7 @@ from typing import Any
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
 from engine.journal.liveness import ProcessIdentity, record_engine
-from tests.journal.samples import backoff_fields, step_fields
+from tests.journal.event_fields import backoff_fields, step_fields
 
 SPEC = """schema = 1
 kind = "run"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import make_run as make_real_run
-from tests.cli.harness import write_recipe
+from tests.cli.small_recipes import make_run as make_real_run
+from tests.cli.small_recipes import write_recipe
 from tests.tui.recorded_runs import add, make_run
 from tests.tui.tmux_terminal import Terminal, needs_tmux
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.spec.check.aliases import CHOICE_ALIASES, translate_key
 from engine.spec.check.hardware_rules import problems_of_profile
@@ -27,14 +27,14 @@ from engine.spec.schema.run import RunSpec
 CheckedTable = TypeVar("CheckedTable", bound=Table)
 Data = dict[str, Any]
 
-REQUIRED_KEY_EXAMPLES: dict[tuple[type[Table], str], tuple[str, Any]] = {
-    (Recipe, "name"): ('name = "my-recipe"', "example"),
-    (Recipe, "model"): ('[model] with id = "Qwen/Qwen2.5-0.5B-Instruct"', {"id": "example"}),
-    (Recipe, "data"): ('[[data.sources]] with name = "main" and path = "train.jsonl"', None),
-    (Profile, "name"): ('name = "my-gpu"', "example"),
-    (Profile, "device"): ('[device] with kind = "cuda" and memory_gib = 23.6', {"kind": "cpu", "memory_gib": 1.0}),
+REQUIRED_KEY_EXAMPLES: dict[tuple[type[BaseModel] | None, str], str] = {
+    (Recipe, "name"): 'name = "my-recipe"',
+    (Recipe, "model"): '[model] with id = "Qwen/Qwen2.5-0.5B-Instruct"',
+    (Recipe, "data"): '[[data.sources]] with name = "main" and path = "train.jsonl"',
+    (Profile, "name"): 'name = "my-gpu"',
+    (Profile, "device"): '[device] with kind = "cuda" and memory_gib = 23.6',
 }
-"""Required key of a table = an example for the error, and a placeholder with which the rest of the file is checked."""
+"""(table, required key) = how to write it, for the error."""
 
 EXAMPLES_BY_KEY: dict[str, tuple[str, Any]] = {
     "id": ('id = "Qwen/Qwen2.5-0.5B-Instruct"', "example"),
@@ -47,6 +47,7 @@ EXAMPLES_BY_KEY: dict[str, tuple[str, Any]] = {
     "memory_gib": ("memory_gib = 23.6", 1.0),
     "match": ('match = "**.lm_head.**"', "example"),
 }
+"""Required key of other tables = how to write it, and a placeholder with which the rest of the file is checked."""
 
 FREE_TEXT = {"title": "", "notes": "\n\t"}
 """Key = characters that stay. All other unsafe characters in these keys are made visible instead of refused."""
@@ -150,9 +151,10 @@ def _place(location: Place, data: Any, kind: str) -> Place:
 def _problem(model: type[Table], data: Data, place: Place, kind: str) -> Problem:
     if kind == "missing":
         table = describe.table_at(model, place[:-1])
-        example = REQUIRED_KEY_EXAMPLES.get((table, str(place[-1])), EXAMPLES_BY_KEY.get(str(place[-1])))  # type: ignore[arg-type]
-        how = f", such as {example[0]}" if example else ""
-        return Problem(place, "missing", f"{describe.allowed_at(model, place)} is needed{how}")
+        key = str(place[-1])
+        example = REQUIRED_KEY_EXAMPLES.get((table, key)) or EXAMPLES_BY_KEY.get(key, ("", None))[0]
+        hint = f", such as {example}" if example else ""
+        return Problem(place, "missing", f"{describe.allowed_at(model, place)} is needed{hint}")
     value = value_at(data, place)
     if kind == "extra_forbidden":
         return _unknown_key(model, data, place, value)
@@ -257,15 +259,15 @@ def _validated_remainder(model: type[CheckedTable], data: Data) -> CheckedTable 
 
 def _with_placeholder(model: type[Table], data: Data, place: Place) -> Data:
     table, key = describe.table_at(model, place[:-1]), str(place[-1])
-    placeholders = {
+    tables: dict[type[BaseModel] | None, Data] = {
         Profile: {"device": {"kind": "cpu", "memory_gib": 1.0}},
         Recipe: {"model": {"id": "example"}, "data": {"sources": EXAMPLES_BY_KEY["sources"][1]}},
         RunSpec: {
             "profile": {"name": "example", "device": {"kind": "cpu", "memory_gib": 1.0}},
             "recipe": MINIMAL_RECIPE,
         },
-    }.get(table, {})  # type: ignore[arg-type]
-    value = placeholders.get(key, EXAMPLES_BY_KEY.get(key, ("", "example"))[1])
+    }
+    value = tables.get(table, {}).get(key, EXAMPLES_BY_KEY.get(key, ("", "example"))[1])
     return dict(_changed(data, place, lambda node: node.update({key: value})))
 
 
@@ -277,14 +279,14 @@ def _without(data: Data, place: Place) -> Data:
 
 def _changed(node: Any, place: Place, change: Any) -> Any:
     """A copy of `node` in which `change` was applied to the table that holds `place`."""
-    copy = dict(node) if isinstance(node, dict) else list(node)
+    copy: Any = dict(node) if isinstance(node, dict) else list(node)
     if len(place) <= 1:
         if isinstance(copy, dict):
             change(copy)
         return copy
     inner = value_at(node, place[:1])
     if isinstance(inner, (dict, list)):
-        copy[place[0]] = _changed(inner, place[1:], change)  # type: ignore[index]
+        copy[place[0]] = _changed(inner, place[1:], change)
     return copy
 
 

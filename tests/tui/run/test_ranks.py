@@ -9,7 +9,7 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from tests.journal.samples import backoff_fields, step_fields
+from tests.journal.event_fields import backoff_fields, step_fields
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import COMPONENTS, SPEC, create_run_directory

@@ -10,7 +10,8 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, encode_event
-from tests.journal.samples import backoff_fields, new_run, step_fields
+from tests.journal.event_fields import backoff_fields, step_fields
+from tests.journal.run_directories import new_run
 from tui.run.watch import LogTail, RunWatch
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
-from tests.journal.samples import step_fields
+from tests.journal.event_fields import step_fields
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
 from tui.plot.run_curve import RunCurve

@@ -12,7 +12,7 @@ import pytest
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.summary import summarise
-from tests.journal.samples import backoff_fields, step_fields
+from tests.journal.event_fields import backoff_fields, step_fields
 from tests.tui.conftest import SIZES, Opener, Spawn
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run

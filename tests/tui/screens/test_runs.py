@@ -13,8 +13,8 @@ import pytest
 from engine.journal.directory import RunDirectory
 from engine.journal.liveness import engine_process
 from engine.journal.summary import summarise
-from tests.cli.harness import make_run as make_real_run
-from tests.cli.harness import write_recipe
+from tests.cli.small_recipes import make_run as make_real_run
+from tests.cli.small_recipes import write_recipe
 from tests.tui.conftest import SIZES, Opener, Spawn
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
