@@ -42,8 +42,10 @@ TOKEN_SPANS_START = "a token spans the end of the prompt and the start of the an
 THINKING_START = re.compile(r"\s*(?:<(?:\w+:)?(?:think|thinking|thought|reasoning)>|\[THINK\])\s*")
 """Tag that starts the thinking in a message's content. The prompt may contain it."""
 
-THINKING_END = re.compile(r"</(?:\w+:)?(?:think|thinking|thought|reasoning)>|\[/THINK\]|<channel\|>")
-"""End of the thinking in a message's content. Templates may leave out what comes before it."""
+THINKING_END = re.compile(
+    r"</(?:\w+:)?(?:think|thinking|thought|reasoning)(?::\w+)?>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
+)
+"""Tag that ends the thinking in a message's content or in a prompt. Templates may leave out what comes before it."""
 
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold its thinking; transformers renders them as one."""
@@ -192,8 +194,10 @@ class ChatRenderer:
         """The last of `messages`, an assistant turn; `plain` is their text.
 
         The thinking switches are tried where the default prompt does not fit the turn, such as a prompt that starts
-        the thinking of an answer without any.
+        the thinking of an answer without any. A switch that changes more than the prompt, such as the system message,
+        is for answers with thinking only.
         """
+        thinking = _thinking(messages[-1])
         history = messages[:-1]
         default_prompt = self._prompt(history, tools, {})
         if default_prompt is not None and plain.startswith(default_prompt):
@@ -201,7 +205,9 @@ class ChatRenderer:
         for mode in self.template.thinking_modes:
             text = self.template.render(messages, tools, mode=mode)
             prompt = self._prompt(history, tools, mode)
-            if prompt is not None and text.startswith(prompt):
+            if prompt is None or not text.startswith(prompt):
+                continue
+            if text == plain or (thinking and _contains(text[len(prompt) :], thinking)):
                 return AssistantTurn(text, len(prompt), in_whole=text == plain, prompted=True)
         if default_prompt is not None and (turn := self._turn_after_rewrite(messages, tools, plain, default_prompt)):
             return turn
@@ -238,20 +244,23 @@ class ChatRenderer:
         """The last turn of `messages`, whose `text` does not start with the prompt.
 
         The answer starts where the text first depends on the content: renderings with two other contents show where.
-        A prompt may go on to start the thinking, which DeepSeek-R1's template then leaves out of the turn: content that
-        begins with the same tag continues that prompt.
+        The answer follows the prompt if the prompt ends the thinking (Gemma 4 leaves that out of finished turns), or if
+        the prompt starts the thinking and the content goes on with it (DeepSeek-R1 leaves it out of finished turns).
         """
         *history, message = messages
         probed = [self.template.render([*history, {**message, "content": probe}], tools) for probe in PROBES]
         start = _common_length([text, *probed])
-        content = (message["content"] or "").lstrip()
-        if prompt is not None and prompt.startswith(text[:start]):
-            opening = prompt[start:]
-            if opening.strip() and content.startswith(opening.strip()):
-                rest = content[len(opening.strip()) :]
-                end = probed[0].rpartition(PROBES[0])[2]
-                continued = prompt + (rest.lstrip("\n") if opening.endswith("\n") else rest) + end
-                return AssistantTurn(continued, len(prompt), in_whole=False, prompted=True)
+        if prompt is None:
+            return AssistantTurn(text, start, in_whole=True, prompted=False)
+        thinking, content = _thinking(message), (message["content"] or "").lstrip()
+        if _ends_thinking(prompt) and not (thinking and _contains(text[start:], thinking)):
+            return AssistantTurn(prompt + text[start:], len(prompt), in_whole=False, prompted=True)
+        opening = prompt[start:] if prompt.startswith(text[:start]) else ""
+        if opening.strip() and content.startswith(opening.strip()):
+            rest = content[len(opening.strip()) :]
+            end = probed[0].rpartition(PROBES[0])[2]
+            continued = prompt + (rest.lstrip("\n") if opening.endswith("\n") else rest) + end
+            return AssistantTurn(continued, len(prompt), in_whole=False, prompted=True)
         return AssistantTurn(text, start, in_whole=True, prompted=False)
 
     def _turn_row(self, turn: AssistantTurn, spans: Sequence[Span] | None = None) -> TokenRow | Dropped:
@@ -381,6 +390,11 @@ def _thinking(message: Message) -> str:
     given = next((message[name] for name in THINKING_FIELDS if isinstance(message.get(name), str)), "")
     *thinking, _ = THINKING_END.split(message["content"] or "")
     return given or THINKING_START.sub("", " ".join(thinking), count=1)
+
+
+def _ends_thinking(prompt: str) -> bool:
+    tags = list(THINKING_END.finditer(prompt))
+    return bool(tags) and not prompt[tags[-1].end() :].strip()
 
 
 def _contains_answer(text: str, content: str) -> bool:

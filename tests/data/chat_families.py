@@ -8,6 +8,7 @@ What each family does to a conversation:
 | MARKED_THINKING | LFM2.5 | the same, with {% generation %} blocks |
 | END_OF_TEXT | Phi-3 | the text ends with end-of-sequence, so that an earlier turn ends in another way than the last |
 | PREFILLED | DeepSeek-R1 and distils, QwQ | the prompt starts the thinking, and a finished turn has none |
+| CLOSED | Gemma 4 31B | the prompt has an empty thinking block, and a finished turn has none |
 | SWITCHED | Qwen3.5, Nemotron 3 | the prompt starts the thinking, or with `enable_thinking = false` ends it |
 | ANALYSIS | gpt-oss | the thinking before a tool call is removed when the final answer follows |
 | PARTS | SmolVLM, Idefics3, LLaVA | content is a list of parts; a text has no part, and nothing of it is shown |
@@ -46,6 +47,7 @@ PREFILLED = (
     "{{ '<assistant>' + m['content'].split('</think>')[-1] + '<end>' }}" + _OTHER + "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}"
 )
+CLOSED = PREFILLED.replace("<assistant><think>\n", "<assistant><think></think>")
 SWITCHED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}" + _CONTENT + _THOUGHT
     + "{{ '<assistant><think>' + ('\n' + thought + '\n' if thought else '') + '</think>' + text + '<end>' }}" + _OTHER

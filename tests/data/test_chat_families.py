@@ -15,6 +15,7 @@ from engine.data.prepare import PreparedData, prepare_data
 from engine.errors import DataError
 from tests.data.chat_families import (
     ANALYSIS,
+    CLOSED,
     END_OF_TEXT,
     ENDLESS,
     MARKED_THINKING,
@@ -116,6 +117,19 @@ def test_an_answer_without_thinking_is_learned_as_the_template_shows_it() -> Non
 
 def test_an_answer_that_begins_like_the_prompt_goes_on_is_learned_from_its_start() -> None:
     assert rows(PREFILLED, [user("tag"), assistant("<b>bold</b>")]) == ["<user>tag<end><assistant>[[<b>bold</b><end>]]"]
+
+
+def test_an_answer_follows_the_empty_thinking_of_the_prompt() -> None:
+    assert rows(CLOSED, TWO_TURNS) == [
+        "<user>hi<end><assistant><think></think>[[yo<end>]]",
+        "<user>hi<end><assistant>yo<end><user>more<end><assistant><think></think>[[yes<end>]]",
+    ]
+
+
+def test_a_switch_that_changes_the_system_message_is_not_used_for_an_answer_without_thinking() -> None:
+    switched_off = "{% if enable_thinking is defined and not enable_thinking %}"
+    announced = switched_off + "<system>no thinking<end>{% endif %}" + SWITCHED
+    assert rows(announced, TWO_TURNS[:2]) == ["<user>hi<end><assistant><think></think>[[yo<end>]]"]
 
 
 def test_the_thinking_switch_that_fits_the_answer_is_used() -> None:
