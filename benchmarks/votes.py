@@ -34,7 +34,9 @@ from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 from engine.train.loop import Training
 from engine.train.monitor.journal import Journal
+from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
+from engine.train.run_context import RunContext
 from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
@@ -135,7 +137,9 @@ def _steps(ranks: Ranks, spec: RunSpec, folder: Path, name: str) -> Cost:
     with device.activate():
         setup = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
         requests = RunRequests(None, None, None)
-        training = Training(setup, RunDirectory(folder), Journal(None), requests, EmergencyHostMemory())
+        journal = Journal(None)
+        run = RunContext(RunDirectory(folder), journal, requests, Watchdog(journal, LIMIT_SECONDS))
+        training = Training(setup, run, EmergencyHostMemory())
         training.probe()
         rows = [_one_step(ranks, host_gather, training) for _ in range(setup.total_steps)][1:]
     step, votes, bare, inside = (statistics.median(column) for column in zip(*rows, strict=True))

@@ -41,7 +41,8 @@ from engine.launch.process import ENTRY_FILE
 from engine.spec.files.text import visible
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
-from engine.train.main import EXIT_CODES, as_rank, log_to_stderr, run_first, run_other
+from engine.train.main import EXIT_CODES, as_rank, log_to_stderr, run_other_rank, run_rank0
+from engine.train.run_context import RunStart
 
 SHARED_SECONDS = 30.0
 """How long other machines may take to see a new file: NFS shows a folder's old listing for up to 30 s (nfs(5))."""
@@ -190,7 +191,7 @@ def _lead(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task, as_
         if task.resume and seat.may_resume:
             _tell_of_restart(place, seat)
         try:
-            status, code = run_first(spec, place, ranks, task.resume, task.from_step)
+            status, code = run_rank0(RunStart(spec, place, ranks, task.resume, task.from_step))
         except (LostRankError, torch.AcceleratorError) as lost:
             traceback.print_exc()
             _tell_of_loss(place, seat, lost)
@@ -207,7 +208,7 @@ def _follow(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task) -
     set_up_rank_process(place, ranks.rank)
     spec = load_run_spec(place.run_toml, own=True)
     try:
-        code = run_other(spec, place, ranks, task.resume, task.from_step)
+        code = run_other_rank(RunStart(spec, place, ranks, task.resume, task.from_step))
     except (LostRankError, torch.AcceleratorError):
         traceback.print_exc()
         raise

@@ -13,17 +13,14 @@ from typing import Any
 from engine.device.catch_oom import ATTEMPTS
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
-from engine.journal.directory import RunDirectory
 from engine.train.checkpoint.manager import CheckpointManager
 from engine.train.checkpoint.run_state import RunState
 from engine.train.monitor.evaluator import Evaluator
-from engine.train.monitor.journal import Journal
 from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, miss
-from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.memory_settings import effective_spec
-from engine.train.run_requests import RunRequests
+from engine.train.run_context import RunContext
 from engine.train.setup import TrainingSetup
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import CheckpointReloadRequired, StepOutcome, StepTransaction
@@ -50,21 +47,16 @@ class Training:
     def __init__(
         self,
         setup: TrainingSetup,
-        directory: RunDirectory,
-        journal: Journal,
-        requests: RunRequests,
+        run: RunContext,
         emergency_memory: EmergencyHostMemory,
     ) -> None:
-        self.setup, self.journal, self.requests = setup, journal, requests
+        self.setup, self.journal, self.requests, self.watchdog = setup, run.journal, run.requests, run.watchdog
         self.context, self.ranks = setup.context, setup.context.ranks
         self.state = RunState()
-        self.watchdog = Watchdog(journal, setup.spec.profile.parallel.timeout_seconds)
-        self.checkpoints = CheckpointManager(
-            setup, self.state, directory, journal, requests, emergency_memory, self.watchdog
-        )
-        self.evaluator = Evaluator(setup, self.state, directory, journal, requests, self.checkpoints, self.watchdog)
+        self.checkpoints = CheckpointManager(setup, self.state, run, emergency_memory)
+        self.evaluator = Evaluator(setup, self.state, run, self.checkpoints)
         self.transaction = StepTransaction(self.context)
-        self.growth = BudgetGrowth(self.context, journal)
+        self.growth = BudgetGrowth(self.context, run.journal)
         self._gpu_read_at = 0.0
         self._stop_early = False
         self._reloads = 0
@@ -100,8 +92,8 @@ class Training:
 
     def _asked_to_end(self) -> bool:
         """What rank 0 was asked, on every rank."""
-        self.requests.look()
-        return self.requests.follow(self.ranks.broadcast_object(self.requests.as_json()))
+        self.requests.poll()
+        return self.requests.adopt(self.ranks.broadcast_object(self.requests.as_json()))
 
     def probe(self) -> None:
         """The dearest shapes the data can produce, before the first step."""

@@ -48,9 +48,11 @@ from engine.spec.schema.run import RunSpec
 from engine.train.loop import Ending, Training
 from engine.train.monitor.calibrate import calibrate
 from engine.train.monitor.journal import Journal
+from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.memory_settings import effective_spec
 from engine.train.recovery.oom_report import OomReports, oom_reporter
+from engine.train.run_context import RunContext, RunStart
 from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
@@ -70,7 +72,7 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
     if is_rank(place):
         return _run_rank(spec, place, resume, from_step)
     with claim(place):
-        status, code = run_first(spec, place, SINGLE_PROCESS, resume, from_step)
+        status, code = run_rank0(RunStart(spec, place, SINGLE_PROCESS, resume, from_step))
     run_on_finish(spec, place, status)
     return code
 
@@ -79,11 +81,12 @@ def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int |
     """One rank of several. The run's exit code is in the journal; a rank's own only says whether to try again."""
 
     def work(ranks: Ranks) -> int:
+        start = RunStart(spec, place, ranks, resume, from_step)
         if ranks.is_rank0:
-            run_first(spec, place, ranks, resume, from_step)
+            run_rank0(start)
             ranks.mark_finished()
         else:
-            run_other(spec, place, ranks, resume, from_step)
+            run_other_rank(start)
         return 0
 
     set_up_rank_process(place, int(os.environ["RANK"]))
@@ -92,76 +95,69 @@ def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int |
 
 
 def as_rank(
-    spec: RunSpec, work: Callable[[Ranks], int], tell: Callable[[Exception], None] = traceback.print_exception
+    spec: RunSpec, work: Callable[[Ranks], int], report: Callable[[Exception], None] = traceback.print_exception
 ) -> int:
-    """Join the other ranks and do `work`; its exit code, or the one that says what made this rank unable to go on, of
-    which `tell` is told. The process must not be tidied up then: see `exit_without_cleanup`."""
+    """Join the other ranks and do `work`; returns its exit code.
+
+    Where another rank is lost, or this one's device is beyond repair, `report` is called with the error, and the exit
+    code says which; the process must then end through `exit_without_cleanup`.
+    """
     device = spec.profile.device.kind
     try:
         with process_group(spec.profile.parallel.timeout_seconds, device, own_device(spec, local_rank())) as ranks:
             return work(ranks)
     except LostRankError as error:
-        tell(error)
+        report(error)
         return LOST_CODE
     except torch.AcceleratorError as error:
-        tell(error)
+        report(error)
         return BEYOND_REPAIR_CODE
 
 
-def run_first(
-    spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None
-) -> tuple[str, int]:
-    """The process that writes events: the only one, or rank 0."""
-    with EventWriter(place) as writer, heartbeats(writer):
-        requests = RunRequests(ControlInbox(place), writer, spec.limits.max_hours)
-        with requests.listening():
-            return _recorded(spec, place, Journal(writer), requests, ranks, resume, from_step)
+def run_rank0(start: RunStart) -> tuple[str, int]:
+    """Train as the process that writes events, which is the only one or rank 0; returns (status, exit code)."""
+    with EventWriter(start.directory) as writer, heartbeats(writer):
+        requests = RunRequests(ControlInbox(start.directory), writer, start.spec.limits.max_hours)
+        with requests.handling_signals():
+            return _train_and_record(start, Journal(writer), requests)
 
 
-def run_other(spec: RunSpec, place: RunDirectory, ranks: Ranks, resume: bool, from_step: int | None) -> int:
-    """Any rank but the first: what it gives up for is left to rank 0 to record. Returns the exit code."""
+def run_other_rank(start: RunStart) -> int:
+    """Train as any rank but rank 0, which records the error that this one gives up for. Returns the exit code."""
     requests = RunRequests(None, None, None)
     try:
-        with requests.listening():
-            ending, _ = _train(spec, place, Journal(None), requests, ranks, resume, from_step)
+        with requests.handling_signals():
+            ending, _ = _train(start, Journal(None), requests)
             return EXIT_CODES[ending.status]
     except (LostRankError, torch.AcceleratorError):
         raise
     except Exception as failure:  # noqa: BLE001  (the process boundary: a defect ends the run with a record of it)
         traceback.print_exc()
-        status, code, error = _described(failure, place)
-        ranks.note_error({"status": status, "exit_code": code, "error": error})
+        status, code, error = _describe(failure, start.directory)
+        start.ranks.note_error({"status": status, "exit_code": code, "error": error})
         return code
 
 
-def _recorded(
-    spec: RunSpec,
-    place: RunDirectory,
-    journal: Journal,
-    requests: RunRequests,
-    ranks: Ranks,
-    resume: bool,
-    from_step: int | None,
-) -> tuple[str, int]:
-    """Train, and write `run_finished` however it ends; returns (status, exit code). A lost rank is no end of the run,
-    unless it left word of why it gave up."""
+def _train_and_record(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[str, int]:
+    """Train, and write `run_finished` however it ends; returns (status, exit code). A lost rank does not end the run,
+    unless it noted the error that it gave up for."""
     ending = Ending("failed", "")
     error: str | None = None
     facts: dict[str, Any] = {}
     try:
-        ending, facts = _train(spec, place, journal, requests, ranks, resume, from_step)
+        ending, facts = _train(start, journal, requests)
         status, code = ending.status, EXIT_CODES[ending.status]
     except LostRankError:
-        noted = ranks.noted_error()
+        noted = start.ranks.noted_error()
         if noted is None:
             raise
         traceback.print_exc()
         status, code, error = noted["status"], noted["exit_code"], f"rank {noted['rank']}: {noted['error']}"
     except Exception as failure:
-        if ranks.size > 1 and isinstance(failure, torch.AcceleratorError):
+        if start.ranks.size > 1 and isinstance(failure, torch.AcceleratorError):
             raise
         traceback.print_exc()
-        status, code, error = _described(failure, place)
+        status, code, error = _describe(failure, start.directory)
     journal.write(
         "run_finished",
         status=status,
@@ -174,8 +170,8 @@ def _recorded(
     return status, code
 
 
-def _described(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
-    """(status, exit code, what to tell) for what ended the run."""
+def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
+    """(status, exit code, error message) of a run that `failure` ended."""
     if isinstance(failure, TunedeckError):
         status = "oom" if isinstance(failure, MemoryExhaustedError) else "failed"
         return status, failure.exit_code, failure.render()
@@ -188,32 +184,23 @@ def _described(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
     return status, code, error.render()
 
 
-def _train(
-    spec: RunSpec,
-    place: RunDirectory,
-    journal: Journal,
-    requests: RunRequests,
-    ranks: Ranks,
-    resume: bool,
-    from_step: int | None,
-) -> tuple[Ending, dict[str, Any]]:
+def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[Ending, dict[str, Any]]:
+    """Train to an end; returns it with the fields of `run_finished` that were measured."""
+    spec, place, ranks = start.spec, start.directory, start.ranks
     device = _open(spec_of_rank(spec, ranks.local_rank), journal, requests, ranks)
-    _tell_start(spec, place, journal, device, ranks, resume)
+    _write_run_started(start, journal, device)
     with device.activate():
         emergency_memory = EmergencyHostMemory()
         reports = OomReports(place, device, lambda: spec)
         report = oom_reporter(journal, device, reports if ranks.is_rank0 else None)
         setup = set_up(spec, device, journal, report, ranks)
         reports.spec = lambda: effective_spec(setup.spec, setup.context)
-        training = Training(setup, place, journal, requests, emergency_memory)
-        _tell_stage(training, journal)
-        if resume:
-            training.resume(from_step)
-        with (
-            frozen_gc(),
-            training.watchdog.watching(),
-            _checkpoint_on_failure(training, ranks),
-        ):
+        watchdog = Watchdog(journal, spec.profile.parallel.timeout_seconds)
+        training = Training(setup, RunContext(place, journal, requests, watchdog), emergency_memory)
+        _write_stage_started(training, journal)
+        if start.resume:
+            training.resume(start.from_step)
+        with frozen_gc(), watchdog.watching(), _checkpoint_on_failure(training, ranks):
             ending = training.run()
         if ranks.is_rank0:
             peak_bytes = training.peak.peak_bytes if training.peak else 0
@@ -222,8 +209,8 @@ def _train(
 
 
 def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) -> Device:
-    """The device; with `--wait`, asked for again until it is free on every rank, the time is up, or a stop is wished
-    for. Ranks that have theirs wait with those that do not."""
+    """The device; with `--wait`, asked for again until it is free on every rank, the time is up, or a stop is
+    requested. Ranks whose device is free wait for the others."""
     deadline = time.monotonic() + (spec.limits.wait_seconds or 0.0)
     device: Device | None = None
     while True:
@@ -233,7 +220,7 @@ def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) 
         except DeviceBusyError as error:
             busy = error
         seconds_left = deadline - time.monotonic()
-        waits_for, over = agreed(ranks, busy, seconds_left <= 0 or requests.look())
+        waits_for, over = all_gather_busy(ranks, busy, seconds_left <= 0 or requests.poll())
         if device is not None and not waits_for:
             return device
         if over:
@@ -242,11 +229,11 @@ def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) 
         time.sleep(max(0.0, min(WAIT_POLL_SECONDS, seconds_left)))
 
 
-def agreed(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
-    """Whose device is busy, in words, and whether rank 0 has waited long enough."""
-    told = ranks.all_gather_object([busy.found if busy else "", over])
-    words = [f"rank {rank}: {found}" if ranks.size > 1 else found for rank, (found, _) in enumerate(told) if found]
-    return "; ".join(words), told[0][1]
+def all_gather_busy(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
+    """(Which ranks' devices are busy, as a sentence; whether rank 0 has waited long enough.) A vote of all ranks."""
+    gathered = ranks.all_gather_object([busy.found if busy else "", over])
+    words = [f"rank {rank}: {found}" if ranks.size > 1 else found for rank, (found, _) in enumerate(gathered) if found]
+    return "; ".join(words), gathered[0][1]
 
 
 @contextmanager
@@ -262,27 +249,25 @@ def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _tell_start(
-    spec: RunSpec, place: RunDirectory, journal: Journal, device: Device, ranks: Ranks, resume: bool
-) -> None:
+def _write_run_started(start: RunStart, journal: Journal, device: Device) -> None:
     journal.write(
         "run_started",
-        run=place.name,
+        run=start.directory.name,
         pid=os.getpid(),
-        world_size=ranks.size,
+        world_size=start.ranks.size,
         versions={package: version(package) for package in PACKAGES},
         device=device.kind,
         device_name=device.name,
         simulated=device.simulated,
         capacity_bytes=device.capacity_bytes,
-        resumed=resume,
-        seed=spec.recipe.train.seed,
+        resumed=start.resume,
+        seed=start.spec.recipe.train.seed,
     )
     for notice in device.notices:
         journal.warn("device", notice)
 
 
-def _tell_stage(training: Training, journal: Journal) -> None:
+def _write_stage_started(training: Training, journal: Journal) -> None:
     setup = training.setup
     data, validation = setup.prepared.train, setup.prepared.validation
     journal.write(

@@ -23,7 +23,7 @@ class RunRequests:
     """Collects requests; `ending` says how the run should end, if it should."""
 
     def __init__(self, inbox: ControlInbox | None, writer: EventWriter | None, max_hours: float | None) -> None:
-        """Without an inbox, on every rank but the first, requests come from `follow` alone."""
+        """Without an inbox, on every rank but the first, requests come from `adopt` alone."""
         self._inbox, self._writer = inbox, writer
         self._deadline = time.monotonic() + max_hours * 3600 if max_hours else None
         self._signals = 0
@@ -33,8 +33,8 @@ class RunRequests:
         self.checkpoint = False
         """A checkpoint was asked for; the loop clears it."""
 
-    def look(self) -> bool:
-        """Take in what has come since; True when the run should end. One folder listing: cheap enough for each step."""
+    def poll(self) -> bool:
+        """Read new requests; True when the run should end. Lists one folder, which is cheap enough for each step."""
         for request in self._inbox.poll() if self._inbox else ():
             accepted = self.ending is None
             if accepted and request.name == "checkpoint":
@@ -54,7 +54,7 @@ class RunRequests:
         """For the other ranks."""
         return {"ending": self.ending, "reason": self.reason, "checkpoint": self.checkpoint}
 
-    def follow(self, told: dict[str, Any]) -> bool:
+    def adopt(self, told: dict[str, Any]) -> bool:
         """Adopt rank 0's stop, pause or checkpoint request; True when the run should end."""
         self.ending, self.reason, self.checkpoint = told["ending"], told["reason"], told["checkpoint"]
         return self.ending is not None
@@ -63,7 +63,7 @@ class RunRequests:
         self.ending, self.reason = how, reason
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         """While the block runs, SIGTERM and SIGINT request a stop. Main thread only."""
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -10,7 +10,8 @@ from engine.distributed.ranks import Ranks
 from engine.journal.directory import RunDirectory
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
-from engine.train.main import run_first, run_other
+from engine.train.main import run_other_rank, run_rank0
+from engine.train.run_context import RunStart
 from tests.distributed.rank_workbench import spec_of
 
 
@@ -30,7 +31,7 @@ def run_on_ranks(ranks: Ranks, folder: Path, specs: Mapping[str, RunSpec], *, re
         place = RunDirectory(folder / name)
         if ranks.is_rank0:
             place.run_toml.write_text(dump_run_spec(spec))
-            ended.append(run_first(spec, place, ranks, resume, None)[0])
+            ended.append(run_rank0(RunStart(spec, place, ranks, resume))[0])
         else:
-            run_other(spec, place, ranks, resume, None)
+            run_other_rank(RunStart(spec, place, ranks, resume))
     return ended

@@ -18,7 +18,7 @@ from engine.distributed.ranks import SINGLE_PROCESS, Ranks, signs_of_life
 from engine.errors import DeviceBusyError, EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.train.external_launcher import require_shared
-from engine.train.main import agreed
+from engine.train.main import all_gather_busy
 from tests.distributed.rank_processes import run_ranks
 from tests.events import read_events
 
@@ -107,7 +107,7 @@ def blind_rank(ranks: Ranks, folder: Path) -> Any:
 def busy_devices(ranks: Ranks, _folder: Path) -> Any:
     """Rank 1's device is in use; rank 0 alone keeps the time."""
     busy = DeviceBusyError("held by pid 7") if ranks.rank == 1 else None
-    return [agreed(ranks, busy, over=ranks.is_rank0), agreed(ranks, None, over=not ranks.is_rank0)]
+    return [all_gather_busy(ranks, busy, over=ranks.is_rank0), all_gather_busy(ranks, None, over=not ranks.is_rank0)]
 
 
 CASES = [busy_devices, votes, too_long, errand, noted_errors, gradients, half_gradients, replicas, blind_rank]

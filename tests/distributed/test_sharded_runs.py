@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.directory import RunDirectory
 from engine.spec.schema.run import RunSpec
-from engine.train.main import run_first
+from engine.train.main import run_rank0
+from engine.train.run_context import RunStart
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
 from tests.distributed.resumed_runs import resumed_spec, run_on_ranks
@@ -67,7 +68,7 @@ def straight(folder: Path, case: str) -> RunDirectory:
     """The same run on one process, from beginning to end."""
     spec = spec_for(folder, case, 1, LEGS[-1][1], "alone")
     place = new_run(folder / "straight", spec.model_copy(update={"name": case}))
-    assert run_first(spec, place, SINGLE_PROCESS, False, None)[0] == "done"
+    assert run_rank0(RunStart(spec, place))[0] == "done"
     return place
 
 

@@ -25,8 +25,10 @@ from engine.spec.schema.run import RunSpec
 from engine.train.checkpoint.run_state import RunState
 from engine.train.loop import Ending, Training
 from engine.train.monitor.journal import Journal
+from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.oom_report import oom_reporter
+from engine.train.run_context import RunContext
 from engine.train.run_requests import RunRequests
 from engine.train.setup import TrainingSetup, set_up
 from engine.train.step.loss_scaler import LossScaler
@@ -165,7 +167,8 @@ class Rig:
         self.context, self.place, self.journal = setup.context, place, journal
         self.device: MeteredDevice = setup.context.device  # type: ignore[assignment]
         requests = RunRequests(ControlInbox(place), writer, None)
-        self.training = Training(setup, place, journal, requests, EmergencyHostMemory())
+        run = RunContext(place, journal, requests, Watchdog(journal, setup.spec.profile.parallel.timeout_seconds))
+        self.training = Training(setup, run, EmergencyHostMemory())
         self.training.probe()
         self.training.checkpoints.save("where every unit starts")
         self.set_up_allocations = 0

@@ -15,15 +15,13 @@ from engine.device.catch_oom import retry_on_oom
 from engine.device.oom import OutOfMemory
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint, newest_sound
-from engine.journal.directory import RunDirectory
 from engine.train.checkpoint.best import agree
 from engine.train.checkpoint.files import forget_after, place_result, prune, size_bytes, write_checkpoint
 from engine.train.checkpoint.run_state import Best, RunState, fill_checkpoint, restore, settings
-from engine.train.monitor.journal import Journal, until_there_is_room
-from engine.train.monitor.watchdog import Watchdog
+from engine.train.monitor.journal import until_there_is_room
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.records import RankOom, RecoveredOom
-from engine.train.run_requests import RunRequests
+from engine.train.run_context import RunContext
 from engine.train.setup import TrainingSetup
 
 
@@ -34,14 +32,11 @@ class CheckpointManager:
         self,
         setup: TrainingSetup,
         state: RunState,
-        directory: RunDirectory,
-        journal: Journal,
-        requests: RunRequests,
+        run: RunContext,
         emergency_memory: EmergencyHostMemory,
-        watchdog: Watchdog,
     ) -> None:
-        self._setup, self._state, self._directory = setup, state, directory
-        self._journal, self._requests, self._watchdog = journal, requests, watchdog
+        self._setup, self._state, self._directory = setup, state, run.directory
+        self._journal, self._requests, self._watchdog = run.journal, run.requests, run.watchdog
         self._emergency_memory = emergency_memory
         self._context, self._ranks = setup.context, setup.context.ranks
         self._storage = setup.context.strategy.checkpoint_storage(setup.context.optimizer)
@@ -139,7 +134,7 @@ class CheckpointManager:
         began = time.perf_counter()
         checkpoint = until_there_is_room(
             lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._context.device, self._retried),
-            self._requests.look,
+            self._requests.poll,
             self._journal.warn_of_full_disk,
         )
         prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)

@@ -13,15 +13,12 @@ from engine.batching.budget import MicroBatchBudget
 from engine.device.oom import OutOfMemory
 from engine.evaluate.scores import EvaluationContext, EvaluationStopped
 from engine.evaluate.scores import evaluate as score
-from engine.journal.directory import RunDirectory
 from engine.train.checkpoint.best import is_better
 from engine.train.checkpoint.files import mark_best
 from engine.train.checkpoint.manager import CheckpointManager
 from engine.train.checkpoint.run_state import Best, RunState
-from engine.train.monitor.journal import Journal
-from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.records import RankOom, RecoveredOom
-from engine.train.run_requests import RunRequests
+from engine.train.run_context import RunContext
 from engine.train.setup import TrainingSetup
 
 
@@ -32,14 +29,11 @@ class Evaluator:
         self,
         setup: TrainingSetup,
         state: RunState,
-        directory: RunDirectory,
-        journal: Journal,
-        requests: RunRequests,
+        run: RunContext,
         checkpoints: CheckpointManager,
-        watchdog: Watchdog,
     ) -> None:
-        self._setup, self._state, self._directory = setup, state, directory
-        self._journal, self._requests, self._checkpoints, self._watchdog = journal, requests, checkpoints, watchdog
+        self._setup, self._state, self._checkpoints, self._directory = setup, state, checkpoints, run.directory
+        self._journal, self._requests, self._watchdog = run.journal, run.requests, run.watchdog
         self._ranks, self._asked = setup.context.ranks, setup.spec.recipe.eval
         self._context = self._make_context()
 
@@ -125,4 +119,4 @@ class Evaluator:
     def _interrupted(self) -> bool:
         """Asked between two pieces of an evaluation."""
         self._watchdog.goes_on()
-        return self._requests.look()
+        return self._requests.poll()
