@@ -1,1 +1,1 @@
-"""Several processes on one run: started, agreeing on what happened, sharing gradients."""
+"""Ranks of one run: start them, let them vote, and exchange weights, gradients and activations between them."""

@@ -1,7 +1,7 @@
-"""Which of a step's sequences which rank, or group of ranks, works on: a pure function of lengths and their number.
+"""Assigns the sequences of a step to ranks, or to groups of ranks: a pure function of the sequences' lengths.
 
-The step's sequences themselves are the same for any number of ranks (`engine.data.order`), so a run goes on with the
-same samples on fewer or more of them. Try: `assign_samples([9, 1, 5, 5], 2)`
+Which sequences a step has does not depend on the number of ranks (`engine.data.order`), so a run resumes with the same
+samples on fewer or more ranks. Try: `assign_samples([9, 1, 5, 5], 2)`
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The supervisor holds the claim on the run and trains nothing. When a rank is killed, stops answering, or reports a
 device that is beyond repair, the agent ends all of them and the supervisor starts a new attempt from the last
-checkpoint, at most `nodes.max_restarts` times; why is in the journal. Between attempts nobody else writes events.
+checkpoint, at most `nodes.max_restarts` times, with the reason in the journal. Between attempts only the supervisor
+writes events.
 
 Try: `tunedeck train -p demo-2 -r demo`
 """
@@ -110,12 +111,12 @@ def supervise(spec: RunSpec, directory: RunDirectory, *, resume: bool, from_step
                 return str(ends[-1]["status"]), int(ends[-1]["exit_code"])
             resume = True
             if attempt < limit:
-                _tell_restart(directory, reason, attempt + 1, limit)
+                _write_restart(directory, reason, attempt + 1, limit)
     return _give_up(directory, reason, limit)
 
 
 def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: int | None) -> str:
-    """Start all ranks and wait for their end; returns what went wrong, in words."""
+    """Start all ranks and wait for their end; returns what went wrong, as a sentence."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.profile.device.count)))
     os.environ[RANK_OF] = directory.name
     config = LaunchConfig(
@@ -134,28 +135,28 @@ def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: in
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as failed:
-        return in_words(failed.failures, device_count(spec))
+        return describe_failures(failed.failures, device_count(spec))
     return "the ranks ended without recording how the run ended"
 
 
-def in_words(failures: dict[int, ProcessFailure], size: int) -> str:
-    """What happened to the ranks of an attempt: who was killed or broke, else who did not answer the others."""
-    unmoved = _unmoved(failures)
+def describe_failures(failures: dict[int, ProcessFailure], size: int) -> str:
+    """A sentence on why an attempt failed: the ranks that were killed or crashed, else those that did not answer."""
+    killed_by_agent = _killed_by_agent(failures)
     causes = [
         f"rank {rank} {_manner(failure.exitcode)}"
         for rank, failure in sorted(failures.items())
-        if failure.exitcode not in (0, LOST_CODE, -signal.SIGTERM) and rank not in unmoved
+        if failure.exitcode not in (0, LOST_CODE, -signal.SIGTERM) and rank not in killed_by_agent
     ]
     if causes:
         return "; ".join(causes)
-    silent = [str(rank) for rank in range(size) if rank in unmoved or rank not in failures]
+    silent = [str(rank) for rank in range(size) if rank in killed_by_agent or rank not in failures]
     if not silent:
         return "the ranks lost each other: all of them were stopped for a while, or the network was"
     return f"no answer from rank {' or '.join(silent)}, which is stopped or stuck"
 
 
-def _unmoved(failures: dict[int, ProcessFailure]) -> set[int]:
-    """Ranks that did not end when the others had failed, so that the agent killed them (torch 2.13 tells of them)."""
+def _killed_by_agent(failures: dict[int, ProcessFailure]) -> set[int]:
+    """Ranks that did not end after another had failed, so that the agent killed them (torch 2.13 reports them)."""
     first = min((failure.timestamp for failure in failures.values()), default=0)
     return {
         rank
@@ -174,7 +175,7 @@ def _manner(code: int) -> str:
     return f"exited with {code}"
 
 
-def _tell_restart(directory: RunDirectory, reason: str, number: int, limit: int) -> None:
+def _write_restart(directory: RunDirectory, reason: str, number: int, limit: int) -> None:
     with EventWriter(directory) as writer:
         writer.write(
             "warning",
@@ -199,7 +200,7 @@ def _give_up(directory: RunDirectory, reason: str, limit: int) -> tuple[str, int
 
 
 class _relaying_signals:
-    """While the block runs, TERM and INT ask the ranks to stop as `tunedeck stop` does; a second one ends all."""
+    """While the block runs, SIGTERM and SIGINT request a stop as `tunedeck stop` does; a second one kills all ranks."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
@@ -221,7 +222,7 @@ class _relaying_signals:
 
 
 def set_up_rank_process(directory: RunDirectory, rank: int) -> None:
-    """End with the supervisor, and keep a log of one's own (rank 0's is the engine's)."""
+    """End with the supervisor; ranks but rank 0, whose log is engine.log, write their output to a log of their own."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if rank:
@@ -234,7 +235,7 @@ def set_up_rank_process(directory: RunDirectory, rank: int) -> None:
 
 
 def exit_without_cleanup(code: int) -> NoReturn:
-    """End this process without tidying up: with a peer gone, taking down gloo's connections can take half a minute."""
+    """End this process without cleanup: with another rank gone, closing gloo's connections can take half a minute."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

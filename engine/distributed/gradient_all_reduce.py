@@ -1,4 +1,4 @@
-"""Gradients of replicated ranks summed: one buffer, allocated once, over all trainables in a fixed order.
+"""Sums the gradients of replicated ranks in one buffer, allocated once, over all trainable parameters in a fixed order.
 
 The model is not wrapped, so a micro-batch runs without any collective and ranks may differ in how many they need. A
 parameter without a gradient on one rank counts as zero there; one without a gradient on every rank keeps None, because
@@ -32,7 +32,7 @@ class _Piece:
 
 
 class GradientAllReduce:
-    """Sums gradients over all ranks. Made by every rank with the same parameters in the same order."""
+    """Sums gradients over all ranks. Every rank makes one, with the same parameters in the same order."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
         """Allocate the buffer. Raises torch.OutOfMemoryError."""
@@ -45,7 +45,7 @@ class GradientAllReduce:
         self._present_here = self._present.numpy()
 
     def agree(self) -> list[int]:
-        """Which parameters have a gradient on another rank and none here. Allocates nothing; a vote of all ranks."""
+        """Indices of parameters that have a gradient on another rank and none here. A vote; allocates nothing."""
         here = [parameter.grad is not None for parameter in self._parameters]
         self._present_here[:] = here
         with raising_lost_rank():

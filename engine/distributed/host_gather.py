@@ -1,9 +1,11 @@
-"""What the ranks of a run tell each other on the host: small JSON values, one round trip, within a bound.
+"""Gathers a small JSON value of every rank on the host, in one round trip and within a time limit.
 
 Every buffer is allocated once, so a vote about an allocation failure cannot fail for want of memory itself. A vote that
-is not answered in time, or whose connection breaks, means that a rank is gone: the attempt is over everywhere.
+is not answered in time, or whose connection breaks, means a lost rank: the attempt ends everywhere.
 
-Gradients do not travel here (`engine.distributed.gradient_all_reduce`). Try: `pytest tests/distributed/test_ranks.py`
+Gradients are exchanged elsewhere (`engine.distributed.gradient_all_reduce`).
+
+Try: `pytest tests/distributed/test_ranks.py`
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class LostRankError(TunedeckError):
 
 @contextmanager
 def raising_lost_rank() -> Iterator[None]:
-    """Turn the errors of a collective into LostRankError: gloo and NCCL raise plain RuntimeErrors of many wordings."""
+    """Turn errors of a collective into LostRankError: gloo and NCCL raise RuntimeError with many different messages."""
     try:
         yield
     except RuntimeError as error:
@@ -46,7 +48,7 @@ def raising_lost_rank() -> Iterator[None]:
 
 
 class HostGather:
-    """A gloo group and the buffers of its votes. All ranks of the group call `cast` in the same order."""
+    """A gloo group and the buffers of its votes. All ranks of the group call `gather` in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

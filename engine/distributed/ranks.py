@@ -29,7 +29,7 @@ from engine.distributed.host_gather import HostGather, LostRankError, raising_lo
 from engine.distributed.rendezvous import rendezvous_store
 from engine.distributed.voted_group import VotedGroup
 
-ERRAND_POLL_SECONDS = 0.05
+MESSAGE_POLL_SECONDS = 0.05
 """Between looks at whether rank 0 is done; the first ones come sooner."""
 
 LIFE_SECONDS = 5.0
@@ -50,16 +50,16 @@ class Ranks:
     host_gather: HostGather | None = None
     store: Store | None = None
     patience_seconds: float = 600.0
-    """How long the others wait for a sign of life."""
+    """How long the other ranks wait for a sign of life of rank 0."""
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext
     """The device's region for host memory: the buffers of votes are none of its own."""
     handlers: dict[str, Callable[..., None]] = field(default_factory=dict)
-    """What rank 0 may ask of all ranks while they wait behind it."""
-    _errands: int = 0
+    """What rank 0 may request of all ranks while they wait for it, by name."""
+    _messages: int = 0
 
     @property
     def is_rank0(self) -> bool:
-        """Rank 0 writes events, checkpoints and results."""
+        """Whether this is rank 0, which writes events, checkpoints and results."""
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -70,18 +70,18 @@ class Ranks:
             return self.host_gather.gather(value)
 
     def voted_group(self) -> VotedGroup:
-        """Votes of one flag among all ranks, for collectives that a rank may be unable to take part in."""
+        """A group of all ranks that votes before collectives which a rank may be unable to join."""
         assert self.host_gather is not None
         return VotedGroup(self.host_gather.group, self.host_region)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value. Raises LostRankError."""
+        """Rank 0's value, on every rank. Raises LostRankError."""
         return self.all_gather_object(value if self.is_rank0 else None)[0]
 
     def run_on_rank0(self, action: Callable[[], Any]) -> Any:
-        """Rank 0 runs `action` and all get its result (JSON). The others do nothing meanwhile but what it asks of them.
+        """Run `action` on rank 0; all get its result (JSON). Meanwhile the other ranks run what rank 0 requests.
 
-        Where it raises, it raises on rank 0 alone; the others get LostRankError once that has recorded its end.
+        An error is raised on rank 0 alone; the others get LostRankError once rank 0 has recorded the end of the run.
         """
         if self.store is None:
             return action()
@@ -89,25 +89,25 @@ class Ranks:
             result = action()
             self._post(self.store, {"result": result})
             return result
-        while "result" not in (word := self._word_of_first(self.store)):
-            self.handlers[word["handler"]](**word["details"])
-        return word["result"]
+        while "result" not in (message := self._message_of_rank0(self.store)):
+            self.handlers[message["handler"]](**message["details"])
+        return message["result"]
 
     def request(self, handler: str, **details: Any) -> None:
-        """On rank 0, inside `run_on_rank0`: have all ranks do one of their `handlers`, this one included."""
+        """On rank 0, inside `run_on_rank0`: run the handler of this name on all ranks, rank 0 included."""
         if self.store is not None:
             self._post(self.store, {"handler": handler, "details": details})
         self.handlers[handler](**details)
 
-    def _post(self, store: Store, word: dict[str, Any]) -> None:
-        self._errands += 1
+    def _post(self, store: Store, message: dict[str, Any]) -> None:
+        self._messages += 1
         with raising_lost_rank():
-            store.set(f"errand/{self._errands}", json.dumps(word))
+            store.set(f"message/{self._messages}", json.dumps(message))
 
-    def _word_of_first(self, store: Store) -> Any:
-        self._errands += 1
-        key = f"errand/{self._errands}"
-        signs, heard_at, pause_seconds = -1, time.monotonic(), ERRAND_POLL_SECONDS / 32
+    def _message_of_rank0(self, store: Store) -> Any:
+        self._messages += 1
+        key = f"message/{self._messages}"
+        signs, heard_at, pause_seconds = -1, time.monotonic(), MESSAGE_POLL_SECONDS / 32
         with raising_lost_rank():
             while not store.check([key]):
                 if store.check(["over"]):
@@ -120,21 +120,21 @@ class Ranks:
                         fix="the run goes on from its last checkpoint",
                     )
                 time.sleep(pause_seconds)
-                pause_seconds = min(ERRAND_POLL_SECONDS, 2 * pause_seconds)
+                pause_seconds = min(MESSAGE_POLL_SECONDS, 2 * pause_seconds)
             return json.loads(store.get(key))
 
     def mark_finished(self) -> None:
-        """Rank 0 has recorded the end of the run: nobody need wait for it any more."""
+        """Tell the other ranks that rank 0 has recorded the end of the run, so that none waits for it."""
         if self.store is not None:
             self.store.set("over", "1")
 
     def note_error(self, error: dict[str, Any]) -> None:
-        """Leave word of why this rank gives up, for rank 0 to record."""
+        """Leave the error that this rank ends with in the store, for rank 0 to record."""
         if self.store is not None:
             self.store.set(f"error/{self.rank}", json.dumps(error))
 
     def noted_error(self) -> dict[str, Any] | None:
-        """What another rank gave up for, if one did."""
+        """The error that another rank ended with; None where none did."""
         if self.store is None:
             return None
         with raising_lost_rank():
@@ -146,11 +146,11 @@ class Ranks:
 
 @contextmanager
 def signs_of_life(store: Store, every_seconds: float) -> Iterator[None]:
-    """While the block runs, a thread counts up what the waiting ranks look at: a stopped process counts no further."""
+    """While the block runs, a thread increments a counter that the waiting ranks watch; a stopped process does not."""
     over = threading.Event()
 
     def count() -> None:
-        # Where the store is gone, so are those who would look at it.
+        # Without the store there are no waiting ranks either.
         with suppress(RuntimeError):
             while not over.wait(every_seconds):
                 store.add("alive", 1)
@@ -194,5 +194,5 @@ def process_group(timeout_seconds: float, device_type: str, device_index: int = 
     ranks = Ranks(rank, size, int(os.environ.get("LOCAL_RANK", rank)), host_gather, words, timeout_seconds)
     with signs_of_life(words, min(LIFE_SECONDS, timeout_seconds / 4)) if ranks.is_rank0 else nullcontext():
         yield ranks
-    # Not after an error: with a peer gone, taking the groups down may wait for it.
+    # Not after an error: with a rank lost, destroying the groups may wait for it.
     dist.destroy_process_group()

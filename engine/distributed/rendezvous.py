@@ -1,9 +1,9 @@
-"""How ranks come together: over the launcher's store, under a name that no earlier start of them has used.
+"""Rendezvous of the ranks over the launcher's store, under a name that no earlier start of them has used.
 
-A launcher that starts its ranks again may keep the store of the first start, with the addresses of processes that are
-gone in it; gloo would connect to them (torch 2.13, torchrun's static rendezvous). The number of restarts is no name
-either: on several machines each agent counts its own. So rank 0 makes a name, and hands it to each rank that asks for
-one under a word of its own; words of the dead are answered too, and harm nobody.
+A launcher that restarts its ranks may keep the store of the first start, with the addresses of ended processes in it,
+and gloo would connect to those (torch 2.13, torchrun's static rendezvous). The number of restarts does not make a name:
+on several machines each agent counts its own. So rank 0 makes a random name. Every other rank asks for it under a
+random token; tokens that ended processes left behind are answered, too, which does no harm.
 
 Try: `pytest tests/distributed/test_rendezvous.py`
 """
@@ -25,7 +25,7 @@ def rendezvous_store(store: Store, rank: int, size: int, limit: timedelta) -> St
     Raises:
         RuntimeError: not all ranks came within the limit, or the store is gone.
     """
-    name = _hand_out(store, size, limit) if rank == 0 else _ask(store, rank, limit)
+    name = _publish_name(store, size, limit) if rank == 0 else _ask(store, rank, limit)
     return PrefixStore(name, store)
 
 
@@ -38,7 +38,7 @@ def _ask(store: Store, rank: int, limit: timedelta) -> str:
     return name
 
 
-def _hand_out(store: Store, size: int, limit: timedelta) -> str:
+def _publish_name(store: Store, size: int, limit: timedelta) -> str:
     name = f"start-{secrets.token_hex(8)}"
     answered: set[bytes] = set()
     deadline = time.monotonic() + limit.total_seconds()

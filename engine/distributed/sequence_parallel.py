@@ -1,10 +1,10 @@
-"""Ranks that share sequences: each holds a run of positions of every row, and around attention they trade places.
+"""Sequence parallelism: a rank holds some positions of every row, and around attention ranks exchange them for heads.
 
-Attention is the one operation that looks at other positions, and heads do not look at each other. So before it every
-rank gives its positions' queries, keys and values of the heads that others are to work on, and gets those of its own
-heads at all positions; after it the outputs go back (Ulysses; Jacobs et al. 2023, arXiv 2309.14509). One all-to-all
-each way, one each way in backward, and all of them vote first (`engine.distributed.voted_group`). Fewer key heads than
-ranks are sent to several of them.
+Attention is the one operation that mixes positions, and it does not mix heads. So before attention every rank sends the
+queries, keys and values of its positions for the heads that other ranks compute, and receives those of its own heads at
+all positions; after it the outputs go back (Ulysses; Jacobs et al. 2023, arXiv 2309.14509). That is one all-to-all each
+way, and one each way in backward, with a vote before each (`engine.distributed.voted_group`). Where there are fewer key
+heads than ranks, a key head is sent to several ranks.
 
 Shapes: B rows, P places (ranks of the group), S positions of one place, T = P·S all positions, H heads, h heads of one
 place, D values of a head, F values that travel per position, all heads of a place together.
@@ -31,7 +31,7 @@ from engine.distributed.voted_group import VotedGroup
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """This rank's place among those that share sequences."""
+    """This rank's place in the group of ranks that share sequences."""
 
     place: int
     size: int
@@ -44,7 +44,7 @@ class SequenceGroup:
 
         Raises:
             torch.OutOfMemoryError: no room for the result.
-            PeerFailedError: another rank failed on its way here.
+            PeerFailedError: another rank failed before this exchange.
             LostRankError: a rank is gone.
         """
         received = torch.empty_like(sent)
@@ -56,9 +56,9 @@ class SequenceGroup:
 
 
 def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None = None) -> SequenceGroup:
-    """Groups of `size` consecutive ranks; returns the one that this rank is in. Called by all ranks of the run.
+    """Make groups of `size` consecutive ranks; returns this rank's group. All ranks of the run call it.
 
-    `voted_group` is given where more ranks than these launch collectives together; else those of the group vote alone.
+    `voted_group` votes before collectives; without one, the ranks of the group vote among themselves.
     """
     votes = timedelta(seconds=ranks.patience_seconds)
     mine = None
@@ -112,7 +112,7 @@ class _ToPositions(torch.autograd.Function):
 
 
 def _scatter_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> list[Tensor]:
-    """All tensors travel in one buffer, positions outermost: what arrives is in order, and its parts are views."""
+    """All tensors travel in one buffer, positions outermost, so that received parts are in order and views."""
     shares = [_share(tensor.shape[1], group.size) for tensor in tensors_BHSD]
     widths = [heads * tensor.shape[-1] for (heads, _), tensor in zip(shares, tensors_BHSD, strict=True)]
     received_TBF = group.exchange(_packed_heads(tensors_BHSD, shares, widths, group.size)).flatten(0, 1)
@@ -132,7 +132,7 @@ def _packed_heads(
 
 
 def _gather_heads(group: SequenceGroup, tensors_BhTD: Sequence[Tensor], all_heads: Sequence[int]) -> list[Tensor]:
-    """The way back. Heads that went to several places come back from each, and are added up."""
+    """Undo `_scatter_heads`. The copies of a head that went to several places are added up."""
     widths = [tensor.shape[1] * tensor.shape[-1] for tensor in tensors_BhTD]
     received_PSBF = group.exchange(_packed_positions(tensors_BhTD, widths, group.size))
     joined = [
@@ -152,7 +152,7 @@ def _packed_positions(tensors_BhTD: Sequence[Tensor], widths: Sequence[int], pla
 
 
 def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
-    """[B, H, S, D] laid out with positions before heads, as projections make and want it; always a copy."""
+    """[B, H, S, D] with positions before heads in memory, as linear layers produce and consume it; always a copy."""
     if times > 1:
         received_PSBhD = received_PSBhD.unflatten(0, (-1, times)).sum(1)
     by_row = received_PSBhD.permute(2, 1, 0, 3, 4).clone(memory_format=torch.contiguous_format)
@@ -160,7 +160,7 @@ def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
 
 
 def _free(buffer: Tensor) -> None:
-    """Give a buffer's memory back now: gloo's thread lets go of it some time after the operation is over."""
+    """Free a buffer's memory now: gloo's thread keeps a reference for some time after the operation."""
     buffer.untyped_storage().resize_(0)
 
 

@@ -1,10 +1,10 @@
-"""A model's weights spread over ranks by torch's `fully_shard`: groups, votes before collectives, recovery.
+"""Shards a model's weights over ranks with torch's `fully_shard`: groups, votes before collectives, recovery.
 
-Every decoder layer, the embedding, the head, and each small module beside them is a group of its own: gathered for its
-use and dropped after it (ZeRO-3), or kept from forward to backward (ZeRO-2). The head, which comes last in forward and
-first in backward, is kept in between either way; a head tied to the embedding is one group with it, held for the whole
-pass. Gradients leave for their ranks after each micro-batch, in fp32: kept back until the last one they would need the
-memory of the whole model's gradients, which sharding is there to save.
+Every decoder layer, the embedding, the head, and each small module beside them is a group of its own. Its weights are
+gathered for their use and dropped after it (ZeRO-3), or kept from forward to backward (ZeRO-2). The head, which comes
+last in forward and first in backward, is kept either way; a head tied to the embedding is one group with it, kept for
+the whole pass. Gradients are reduced after each micro-batch, in fp32: kept until the last micro-batch, they would take
+the memory of the whole model's gradients, which sharding saves.
 
 Both collectives vote on the host after their buffers are allocated and before they are launched, so that memory that
 runs out on one rank ends the attempt of all at the same collective. `recover` then puts the model back.
@@ -36,26 +36,26 @@ from engine.distributed.voted_group import VotedGroup
 
 
 class VotingAllGather(DefaultAllGather):
-    """Launched when every rank has its buffer."""
+    """torch's all-gather, launched once every rank has voted that its buffer is allocated."""
 
     def __init__(self, voted_group: VotedGroup) -> None:
         self.voted_group = voted_group
 
     def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
-        """torch's own. Raises PeerFailedError."""
+        """Vote, then launch. Raises PeerFailedError."""
         self.voted_group.ready()
         with raising_lost_rank():
             return super().__call__(*arguments, **named)
 
 
 class VotingReduceScatter(DefaultReduceScatter):
-    """Launched when every rank has both buffers."""
+    """torch's reduce-scatter, launched once every rank has voted that both buffers are allocated."""
 
     def __init__(self, voted_group: VotedGroup) -> None:
         self.voted_group = voted_group
 
     def __call__(self, *arguments: Any, **named: Any) -> dist.Work:
-        """torch's own. Raises PeerFailedError."""
+        """Vote, then launch. Raises PeerFailedError."""
         self.voted_group.ready()
         with raising_lost_rank():
             return super().__call__(*arguments, **named)
@@ -64,9 +64,11 @@ class VotingReduceScatter(DefaultReduceScatter):
 def groups_of(
     model: nn.Module, embedding: nn.Module, head: nn.Module, layer_kinds: Collection[str]
 ) -> list[list[nn.Module]]:
-    """Modules whose parameters travel together, inner ones first: layers (by class name), what else holds parameters,
-    the embedding, the head. Tied ones share a group; what learns in another dtype than the rest of its layer does not,
-    as torch reduces a group's gradients in one."""
+    """Groups of modules whose parameters are gathered together, inner modules first: layers (by class name), other
+    modules with parameters, the embedding, the head.
+
+    An embedding and a head with tied weights are one group. A module that learns in another dtype than the rest of its
+    layer is a group of its own, because torch reduces the gradients of a group in one dtype."""
     ends = {id(parameter) for end in (embedding, head) for parameter in end.parameters()}
     taken = set(ends)
     groups: list[list[nn.Module]] = []
@@ -85,7 +87,7 @@ def groups_of(
 
 
 def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
-    """Modules in a layer that learn in another dtype than most of it: copies in the base's beside fp32 adapters."""
+    """Modules of a layer that learn in another dtype than most of it, such as copies in bf16 beside fp32 adapters."""
     counts = Counter(parameter.dtype for parameter in layer.parameters() if parameter.requires_grad)
     most = counts.most_common(1)[0][0] if counts else None
     return [
@@ -96,14 +98,14 @@ def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
 
 
 def _untaken(parameters: Iterator[Parameter], taken: set[int]) -> bool:
-    """Take those parameters; whether any of them was free."""
+    """Add the parameters to `taken`; True if any of them was not in it."""
     free = {id(parameter) for parameter in parameters} - taken
     taken |= free
     return bool(free)
 
 
 class ShardedModel:
-    """A model in shards: this rank's parts of what learns, their gradients, and the way back from a failed attempt."""
+    """A model whose weights are spread over ranks; holds this rank's part of every trainable parameter."""
 
     def __init__(
         self,
@@ -151,19 +153,19 @@ class ShardedModel:
         self._learning = [parameter for parameter in self._parameters if parameter.sharded_param.requires_grad]
         self._local_parameters = [Parameter(p.sharded_param.to_local().detach()) for p in self._learning]
         with host_region():
-            self._met = torch.zeros(len(self._learning), dtype=torch.uint8)
+            self._present = torch.zeros(len(self._learning), dtype=torch.uint8)
             self._squares = torch.zeros(1, dtype=torch.float64)
         self._squares_here = self._squares.numpy()
         """To write a number into a tensor allocates; into this it does not."""
-        self._met_here = self._met.numpy()
-        """Whether a parameter had a gradient on this rank; on any, once the ranks have met."""
-        self._standing_in = False
+        self._present_here = self._present.numpy()
+        """Whether a parameter had a gradient on this rank; after `sync_gradients`, on any rank."""
+        self._in_dummy = False
         for group in self._groups:
-            group.post_backward = self._noting(group)
+            group.post_backward = self._noting_gradients(group)
 
     def local_parameters(self) -> dict[str, Parameter]:
-        """This rank's part of everything that learns, by name in the model, in the model's order. An optimizer updates
-        them in place; a part may be empty."""
+        """This rank's part of every trainable parameter, by name, in the model's order. The optimizer updates parts in
+        place; a part may be empty."""
         by_id = {id(p.sharded_param): part for p, part in zip(self._learning, self._local_parameters, strict=True)}
         return {name: by_id[id(p)] for name, p in self.model.named_parameters() if id(p) in by_id}
 
@@ -173,21 +175,22 @@ class ShardedModel:
         return {name: cast(DTensor, p) for name, p in self.model.named_parameters() if id(p) in learning}
 
     def sync_gradients(self) -> None:
-        """After the last backward pass: give every part its gradient, the sum over ranks. What had one on no rank keeps
-        None, because an optimizer treats zero and None differently. Allocates nothing; all ranks call it.
+        """After the last backward: give every local parameter its part of the gradient summed over ranks. A parameter
+        that has a gradient on no rank keeps None, because an optimizer treats zero and None differently. Allocates
+        nothing; all ranks call it.
 
         Raises LostRankError.
         """
         with raising_lost_rank():
-            dist.all_reduce(self._met, op=dist.ReduceOp.MAX, group=self.voted_group.group)
-        for met, parameter, part in zip(self._met_here, self._learning, self._local_parameters, strict=True):
+            dist.all_reduce(self._present, op=dist.ReduceOp.MAX, group=self.voted_group.group)
+        for met, parameter, part in zip(self._present_here, self._learning, self._local_parameters, strict=True):
             gradient = parameter.sharded_param.grad
             part.grad = gradient.to_local() if met and gradient is not None else None
 
     def global_norm(self, norm_here: float) -> float:
-        """The norm over all ranks of a gradient whose parts have these norms.
+        """The norm over all ranks of gradients whose part on this rank has the norm `norm_here`.
 
-        Raises PeerFailedError where another rank could not work out its own.
+        Raises PeerFailedError where another rank failed before it had its own.
         """
         self._squares_here[0] = norm_here**2
         self.voted_group.ready()
@@ -196,16 +199,16 @@ class ShardedModel:
         return math.sqrt(self._squares_here[0])
 
     def drop_gradients(self) -> None:
-        """Of parts and of what they are parts of."""
-        self._met.zero_()
+        """Forget the gradients of local parameters, and of the full parameters that they are parts of."""
+        self._present.zero_()
         for parameter, part in zip(self._learning, self._local_parameters, strict=True):
             parameter.sharded_param.grad = part.grad = None
 
     def recover(self) -> None:
-        """After a failed attempt: nothing is gathered, in flight or accumulated any more. Allocates nothing.
+        """Free what a failed attempt has gathered, accumulated or left in flight. Allocates nothing.
 
-        torch's own reset leaves the gradients of gathered weights behind, and the storages of a gathering that failed
-        while it copied out.
+        torch's own reset keeps the gradients of gathered weights, and the storages of an all-gather that failed while
+        it copied out.
 
         Raises:
             LostRankError: this version of torch is not known; only a restart of all ranks can go on.
@@ -226,7 +229,7 @@ class ShardedModel:
 
     @contextmanager
     def forward_only(self, *, gathers_head: bool = False) -> Iterator[None]:
-        """Forward passes without a backward: every group is dropped after its use, the head at the end.
+        """Around forward passes without a backward: each group is dropped after its use, the head at the end.
 
         With `gathers_head` its weights are there all the time, for passes that call the model itself. A gathering that
         another rank cannot take part in raises PeerFailedError.
@@ -246,23 +249,23 @@ class ShardedModel:
 
     @contextmanager
     def dummy_micro_batch(self) -> Iterator[None]:
-        """Inside, what is computed counts for nothing: it only keeps the other ranks company."""
-        self._standing_in = True
+        """Around a dummy micro-batch: its gradients, all zero, do not count as present."""
+        self._in_dummy = True
         try:
             yield
         finally:
-            self._standing_in = False
+            self._in_dummy = False
 
-    def _noting(self, group: Any) -> Callable[..., None]:
-        """`post_backward` of a group that first notes which gradients there are: torch then adds zeros for the rest."""
+    def _noting_gradients(self, group: Any) -> Callable[..., None]:
+        """`post_backward` of a group that first notes which gradients are present: torch adds zeros for the rest."""
         post_backward = group.post_backward
         inside = set(map(id, group.fsdp_params))
         mine = [(index, parameter) for index, parameter in enumerate(self._learning) if id(parameter) in inside]
 
         def noting(*unused: Any) -> None:
             for index, parameter in mine:
-                if not self._standing_in and hasattr(parameter, "_unsharded_param"):
-                    self._met_here[index] |= parameter._unsharded_param.grad is not None
+                if not self._in_dummy and hasattr(parameter, "_unsharded_param"):
+                    self._present_here[index] |= parameter._unsharded_param.grad is not None
             post_backward(*unused)
 
         return noting

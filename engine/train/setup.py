@@ -1,6 +1,6 @@
-"""From a run spec to everything a step works on: data, model, loss, optimizer, budget. Built once, in this order.
+"""Builds what a run works on from its spec: data, model, loss, optimizer, micro-batch budget, in this order.
 
-Nothing here loops. Try: `tunedeck train -p demo -r demo`.
+Steps are not taken here. Try: `tunedeck train -p demo -r demo`.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def set_up(
     report: Callable[[RecoveredOom], None],
     ranks: Ranks = SINGLE_PROCESS,
 ) -> TrainingSetup:
-    """Prepare data, load the model, allocate optimizer state. Every phase is told to the journal.
+    """Prepare data, load the model, allocate optimizer state. Every phase is written to the journal.
 
     Raises:
-        DataError, UsageError, EnvironmentProblem, DoesNotFitError: from the rooms that do the work.
+        DataError, UsageError, EnvironmentProblem, DoesNotFitError: from the functions that do the work.
     """
     recipe = spec.recipe
     if ranks.size > 1:
@@ -112,7 +112,7 @@ def _step_context(
     report: Callable[[RecoveredOom], None],
     local_recoveries: LocalRecoveries,
 ) -> StepContext:
-    """What steps work on."""
+    """The context of the steps, with the optimizer's state allocated."""
     train, backoff, loaded, loss = spec.recipe.train, spec.recipe.backoff, strategy.loaded, strategy.loss
     guard = retry_on_oom(
         lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, local_recoveries.note
@@ -144,7 +144,7 @@ def _step_context(
 
 
 def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journal, ranks: Ranks) -> PreparedData:
-    """The tokenised data: made by rank 0 where it is not cached yet; the others then read what it made."""
+    """The tokenised data. Rank 0 makes it unless it is cached; then the other ranks read it from the cache."""
     check_packing(spec)
     made: list[PreparedData] = []
 
@@ -185,7 +185,7 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
 
 
 def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, MicroBatchCost]:
-    """The plan for the longest kept sequence, told to the journal, and the spec as the run starts it.
+    """Write the plan for the longest kept sequence to the journal; returns the spec that the run starts with.
 
     A tight plan starts with its remedies, except on the metered device: there a run starts as it is written, to show
     what happens, and nothing can be harmed.
@@ -198,7 +198,7 @@ def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tu
             "set train.micro_batch to a number you know to fit",
         )
         return spec, micro_batches
-    _tell_plan(micro_batches.plan, journal)
+    _write_plan(micro_batches.plan, journal)
     if micro_batches.plan.verdict != "tight" or device.simulated:
         return spec, micro_batches
     changes = ", ".join(f"{key} = {value}" for key, value in micro_batches.plan.remedies.items())
@@ -214,7 +214,7 @@ def flops_per_token(loaded: LoadedModel) -> float:
     return float(sum(4 * count + 2 * count * learns for count, learns in matrices))
 
 
-def _tell_plan(plan: Plan, journal: Journal) -> None:
+def _write_plan(plan: Plan, journal: Journal) -> None:
     told = plan.as_json()
     journal.write(
         "plan",

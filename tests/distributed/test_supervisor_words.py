@@ -7,7 +7,7 @@ import signal
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, SECONDS_TO_LEAVE, in_words
+from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, SECONDS_TO_LEAVE, describe_failures
 
 
 def ended(exit_code: int, *, after_seconds: int = 0) -> ProcessFailure:
@@ -33,5 +33,5 @@ def ended(exit_code: int, *, after_seconds: int = 0) -> ProcessFailure:
 def test_the_cause_is_named_and_not_those_it_took_along(
     failures: dict[int, ProcessFailure], size: int, words: str
 ) -> None:
-    said = in_words(failures, size)
+    said = describe_failures(failures, size)
     assert said.startswith(words) and ";" not in said.partition("(")[0]

@@ -1,7 +1,7 @@
 """What one optimizer step computes on this rank: gradients of its micro-batches, summed over ranks, clipped, applied.
 
-Any line here may run out of memory; what is done about it then is `engine.train.step.transaction`'s affair, which
-repeats these calls. `phase` and `in_flight` say what was being done.
+Any line here may run out of memory; `engine.train.step.transaction` handles that and repeats these calls. `phase` and
+`in_flight` say what was being done.
 
 The loss is the sum over target tokens divided by their number in the whole step, counted before the first forward; so
 any split into micro-batches, and over any number of ranks, gives the same gradient.
@@ -24,7 +24,7 @@ from engine.train.step.context import StepContext
 
 
 class StepComputation:
-    """The computing part of steps over `StepContext`; holds what the attempt in progress has come to."""
+    """The stages of a step; holds the loss, the norm and the peak of the attempt in progress."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -43,7 +43,7 @@ class StepComputation:
         takes."""
 
     def begin(self) -> None:
-        """A new attempt at a step."""
+        """Start a new attempt at a step."""
         self.phase, self.in_flight, self.peak_bytes = "forward", None, 0
 
     @property
@@ -54,9 +54,9 @@ class StepComputation:
     def accumulate(
         self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
     ) -> None:
-        """The gradients of this rank's micro-batches; its share of the step's loss into `mean_loss`."""
+        """Accumulate the gradients of this rank's micro-batches, and its share of the step's loss in `mean_loss`."""
         began = time.perf_counter()
-        # Only work on a micro-batch asks for memory here: a failure then has something to be made smaller.
+        # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
         total: torch.Tensor | None = None
         for group in plan:
             if group.members:
@@ -65,7 +65,7 @@ class StepComputation:
             else:
                 self._dummy_micro_batch(step)
         self.in_flight = None
-        # What a kernel has to complain about surfaces here, before other ranks are told that all went well.
+        # Waits for the device: errors of its kernels are raised here, before other ranks are told that all went well.
         self.mean_loss = 0.0 if total is None else float(total)
         self.busy_seconds = time.perf_counter() - began
 
@@ -90,7 +90,7 @@ class StepComputation:
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
     def apply(self, _plan: list[MicroBatch]) -> None:
-        """The optimizer's update; none where loss or gradients are not finite."""
+        """Take the optimizer's step, unless loss or gradients are not finite."""
         self.phase = "optimizer"
         if self.is_finite:
             self.context.guard.step()
@@ -109,14 +109,14 @@ class StepComputation:
             loss = context.loss(batch) / target_tokens
             self.phase = "backward"
             (loss * context.scaler.scale).backward()
-        # Elsewhere a reading shows nothing here: what was kept for backward is free again, and it costs a system call.
+        # On the plain CPU a reading shows nothing here, as activations are free again, and costs a system call.
         peak_bytes = context.device.memory().peak_bytes if context.measures else 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         context.budget.record_success(group.cost_bytes, max(0, peak_bytes - context.static_bytes))
         return loss.detach()
 
     def _dummy_micro_batch(self, step: int) -> None:
-        """A micro-batch that counts for nothing: others have one more than this rank, and gathering takes everybody."""
+        """Run the shortest sequence at zero weight, to join the collectives of a micro-batch that only others have."""
         context = self.context
         self.phase, self.in_flight = "forward", None
         batch = self._load(np.array([context.data.lengths.argmin()]))

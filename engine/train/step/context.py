@@ -1,6 +1,6 @@
 """What a step works on, made once per run.
 
-Plain data: `engine.train.setup` builds it, `engine.train.step.transaction` and what stands around the steps use it.
+Plain data: built by `engine.train.setup`, used by the step transaction, checkpoints and evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.train.strategy.base import Strategy
 
 @dataclass
 class StepContext:
-    """What a step works on; made once per run."""
+    """What the steps of a run share."""
 
     device: Device
     ranks: Ranks

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, as two numbers that roll back and are saved like any other.
+"""Loss scaling for fp16: two numbers, which roll back and are saved with the run state.
 
 Same rule as torch.amp.GradScaler (start 2^16, halve on overflow, double after 2000 clean steps), without its tensors on
 the device: the gradient norm, computed for clipping anyway, says whether a gradient overflowed.
@@ -30,19 +30,19 @@ class LossScaler:
 
     @property
     def can_back_off(self) -> bool:
-        """Whether a gradient that is not finite may be the scale's doing."""
+        """Whether a smaller scale may make the gradients finite."""
         return self.enabled and self.scale > SMALLEST_SCALE
 
     def overflowed(self) -> None:
-        """A gradient was not finite: the step is skipped and the scale halves."""
+        """Halve the scale, after a step that was skipped because a gradient was not finite."""
         self.scale, self.clean_steps = self.scale / 2, 0
 
     def succeeded(self) -> None:
-        """A step was applied."""
+        """Count an applied step; doubles the scale after enough of them."""
         self.clean_steps += 1
         if self.enabled and self.clean_steps >= GROWTH_INTERVAL:
             self.scale, self.clean_steps = self.scale * 2, 0
 
     def as_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The scaler's numbers, for a checkpoint."""
         return asdict(self)

@@ -59,7 +59,7 @@ def allocate_state(
 ) -> None:
     """Allocate all optimizer state, one parameter at a time, leaving every step counter at 0.
 
-    Each tensor of it is what `settle` makes of it, and so lives where that puts it.
+    `settle` is applied to each tensor of the state, and may move it elsewhere, such as to the host.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -130,11 +130,11 @@ class StepGuard:
 
     @property
     def can_undo(self) -> bool:
-        """Whether a step that fails half-way can be taken back without a checkpoint."""
+        """Whether a step that fails half-way can be undone without a checkpoint."""
         return self.takes_copy or self.never_allocates
 
     def read_counters(self) -> None:
-        """Take the step counters as they stand; call after state was put back from a checkpoint."""
+        """Remember the present step counters; call after state was read from a checkpoint."""
         self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
 
     def prepare(self) -> None:
@@ -162,7 +162,7 @@ class StepGuard:
         """Undo a step that raised, or that failed on another rank. True when weights and state are exactly as before
         it; may be repeated.
 
-        Without a copy the step counters are the witness: fused optimizers advance them before they touch a weight, so
+        Without a copy the step counters tell: fused optimizers advance them before they touch a weight, so
         counters that stand where they stood mean that nothing was applied.
         """
         if self._stepping and self.takes_copy:
@@ -175,13 +175,13 @@ class StepGuard:
         return True
 
     def _let_go(self) -> None:
-        """Of what was prepared for the step that is over."""
+        """Free the copies and the staging buffer of the finished step."""
         self._stepping = False
         self._copies = []
         self.host_state.give_room_back()
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Everything that a step changes."""
+        """All tensors that a step changes."""
         state = [tensor for _, tensor in state_tensors(self.optimizer, self._named)]
         return [parameter.data for _, parameter in self._named] + state
 
@@ -190,11 +190,11 @@ class StepGuard:
         return now != self._counters
 
     def forget(self) -> None:
-        """The failed step is undone: state came back from a checkpoint."""
+        """Forget the failed step, after weights and state were read from a checkpoint."""
         self._let_go()
         self.read_counters()
 
 
 def allocation_free(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step allocates nothing once its state is there."""
+    """Whether the optimizer's step allocates nothing once its state is allocated."""
     return isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)) and bool(optimizer.defaults.get("fused"))

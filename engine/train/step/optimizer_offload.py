@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: brought to the device a few parameters at a time for each step, and back.
+"""Optimizer state in host memory, moved to the device and back a few parameters at a time in each step.
 
 The optimizer itself does the arithmetic, on the device, tensor by tensor as it always does; so the numbers are the same
 to the bit. Room for the largest batch of state is taken before the first weight changes: from then on nothing more is
@@ -36,7 +36,7 @@ class HostState:
         return not any(state for state in self.optimizer.state.values())
 
     def move(self, *, to_host: bool) -> None:
-        """Bring all state to the host, or back. May run out of memory on the way back; the state is then as it was."""
+        """Move all state to the host, or back to the device. If memory runs out there, it stays on the host."""
         if to_host == self.on:
             return
         carry = self.device.download if to_host else self.device.upload
@@ -69,12 +69,12 @@ class HostState:
             self.give_room_back()
 
     def give_room_back(self) -> None:
-        """The step is over, or will not come."""
+        """Free the staging buffer of a step that is over or will not be taken."""
         self._stage = None
 
     @contextmanager
     def _on_device(self, batch: Sequence[Tensor]) -> Iterator[None]:
-        """The batch's state in the staging room; carried back only when the block ends well."""
+        """Inside, the batch's state is in the staging buffer; it is copied back only if the block raises nothing."""
         assert self._stage is not None
         staged: list[tuple[dict[str, Tensor], str, Tensor, Tensor]] = []
         offset = 0
@@ -98,7 +98,7 @@ class HostState:
 
     @contextmanager
     def _only(self, batch: Sequence[Tensor]) -> Iterator[None]:
-        """The optimizer sees these parameters and no others."""
+        """Inside, the optimizer steps these parameters and no others."""
         wanted = {id(parameter) for parameter in batch}
         groups = self.optimizer.param_groups
         before = [group["params"] for group in groups]

@@ -1,4 +1,4 @@
-"""Everything a step may change beside gradients and weights, put back when the step is redone or not applied.
+"""Restores random state and buffers, which a step changes beside weights, when the step is redone or not applied.
 
 Randomness is a function of (seed, step): it is set at the start of every attempt, so a retry, and a resume, draw what
 the undisturbed run drew. Buffers (BatchNorm statistics, router biases) are copied to the host before a step where they
@@ -33,23 +33,23 @@ class _Buffer:
 
     @property
     def was_replaced(self) -> bool:
-        """The module holds another tensor under this name than when it was last copied."""
+        """Whether the module holds another tensor under this name than when the buffer was last copied."""
         return self.module._buffers[self.key] is not self.tensor
 
     @property
     def moves(self) -> bool:
-        """Whether it changed, or may have, since the model was loaded."""
+        """Whether the buffer changed, or may have, since the model was loaded."""
         return self.changes_unseen or self.was_replaced or self.tensor._version != self.first_version
 
     def refresh(self, device: Device) -> None:
-        """Copy it, if it may have changed since it was last copied."""
+        """Copy the buffer to the host, if it may have changed since the last copy."""
         if self.was_replaced:
             self.tensor, self.copy, self.first_version = self._now(), None, -1
         if self.copy is None or self.changes_unseen or self.tensor._version != self.version:
             self.copy, self.version = device.download(self.tensor), self.tensor._version
 
     def restore(self) -> None:
-        """Put tensor and values back."""
+        """Restore the tensor and its values."""
         if self.copy is None:
             return
         self.module._buffers[self.key] = self.tensor
@@ -77,7 +77,7 @@ class Rollback:
         _seed_generators(self._drawn_from)
 
     def restore(self) -> None:
-        """Put back buffers and random state. May be repeated after a failure."""
+        """Restore buffers and random state. May be repeated after a failure."""
         with torch.no_grad():
             for buffer in self._buffers:
                 buffer.restore()
@@ -91,7 +91,7 @@ class Rollback:
                 yield buffer.name, tensor
 
     def load(self, saved: dict[str, torch.Tensor]) -> None:
-        """Put back what `moving` gave. Raises KeyError for a name this model does not have."""
+        """Restore the buffers that `moving` yielded. Raises KeyError for a name this model does not have."""
         known = {buffer.name: buffer for buffer in self._buffers}
         with torch.no_grad():
             for name, value in saved.items():
@@ -116,5 +116,5 @@ def _seed_generators(seed: int) -> None:
 
 
 def _mixed(seed: int, step: int) -> int:
-    """One 63-bit seed out of two numbers, far apart for neighbours (a multiplicative hash, Knuth vol. 3, 6.4)."""
+    """A 63-bit seed from two numbers, distant for neighbouring ones (a multiplicative hash, Knuth vol. 3, 6.4)."""
     return ((seed + 1) * 0x9E3779B97F4A7C15 ^ step * 0xBF58476D1CE4E5B9) & (2**63 - 1)

@@ -4,8 +4,9 @@
 gradients of the step are dropped, random state and buffers go back, a remedy is chosen, and the same sequences are
 redone. Nothing of the step is visible outside until it is over.
 
-With several ranks a step is a row of stages. Each ends in a vote on whether it succeeded everywhere; a failure on one
-rank costs every rank the attempt, and all go on with the same remedy. Micro-batches themselves need no other rank.
+A step is a sequence of stages. With several ranks each stage ends in a vote on whether it succeeded on all of them; a
+failure on one rank ends the attempt of all, and all go on with the same remedy. How ranks share the work of a step is
+up to the strategy (`engine.train.strategy`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StepOutcome:
 
 
 class CheckpointReloadRequired(Exception):
-    """An optimizer step failed half-way and there is no copy: the caller must reload the last checkpoint."""
+    """An optimizer step failed half-way and cannot be undone: the caller must reload the last checkpoint."""
 
 
 Stage = Callable[[list[MicroBatch]], None]
@@ -71,7 +72,7 @@ Tried = list[tuple[int, str]]
 
 
 class StepTransaction:
-    """Runs optimizer steps over `StepContext`."""
+    """Runs the optimizer steps of a run."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -142,7 +143,7 @@ class StepTransaction:
         return gathered
 
     def _facts(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
-        """What this rank says of a finished step."""
+        """This rank's measurements of a finished step, for the journal."""
         return {
             "micro_batches": sum(bool(group.members) for group in plan),
             "largest_micro_batch": _most_rows(plan),
@@ -156,8 +157,7 @@ class StepTransaction:
     def _run_with_recovery(
         self, step: int, samples: NDArray[np.int64], stages: Sequence[Stage], phase_prefix: str = ""
     ) -> list[MicroBatch]:
-        """Plan and run `stages` over this rank's `samples` until memory suffices on every rank; each failure costs its
-        attempt and nothing else."""
+        """Plan and run `stages` over this rank's `samples` until memory suffices on all ranks; returns the plan."""
         context = self.context
         tried: Tried = []
         retry_on_oom(lambda: context.rollback.take(step), "snapshot", context.device, self._reporter(step))
@@ -212,7 +212,7 @@ class StepTransaction:
             self.context.report(RecoveredOom(step, oom, remedy, attempt, rows_after, **change))
 
     def _finish_step(self, step: int) -> bool:
-        """Close the step: gradients dropped, the scaler told. True when an fp16 overflow skipped it."""
+        """Drop the gradients and update the loss scale. True when an fp16 overflow skipped the step."""
         context = self.context
         self.context.strategy.drop_gradients()
         if self.work.is_finite:
@@ -272,7 +272,7 @@ class StepTransaction:
         """Change the memory settings on all ranks, as the rank with the smallest failed micro-batch chooses; the name
         of the remedy."""
         context, smallest = self.context, smallest_failed(failed)
-        # What passes on one device says nothing of another: each rank has its own retries.
+        # A passing shortage on one device says nothing about another, so each rank has retries of its own.
         remedy = back_off(context, smallest, [name for rank, name in tried if rank == smallest.rank])
         if remedy is None:
             self._report(step, failed, "give_up", len(tried) + 1)
