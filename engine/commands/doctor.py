@@ -25,10 +25,11 @@ import typer
 
 from engine.commands.options import JsonOption, RunsOption, runs_folder
 from engine.commands.output import print_json, print_line
+from engine.launch.training_packages import INSTALL_COMMAND, TRAINING_PACKAGES, missing_packages
 
 HUB_TIMEOUT_SECONDS = 2.5
 LOW_DISK_BYTES = 20 * 2**30
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "textual", "pydantic")
+CONSOLE_PACKAGES = ("textual", "pydantic")
 OPTIONAL = {
     "liger-kernel": "fused loss on CUDA",
     "bitsandbytes": "adamw_8bit and nf4",
@@ -66,7 +67,7 @@ def doctor(
 
 def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
     """All findings. `runs` is the folder whose disk is checked."""
-    findings = [_python(), *_versions(), *_torch(), *_gpus()]
+    findings = [_python(), *_versions(), *([] if "torch" in missing_packages() else _torch()), *_gpus()]
     findings += [_hub_token(), *([_hub_access()] if ask_hub else []), _tmux(), _disk(runs)]
     return findings
 
@@ -78,12 +79,13 @@ def _python() -> Finding:
 
 def _versions() -> list[Finding]:
     findings = []
-    for package in PACKAGES:
+    for package in (*TRAINING_PACKAGES, *CONSOLE_PACKAGES):
         version = _version(package)
         if version:
             findings.append(Finding(package, "ok", version))
         else:
-            findings.append(Finding(package, "missing", "not installed", f"pip install {package}"))
+            fix = INSTALL_COMMAND if package in TRAINING_PACKAGES else f"pip install {package}"
+            findings.append(Finding(package, "missing", "not installed", fix))
     for package, purpose in OPTIONAL.items():
         version = _version(package)
         text = version or f"not installed; needed for: {purpose}"

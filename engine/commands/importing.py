@@ -16,10 +16,16 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Switch garbage collection off while the block imports, and exempt what it created from all later collections."""
+    """Switch garbage collection off while the block imports, and exempt what it created from all later collections.
+
+    Raises EnvironmentProblem when packages that train are not installed.
+    """
+    from engine.launch.training_packages import require_training_packages
+
     enabled = gc.isenabled()
     gc.disable()
     try:
+        require_training_packages()
         yield
     finally:
         gc.freeze()

@@ -18,6 +18,7 @@ from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectu
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, recorded_runs
+from engine.launch.training_packages import require_training_packages
 from engine.spec.check.devices import parse_device_indices, require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.load import Resolved, dump_run_spec, load_run_spec, override, resolve
@@ -94,8 +95,10 @@ def create_run(
     Raises:
         UsageError: the spec asks for what this version does not do, or for what would train wrongly.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
-        EnvironmentProblem: the folder cannot be written, or torch is too old for sharded weights.
+        EnvironmentProblem: the folder cannot be written, packages that train are not installed, or torch is too old for
+            sharded weights.
     """
+    require_training_packages()
     if not launched:
         require_launcher(spec)
     plan, notices = checked_plan(spec, folder, force=force)

@@ -36,6 +36,7 @@ from engine.journal.liveness import (
     record_engine,
     refuse_if_claimed,
 )
+from engine.launch.training_packages import require_training_packages
 from engine.spec.files.working_directory import working_directory
 
 _PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
@@ -73,8 +74,10 @@ def start_engine(
 ) -> subprocess.Popen[bytes]:
     """Start an engine on this run, in an OS session of its own, its output in `engine.log`.
 
-    Raises EnvironmentProblem when another engine works on the run, or the process cannot be started.
+    Raises EnvironmentProblem when another engine works on the run, packages that train are not installed, or the
+    process cannot be started.
     """
+    require_training_packages()
     refuse_if_claimed(directory)
     # Requests to an earlier engine are not meant for this one.
     control.clear_requests(directory)

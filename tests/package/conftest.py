@@ -77,15 +77,19 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 def installation(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Installation:
     """A fresh environment. Its dependencies are those of the environment that runs the tests, found through a .pth file
     (files of that kind in the other environment, so its editable installs, are not read)."""
-    folder = tmp_path_factory.mktemp("installation") / "venv"
+    return install(distributions.wheel, tmp_path_factory.mktemp("installation"), Path(sysconfig.get_path("purelib")))
+
+
+def install(wheel: Path, folder: Path, dependencies: Path) -> Installation:
+    """A fresh environment in `folder` with the wheel; its dependencies are what lies in another folder."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", str(distributions.wheel)], check=True)
+    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", str(wheel)], check=True)
     found = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     site_packages = Path(found.stdout.strip())
-    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site_packages / "dependencies.pth").write_text(f"{dependencies}\n")
     return Installation(python, folder / "bin" / "tunedeck", site_packages)

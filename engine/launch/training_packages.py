@@ -1,0 +1,33 @@
+"""Whether the packages that train are installed.
+
+`pip install tunedeck` brings the console and the commands that plan, which import none of them; `tunedeck[train]` adds
+them. What needs them asks here first, so that a user reads one sentence and no run directory is made.
+
+Try: `python -c "from engine.launch.training_packages import missing_packages; print(missing_packages())"`
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from engine.errors import EnvironmentProblem
+
+TRAINING_PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
+"""What `tunedeck[train]` adds."""
+
+INSTALL_COMMAND = "pip install 'tunedeck[train]'"
+"""Adds them to the installation at hand."""
+
+
+def missing_packages() -> list[str]:
+    """Training packages that are not installed. Imports none of them."""
+    return [name for name in TRAINING_PACKAGES if find_spec(name) is None]
+
+
+def require_training_packages() -> None:
+    """Raise EnvironmentProblem when a package that trains is not installed."""
+    missing = missing_packages()
+    if missing:
+        raise EnvironmentProblem(
+            f"this needs {', '.join(missing)}, which a light installation of Tunedeck leaves out", fix=INSTALL_COMMAND
+        )
