@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from engine.batching.budget import MicroBatchBudget
 from engine.budget.blocks import round_to_blocks
 from engine.device.metered import MeteredDevice
 from engine.journal.control import ControlInbox
@@ -27,6 +26,7 @@ from engine.train.loop import Ending, Training
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
+from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.recovery.oom_report import oom_reporter
 from engine.train.run_context import RunContext
 from engine.train.run_requests import RunRequests
@@ -176,10 +176,8 @@ class Rig:
         self._remember()
 
     def _remember(self) -> None:
-        context = self.context
         self._tensors = self._copies()
-        self._budget, self._scaler = context.budget.as_json(), context.scaler.as_json()
-        self._checkpointing, self._chunk_tokens = context.loaded.checkpointing, context.loss.chunk_tokens
+        self._memory, self._scaler = memory_as_json(self.context), self.context.scaler.as_json()
 
     def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
         trainable = self.context.loaded.trainable()
@@ -203,10 +201,8 @@ class Rig:
         with torch.no_grad():
             for name, tensor in self._live():
                 tensor.copy_(self._tensors[name])
-        context.budget, context.scaler = MicroBatchBudget.from_json(self._budget), LossScaler(**self._scaler)
-        context.loaded.set_checkpointing(self._checkpointing)
-        context.loss.chunk_tokens = self._chunk_tokens
-        context.active_remedies.clear()
+        adopt_memory(context, self._memory)
+        context.scaler = LossScaler(**self._scaler)
         context.guard.forget()
         training.state.become(RunState())
         training.checkpoints.last_saved = None

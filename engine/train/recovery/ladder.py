@@ -2,8 +2,10 @@
 
 A rung is a pure function of the failure and the state of the run. It returns new memory settings, or None when it has
 nothing to offer. No rung changes what is learned, except those that the recipe allows by name. The order is the
-recipe's: `backoff.ladder`, then `backoff.allow_learning_changes`. `back_off` applies what was chosen on all
-ranks: budget, settings and active remedies are broadcast by the rank that failed, and the other ranks adopt them.
+recipe's: `backoff.ladder`, then `backoff.allow_learning_changes`.
+
+`back_off` chooses and applies a remedy on the rank that failed. That rank broadcasts its memory settings, learned
+budget and active remedies, and the other ranks adopt them.
 
 Try: `pytest tests/train/recovery/test_ladder.py`
 """
@@ -138,8 +140,6 @@ RUNGS: dict[str, Callable[[BackoffContext], MemorySettings | None]] = {
     "optimizer_offload": optimizer_offload,
     "max_length": max_length,
 }
-LASTING = ("checkpointing", "chunk_loss", "activation_offload", "optimizer_offload", "max_length")
-"""Remedies that stay on until they are lifted. A cut is undone by the growth of the budget."""
 
 
 def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySettings] | None:
@@ -187,10 +187,10 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
     if chosen is None:
         return None
     name, settings = chosen
-    if name == "cut":
+    if name == "cut":  # undone by the growth of the budget, not by lifting it
         context.budget.cut(oom.cost_bytes, now.room_bytes, beside_co_tenant=now.beside_co_tenant)
     apply_settings(context, settings)
-    if name in LASTING:
+    if settings != now.settings and name != "cut":
         context.active_remedies.append(_active_remedy(name, now, settings, context))
     return name
 
