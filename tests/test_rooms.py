@@ -1,4 +1,4 @@
-"""The shape of the tree: no ring of imports, and the tests that docstrings name exist."""
+"""The shape of the tree: no ring of imports, nothing that is defined and never used, and tests that docstrings name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+import vulture
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,3 +28,15 @@ def test_no_files_import_each_other_in_a_ring() -> None:
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert sum(map(len, imported.values())) > 1000
     TopologicalSorter(imported).prepare()  # raises CycleError, which names the files of the ring
+
+
+CALLED_BY_LIBRARIES = ["do_*", "action_*", "on_*", "watch_*", "compose", "get_system_commands", "*Screen", "_*"]
+"""Textual calls these by name: screens from a table, actions from the table of keys."""
+
+
+def test_everything_defined_is_used_outside_tests() -> None:
+    """Functions, methods and classes only: fields of records are read by name (JSON, TOML)."""
+    search = vulture.Vulture(ignore_names=CALLED_BY_LIBRARIES, ignore_decorators=["@*.command"])
+    search.scavenge([ROOT / name for name in ("engine", "tui", "benchmarks", "profiles", "tunedeck.py")])
+    unused = [item for item in search.get_unused_code() if item.typ in ("function", "method", "class", "property")]
+    assert [f"{item.filename}:{item.first_lineno} {item.name}" for item in unused] == []
