@@ -12,7 +12,6 @@ Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -58,11 +57,10 @@ def residuals_for(profile: Profile) -> Residuals | None:
     """The worst of what earlier runs with this profile's kind of device measured; None without such runs."""
     if profile.device.kind != "cuda":
         return None
-    file = os.path.join(state_folder(), FILE)  # a new `Path` takes longer, as an exception does: every plan asks
-    if not os.access(file, os.R_OK):
+    file = calibration_file()
+    if not file.is_file():
         return None
-    stamp = os.stat(file).st_mtime_ns
-    fitting = [worst for key, worst in _entries(calibration_file(), stamp) if _fits(key, profile)]
+    fitting = [worst for key, worst in _entries(file, file.stat().st_mtime_ns) if _fits(key, profile)]
     return _worst(fitting) if fitting else None
 
 

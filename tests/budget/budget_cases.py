@@ -1,4 +1,4 @@
-"""The table that the closed form answers for: small models of every family, times everything a recipe can vary."""
+"""The cases that predictions are compared on: small models of every family, each trained in many ways."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def applies(family: str, way: str) -> bool:
 
 
 def spec_of(family: str, way: str, folder: Path, batch: int) -> RunSpec:
-    """The run spec of a cell."""
+    """The run spec of a family trained in one way."""
     chosen = WAYS[way]
     return run_spec(
         folder_of(FAMILIES[family], folder / family),

@@ -1,10 +1,8 @@
-"""The metered device as the judge of the budget: real runs with one per cent more memory than predicted, and one less.
+"""Real runs on the metered device with one per cent more memory than predicted, and with one per cent less.
 
-Each cell is a small model of a family with dimensions drawn at random, a way to train it and a shape. The whole engine
+Each case is a small model of a family with dimensions drawn at random, a way to train it and a shape. The whole engine
 trains it for two steps of two micro-batches: with the predicted peak + 1 % nothing may run out of memory, with - 1 %
-something must. A dozen cells are part of `make test`; all of them: `python -m benchmarks.capacity_runs`.
-
-Not a test module.
+something must. `make test` runs some of the cases, `python -m benchmarks.capacity_runs` all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from tests.budget.budget_cases import FAMILIES, WAYS, applies
 from tests.budget.metered_step import folder_of
 from tests.train.run_helpers import new_run, of_kind, train
 
-CELLS = 40
+CASES = 40
 SEED = 4
 MARGIN = 0.01
 STEPS, MICRO_BATCHES = 2, 2
@@ -31,8 +29,8 @@ LAYERS, WIDTHS = ("num_hidden_layers", "n_layer"), ("intermediate_size", "moe_in
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One judgement."""
+class CapacityCase:
+    """A small model, a way to train it, and a shape."""
 
     family: str
     way: str
@@ -45,14 +43,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CapacityResult:
     """Allocation failures in each of the two runs, whether both ended well, and the prediction beside the peak of the
     roomier run."""
 
     with_more: int
     with_less: int
     finished: bool
-    misses: int
+    missed_predictions: int
     """Warnings that the prediction was off, which here it is not, also for smaller micro-batches after a failure."""
     predicted_bytes: int
     measured_bytes: int
@@ -60,11 +58,11 @@ class Verdict:
     @property
     def right(self) -> bool:
         """Nothing failed with one per cent more, something did with one less, no run died of it, none complained."""
-        return self.finished and not self.with_more and self.with_less > 0 and not self.misses
+        return self.finished and not self.with_more and self.with_less > 0 and not self.missed_predictions
 
 
-def cells(count: int = CELLS, seed: int = SEED) -> Iterator[Cell]:
-    """Cells at random: each family and each way about equally often."""
+def capacity_cases(count: int = CASES, seed: int = SEED) -> Iterator[CapacityCase]:
+    """Random cases: each family and each way about equally often."""
     drawn = random.Random(seed)
     families, ways = list(FAMILIES), list(WAYS)
     for number in range(count):
@@ -75,31 +73,33 @@ def cells(count: int = CELLS, seed: int = SEED) -> Iterator[Cell]:
         family, way = families[number % len(families)], ways[number % len(ways)]
         while not applies(family, way):
             way = drawn.choice(ways)
-        yield Cell(family, way, drawn.randint(1, 4), drawn.randrange(64, 385), _resized(FAMILIES[family], drawn))
+        rows, length = drawn.randint(1, 4), drawn.randrange(64, 385)
+        yield CapacityCase(family, way, rows, length, _resized(FAMILIES[family], drawn))
 
 
-def judge(cell: Cell, folder: Path) -> Verdict:
-    """Both runs of a cell."""
-    peak_bytes = _predicted_bytes(cell, folder)
-    code, events = _run(cell, folder / "more", (1 + MARGIN) * peak_bytes)
-    code_less, events_less = _run(cell, folder / "less", (1 - MARGIN) * peak_bytes)
-    return Verdict(
+def run_case(case: CapacityCase, folder: Path) -> CapacityResult:
+    """Train a case with more memory than predicted, and with less."""
+    peak_bytes = _predicted_bytes(case, folder)
+    code, events = _run(case, folder / "more", (1 + MARGIN) * peak_bytes)
+    code_less, events_less = _run(case, folder / "less", (1 - MARGIN) * peak_bytes)
+    warnings = of_kind([*events, *events_less], "warning")
+    return CapacityResult(
         with_more=len(of_kind(events, "backoff")),
         with_less=len(of_kind(events_less, "backoff")),
         finished=code == code_less == 0,
-        misses=sum(event["code"] == "prediction_missed" for event in of_kind([*events, *events_less], "warning")),
+        missed_predictions=sum(event["code"] == "prediction_missed" for event in warnings),
         predicted_bytes=peak_bytes,
         measured_bytes=max((event["peak_bytes"] for event in of_kind(events, "step")), default=0),
     )
 
 
-def _predicted_bytes(cell: Cell, folder: Path) -> int:
-    spec = _spec(cell, folder / "predicted", 2.0**33)
-    return predict(find_architecture(spec), spec, rows=cell.rows, length=cell.length).peak_bytes
+def _predicted_bytes(case: CapacityCase, folder: Path) -> int:
+    spec = _spec(case, folder / "predicted", 2.0**33)
+    return predict(find_architecture(spec), spec, rows=case.rows, length=case.length).peak_bytes
 
 
-def _run(cell: Cell, folder: Path, capacity_bytes: float) -> tuple[int, list[dict[str, Any]]]:
-    return train(new_run(folder / "runs", _spec(cell, folder, capacity_bytes)))
+def _run(case: CapacityCase, folder: Path, capacity_bytes: float) -> tuple[int, list[dict[str, Any]]]:
+    return train(new_run(folder / "runs", _spec(case, folder, capacity_bytes)))
 
 
 def _resized(config: dict[str, Any], drawn: random.Random) -> dict[str, Any]:
@@ -113,18 +113,18 @@ def _resized(config: dict[str, Any], drawn: random.Random) -> dict[str, Any]:
     return {**config, **changed}
 
 
-def _spec(cell: Cell, folder: Path, capacity_bytes: float) -> RunSpec:
-    """Texts of exactly the cell's length; packed, two documents to a row."""
-    way = WAYS[cell.way]
+def _spec(case: CapacityCase, folder: Path, capacity_bytes: float) -> RunSpec:
+    """Texts of exactly the case's length; packed, two documents to a row."""
+    way = WAYS[case.way]
     folder.mkdir(parents=True, exist_ok=True)
-    batch = cell.rows * MICRO_BATCHES
+    batch = case.rows * MICRO_BATCHES
     packed = bool(way.data.get("packing"))
-    length = cell.length // 2 if packed else cell.length
+    length = case.length // 2 if packed else case.length
     samples = texts(folder, STEPS * batch * (1 + packed), length)
     recipe = {
         "name": "cell",
         "model": {
-            "id": str(folder_of(cell.config, folder / "model")), "tokenizer": "builtin:bytes", "init": "random",
+            "id": str(folder_of(case.config, folder / "model")), "tokenizer": "builtin:bytes", "init": "random",
             "dtype": way.dtype, **way.model,
         },
         "method": way.method,
@@ -132,7 +132,7 @@ def _spec(cell: Cell, folder: Path, capacity_bytes: float) -> RunSpec:
             "sources": [{"name": "main", "path": str(samples)}], "max_length": 2 * length if packed else length,
             **way.data,
         },
-        "train": {"max_steps": STEPS, "batch_size": batch, "micro_batch": cell.rows, **way.train},
+        "train": {"max_steps": STEPS, "batch_size": batch, "micro_batch": case.rows, **way.train},
         "checkpoint": {"every_minutes": 0},
     }  # fmt: skip
     device = {"kind": "metered", "memory_gib": capacity_bytes / 2**30}

@@ -116,21 +116,21 @@ def folder_of(config: dict[str, Any], folder: Path) -> Path:
 
 def measured_step(spec: RunSpec, rows: int, length: int, micro_batches: int = 1) -> tuple[int, int]:
     """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences on the metered device."""
-    with ready(spec) as bench:
-        bench.device.reset_peak()
-        bench.step(rows, length, micro_batches)
-        return bench.static_bytes, bench.device.memory().peak_bytes
+    with loaded_step(spec) as step:
+        step.device.reset_peak()
+        step.step(rows, length, micro_batches)
+        return step.static_bytes, step.device.memory().peak_bytes
 
 
 def measured_evaluation(spec: RunSpec, rows: int, length: int) -> int:
     """Peak bytes of the loss of one micro-batch without gradients."""
     import torch
 
-    with ready(spec) as bench, torch.no_grad():
-        bench.loaded.model.eval()
-        bench.device.reset_peak()
-        float(bench.loss(bench.batch(rows, length)))
-        return bench.device.memory().peak_bytes
+    with loaded_step(spec) as step, torch.no_grad():
+        step.loaded.model.eval()
+        step.device.reset_peak()
+        float(step.loss(step.batch(rows, length)))
+        return step.device.memory().peak_bytes
 
 
 def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) -> int:
@@ -138,17 +138,17 @@ def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) 
     import torch
     from transformers import GenerationConfig
 
-    with ready(spec) as bench, torch.no_grad():
-        bench.loaded.model.eval()
-        batch = bench.batch(rows, prompt)
+    with loaded_step(spec) as step, torch.no_grad():
+        step.loaded.model.eval()
+        batch = step.batch(rows, prompt)
         mask = torch.ones_like(batch.input_ids_BS)
         mask[0, : prompt // 2] = 0
         gc.collect()
-        bench.device.reset_peak()
+        step.device.reset_peak()
         images = dict(batch.images)
         if images.pop("position_ids", None) is not None:
-            images["mm_token_type_ids"] = (batch.input_ids_BS == bench.loaded.config.image_token_id).int()
-        bench.loaded.model.generate(
+            images["mm_token_type_ids"] = (batch.input_ids_BS == step.loaded.config.image_token_id).int()
+        step.loaded.model.generate(
             input_ids=batch.input_ids_BS,
             attention_mask=mask,
             **images,
@@ -156,12 +156,12 @@ def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) 
                 max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=1
             ),
         )
-        return bench.device.memory().peak_bytes
+        return step.device.memory().peak_bytes
 
 
 @dataclass
-class Bench:
-    """What a step needs, loaded on a device."""
+class LoadedStep:
+    """The model, loss and optimizer of a run, loaded on a device to run single steps."""
 
     spec: RunSpec
     device: Any
@@ -228,8 +228,8 @@ class Bench:
 
 
 @contextmanager
-def ready(spec: RunSpec) -> Iterator[Bench]:
-    """Model, loss and optimizer state, on the profile's device while inside."""
+def loaded_step(spec: RunSpec) -> Iterator[LoadedStep]:
+    """Load the model, loss and optimizer state on the profile's device, for as long as the context lasts."""
     from engine.device import open_device
     from engine.model.load import load_model
     from engine.model.loss import make_loss
@@ -248,4 +248,4 @@ def ready(spec: RunSpec) -> Iterator[Bench]:
         optimizer = build_optimizer(train, loaded.trainable())
         allocate_state(optimizer)
         gc.collect()
-        yield Bench(spec, device, loaded, loss, optimizer, device.memory().allocated_bytes)
+        yield LoadedStep(spec, device, loaded, loss, optimizer, device.memory().allocated_bytes)

@@ -10,7 +10,7 @@ import pytest
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
-from tests.budget.metered_step import QWEN3_MOE, folder_of, measured_step, ready, run_spec
+from tests.budget.metered_step import QWEN3_MOE, folder_of, loaded_step, measured_step, run_spec
 
 MIXED = {**QWEN3_MOE, "num_hidden_layers": 5, "mlp_only_layers": [0, 3], "intermediate_size": 1024}
 
@@ -30,7 +30,7 @@ def test_their_peak_is_predicted(method: dict[str, Any], checkpointing: bool, tm
 
 def test_adapters_that_would_land_on_the_experts_instead_are_refused(tmp_path: Path) -> None:
     spec = run_spec(folder_of(MIXED, tmp_path), method={"rank": 8}, train={"batch_size": 4})
-    with pytest.raises(UsageError, match="fused experts instead") as refused, ready(spec):
+    with pytest.raises(UsageError, match="fused experts instead") as refused, loaded_step(spec):
         """Loading is enough."""
     assert "attention" in refused.value.fix
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.simulate.step import simulate_step
-from tests.budget.metered_step import GEMMA2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, folder_of, ready, run_spec
+from tests.budget.metered_step import GEMMA2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, folder_of, loaded_step, run_spec
 from tests.device.test_conformance import Allocator
 
 CPU = {"kind": "cpu", "memory_gib": 4.0}
@@ -44,7 +44,7 @@ def test_it_holds_what_the_allocator_was_asked_for(
     tables = {"method": method, "model": {"dtype": "float32"}, "train": {**train, "batch_size": ROWS * MICRO_BATCHES}}
     spec = run_spec(folder_of(config, tmp_path), CPU, **tables)
     simulated = simulate_step(spec, rows=ROWS, length=LENGTH)
-    with ready(spec) as bench:
+    with loaded_step(spec) as bench:
         bench.step(ROWS, LENGTH, MICRO_BATCHES)  # warm: what is made once is no part of the comparison
         gc.collect()
         seen = Allocator(lambda: bench.step(ROWS, LENGTH, MICRO_BATCHES))

@@ -1,6 +1,6 @@
 """The facts of a decoder that decide its memory, read from the contents of a `config.json`, without its weights.
 
-Where a config is found is `engine.budget.architecture.lookup`; parameter names and shapes follow from these facts in
+Configs are found in `engine.budget.architecture.lookup`; parameter names and shapes follow from the facts in
 `engine.budget.architecture.parameters`.
 
 Try: `python -c "from engine.budget.architecture.lookup import *; print(find_config('builtin:tiny'))"`
@@ -52,9 +52,9 @@ class Architecture:
     sliding_layers: tuple[bool, ...] = ()
     """For each layer, whether it attends within the window only; empty without one."""
     rotary_share: float = 1.0
-    """Part of each head that is turned by position."""
+    """Share of each head that the rotary embedding rotates."""
     rotary_tables: int = 1
-    """How many pairs of rotary tables a forward pass makes: one for all layers, or one for each kind."""
+    """Pairs of rotary tables that a forward pass makes: one for all layers, or one for each kind of layer."""
     buffers: int = 2
     """Small tensors that are not parameters: frequencies of the rotary tables, twice each, and Gemma's scale."""
     attention_softcap: float | None = None
@@ -65,7 +65,7 @@ class Architecture:
     dense_layers: tuple[bool, ...] = ()
     """For each layer, whether it has a plain feed-forward half among layers of experts; empty where none has."""
     vision_encoder: VisionEncoder | None = None
-    """Of a vision-language model; the rest of these facts are then its decoder's."""
+    """The vision encoder of a vision-language model, whose other facts are those of its decoder."""
     rotary_by_row: bool = False
     """Every row has rotary tables of its own."""
     default_attention: str = "sdpa"
@@ -111,8 +111,10 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def _with_vision_encoder(model_type: str, config: Mapping[str, Any]) -> Architecture:
-    """Published Qwen configs keep the decoder's keys at the top, Gemma's and those saved by transformers 5 in a table
-    of their own; whether embeddings are tied is said in either place."""
+    """Read a vision-language config.
+
+    Published Qwen configs keep the decoder's keys at the top; Gemma's, and those saved by transformers 5, in a table of
+    their own. Tied embeddings are declared in either place."""
     text = dict(config.get("text_config") or {})
     decoder = from_config({**config, **text, "model_type": VISION_ENCODERS[model_type][0]})
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
@@ -195,20 +197,22 @@ def _sliding_layers(family: Family, facts: Mapping[str, Any]) -> tuple[bool, ...
 
 
 def _rotary_share(facts: Mapping[str, Any]) -> float:
-    """Phi-4-mini turns three quarters of each head; the key moved into rope_parameters with transformers 5."""
+    """The share of each head that is rotated: three quarters in Phi-4-mini. Since transformers 5 the key is in
+    rope_parameters."""
     rope = facts.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)))
 
 
 def _dense_layers(facts: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Qwen3-MoE names them in mlp_only_layers, and has experts in every decoder_sparse_step-th layer only."""
+    """Which layers have no experts: Qwen3-MoE names them in mlp_only_layers, and has experts only in every
+    decoder_sparse_step-th layer."""
     named, step = facts.get("mlp_only_layers", ()), int(facts.get("decoder_sparse_step", 1))
     dense = tuple(layer in named or (layer + 1) % step != 0 for layer in range(int(facts["num_hidden_layers"])))
     return dense if any(dense) else ()
 
 
 def _experts(facts: Mapping[str, Any]) -> Experts:
-    """Mixtral and gpt-oss say num_local_experts, Qwen3-MoE num_experts."""
+    """The experts: their number is num_local_experts in Mixtral and gpt-oss, num_experts in Qwen3-MoE."""
     return Experts(
         count=int(facts["num_experts"] if "num_experts" in facts else facts["num_local_experts"]),
         per_token=int(facts["num_experts_per_tok"]),
@@ -217,7 +221,7 @@ def _experts(facts: Mapping[str, Any]) -> Experts:
 
 
 def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
-    """GPT-2's own key names: n_embd, n_layer, n_head, n_positions; every linear layer and norm has a bias."""
+    """Read a GPT-2 config, which has key names of its own; every linear layer and norm of GPT-2 has a bias."""
     hidden, heads = int(config["n_embd"]), int(config["n_head"])
     return Architecture(
         model_type="gpt2",

@@ -23,7 +23,7 @@ class Family:
 
     layout: Layout = "llama"
     qkv_bias: bool = False
-    """Bias on the query, key and value projections; None-like "as the config says" is spelled by `bias_key`."""
+    """The query, key and value projections have biases, whatever the config says."""
     bias_key: str | None = None
     """Config key that switches the biases of all four attention projections."""
     mlp_bias_key: str | None = None
@@ -33,15 +33,15 @@ class Family:
     wide_norm: bool = False
     """RMSNorm multiplies by its weight in fp32, before the cast."""
     full_every: int | None = None
-    """Of the layers of a model with a sliding window, every so many attend to everything; None: not one does."""
+    """In a model with a sliding window, one layer in so many attends to all positions; None: no layer does."""
     rotary_by_kind: bool = False
     """Full and sliding layers have rotary tables of their own."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by a number, which is a buffer."""
     rotary_by_row: bool = False
-    """Every row has rotary tables of its own: positions have three axes, on which images lie."""
+    """Every row has rotary tables of its own, because images give positions three axes."""
     default_attention: Literal["sdpa", "eager"] = "sdpa"
-    """What transformers picks when nothing is asked for: gpt-oss has no sdpa path."""
+    """The kernel that transformers chooses by default: gpt-oss has no sdpa path."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 

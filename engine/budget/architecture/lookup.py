@@ -51,7 +51,7 @@ def _config_file(model: str, revision: str | None) -> Path | None:
     if model.startswith(BUILTIN_PREFIX):
         return None
     local = os.path.expanduser(model) if model.startswith("~") else model
-    if _is_folder(local):
+    if os.path.isdir(local):
         return Path(local, "config.json")
     if os.path.isabs(local) or model.startswith("."):
         raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
@@ -115,7 +115,7 @@ def shipped_entries() -> Iterator[dict[str, Any]]:
 def _cached_config(model: str, revision: str | None) -> Path | None:
     """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
     repository = f"{_hub_cache()}/models--{model.replace('/', '--')}"
-    if not _is_folder(repository):
+    if not os.path.isdir(repository):
         return None
     reference = Path(repository, "refs", revision or "main")
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
@@ -123,23 +123,13 @@ def _cached_config(model: str, revision: str | None) -> Path | None:
     return config if commit and config.is_file() else None
 
 
-def _is_folder(path: str) -> bool:
-    """As `os.path.isdir`, which takes twice as long to say no: every plan asks, and nothing is there as a rule."""
-    return os.access(path, os.F_OK) and os.path.isdir(path)
-
-
 def _hub_cache() -> str:
     """Where huggingface_hub keeps repositories: $HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
     given = os.environ.get("HF_HUB_CACHE")
     if given is not None:
         return os.path.expanduser(given)
-    return _default_hub_cache(os.environ.get("HF_HOME"), os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
-
-
-@lru_cache(maxsize=8)
-def _default_hub_cache(given: str | None, caches: str | None, _home: str | None) -> str:
-    """By what it depends on, the home folder among it: every plan asks."""
-    home = given or os.path.join(caches or "~/.cache", "huggingface")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(caches, "huggingface")
     return os.path.join(os.path.expanduser(home), "hub")
 
 

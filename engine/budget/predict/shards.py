@@ -58,7 +58,7 @@ class Shards:
     table: Group
     """The embedding, with the head where that is tied to it."""
     layers: tuple[Group, ...]
-    beside: tuple[Group, ...]
+    small: tuple[Group, ...]
     """Small modules, each a group: position tables, and last the norm behind the layers."""
     head: Group | None
     """The head; None where it is tied."""
@@ -68,7 +68,7 @@ class Shards:
     @property
     def outer(self) -> tuple[Group, ...]:
         """All groups but the layers."""
-        return (self.table, *self.beside, *([self.head] if self.head else []))
+        return (self.table, *self.small, *([self.head] if self.head else []))
 
     def forward(self, layer: int) -> int:
         """Gathered bytes and buffers while a layer's forward pass runs."""
@@ -76,13 +76,13 @@ class Shards:
 
     def loss(self) -> int:
         """Gathered bytes and buffers while the loss is computed."""
-        kept = sum(group.gathered for group in (*self.layers, *self.beside)) if self.keeps else 0
-        ends = self.head.flat + self.head.gathered if self.head else self.beside[-1].flat
+        kept = sum(group.gathered for group in (*self.layers, *self.small)) if self.keeps else 0
+        ends = self.head.flat + self.head.gathered if self.head else self.small[-1].flat
         return kept + ends + self._table_held
 
     def backward(self, layer: int) -> int:
         """Gathered bytes and buffers while a layer's backward pass runs."""
-        behind = self.layers[layer + 1].reduced if layer + 1 < len(self.layers) else self.beside[-1].reduced
+        behind = self.layers[layer + 1].reduced if layer + 1 < len(self.layers) else self.small[-1].reduced
         coming = 0 if self.keeps else self.layers[layer - 1].flat if layer else 0
         return self._kept_up_to(layer) + coming + behind + self._table_held
 
@@ -131,7 +131,7 @@ def shards_of(arch: Architecture, config: MemoryConfig, ranks: int, *, keeps: bo
     of_kind = {kind: _group(_layer_values(arch, config, kind), config, ranks) for kind in stack.kinds}
     outer = {p.name: p for p in outer_parameters(arch)}
     table = outer_parameters(arch)[0]
-    beside = dict.fromkeys(p.module for p in outer.values() if p.name not in (table.name, HEAD))
+    small = dict.fromkeys(p.module for p in outer.values() if p.name not in (table.name, HEAD))
 
     def group(parameters: Iterable[Parameter]) -> Group:
         return _group(_outer_values(arch, config, parameters), config, ranks)
@@ -139,7 +139,7 @@ def shards_of(arch: Architecture, config: MemoryConfig, ranks: int, *, keeps: bo
     return Shards(
         group([table]),
         tuple(of_kind[kind] for kind in stack.layers),
-        tuple(group(p for p in outer.values() if p.module == module) for module in beside),
+        tuple(group(p for p in outer.values() if p.module == module) for module in small),
         group([outer[HEAD]]) if HEAD in outer else None,
         keeps,
     )
@@ -159,9 +159,10 @@ def held_by_a_rank(arch: Architecture, config: MemoryConfig, ranks: int) -> Tens
 
 
 def _layer_values(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> Iterator[Value]:
-    chosen = kind.trainable
-    for parameter in layer_parameters(arch, chosen.dense):
-        yield from _values(parameter, config, parameter.name in chosen.trained, parameter.name in chosen.adapted)
+    trainable = kind.trainable
+    for parameter in layer_parameters(arch, trainable.dense):
+        name = parameter.name
+        yield from _values(parameter, config, name in trainable.trained, name in trainable.adapted)
 
 
 def _outer_values(arch: Architecture, config: MemoryConfig, parameters: Iterable[Parameter]) -> Iterator[Value]:

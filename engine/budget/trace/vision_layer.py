@@ -1,6 +1,6 @@
 """One layer of a vision encoder, written like its modelling file; a token of the trace is a patch.
 
-How layers follow each other is `engine.budget.predict.vision`.
+Layers are put together in `engine.budget.predict.vision`.
 
 Try: `python -m pytest tests/budget/test_vision.py`
 """
@@ -34,7 +34,7 @@ from engine.budget.trace.weights import Weights
 
 
 class VisionLayer(Weights):
-    """One layer, written like its modelling file; a token of the trace is a patch."""
+    """A layer of a vision encoder; which of its weights are trained or adapted decides what its operations save."""
 
     def __init__(self, trace: MemoryTrace, encoder: VisionEncoder, config: MemoryConfig, trainable: Trainable) -> None:
         super().__init__(trace, config, trainable, vision_layer_parameters(encoder), transposed=False)
@@ -83,7 +83,7 @@ class VisionLayer(Weights):
         return turned_query, turned_key
 
     def feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """Gated in Qwen2.5-VL, plain in the others."""
+        """The feed-forward half: gated in Qwen2.5-VL, plain in the other encoders."""
         if self.encoder.kind == "qwen2_5_vl":
             gate = activation(self.trace, self.linear("mlp.gate_proj", x))
             return self.linear("mlp.down_proj", multiply(self.trace, gate, self.linear("mlp.up_proj", x)))
@@ -108,7 +108,7 @@ def norm_of(weights: Weights, name: str, x: TracedTensor) -> TracedTensor:
 
 @lru_cache(maxsize=64)
 def attending(encoder: VisionEncoder) -> Architecture:
-    """What attention asks of an architecture, with the tower's numbers."""
+    """The facts of an architecture that attention asks for, with the encoder's numbers."""
     return Architecture(
         model_type=encoder.kind,
         layout="llama",

@@ -1,6 +1,6 @@
-"""The weights of one layer in a trace, and what is computed with them: which learn decides what is kept.
+"""The weights of one layer in a memory trace, and its linear layers: trained weights decide what is saved.
 
-Which operations a layer consists of is `engine.budget.trace.layer` and `engine.budget.predict.vision`.
+The operations of layers are in `engine.budget.trace.layer` and `engine.budget.trace.vision_layer`.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -19,7 +19,7 @@ from engine.budget.trace.trainable import Trainable
 
 
 class Weights:
-    """Parameters by their names relative to the layer. `transposed`: linear weights are [inputs, outputs]."""
+    """The parameters of a layer, by names relative to it. `transposed`: linear weights are [inputs, outputs]."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Weights:
         if parameter.name not in self.trainable.adapted:
             return self._base(module, parameter, x, merged)
         layer = AdaptedLayer(*self._shape(parameter), f"{module}.bias" in self.parameters, merged)
-        # Nested, so that what the base gives is let go of as soon as the sum with it is made.
+        # Nested, so that the base's output is freed as soon as the sum with it is made.
         return adapted(self.trace, self.config, layer, x, self._base(module, parameter, x, merged))
 
     def _base(self, module: str, parameter: Parameter, x: TracedTensor, merged: int) -> TracedTensor:
-        """The layer's own weight and bias."""
+        """The linear layer without its adapter."""
         trace, bias = self.trace, self.bias(module)
         weight, trained = self.parameter(parameter.name)
         outputs = -(-self._shape(parameter)[0] // merged)
@@ -55,7 +55,7 @@ class Weights:
         return linear(trace, x, outputs, weight, trained, bias, self._unpacked(parameter))
 
     def _unpacked(self, parameter: Parameter) -> int:
-        """Bytes of a quantised weight while it is multiplied with; 0 of one that is as it is used."""
+        """Bytes of a quantised weight unpacked; 0 for weights that are not quantised."""
         return parameter.elements * self.config.base_bytes if self.config.quantized else 0
 
     def weight(self, module: str) -> tuple[int, bool]:
@@ -68,7 +68,7 @@ class Weights:
         return size if trained else 0
 
     def parameter(self, name: str) -> tuple[int, bool]:
-        """The same of any of the parameters."""
+        """Bytes of a parameter's gradient, and whether it is trained."""
         parameter = self.parameters.get(name)
         if parameter is None:
             return 0, False
