@@ -96,7 +96,7 @@ def test_a_damaged_file_is_no_calibration_and_is_written_anew(text: str) -> None
 
 def test_plan_says_where_its_figures_come_from() -> None:
     def said(name: str) -> str:
-        return CliRunner().invoke(app, ["plan", "-p", name, "-r", "lora"]).stdout
+        return " ".join(CliRunner().invoke(app, ["plan", "-p", name, "-r", "lora"]).stdout.split())
 
     assert "typical values" in said("80gb")
     record(H100, SEEN)
