@@ -27,7 +27,7 @@ class PeerFailedError(Exception):
 
 
 class VotedGroup:
-    """Ranks that launch collectives together; all of them cast the same votes in the same order."""
+    """Ranks that launch collectives together. All of them vote at the same places in the same order."""
 
     def __init__(
         self, group: dist.ProcessGroup, host_region: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -42,7 +42,7 @@ class VotedGroup:
         """Cast so far."""
 
     def ready(self) -> None:
-        """This rank is ready for the next collective. Allocates nothing.
+        """Vote that this rank is ready for the next collective. Allocates nothing.
 
         Raises:
             PeerFailedError: another rank is not, and will not take part in it.
@@ -58,7 +58,7 @@ class VotedGroup:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def run_together(self, action: Callable[[], None]) -> bool:
-        """Run `action`, whose collectives are preceded by `ready`, on all ranks; whether it went through everywhere.
+        """Run `action`, whose collectives are preceded by `ready`, on all ranks; True if no rank failed.
 
         What it raises here is raised here, once the others know; where another rank failed the answer is False, and
         nothing of the attempt is kept alive.

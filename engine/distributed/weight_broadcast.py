@@ -1,5 +1,5 @@
-"""Weights on their way between one rank's host memory and the shards of all: out when a model is loaded, back when it
-is saved. One tensor at a time, through host memory on every rank; no device ever holds more than it trains with.
+"""Moves weights between rank 0's host memory and the shards of all ranks: out when a model is loaded, back when it is
+saved. One tensor at a time, through host memory on every rank, so that no device holds more than it trains with.
 
 Try: `pytest tests/distributed/test_sharded_model.py`
 """
@@ -28,7 +28,7 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.f
 
 
 class WeightBroadcaster:
-    """Gives modules rank 0's weights and buffers. Elsewhere they are without memory (meta) until then."""
+    """Fills modules with rank 0's weights and buffers. On other ranks these have no memory (meta) until then."""
 
     def __init__(self, ranks: Ranks, voted_group: VotedGroup, device: Device) -> None:
         self._ranks, self._joint, self._device = ranks, voted_group, device
@@ -87,7 +87,7 @@ def gather_on_rank0(
 
 
 def _gathered(tensor: DTensor, ranks: Ranks, voted_group: VotedGroup, device: Device) -> Tensor | None:
-    """torch cuts the first dimension into equal parts, of which the last may be smaller or empty."""
+    """Gather the parts of one tensor on rank 0. torch cuts the first dimension; the last part may be smaller."""
     rows = -(-tensor.shape[0] // ranks.size)
     part = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype)
     here = tensor.to_local()
@@ -101,5 +101,5 @@ def _gathered(tensor: DTensor, ranks: Ranks, voted_group: VotedGroup, device: De
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory: gloo need not know the dtype."""
+    """The same memory as bytes, because gloo does not know every dtype."""
     return tensor.view(-1).view(torch.uint8)

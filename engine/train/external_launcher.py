@@ -67,7 +67,7 @@ class Task:
 
 
 class RefusedError(TunedeckError):
-    """Rank 0 cannot begin; it has said why."""
+    """Rank 0 cannot begin and has reported why."""
 
 
 def train_launched(spec: RunSpec, seat: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
@@ -78,7 +78,7 @@ def train_launched(spec: RunSpec, seat: LauncherRank, settle: Callable[[], Task]
 
     def work(ranks: Ranks) -> int:
         try:
-            task = _told(ranks, settle)
+            task = _broadcast_task(ranks, settle)
             place = RunDirectory(Path(task.path))
             if task.ended is not None:
                 return task.ended
@@ -141,8 +141,8 @@ def _ended(place: RunDirectory, offset: int) -> int | None:
     return int(ends[-1]["exit_code"]) if ends else None
 
 
-def _told(ranks: Ranks, settle: Callable[[], Task]) -> Task:
-    """Rank 0's task on every rank; what keeps rank 0 from one is raised on every rank."""
+def _broadcast_task(ranks: Ranks, settle: Callable[[], Task]) -> Task:
+    """Broadcast rank 0's task; an error on rank 0 is raised on every rank."""
     mine: dict[str, Any] = {}
     problem: TunedeckError | None = None
     if ranks.is_rank0:
@@ -189,12 +189,12 @@ def _lead(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task, as_
     spec = load_run_spec(place.run_toml, own=True)
     with _shown(place, as_json), claim(place):
         if task.resume and seat.may_resume:
-            _tell_of_restart(place, seat)
+            _write_restart(place, seat)
         try:
             status, code = run_rank0(RunStart(spec, place, ranks, task.resume, task.from_step))
         except (LostRankError, torch.AcceleratorError) as lost:
             traceback.print_exc()
-            _tell_of_loss(place, seat, lost)
+            _write_loss(place, seat, lost)
             raise
         ranks.mark_finished()
         if status in EXIT_CODES:
@@ -225,11 +225,11 @@ def _leave_together(ranks: Ranks) -> None:
 
 
 def _say_loss(seat: LauncherRank, error: Exception) -> None:
-    """On the launcher's terminal, where a traceback has no place."""
+    """Print the error as one line on the launcher's terminal."""
     sys.stderr.write(f"tunedeck: rank {seat.rank}: {visible(str(error).splitlines()[0])}\n")
 
 
-def _tell_of_restart(place: RunDirectory, seat: LauncherRank) -> None:
+def _write_restart(place: RunDirectory, seat: LauncherRank) -> None:
     left = f", {seat.restarts_left} more to come" if seat.launcher == "torchrun" else ""
     with EventWriter(place) as writer:
         writer.write(
@@ -240,8 +240,8 @@ def _tell_of_restart(place: RunDirectory, seat: LauncherRank) -> None:
         )
 
 
-def _tell_of_loss(place: RunDirectory, seat: LauncherRank, lost: LostRankError | torch.AcceleratorError) -> None:
-    """Before the launcher starts the ranks again; where it will not, the run ends here."""
+def _write_loss(place: RunDirectory, seat: LauncherRank, lost: LostRankError | torch.AcceleratorError) -> None:
+    """Write that a rank is lost; the end of the run where the launcher will not restart the ranks."""
     text = lost.found if isinstance(lost, LostRankError) else f"rank 0's device needs a new process: {lost}"
     with EventWriter(place) as writer:
         if seat.restarts_left > 0:

@@ -66,7 +66,7 @@ class Training:
         """The step of this process that held most."""
 
     def resume(self, from_step: int | None) -> None:
-        """Go on from the newest sound checkpoint (at or before `from_step`); from the beginning where there is none."""
+        """Resume from the newest undamaged checkpoint (at or before `from_step`), else from the beginning."""
         checkpoint = self.checkpoints.newest(not_after=from_step)
         if checkpoint is None:
             self.journal.write("resumed", step=0, **{"from": "the beginning"})
@@ -91,12 +91,12 @@ class Training:
         return self._finish()
 
     def _asked_to_end(self) -> bool:
-        """What rank 0 was asked, on every rank."""
+        """Whether rank 0 was asked to end the run; on every rank."""
         self.requests.poll()
         return self.requests.adopt(self.ranks.broadcast_object(self.requests.as_json()))
 
     def probe(self) -> None:
-        """The dearest shapes the data can produce, before the first step."""
+        """Run the dearest micro-batch that the data can produce, before the first step."""
         self.journal.phase("probing")
         lengths = self.context.data.lengths
         most = min(len(lengths), self.setup.spec.recipe.train.batch_size)
@@ -104,7 +104,7 @@ class Training:
         self.transaction.probe(self.state.step + 1, longest)
 
     def one_step(self) -> None:
-        """The next optimizer step, and its line in the journal."""
+        """Take the next optimizer step, and write its line in the journal."""
         began = time.perf_counter()
         step = self.state.step + 1
         rate = set_learning_rates(self.context.optimizer, self.setup.schedule.factor(step))
@@ -189,7 +189,7 @@ class Training:
         return self.context.device.kind == "cuda" and time.monotonic() - self._gpu_read_at >= GPU_SECONDS
 
     def _read_gpus(self) -> None:
-        """Every rank's reading of its own card; those of several machines are numbered by rank."""
+        """Write every rank's readings of its own GPU; on several machines GPUs are numbered by rank."""
         self._gpu_read_at = time.monotonic()
         here = [{name: getattr(reading, name) for name in GPU_FIELDS} for reading in self.context.device.readings()]
         several_machines = self.setup.spec.profile.nodes.count > 1
@@ -212,12 +212,12 @@ class Training:
         return Ending("done", "early stopping" if self._stop_early else "", result)
 
     def evaluate(self) -> None:
-        """Score the weights as they are; may be what ends the run early."""
+        """Score the weights as they are; sets the flag for early stopping."""
         if self.evaluator.evaluate():
             self._stop_early = self.evaluator.out_of_patience
 
     def _go_back_to(self, checkpoint: Checkpoint) -> None:
-        same_length = self.checkpoints.go_back_to(checkpoint)
+        same_length = self.checkpoints.restore_checkpoint(checkpoint)
         # A run that is made longer after it stopped early goes on; one that was killed while it ended does not.
         self._stop_early = same_length and self.evaluator.out_of_patience
 
@@ -227,7 +227,7 @@ class Training:
         return self.state.samples_due - self.state.samples
 
     def measured(self) -> dict[str, Any]:
-        """What memory was made of at the highest peak so far, by component; a prediction that missed is warned of."""
+        """What held memory at the highest peak so far, by component; warns where the prediction missed."""
         found = measured(self.context, self.peak)
         missed = miss(found)
         if missed:
@@ -235,7 +235,7 @@ class Training:
         return found
 
     def _reload_last(self) -> None:
-        """An optimizer step failed half-way with nothing to undo it: go back to the last checkpoint."""
+        """Restore the last checkpoint, after an optimizer step that failed half-way and could not be undone."""
         checkpoint = self.checkpoints.newest()
         self._reloads += 1
         if checkpoint is None:

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, written, pruned, gone back to."""
+"""Checkpoints: what they hold, and how they are written, pruned and restored."""

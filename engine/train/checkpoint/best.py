@@ -1,4 +1,4 @@
-"""The best evaluation so far: what beats it, and whether the mark beside the checkpoints says the same as the state.
+"""The best evaluation so far: what beats it, and how its mark beside the checkpoints is kept equal to the run state.
 
 Try: `pytest tests/train/test_best.py`
 """
@@ -21,7 +21,7 @@ def is_better(value: float, best: float | None, metric: str, threshold: float) -
 
 
 def agree(folder: Path, best: Best, metric: str) -> str | None:
-    """Make the mark in the folder of checkpoints say what the state says: a crash may have come between the two.
+    """Make the mark in the folder of checkpoints agree with the state; a crash may have left them different.
 
     A best whose checkpoint is gone or damaged is forgotten, and the next evaluation is the first to compare with;
     returns the sentence to warn with, else None.

@@ -1,7 +1,7 @@
-"""Checkpoints of a run as it goes: written when asked, pruned, gone back to, and made the result at the end.
+"""The checkpoints of a running run: written, pruned, restored, and made the result at the end.
 
-How a folder becomes a checkpoint is `engine.train.checkpoint.files`'s knowledge, what it holds
-`engine.train.checkpoint.run_state`'s. Rank 0 writes; the others wait behind it. Try: `pytest tests/train/test_resume.py
+How a folder becomes a checkpoint is in `engine.train.checkpoint.files`, what it holds in
+`engine.train.checkpoint.run_state`. Rank 0 writes while the other ranks wait. Try: `pytest tests/train/test_resume.py
 tests/train/test_checkpoints.py`
 """
 
@@ -46,7 +46,7 @@ class CheckpointManager:
 
     @property
     def seconds_since(self) -> float:
-        """Since the last checkpoint of this process, or its start."""
+        """Seconds since the last checkpoint of this process, or since its start."""
         return time.monotonic() - self._saved_at
 
     def save(self, reason: str) -> None:
@@ -61,7 +61,7 @@ class CheckpointManager:
         self.last_saved, self._saved_at = self._state.step, time.monotonic()
 
     def save_if_possible(self, reason: str) -> bool:
-        """Like `save`, but a run does not end for a checkpoint that there is no host memory for: the next is tried."""
+        """Like `save`, but warns where host memory does not suffice, and the run goes on. True if saved."""
         if self.last_saved == self._state.step:
             return True
         if not self._ranks.run_on_rank0(lambda: self._write_if_possible(reason)):
@@ -70,15 +70,15 @@ class CheckpointManager:
         return True
 
     def newest(self, not_after: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that rank 0 can believe, told to all."""
+        """The newest undamaged checkpoint that rank 0 finds, on all ranks; None where there is none."""
         checkpoint, complaints = newest_sound(self._directory.checkpoints, not_after=not_after)
         for complaint in complaints:
             self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
         step = self._ranks.broadcast_object(checkpoint and checkpoint.step)
         return None if step is None else Checkpoint(step, self._directory.checkpoint(step))
 
-    def go_back_to(self, checkpoint: Checkpoint) -> bool:
-        """Weights, optimizer and counters as `checkpoint` has them; later checkpoints are forgotten.
+    def restore_checkpoint(self, checkpoint: Checkpoint) -> bool:
+        """Restore weights, optimizer and counters from `checkpoint`, and remove later checkpoints.
 
         Returns whether the run's length is still the one it was saved with.
 
@@ -160,7 +160,7 @@ class CheckpointManager:
             )
 
     def _agree_on_the_best(self) -> dict[str, Any]:
-        """The best as its mark and its checkpoint bear it out."""
+        """The best evaluation, after its mark and the run state were made to agree."""
         best = self._state.best
         complaint = agree(self._directory.checkpoints, best, self._setup.spec.recipe.checkpoint.best_metric)
         if complaint:

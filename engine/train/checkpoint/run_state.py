@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and how it goes into a checkpoint and comes back.
+"""The counters that a run carries from step to step, and how a checkpoint is filled and restored.
 
 Numbers live in `RunState`; weights and optimizer state are tensors and go through safetensors. Random state is not
 here: it is a function of the step (see `engine.train.step.rollback`), as is the order of the samples.
@@ -53,17 +53,17 @@ class RunState:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> RunState:
-        """What `asdict` gave."""
+        """The state whose `asdict` was saved."""
         return cls(**{**saved, "best": Best(**saved["best"])})
 
     def become(self, other: RunState) -> None:
-        """Take over all of `other`: whoever holds this object holds the run's counters."""
+        """Copy all counters of `other` into this object, which several others hold."""
         vars(self).update(vars(other))
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be the same when a run goes on: otherwise it would train something else without a word."""
+    """What must be unchanged when a run resumes, so that it does not silently train something else."""
 
     data_fingerprint: str
     tokenizer_hash: str
@@ -82,7 +82,7 @@ class Identity:
 
 
 def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
-    """What decides whether the learned budget still means anything, and whether the schedule moved."""
+    """The settings that the learned micro-batch budget and the schedule depend on, to be compared on a resume."""
     keys = ("micro_batch", "gradient_checkpointing", "activation_offload", "optimizer_offload", "loss")
     profile, chosen = spec.profile, {key: getattr(spec.recipe.train, key) for key in keys}
     hardware = {
@@ -123,7 +123,7 @@ def fill_checkpoint(
 def restore(
     checkpoint: Checkpoint, context: StepContext, storage: CheckpointStorage, identity: Identity, *, same_memory: bool
 ) -> RunState:
-    """Put a checkpoint back into `parts`; returns the counters.
+    """Restore a checkpoint into `context`; returns the counters.
 
     With `same_memory` false (another profile, or other memory settings in the recipe) the learned budget and the active
     remedies are not restored: they belong to the other memory.

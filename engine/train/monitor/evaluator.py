@@ -1,6 +1,6 @@
-"""Evaluations during a run: scores of the validation set, the best of them saved and marked, patience counted.
+"""Evaluations during a run: scores the validation set, saves and marks the best, counts patience.
 
-How a set is scored is `engine.evaluate`'s knowledge. Rank 0 scores; the others wait behind it.
+How a set is scored is in `engine.evaluate`. Rank 0 scores while the other ranks wait, or run what it requests.
 Try: `pytest tests/evaluate tests/train/test_best.py`
 """
 
@@ -44,7 +44,7 @@ class Evaluator:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether the recipe's early stopping says that it does not get better any more."""
+        """Whether early stopping, as the recipe sets it, ends the run."""
         patience = self._asked.early_stopping_patience
         return patience is not None and self._state.best.since >= patience
 
@@ -117,6 +117,6 @@ class Evaluator:
         self._setup.context.report(RecoveredOom(self._state.step, oom, remedy, 1, before=before, after=after))
 
     def _interrupted(self) -> bool:
-        """Asked between two pieces of an evaluation."""
+        """Whether the run should end; called between two pieces of an evaluation."""
         self._watchdog.goes_on()
         return self._requests.poll()

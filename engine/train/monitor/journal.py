@@ -1,4 +1,4 @@
-"""The engine's way of writing events: one that outlasts a full disk.
+"""Writes the events of a run, waiting while the disk is full.
 
 A disk that fills up pauses the run instead of killing it: the write waits until there is room. Steps already done are
 not lost, because nothing goes on before their line is written.
@@ -49,7 +49,7 @@ def until_there_is_room(
 
 
 class Journal:
-    """Writes events of one run; without a writer, on every rank but the first, only warnings, to the log."""
+    """Writes events of one run. Without a writer, on every rank but rank 0, only warnings are written, to the log."""
 
     def __init__(self, writer: EventWriter | None) -> None:
         self.writer = writer
@@ -62,7 +62,7 @@ class Journal:
             until_there_is_room(lambda: writer.write(kind, **fields))
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Say what the engine is busy with, where that is news."""
+        """Write what the engine is busy with, if it changed."""
         if self._phase != (name, detail):
             self._phase = name, detail
             self.write("phase", name=name, detail=detail)
@@ -79,6 +79,6 @@ class Journal:
                 raise
 
     def warn(self, code: str, text: str, fix: str = "") -> None:
-        """Say something the user should know, and what to do about it."""
+        """Write a warning, and what to do about it."""
         log.warning("%s: %s", code, text)
         self.write("warning", code=code, text=text, fix=fix)

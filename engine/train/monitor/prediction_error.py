@@ -1,4 +1,4 @@
-"""What the run's memory was made of, measured, beside what the budget predicts for the very micro-batch that ran.
+"""Measured memory of a run by component, beside the prediction for the micro-batch that held most.
 
 Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte blocks that CUDA's caching
 allocator and the metered device hand out; what the peak holds beyond them were activations and working memory. The

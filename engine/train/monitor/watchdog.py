@@ -29,7 +29,7 @@ TIMES_THE_LONGEST = 10.0
 
 @dataclass(frozen=True)
 class Work:
-    """Something that should end."""
+    """A piece of work that should end: a step, an evaluation, the writing of a checkpoint."""
 
     kind: str
     name: str
@@ -52,7 +52,7 @@ class Watchdog:
 
     @contextmanager
     def over(self, kind: str, name: str) -> Iterator[None]:
-        """The block is work of this kind."""
+        """Inside, work of this kind is in progress."""
         self._watched = Work(kind, name, self._clock())
         try:
             yield
@@ -61,7 +61,7 @@ class Watchdog:
             self._watched = None
 
     def goes_on(self) -> None:
-        """The present work is not stuck: it has come a piece further, and the next piece is watched."""
+        """Note progress of the present work; from here on its next piece is watched."""
         if self._watched is not None:
             work, now = self._watched, self._clock()
             longest = self._longest_seconds.get(work.kind, 0.0)
@@ -85,7 +85,7 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Tell of the present work if it takes too long and was not told of."""
+        """Write a warning if the present work takes too long, once."""
         work, now = self._watched, self._clock()
         if work is None or work == self._told:
             return

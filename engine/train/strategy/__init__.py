@@ -1,1 +1,1 @@
-"""How a run is spread over devices."""
+"""Strategies: how the ranks of a run share weights, gradients, samples, checkpoints and evaluation."""

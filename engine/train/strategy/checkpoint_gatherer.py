@@ -1,4 +1,4 @@
-"""What is saved of weights that are spread over ranks: weights put together on rank 0, optimizer state by all ranks.
+"""Saves a run whose weights are spread over ranks: weights are gathered on rank 0, every rank writes optimizer state.
 
 Weights become the same files as those of a run on one device, through rank 0's host memory, so that they load anywhere.
 Optimizer state, up to several times their size, is written by every rank for itself through
@@ -34,7 +34,7 @@ from engine.train.strategy.checkpoint_storage import OPTIMIZER_FOLDER, read_part
 
 
 class CheckpointGatherer:
-    """Puts together on rank 0 what a checkpoint holds. Every rank makes one; rank 0 asks."""
+    """Gathers what a checkpoint holds. Every rank makes one; rank 0 requests what the others do."""
 
     def __init__(
         self, loaded: LoadedModel, optimizer: torch.optim.Optimizer, ranks: Ranks, sharded: ShardedModel
@@ -49,7 +49,7 @@ class CheckpointGatherer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """On rank 0: inside, the model can be saved as if it were whole."""
+        """On rank 0: inside, `LoadedModel.save` finds whole weights in host memory."""
         self._asked("gather")
         self._loaded.stage = self._staged
         try:

@@ -58,14 +58,14 @@ class LocalStorage:
         return nullcontext()
 
     def write_optimizer(self, checkpoint: Path) -> None:
-        """One file."""
+        """Write the state into one file."""
         device = self._loaded.device
         with device.host_region():
             tensors = {name: device.staged(tensor) for name, tensor in self._state().items()}
             save_file(tensors, checkpoint / OPTIMIZER_FILE)
 
     def read_optimizer(self, checkpoint: Path) -> None:
-        """Of one file, or of the parts that ranks wrote."""
+        """Read the state from one file, or from the parts that ranks wrote."""
         if (checkpoint / OPTIMIZER_FOLDER).is_dir():
             with self._loaded.device.host_region():
                 read_parts(checkpoint, self._state(), on_all_ranks=False)

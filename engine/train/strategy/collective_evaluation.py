@@ -1,4 +1,4 @@
-"""Evaluation by rank 0 with weights that are spread over ranks: the others keep it company in every forward pass.
+"""Evaluation with weights that are spread over ranks: all ranks run every forward pass that rank 0 requests.
 
 Rank 0 decides what is computed, when memory runs out, too; each pass is asked of all ranks, which run the same samples,
 and only rank 0 keeps the result. Nobody enters a pass that the others do not.
@@ -38,7 +38,7 @@ class CollectiveEvaluation:
         ranks.handlers |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
 
     def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
-        """On rank 0: run `action` here and the same pass everywhere; the failure of any rank."""
+        """On rank 0: run `action` here and the same pass on the others; returns the failure of any rank, or None."""
         self._asked_for, self._failure = action, None
         self._ranks.request(kind, members=[int(member) for member in members])
         self._asked_for = None
@@ -72,7 +72,7 @@ class CollectiveEvaluation:
 
 class SameTokens(LogitsProcessor):
     """Every rank's answers go on with the tokens that rank 0 chose. Rounding may differ between devices, and a rank
-    that ended an answer before the others would be missed at their next gathering."""
+    that ended an answer before the others would not join their next all-gather."""
 
     def __init__(self, voted_group: VotedGroup, device: Device) -> None:
         self._joint, self._device = voted_group, device

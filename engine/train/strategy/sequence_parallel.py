@@ -1,7 +1,7 @@
 """Sequence parallelism: a layer on top of any strategy, in which several ranks share each sequence.
 
 Each rank of a group computes an equal run of positions of the group's sequences; around attention they exchange heads
-for positions (`engine.model.ulysses_attention`). Weights and gradients are the affair of the strategy underneath.
+for positions (`engine.model.ulysses_attention`). Weights and gradients are left to the strategy underneath.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.sequence=2`
 """
@@ -67,7 +67,7 @@ class SequenceParallel(Strategy):
         return cost_on_one_device(self._spec)
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """As the strategy underneath has it, like all that follows."""
+        """The inner strategy's."""
         return self.inner.pad_plan(plan)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:

@@ -52,7 +52,7 @@ class Sharded(Strategy):
         self._votes.run_together(stage)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Its gradients, which are zero, do not count as there."""
+        """Its gradients, all zero, do not count as present."""
         return self.model.dummy_micro_batch()
 
     def prepare_gradients(self, loss: float) -> float:
@@ -66,7 +66,7 @@ class Sharded(Strategy):
         return
 
     def clip_gradients(self, max_norm: float) -> float:
-        """The norm is that of all parts on all ranks."""
+        """Clip to the norm over all parts on all ranks."""
         gradients = self._gradients()
         norm = self.model.global_norm(float(torch.nn.utils.get_total_norm(gradients)))
         if max_norm and norm > max_norm and gradients:
@@ -74,12 +74,12 @@ class Sharded(Strategy):
         return norm
 
     def drop_gradients(self) -> None:
-        """Those of context, and those they are views of."""
+        """Forget the gradients of local parts, and of the full parameters they belong to."""
         super().drop_gradients()
         self.model.drop_gradients()
 
     def recover(self) -> None:
-        """Nothing is gathered or in flight any more."""
+        """Free what the failed attempt had gathered or left in flight."""
         self.model.recover()
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
