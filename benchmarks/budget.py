@@ -152,7 +152,8 @@ def compare(cell: Cell) -> dict[str, Any]:
 
 def error(result: dict[str, Any]) -> float:
     """Predicted over simulated, less one, in percent; below zero is a promise that may not hold."""
-    return 100.0 * (result["predicted_bytes"] / result["simulated_bytes"] - 1.0)
+    ratio: float = result["predicted_bytes"] / result["simulated_bytes"]
+    return 100.0 * (ratio - 1.0)
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:

@@ -1,11 +1,11 @@
-"""What only a real card can say, as suites of cells: does the engine run there, and is the budget right about it?
+"""Suites of measurements on a real GPU: does the engine run on it, and are the budget's predictions right?
 
 Run: python -m benchmarks.gpu {smoke,budget,backoff,edge} --out DIR [--limit SECONDS] [--device metered]
 
-A cell is a fresh process that trains with real engines and writes one JSON file; a run that is broken off goes on where
-it stopped, and a cell that fails is recorded with its reason. With `--device metered` the same cells run small on the
-simulated device: that shows that the suites work, and says nothing about a card. What the cells do is
-`benchmarks.gpu_cells`.
+Each measurement is a process of its own that trains with real engines and writes one JSON file. A suite that was
+interrupted continues where it stopped, and a measurement that fails is recorded with its error. With `--device metered`
+the suites run small models on the simulated device, which tests the suites and says nothing about a GPU. The
+measurements are in `benchmarks.gpu_suites`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_cells import SUITES, Cell, Ground
+from benchmarks.gpu_suites import SUITES, Measurement, SuiteDevice
 from engine.device.nvml import driver_version
 from engine.journal.files import write_atomically
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft")
 
 
-def machine(ground: Ground) -> dict[str, Any]:
-    """What a result must be read with."""
+def machine(device: SuiteDevice) -> dict[str, Any]:
+    """The device and the versions that a result was measured with."""
     return {
-        "device": ground.name,
-        "simulated": ground.kind == "metered",
-        "memory_gib": round(ground.memory_gib, 2),
+        "device": device.name,
+        "simulated": device.kind == "metered",
+        "memory_gib": round(device.memory_gib, 2),
         "driver": driver_version(),
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
@@ -41,62 +41,64 @@ def machine(ground: Ground) -> dict[str, Any]:
 
 
 def run_suite(suite: str, out: Path, kind: str, limit_seconds: float) -> int:
-    """Run the cells that have no result yet, each in its own process; how many went wrong."""
-    ground = Ground.of(kind)
+    """Run the measurements without a result, each in its own process. Returns how many failed or are missing."""
+    device = SuiteDevice.of(kind)
     folder = out / suite
     folder.mkdir(parents=True, exist_ok=True)
-    (out / "machine.json").write_text(json.dumps(machine(ground), indent=1) + "\n", "utf-8")
+    (out / "machine.json").write_text(json.dumps(machine(device), indent=1) + "\n", "utf-8")
     deadline = time.monotonic() + limit_seconds
-    for cell in SUITES[suite](ground):
+    for measurement in SUITES[suite](device):
         seconds_left = deadline - time.monotonic()
-        if not (folder / f"{cell.name}.json").exists() and seconds_left > 0:
-            _in_a_process(suite, cell, out, kind, seconds_left)
-    return _print_table(suite, folder, ground)
+        if not (folder / f"{measurement.name}.json").exists() and seconds_left > 0:
+            _in_a_process(suite, measurement, out, kind, seconds_left)
+    return _print_table(suite, folder, device)
 
 
-def _in_a_process(suite: str, cell: Cell, out: Path, kind: str, seconds_left: float) -> None:
-    """One cell; what it writes in its own state folder calibrates the plans of later cells of the suite."""
+def _in_a_process(suite: str, measurement: Measurement, out: Path, kind: str, seconds_left: float) -> None:
+    """Run one measurement. Its state folder is shared by the suite, so that it calibrates the plans of later ones."""
     environment = {**os.environ, "TUNEDECK_STATE": str(out / "state"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "benchmarks.gpu", suite, "--out", str(out), "--device", kind, "--cell", cell.name]
+    command = [sys.executable, "-m", "benchmarks.gpu", suite, "--out", str(out), "--device", kind]
+    command += ["--cell", measurement.name]
     try:
         done = subprocess.run(
             command, env=environment, timeout=seconds_left, capture_output=True, text=True, check=False
         )
     except subprocess.TimeoutExpired:
-        return  # no result: the next start tries it again
+        return  # no result: the next start runs it again
     if done.returncode:
-        _write(out / suite, cell, {"ok": False, "error": done.stderr.strip()[-2000:]})
+        _write(out / suite, measurement, {"ok": False, "error": done.stderr.strip()[-2000:]})
 
 
-def run_cell(suite: str, name: str, out: Path, kind: str) -> None:
-    """The body of a cell's process."""
-    ground = Ground.of(kind)
-    cell = next(cell for cell in SUITES[suite](ground) if cell.name == name)
+def run_measurement(suite: str, name: str, out: Path, kind: str) -> None:
+    """Run the measurement `name` and write its result; called in its own process."""
+    device = SuiteDevice.of(kind)
+    measurement = next(measurement for measurement in SUITES[suite](device) if measurement.name == name)
     began = time.monotonic()
     (out / suite).mkdir(parents=True, exist_ok=True)
-    found = cell.run(ground, out / "runs" / suite / name)
-    _write(out / suite, cell, found | {"seconds": round(time.monotonic() - began, 1)})
+    found = measurement.run(device, out / "runs" / suite / name)
+    _write(out / suite, measurement, found | {"seconds": round(time.monotonic() - began, 1)})
 
 
-def _write(folder: Path, cell: Cell, found: dict[str, Any]) -> None:
-    write_atomically(folder / f"{cell.name}.json", json.dumps({"cell": cell.name, **found}, indent=1) + "\n")
+def _write(folder: Path, measurement: Measurement, found: dict[str, Any]) -> None:
+    text = json.dumps({"cell": measurement.name, **found}, indent=1) + "\n"
+    write_atomically(folder / f"{measurement.name}.json", text)
 
 
-def _print_table(suite: str, folder: Path, ground: Ground) -> int:
-    """A line per cell, in the suite's order; how many went wrong or are missing."""
+def _print_table(suite: str, folder: Path, device: SuiteDevice) -> int:
+    """Print a line per measurement. Returns how many failed or are missing."""
     wrong = 0
-    print(f"{suite} on {ground.name}{' (simulated device: no figure of a card)' if ground.kind == 'metered' else ''}")
-    for cell in SUITES[suite](ground):
-        path = folder / f"{cell.name}.json"
+    print(f"{suite} on {device.name}{' (simulated device: no figure of a card)' if device.kind == 'metered' else ''}")
+    for measurement in SUITES[suite](device):
+        path = folder / f"{measurement.name}.json"
         found = json.loads(path.read_text("utf-8")) if path.exists() else {"ok": False, "error": "not run yet"}
         wrong += not found["ok"]
         said = found.get("said") or str(found.get("error", "")).rpartition("\n")[2]
-        print(f"{'ok   ' if found['ok'] else 'WRONG'}  {cell.name:<44} {said}")
+        print(f"{'ok   ' if found['ok'] else 'WRONG'}  {measurement.name:<44} {said}")
     return wrong
 
 
 def main() -> int:
-    """Run a suite, or one cell of it; 1 when anything went wrong."""
+    """Run a suite, or one measurement of it. Returns 1 when one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=list(SUITES))
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
@@ -106,7 +108,7 @@ def main() -> int:
     asked = parser.parse_args()
     out = asked.out.absolute()
     if asked.cell:
-        run_cell(asked.suite, asked.cell, out, asked.device)
+        run_measurement(asked.suite, asked.cell, out, asked.device)
         return 0
     return 1 if run_suite(asked.suite, out, asked.device, asked.limit) else 0
 

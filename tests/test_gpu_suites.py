@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_cells import SUITES, Ground
+from benchmarks.gpu_suites import SUITES, SuiteDevice
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +52,7 @@ def test_a_cell_that_fails_is_recorded_and_told(tmp_path: Path) -> None:
 
 
 def test_on_a_card_the_models_are_of_their_real_size() -> None:
-    card = Ground("cuda", "a card", 139.8, 9.0)
+    card = SuiteDevice("cuda", "a card", 139.8, 9.0)
     names = [cell.name for cell in SUITES["budget"](card)]
     assert len(names) > 15
     assert len(list(SUITES["edge"](card))) == 9

@@ -130,7 +130,7 @@ def measured_evaluation(spec: RunSpec, rows: int, length: int) -> int:
         step.loaded.model.eval()
         step.device.reset_peak()
         float(step.loss(step.batch(rows, length)))
-        return step.device.memory().peak_bytes
+        return int(step.device.memory().peak_bytes)
 
 
 def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) -> int:
@@ -156,7 +156,7 @@ def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) 
                 max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=1
             ),
         )
-        return step.device.memory().peak_bytes
+        return int(step.device.memory().peak_bytes)
 
 
 @dataclass
@@ -218,10 +218,11 @@ class LoadedStep:
 
         arch = find_architecture(self.spec)
         patches = image_patches(arch, self.spec.recipe)
-        if not patches:
+        encoder = arch.vision_encoder
+        if encoder is None or not patches:
             return {}
-        ids[:, -1 - patches // arch.vision_encoder.merge**2 : -1] = self.loaded.config.image_token_id
-        made = images_of(arch.vision_encoder, patches, *ids.shape)
+        ids[:, -1 - patches // encoder.merge**2 : -1] = self.loaded.config.image_token_id
+        made = images_of(encoder, patches, *ids.shape)
         if "token_type_ids" in made:
             made["token_type_ids"] = (ids == self.loaded.config.image_token_id).long()
         return made

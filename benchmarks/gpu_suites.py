@@ -1,7 +1,7 @@
-"""The cells of `benchmarks.gpu`: what is trained, and what is asked of the run's own journal afterwards.
+"""The measurements of `benchmarks.gpu`: what each trains, and what it reads from the run's journal afterwards.
 
-Models are built from their published configs with random weights: memory does not depend on what they hold. On the
-metered device small twins stand in for them, and caps shrink with them.
+Models have their published configs and random weights, since memory does not depend on the weights' values. On the
+metered device a small model replaces each of them, with less memory.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from engine.launch.process import start_engine
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 STEPS = 4
-TWIN = {
+SMALL_CONFIG = {
     "model_type": "qwen2", "vocab_size": 1200, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Ground:
-    """The device that the cells run on."""
+class SuiteDevice:
+    """The device that a suite measures."""
 
     kind: str
     name: str
@@ -44,8 +44,8 @@ class Ground:
     compute_capability: float | None
 
     @classmethod
-    def of(cls, kind: str) -> Ground:
-        """The card of this machine, or a metered device. Raises EnvironmentProblem where there is no card."""
+    def of(cls, kind: str) -> SuiteDevice:
+        """The GPU of this machine, or a metered device. Raises EnvironmentProblem: no GPU."""
         if kind == "metered":
             return cls(kind, "metered", 2.0, None)
         import torch
@@ -57,28 +57,28 @@ class Ground:
 
     @property
     def is_small(self) -> bool:
-        """Twins instead of real sizes."""
+        """Whether small models are trained instead of those of real size."""
         return self.kind == "metered"
 
     def profile(self, memory_gib: float | None = None) -> dict[str, Any]:
-        """The profile's tables for this device, or for one that is capped."""
-        device = {"kind": self.kind, "memory_gib": memory_gib or self.memory_gib}
+        """The tables of a profile for this device, or for a cap on its memory."""
+        table = {"kind": self.kind, "memory_gib": memory_gib or self.memory_gib}
         if self.compute_capability:
-            device |= {"compute_capability": self.compute_capability, "allocator": "expandable_segments:True"}
-        return {"name": "ground", "device": device}
+            table |= {"compute_capability": self.compute_capability, "allocator": "expandable_segments:True"}
+        return {"name": "suite", "device": table}
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measurement; `run` gets the device and an empty folder, and returns at least `ok` and `said`."""
+class Measurement:
+    """A measurement. `run` gets the device and an empty folder, and returns at least `ok` and the text `said`."""
 
     name: str
-    run: Callable[[Ground, Path], Found]
+    run: Callable[[SuiteDevice, Path], Result]
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is trained: a model, a method, a shape, and the recipe's other tables."""
+class TrainingCase:
+    """A model, a method, the size of a micro-batch, and other settings of a recipe."""
 
     model: str
     method: dict[str, Any]
@@ -90,10 +90,10 @@ class Job:
     padded: bool = False
     """Sequences of different lengths."""
 
-    def spec(self, ground: Ground, folder: Path, memory_gib: float | None = None, **train: Any) -> RunSpec:
-        """The run; two micro-batches a step, on random text of just this length."""
+    def spec(self, device: SuiteDevice, folder: Path, memory_gib: float | None = None, **train: Any) -> RunSpec:
+        """The run spec: two micro-batches per step, of random text of exactly this length."""
         folder.mkdir(parents=True, exist_ok=True)
-        length = min(self.length, 256) if ground.is_small else self.length
+        length = min(self.length, 256) if device.is_small else self.length
         rows = train.get("micro_batch", self.rows)
         batch = 2 * (rows if isinstance(rows, int) else self.rows)
         samples = folder / "samples.jsonl"
@@ -101,49 +101,49 @@ class Job:
         with samples.open("w") as file:
             for number in range(STEPS * batch):
                 own = drawn.randint(length // 4, length) if self.padded and number % batch else length
-                # One token is the end of the text.
+                # One token is end-of-sequence.
                 file.write(json.dumps({"text": "".join(drawn.choices("abcdefgh ", k=own - 1))}) + "\n")
         recipe = {
             "name": "cell",
             "model": {
-                "id": _twin(folder) if ground.is_small else self.model, "tokenizer": "builtin:bytes", "init": "random",
-                "dtype": self.dtype, "quantize": self.quantize,
+                "id": _small_model(folder) if device.is_small else self.model, "tokenizer": "builtin:bytes",
+                "init": "random", "dtype": self.dtype, "quantize": self.quantize,
             },
             "method": self.method,
             "data": {"sources": [{"name": "main", "path": str(samples)}], "max_length": length, "shuffle": False},
             "train": {"max_steps": STEPS, "batch_size": batch, "micro_batch": self.rows, **self.train, **train},
             "checkpoint": {"every_minutes": 0},
         }  # fmt: skip
-        return RunSpec.model_validate({"name": "cell", "profile": ground.profile(memory_gib), "recipe": recipe})
+        return RunSpec.model_validate({"name": "cell", "profile": device.profile(memory_gib), "recipe": recipe})
 
 
-def _twin(folder: Path) -> str:
+def _small_model(folder: Path) -> str:
     path = folder / "model"
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(TWIN), "utf-8")
+    (path / "config.json").write_text(json.dumps(SMALL_CONFIG), "utf-8")
     return str(path)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended."""
+    """A finished run."""
 
     place: RunDirectory
     code: int
     events: list[dict[str, Any]]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Its events of one kind."""
+        """Events of one kind."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property
     def losses(self) -> dict[int, float]:
-        """Of each step; the last time counts."""
+        """Loss of each step; of a repeated step, the last."""
         return {event["step"]: event["loss"] for event in self.of_kind("step")}
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What the run says of its memory at its end."""
+        """The memory that the run reports at its end."""
         ends = self.of_kind("run_finished")
         return ends[-1].get("measured") or {} if ends else {}
 
@@ -166,31 +166,32 @@ def _until_step(place: RunDirectory, step: int, process: subprocess.Popen[bytes]
         time.sleep(0.05)
 
 
-# smoke: does the engine work there at all?
+# smoke: does the engine work on this device?
 
 SMALL_MODEL = "Qwen/Qwen2.5-0.5B"
 METHODS: dict[str, dict[str, Any]] = {"lora": {"rank": 8}, "full": {"kind": "full"}}
 
 
-def smoke(ground: Ground) -> Iterator[Cell]:
-    """LoRA and full in two precisions, then resume, SIGTERM, and running out of memory."""
+def smoke(device: SuiteDevice) -> Iterator[Measurement]:
+    """LoRA and full fine-tuning in two dtypes, SIGTERM and resume, and an OOM."""
     for method in METHODS:
         for dtype in ("bfloat16", "float16"):
-            yield Cell(f"{method}-{dtype}", partial(_trains, Job(SMALL_MODEL, METHODS[method], 2, 256, {}, dtype)))
-    job = Job(SMALL_MODEL, METHODS["lora"], 2, 256, {})
-    yield Cell("sigterm-and-resume", partial(_sigterm, job))
-    yield Cell("out-of-memory", partial(_survives, job))
+            case = TrainingCase(SMALL_MODEL, METHODS[method], 2, 256, {}, dtype)
+            yield Measurement(f"{method}-{dtype}", partial(_trains, case))
+    case = TrainingCase(SMALL_MODEL, METHODS["lora"], 2, 256, {})
+    yield Measurement("sigterm-and-resume", partial(_sigterm, case))
+    yield Measurement("out-of-memory", partial(_survives, case))
 
 
-def _trains(job: Job, ground: Ground, folder: Path) -> Found:
-    run = trained(job.spec(ground, folder), folder)
+def _trains(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
+    run = trained(case.spec(device, folder), folder)
     losses = list(run.losses.values())
     falls = len(losses) == STEPS and losses[-1] < losses[0]
     return {"ok": run.code == 0 and falls, "said": f"exit {run.code}, losses {losses[:1]} -> {losses[-1:]}"}
 
 
-def _sigterm(job: Job, ground: Ground, folder: Path) -> Found:
-    spec = job.spec(ground, folder, max_steps=12)
+def _sigterm(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
+    spec = case.spec(device, folder, max_steps=12)
     whole = trained(spec, folder / "whole")
     place = create_run_directory(folder / "broken", spec.name, dump_run_spec(spec), {})
     process = start_engine(place)
@@ -203,15 +204,15 @@ def _sigterm(job: Job, ground: Ground, folder: Path) -> Found:
     return {"ok": ok, "said": f"exit {stopped}, then {resumed.code}; losses differ by at most {worst:.1e}"}
 
 
-def _survives(job: Job, ground: Ground, folder: Path) -> Found:
-    roomy = trained(job.spec(ground, folder, micro_batch=8), folder / "roomy")
+def _survives(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
+    roomy = trained(case.spec(device, folder, micro_batch=8), folder / "roomy")
     capped_gib = 0.8 * roomy.measured["peak_bytes"] / 2**30
-    run = trained(job.spec(ground, folder, capped_gib, micro_batch=8), folder / "capped")
+    run = trained(case.spec(device, folder, capped_gib, micro_batch=8), folder / "capped")
     return _compared(run, roomy)
 
 
-def _compared(run: Run, roomy: Run) -> Found:
-    """How a run that was short of memory compares with one that was not."""
+def _compared(run: Run, roomy: Run) -> Result:
+    """Compare a run that ran out of memory with one that had enough."""
     failures = run.of_kind("backoff")
     steps = [event["step_seconds"] for event in run.of_kind("step")]
     worst = max((abs(loss - run.losses.get(step, 9e9)) for step, loss in roomy.losses.items()), default=9e9)
@@ -230,43 +231,43 @@ def _compared(run: Run, roomy: Run) -> Found:
 # budget: is the prediction right?
 
 LORA, FULL, KEEPING = {"rank": 16}, {"kind": "full"}, {"gradient_checkpointing": False}
-PLAIN = {"loss": "plain"}
-BUDGET: dict[str, Job] = {
-    "qwen2.5-0.5b-lora-1x512": Job("Qwen/Qwen2.5-0.5B", LORA, 1, 512, {}),
-    "qwen2.5-0.5b-full-4x2048": Job("Qwen/Qwen2.5-0.5B", FULL, 4, 2048, {}),
-    "qwen2.5-7b-r128-1x512": Job("Qwen/Qwen2.5-7B", {"rank": 128}, 1, 512, PLAIN),
-    "qwen2.5-7b-r128-8x512": Job("Qwen/Qwen2.5-7B", {"rank": 128}, 8, 512, {}),
-    "qwen2.5-7b-r128-1x8192": Job("Qwen/Qwen2.5-7B", {"rank": 128}, 1, 8192, {}),
-    "qwen2.5-7b-bf16-2x2048": Job("Qwen/Qwen2.5-7B", {"rank": 128, "adapter_dtype": "bfloat16"}, 2, 2048, {}),
-    "qwen2.5-7b-padded-4x1024": Job("Qwen/Qwen2.5-7B", {"rank": 128}, 4, 1024, {}, padded=True),
-    "qwen2.5-7b-nf4-1x2048": Job("Qwen/Qwen2.5-7B", LORA, 1, 2048, {}, quantize="nf4"),
-    "qwen3-4b-lora-1x512": Job("Qwen/Qwen3-4B", LORA, 1, 512, {}),
-    "qwen3-4b-lora-1x8192": Job("Qwen/Qwen3-4B", LORA, 1, 8192, {}),
-    "qwen3-4b-kept-1x2048": Job("Qwen/Qwen3-4B", LORA, 1, 2048, KEEPING),
-    "qwen3-4b-full-1x2048": Job("Qwen/Qwen3-4B", FULL, 1, 2048, {}),
-    "llama-3.1-8b-lora-2x4096": Job("meta-llama/Llama-3.1-8B", LORA, 2, 4096, {}),
-    "llama-3.1-8b-full-1x1024": Job("meta-llama/Llama-3.1-8B", FULL, 1, 1024, {}),
-    "llama-3.1-8b-full-8x4096": Job("meta-llama/Llama-3.1-8B", FULL, 8, 4096, {}),
-    "qwen3-8b-lora-1x1024": Job("Qwen/Qwen3-8B", LORA, 1, 1024, PLAIN),
-    "qwen3-8b-lora-1x256": Job("Qwen/Qwen3-8B", LORA, 1, 256, {}),
-    "mixtral-8x7b-attention-1x512": Job("mistralai/Mixtral-8x7B-v0.1", LORA | {"targets": "attention"}, 1, 512, {}),
-    "qwen2-vl-7b-lora-text-1x2048": Job("Qwen/Qwen2-VL-7B-Instruct", LORA, 1, 2048, {}),
+PLAIN, ATTENTION = {"loss": "plain"}, {"rank": 16, "targets": "attention"}
+BUDGET: dict[str, TrainingCase] = {
+    "qwen2.5-0.5b-lora-1x512": TrainingCase("Qwen/Qwen2.5-0.5B", LORA, 1, 512, {}),
+    "qwen2.5-0.5b-full-4x2048": TrainingCase("Qwen/Qwen2.5-0.5B", FULL, 4, 2048, {}),
+    "qwen2.5-7b-r128-1x512": TrainingCase("Qwen/Qwen2.5-7B", {"rank": 128}, 1, 512, PLAIN),
+    "qwen2.5-7b-r128-8x512": TrainingCase("Qwen/Qwen2.5-7B", {"rank": 128}, 8, 512, {}),
+    "qwen2.5-7b-r128-1x8192": TrainingCase("Qwen/Qwen2.5-7B", {"rank": 128}, 1, 8192, {}),
+    "qwen2.5-7b-bf16-2x2048": TrainingCase("Qwen/Qwen2.5-7B", {"rank": 128, "adapter_dtype": "bfloat16"}, 2, 2048, {}),
+    "qwen2.5-7b-padded-4x1024": TrainingCase("Qwen/Qwen2.5-7B", {"rank": 128}, 4, 1024, {}, padded=True),
+    "qwen2.5-7b-nf4-1x2048": TrainingCase("Qwen/Qwen2.5-7B", LORA, 1, 2048, {}, quantize="nf4"),
+    "qwen3-4b-lora-1x512": TrainingCase("Qwen/Qwen3-4B", LORA, 1, 512, {}),
+    "qwen3-4b-lora-1x8192": TrainingCase("Qwen/Qwen3-4B", LORA, 1, 8192, {}),
+    "qwen3-4b-kept-1x2048": TrainingCase("Qwen/Qwen3-4B", LORA, 1, 2048, KEEPING),
+    "qwen3-4b-full-1x2048": TrainingCase("Qwen/Qwen3-4B", FULL, 1, 2048, {}),
+    "llama-3.1-8b-lora-2x4096": TrainingCase("meta-llama/Llama-3.1-8B", LORA, 2, 4096, {}),
+    "llama-3.1-8b-full-1x1024": TrainingCase("meta-llama/Llama-3.1-8B", FULL, 1, 1024, {}),
+    "llama-3.1-8b-full-8x4096": TrainingCase("meta-llama/Llama-3.1-8B", FULL, 8, 4096, {}),
+    "qwen3-8b-lora-1x1024": TrainingCase("Qwen/Qwen3-8B", LORA, 1, 1024, PLAIN),
+    "qwen3-8b-lora-1x256": TrainingCase("Qwen/Qwen3-8B", LORA, 1, 256, {}),
+    "mixtral-8x7b-attention-1x512": TrainingCase("mistralai/Mixtral-8x7B-v0.1", ATTENTION, 1, 512, {}),
+    "qwen2-vl-7b-lora-text-1x2048": TrainingCase("Qwen/Qwen2-VL-7B-Instruct", LORA, 1, 2048, {}),
 }
 SMALL_BUDGET = ("qwen2.5-0.5b-lora-1x512", "qwen3-4b-kept-1x2048", "qwen2.5-7b-padded-4x1024")
 WORST_PERCENT = 2.0
 PADDED_PERCENT = 10.0
-"""Too high only: padding is not learned, and the closed form takes every token for one that is."""
+"""Allowed above the measurement only: padding has no targets, but the closed form counts every token as a target."""
 
 
-def budget(ground: Ground) -> Iterator[Cell]:
-    """Predicted beside allocated, reserved and what the driver counts. Runs calibrate the plans of later ones."""
-    for name, job in BUDGET.items():
-        if not ground.is_small or name in SMALL_BUDGET:
-            yield Cell(name, partial(_predicted, job))
+def budget(device: SuiteDevice) -> Iterator[Measurement]:
+    """Predicted, allocated and reserved bytes, and those that the driver counts. Runs calibrate later plans."""
+    for name, case in BUDGET.items():
+        if not device.is_small or name in SMALL_BUDGET:
+            yield Measurement(name, partial(_predicted, case))
 
 
-def _predicted(job: Job, ground: Ground, folder: Path) -> Found:
-    spec = job.spec(ground, folder)
+def _predicted(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
+    spec = case.spec(device, folder)
     before = make_plan(spec)
     run = trained(spec, folder)
     if run.code:
@@ -277,7 +278,7 @@ def _predicted(job: Job, ground: Ground, folder: Path) -> Found:
     used = max((event["used_bytes"] for event in run.of_kind("gpu")), default=None)
     device_off = 100 * (before.prediction.device_bytes / used - 1) if used else None
     return {
-        "ok": -WORST_PERCENT <= off <= (PADDED_PERCENT if job.padded else WORST_PERCENT),
+        "ok": -WORST_PERCENT <= off <= (PADDED_PERCENT if case.padded else WORST_PERCENT),
         "predicted": predicted,
         "measured": {key: measured[key] for key in ("peak_bytes", "components", "sequences", "length")},
         "reserved_bytes": max(event["reserved_bytes"] for event in run.of_kind("step")),
@@ -291,55 +292,55 @@ def _predicted(job: Job, ground: Ground, folder: Path) -> Found:
     }
 
 
-# backoff: what does running out of memory cost?
+# backoff: what does an OOM cost?
 
 CAPS_GIB = (24.0, 48.0, 79.0)
-SHIPPED: dict[str, Job] = {
-    "lora": Job("Qwen/Qwen2.5-7B", LORA, 1, 2048, {}),
-    "attention-lora": Job("Qwen/Qwen2.5-7B", {"rank": 16, "targets": "attention"}, 1, 2048, {}),
-    "full": Job("Qwen/Qwen2.5-0.5B", FULL, 1, 2048, {}),
+SHIPPED: dict[str, TrainingCase] = {
+    "lora": TrainingCase("Qwen/Qwen2.5-7B", LORA, 1, 2048, {}),
+    "attention-lora": TrainingCase("Qwen/Qwen2.5-7B", ATTENTION, 1, 2048, {}),
+    "full": TrainingCase("Qwen/Qwen2.5-0.5B", FULL, 1, 2048, {}),
 }
 
 
-def _caps(ground: Ground) -> list[float]:
-    return [0.05] if ground.is_small else [cap for cap in CAPS_GIB if cap < ground.memory_gib]
+def _caps(device: SuiteDevice) -> list[float]:
+    return [0.05] if device.is_small else [cap for cap in CAPS_GIB if cap < device.memory_gib]
 
 
-def backoff(ground: Ground) -> Iterator[Cell]:
-    """Each started with twice the sequences that the plan finds room for under a cap."""
-    for name, job in SHIPPED.items():
-        for cap_gib in _caps(ground):
-            yield Cell(f"{name}-{cap_gib:g}gb", partial(_doubled, job, cap_gib))
+def backoff(device: SuiteDevice) -> Iterator[Measurement]:
+    """Runs that start with twice the micro-batch that fits by the plan, under several caps."""
+    for name, case in SHIPPED.items():
+        for cap_gib in _caps(device):
+            yield Measurement(f"{name}-{cap_gib:g}gb", partial(_doubled, case, cap_gib))
 
 
-def _doubled(job: Job, cap_gib: float, ground: Ground, folder: Path) -> Found:
-    fitting = make_plan(job.spec(ground, folder / "plan", cap_gib, micro_batch="auto", batch_size=4096)).micro_batch
-    tight = trained(job.spec(ground, folder / "data", cap_gib, micro_batch=2 * fitting), folder / "tight")
-    # The same samples and the same batch in micro-batches that fit, on the whole device.
-    whole = job.spec(ground, folder / "data", micro_batch=2 * fitting)
+def _doubled(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Path) -> Result:
+    fitting = make_plan(case.spec(device, folder / "plan", cap_gib, micro_batch="auto", batch_size=4096)).micro_batch
+    tight = trained(case.spec(device, folder / "data", cap_gib, micro_batch=2 * fitting), folder / "tight")
+    # The same samples and batch size, in micro-batches that fit, without a cap.
+    whole = case.spec(device, folder / "data", micro_batch=2 * fitting)
     roomy = trained(with_changes(whole, {"train.micro_batch": fitting}), folder / "roomy")
     return {"fitting_sequences": fitting, **_compared(tight, roomy)}
 
 
-# edge: does the plan know the most that fits?
+# edge: is the planned micro-batch the largest that fits?
 
 
-def edge(ground: Ground) -> Iterator[Cell]:
-    """The largest micro-batch that really trains without one failure, beside the plan's."""
-    for name, job in SHIPPED.items():
-        for cap_gib in _caps(ground):
-            yield Cell(f"{name}-{cap_gib:g}gb", partial(_largest, job, cap_gib))
+def edge(device: SuiteDevice) -> Iterator[Measurement]:
+    """The largest micro-batch that trains without an OOM, compared with the plan's."""
+    for name, case in SHIPPED.items():
+        for cap_gib in _caps(device):
+            yield Measurement(f"{name}-{cap_gib:g}gb", partial(_largest, case, cap_gib))
 
 
-def _largest(job: Job, cap_gib: float, ground: Ground, folder: Path) -> Found:
-    planned = make_plan(job.spec(ground, folder / "plan", cap_gib, micro_batch="auto", batch_size=4096)).micro_batch
+def _largest(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Path) -> Result:
+    planned = make_plan(case.spec(device, folder / "plan", cap_gib, micro_batch="auto", batch_size=4096)).micro_batch
 
     def fits(rows: int) -> bool:
-        run = trained(job.spec(ground, folder / f"{rows}", cap_gib, micro_batch=rows, max_steps=2), folder / f"{rows}")
+        run = trained(case.spec(device, folder / f"{rows}", cap_gib, micro_batch=rows, max_steps=2), folder / f"{rows}")
         return run.code == 0 and not run.of_kind("backoff")
 
     low, high = 0, 2 * planned
-    asked = iter((planned, planned + 1))  # where the plan is right, no others have to be tried
+    asked = iter((planned, planned + 1))  # two runs suffice where the plan is right
     while low < high:
         rows = next(asked, (low + high + 1) // 2)
         low, high = (rows, high) if fits(rows) else (low, rows - 1)
@@ -352,6 +353,6 @@ def _largest(job: Job, cap_gib: float, ground: Ground, folder: Path) -> Found:
     }
 
 
-SUITES: dict[str, Callable[[Ground], Iterator[Cell]]] = {
+SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {
     "smoke": smoke, "budget": budget, "backoff": backoff, "edge": edge
 }  # fmt: skip
