@@ -1,27 +1,23 @@
-"""What ranks hold that each have a part of the weights, beside one process, and what their votes cost.
+"""Memory of ranks with sharded weights, compared with one process, and the cost of their votes.
 
 Run: python -m benchmarks.shards [--ranks 1 2 4]        (CPU and gloo, a few minutes)
 
-The engine's own steps on metered devices: full fine-tuning of a small model, weights gathered for each use
+The engine's own steps on metered devices: full fine-tuning of a small model whose weights are gathered for each use
 ("parameters", ZeRO-3) or kept from forward to backward ("gradients", ZeRO-2). Memory is the most that any rank held,
-beside what the plan says. Every gathering of weights and every sending of gradients is preceded by a vote of one flag;
-after the steps the ranks, all ready, cast as many votes again with nothing between them. On shared cores seconds mean
-little.
+compared with the plan. A vote precedes every gathering of weights and every reduction of gradients; after the step,
+when all ranks are ready, they repeat as many votes in a row. On shared cores, absolute times mean little.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing.spawn import spawn
-
 from benchmarks.job import Job, spec_of, write_job
-from benchmarks.slices import member
+from benchmarks.ranks import measure_on_ranks
+from benchmarks.slices import measure_steps
 from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 
@@ -50,13 +46,9 @@ def main() -> None:
 
 def measure(ranks: int, shard: str) -> dict[str, Any]:
     """Two steps on `ranks` processes of this machine."""
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        job = write_job(Path(name, "job"), [TOKENS] * 64, vocabulary=512, hidden=WIDTH, steps=2)
-        spawn(member, args=(ranks, port, _spec(job, ranks, shard), name), nprocs=ranks)
-        return dict(json.loads(Path(name, "found.json").read_text()))
+    with tempfile.TemporaryDirectory() as folder:
+        job = write_job(Path(folder, "job"), [TOKENS] * 64, vocabulary=512, hidden=WIDTH, steps=2)
+        return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, shard))
 
 
 def _spec(job: Job, ranks: int, shard: str) -> RunSpec:

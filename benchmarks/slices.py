@@ -1,39 +1,33 @@
-"""What ranks hold that share one long sequence, beside one process, and what the votes between them cost.
+"""Memory of ranks that share one long sequence (sequence parallelism), and the cost of their votes.
 
 Run: python -m benchmarks.slices [--ranks 1 2 4] [--tokens 4096]        (CPU and gloo, a minute or two)
 
-The engine's own steps on metered devices: LoRA on a small model, layers recomputed, one sequence at a time. Memory is
-the most that any rank held, beside what the plan says. Every exchange of heads and positions is preceded by a vote of
-one flag; after the steps the ranks, all ready, cast as many votes again with nothing between them. On shared cores
-seconds mean little.
+The engine's own steps on metered devices: LoRA on a small model with gradient checkpointing, one sequence at a time.
+Memory is the most that any rank held, compared with the plan. A vote precedes every exchange of heads and positions;
+after the step, when all ranks are ready, they repeat as many votes in a row. On shared cores, absolute times mean
+little.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.multiprocessing.spawn import spawn
-
 from benchmarks.job import Job, spec_of, write_job
+from benchmarks.ranks import measure_on_ranks
 from engine.batching.cost import micro_batch_cost
 from engine.device import open_device
 from engine.distributed.elastic import spec_of_rank
-from engine.distributed.ranks import SINGLE_PROCESS, Ranks, process_group
+from engine.distributed.ranks import Ranks
 from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal
 from engine.train.setup import set_up
 from engine.train.step.transaction import StepTransaction
 
-LIMIT_SECONDS = 300.0
 STEPS = 2
 
 
@@ -55,14 +49,10 @@ def main() -> None:
 
 
 def measure(ranks: int, tokens: int) -> dict[str, Any]:
-    """Two steps on `ranks` processes of this machine that share each sequence."""
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        job = write_job(Path(name, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
-        spawn(member, args=(ranks, port, _spec(job, ranks, tokens), name), nprocs=ranks)
-        return dict(json.loads(Path(name, "found.json").read_text()))
+    """Two steps on `ranks` processes of this machine, with sequence parallelism."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = write_job(Path(folder, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
+        return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, tokens))
 
 
 def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
@@ -76,25 +66,8 @@ def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
     return RunSpec.model_validate(spec)
 
 
-def member(rank: int, size: int, port: int, spec: RunSpec, folder: str) -> None:
-    """One rank of `size`: takes the steps of `spec`; rank 0 leaves what was found in `folder`."""
-    torch.set_num_threads(1)
-    disable_progress_bars()
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    if size == 1:
-        Path(folder, "found.json").write_text(json.dumps(_steps(SINGLE_PROCESS, spec)))
-        return
-    with process_group(LIMIT_SECONDS, "cpu") as ranks:
-        found = _steps(ranks, spec)
-        if ranks.is_rank0:
-            Path(folder, "found.json").write_text(json.dumps(found))
-        ranks.all_gather_object("done")
-
-
-def _steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
-    """What the steps after the first held and took, and bare votes."""
+def measure_steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
+    """Memory and time of the second of two steps, and the time of as many votes as it had, with all ranks ready."""
     device = open_device(spec_of_rank(spec, ranks.local_rank))
     with device.activate():
         setup = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)

@@ -1,19 +1,16 @@
-"""What it costs several ranks to agree: votes per step, what one takes, and their share of a step.
+"""The cost of votes: how many a step has, the time of one, and their share of a step.
 
 Run: python -m benchmarks.votes [--ranks 2 4] [--steps 10]        (CPU and gloo, a minute or two)
 
-The steps are the engine's own, replicated, on small models of two sizes. In each step every vote is counted and timed;
-after it the ranks, all ready, cast as many votes again with nothing between them. Those are the cost of voting itself;
-what the votes of the step took beyond it is waiting for the slowest rank, which the sum of gradients would wait for
-anyway. Everything is compared within a step: on shared cores only ratios mean something.
+The engine's replicated training runs on small models of two sizes. Every vote of a step is counted and timed. After the
+step, when all ranks are ready, they repeat as many votes in a row: that is the cost of voting itself. Further time in
+the step's votes is waiting for the slowest rank, for which the gradient all-reduce would wait anyway. Figures are
+compared within a step; on shared cores, absolute times mean little.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import statistics
 import tempfile
 import time
@@ -21,14 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.multiprocessing.spawn import spawn
-
-from benchmarks.job import Job, spec_of, write_job
+from benchmarks.job import spec_of, write_job
+from benchmarks.ranks import LIMIT_SECONDS, measure_on_ranks
 from engine.device import open_device
 from engine.device.catch_oom import frozen_gc
+from engine.distributed.elastic import spec_of_rank
 from engine.distributed.host_gather import HostGather
-from engine.distributed.ranks import Ranks, process_group
+from engine.distributed.ranks import Ranks
 from engine.journal.directory import RunDirectory
 from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
@@ -41,45 +37,40 @@ from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
 SIZES = {"small": (64, 48), "larger": (192, 256)}
-"""Name = width of the model, tokens of a sequence; 32 sequences a step."""
+"""Width of each model, and tokens of its sequences; a step has 32 sequences."""
 
 BETWEEN_STEPS = 2
-"""Votes that the loop takes between two steps: whether to end, and whether to write a checkpoint."""
-
-LIMIT_SECONDS = 120.0
-
+"""Votes of the training loop between two steps: whether to end, and whether to write a checkpoint."""
 
 @dataclass(frozen=True)
 class Cost:
     """Medians over the steps of one run, on rank 0."""
 
-    size: str
-    ranks: int
     step_seconds: float
     votes: int
-    """In each step, with those around it."""
+    """Votes of a step, including those between steps."""
     vote_seconds: float
-    """One, with every rank ready."""
+    """Time of a vote when all ranks are ready."""
     share: float
-    """Of the step, for its votes at that price."""
+    """Share of the step for its votes, if all ranks were ready."""
     waiting_share: float
-    """Of the step, for what its votes took beyond that."""
+    """Share of the step in which its votes waited for a rank."""
 
 
-class WatchedBallot(HostGather):
+class TimedHostGather(HostGather):
     """Counts and times the gathers of another HostGather."""
 
     def __init__(self, host_gather: HostGather) -> None:
-        self._ballot = host_gather
+        self._host_gather = host_gather
         self.votes, self.seconds = 0, 0.0
 
     def gather(self, value: Any) -> list[Any]:
-        """The other HostGather's gather."""
+        """Gather with the other HostGather."""
         began = time.perf_counter()
-        told = self._ballot.cast(value)
+        values = self._host_gather.gather(value)
         self.votes += 1
         self.seconds += time.perf_counter() - began
-        return told
+        return values
 
 
 def main() -> None:
@@ -99,28 +90,11 @@ def main() -> None:
 
 
 def measure(size: str, ranks: int, steps: int) -> Cost:
-    """One run on `ranks` processes of this machine."""
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    """The cost of votes in one run on `ranks` processes of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
         width, tokens = SIZES[size]
-        job = write_job(Path(name, "job"), [tokens] * 32, vocabulary=512, hidden=width, steps=steps)
-        spawn(_member, args=(ranks, port, job, size, name), nprocs=ranks)
-        return Cost(**json.loads(Path(name, "cost.json").read_text()))
-
-
-def _member(rank: int, size: int, port: int, job: Job, name: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    disable_progress_bars()
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    with process_group(LIMIT_SECONDS, "cpu") as ranks, frozen_gc():
-        cost = _steps(ranks, _replicated(spec_of(job, "cpu"), size), Path(folder, "run"), name)
-        if ranks.is_rank0:
-            Path(folder, "cost.json").write_text(json.dumps(asdict(cost)))
-        ranks.all_gather_object("done")
+        job = write_job(Path(folder, "job"), [tokens] * 32, vocabulary=512, hidden=width, steps=steps)
+        return Cost(**measure_on_ranks(_measure_steps, ranks, _replicated(spec_of(job, "cpu"), ranks)))
 
 
 def _replicated(spec: RunSpec, ranks: int) -> RunSpec:
@@ -129,26 +103,26 @@ def _replicated(spec: RunSpec, ranks: int) -> RunSpec:
     return spec.model_copy(update={"profile": spec.profile.model_copy(update={"device": device, "parallel": parallel})})
 
 
-def _steps(ranks: Ranks, spec: RunSpec, folder: Path, name: str) -> Cost:
-    """Take the steps, each followed by as many bare votes as it had."""
+def _measure_steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
+    """Run the steps, each followed by as many votes as it had, with all ranks ready."""
     assert ranks.host_gather is not None
-    host_gather = ranks.host_gather = WatchedBallot(ranks.host_gather)
-    device = open_device(spec.model_copy(update={"profile": _of_one(spec)}))
-    with device.activate():
+    host_gather = ranks.host_gather = TimedHostGather(ranks.host_gather)
+    device = open_device(spec_of_rank(spec, ranks.local_rank))
+    with tempfile.TemporaryDirectory() as folder, device.activate(), frozen_gc():
         setup = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)
         requests = RunRequests(None, None, None)
         journal = Journal(None)
-        run = RunContext(RunDirectory(folder), journal, requests, Watchdog(journal, LIMIT_SECONDS))
+        run = RunContext(RunDirectory(Path(folder)), journal, requests, Watchdog(journal, LIMIT_SECONDS))
         training = Training(setup, run, EmergencyHostMemory())
         training.probe()
         rows = [_one_step(ranks, host_gather, training) for _ in range(setup.total_steps)][1:]
-    step, votes, bare, inside = (statistics.median(column) for column in zip(*rows, strict=True))
+    step, votes, ready, inside = (statistics.median(column) for column in zip(*rows, strict=True))
     share = statistics.median(row[1] * row[2] / row[0] for row in rows)
-    return Cost(name, ranks.size, step, int(votes), bare, share, max(0.0, inside / step - share))
+    return asdict(Cost(step, int(votes), ready, share, max(0.0, inside / step - share)))
 
 
-def _one_step(ranks: Ranks, host_gather: WatchedBallot, training: Training) -> tuple[float, int, float, float]:
-    """Seconds of the step, its votes, seconds of a bare vote, and seconds inside the step's votes."""
+def _one_step(ranks: Ranks, host_gather: TimedHostGather, training: Training) -> tuple[float, int, float, float]:
+    """Seconds of the step, number of its votes, seconds of a vote with all ranks ready, seconds in the step's votes."""
     votes, seconds, began = host_gather.votes, host_gather.seconds, time.perf_counter()
     training.one_step()
     for _ in range(BETWEEN_STEPS):
@@ -159,10 +133,6 @@ def _one_step(ranks: Ranks, host_gather: WatchedBallot, training: Training) -> t
     for _ in range(votes):
         ranks.all_gather_object(None)
     return took, votes, (time.perf_counter() - began) / votes, inside
-
-
-def _of_one(spec: RunSpec) -> Any:
-    return spec.profile.model_copy(update={"device": spec.profile.device.model_copy(update={"count": 1})})
 
 
 if __name__ == "__main__":
