@@ -174,7 +174,7 @@ def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
     file = find_spec_file(kind, name)
     load_spec_file(kind, file)
     document = read_document(file.path)
-    for line in document.refuse(unshareable_paths(document.data)):
+    for line in document.render_all(unshareable_paths(document.data)):
         sys.stderr.write(f"warning: {line}; import will refuse it\n")
     if to is not None:
         print_line(f"exported {file.name}: {write_new_file(to, file.path.read_bytes(), force=force)}")

@@ -42,7 +42,7 @@ def state_folder() -> Path:
 
 @lru_cache(maxsize=8)
 def _platform_folder(home: str | None, state: str | None) -> Path:
-    """Cached by what it depends on: every plan asks for it, and platformdirs takes longer than parts of a plan."""
+    """The platform's state folder, cached by the variables that decide it, because every plan asks for it."""
     from platformdirs import user_state_dir
 
     return Path(user_state_dir("tunedeck", appauthor=False))

@@ -90,7 +90,7 @@ class Queue:
             state.waiting.insert(max(0, position - 1), name)
 
     def take_next(self, worker: ProcessIdentity) -> RunDirectory | None:
-        """The worker's next run, which is current from now on; None when no run waits, and there is no worker then.
+        """Make the first waiting run the current one and return it; without one, return None and record no worker.
 
         Raises EnvironmentProblem when another worker is alive.
         """

@@ -99,7 +99,7 @@ def load_spec_file(kind: SpecKind, file: SpecFile, *, any_stem: bool = False) ->
     table, problems = check_table(SPEC_TABLES[kind], document.data)
     problems += [] if any_stem else _name_problems(document, file.path.stem)
     if problems or table is None:
-        raise SpecError(document.refuse(problems))
+        raise SpecError(document.render_all(problems))
     return table
 
 
@@ -110,7 +110,7 @@ def check_text(kind: SpecKind, text: str, stem: str, label: str) -> list[str]:
     except SpecError as error:
         return error.problems
     _, problems = check_table(SPEC_TABLES[kind], document.data)
-    return document.refuse([*problems, *_name_problems(document, stem)])
+    return document.render_all([*problems, *_name_problems(document, stem)])
 
 
 def _name_problems(document: Document, stem: str) -> list[Problem]:
@@ -140,7 +140,7 @@ def resolve(
     name_problems = [
         line
         for document, file in ((profile_document, profile_file), (recipe_document, recipe_file))
-        for line in document.refuse(_name_problems(document, file.path.stem))
+        for line in document.render_all(_name_problems(document, file.path.stem))
     ]
     provenance = Provenance.model_validate(
         {
@@ -215,7 +215,7 @@ def _assemble(
     checked_recipe, recipe_problems = check_table(Recipe, recipe.data)
     if checked_profile is not None and checked_recipe is not None:
         recipe_problems += problems_on_device(checked_profile, checked_recipe)
-    problems += profile.refuse(profile_problems) + recipe.refuse(recipe_problems) + _run_name_problems(name)
+    problems += profile.render_all(profile_problems) + recipe.render_all(recipe_problems) + _run_name_problems(name)
     if problems or checked_profile is None or checked_recipe is None:
         raise SpecError(list(dict.fromkeys(problems)))
     make_absolute(recipe, layers.folder, layers.cwd)
@@ -284,7 +284,7 @@ def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
     document = read_document(path)
     spec, problems = check_table(RunSpec, document.data)
     if problems or spec is None:
-        raise SpecError(document.refuse(problems))
+        raise SpecError(document.render_all(problems))
     return spec if own else spec.model_copy(update={"limits": Limits()})
 
 

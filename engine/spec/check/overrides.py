@@ -74,7 +74,7 @@ def _key_parts(key: str) -> tuple[str, ...] | None:
 
 
 def _value(text: str) -> Any:
-    """The value that the text is in TOML, else the text itself; UNSET for no text."""
+    """The text parsed as a TOML value; the text itself where it is not TOML, UNSET where it is empty."""
     if not text:
         return UNSET
     try:

@@ -68,14 +68,14 @@ class Document:
         return f"{self.label}:1"
 
     def render(self, problem: Problem) -> str:
-        """`file:line: key: found; allowed`, or `--set key: found; allowed` where the command line is to blame."""
-        to_blame = [place for place in (problem.place, *problem.beside) if self.written_at(place) == FROM_COMMAND_LINE]
-        place = to_blame[0] if to_blame else problem.place
+        """`file:line: key: found; allowed`, or `--set key: found; allowed` where the command line caused it."""
+        typed = [place for place in (problem.place, *problem.beside) if self.written_at(place) == FROM_COMMAND_LINE]
+        place = typed[0] if typed else problem.place
         label, key = self.written_at(place), key_text(place, self.data)
         head = f"{label} {key}" if label == FROM_COMMAND_LINE else f"{label}: {key}"
         return f"{head}: {problem.found}; {problem.allowed}"
 
-    def refuse(self, problems: Iterable[Problem]) -> list[str]:
+    def render_all(self, problems: Iterable[Problem]) -> list[str]:
         """The rendered problems, in the order of the file, each once."""
         return sorted(dict.fromkeys(self.render(problem) for problem in problems), key=_line_of)
 
@@ -95,8 +95,8 @@ def read_document(path: str | Path) -> Document:
 
 @lru_cache(maxsize=64)
 def _parsed(raw: bytes, label: str) -> Document:
-    """A file's document. The console asks for the same files at every letter typed over them, and parsing is dearer
-    than planning; being kept by content, no change of a file is ever missed. Not to be changed by the caller."""
+    """The document of a file's bytes, cached, because the console resolves the same files at every letter typed and
+    parsing takes longer than planning. The caller must not change it."""
     return parse_document(_decode(raw, label), label, hashlib.sha256(raw).hexdigest())
 
 
