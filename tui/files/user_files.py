@@ -85,4 +85,5 @@ def export_user_file(source: Path, text: str) -> tuple[Path, list[str]]:
     document = read_document(source)
     target = Path(text).expanduser().absolute()
     target = target / source.name if target.is_dir() else target
-    return write_new_file(target, source.read_bytes(), force=False), document.render_all(unshareable_paths(document.data))
+    problems = document.render_all(unshareable_paths(document.data))
+    return write_new_file(target, source.read_bytes(), force=False), problems

@@ -35,7 +35,7 @@ def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Pa
     table, problems = check_table(SPEC_TABLES[kind], document.data)
     problems += unshareable_paths(document.data)
     if problems or table is None:
-        raise SpecError(document.render_all(problems), fix="correct the file, or use it by its path: nothing was imported")
+        raise SpecError(document.render_all(problems), fix="nothing was imported: correct the file, or use its path")
     target = user_folder() / KIND_FOLDERS[kind] / f"{table.name}.toml"
     return write_new_file(target, source.read_bytes(), force=force)
 
