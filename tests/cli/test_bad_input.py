@@ -39,7 +39,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "devices that are words": (("train", *DEMO, "--devices", "first"), ("--devices 'first'", "0 or 2,3")),
     "the same device twice": (("train", *DEMO, "--devices", "0,0"), ("different indices",)),
     "negative device": (("train", *DEMO, "--devices", "-1"), ("different indices",)),
-    "more devices than the profile": (("train", "-p", "24gb", "-r", "demo", "--devices", "0,1"), ("names 2", "for 1")),
+    "more devices than the profile": (("train", "-p", "24gb", "-r", "demo", "--devices", "0,1"), ("names 2", "device.count = 1")),
     "misspelled recipe": (("plan", "-p", "demo", "-r", "dmeo"), ("did you mean demo?", "fix: tunedeck recipes list")),
     "misspelled profile": (("plan", "-p", "dem0", "-r", "demo"), ("did you mean demo?", "tunedeck profiles list")),
     "recipe given as profile": (("plan", "-p", "lora", "-r", "demo"), ("there is a recipe of that name, for -r",)),
@@ -253,7 +253,7 @@ def test_a_cache_that_cannot_be_written_is_exit_6(
 
 def test_a_runs_folder_that_is_a_file_is_exit_6(tunedeck: Tunedeck, tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    tunedeck("train", *DEMO).complains(6, "no run directory can be made", "--runs DIR")
+    tunedeck("train", *DEMO).complains(6, "no run directory can be created", "--runs DIR")
 
 
 def test_what_does_not_fit_is_exit_3(tunedeck: Tunedeck, tmp_path: Path) -> None:
