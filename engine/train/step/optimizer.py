@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
@@ -78,10 +78,11 @@ def _allocate_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
         if group["momentum"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return
-    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]
+    init_group: Callable[..., object] = cast(Any, optimizer)._init_group
+    lists = len(inspect.signature(init_group).parameters) - 1
     try:
         parameter.grad = torch.zeros_like(parameter)
-        optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))  # type: ignore[attr-defined]
+        init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))
     finally:
         parameter.grad = None
 
