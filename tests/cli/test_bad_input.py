@@ -39,7 +39,10 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "devices that are words": (("train", *DEMO, "--devices", "first"), ("--devices 'first'", "0 or 2,3")),
     "the same device twice": (("train", *DEMO, "--devices", "0,0"), ("different indices",)),
     "negative device": (("train", *DEMO, "--devices", "-1"), ("different indices",)),
-    "more devices than the profile": (("train", "-p", "24gb", "-r", "demo", "--devices", "0,1"), ("device.count = 1",)),
+    "more devices than the profile": (
+        ("train", "-p", "24gb", "-r", "demo", "--devices", "0,1"),
+        ("names 2", "device.count = 1"),
+    ),
     "misspelled recipe": (("plan", "-p", "demo", "-r", "dmeo"), ("did you mean demo?", "fix: tunedeck recipes list")),
     "misspelled profile": (("plan", "-p", "dem0", "-r", "demo"), ("did you mean demo?", "tunedeck profiles list")),
     "recipe given as profile": (("plan", "-p", "lora", "-r", "demo"), ("there is a recipe of that name, for -r",)),
