@@ -29,7 +29,7 @@ def resolve_attention(config: PreTrainedConfig, asked: AttentionChoice, device: 
 
     Raises:
         EnvironmentProblem: flash was asked for and cannot run here.
-        UsageError: sdpa was asked for and the architecture has none that is right.
+        UsageError: sdpa was asked for, and the architecture has none or one that computes something else.
     """
     if asked == "eager":
         return "eager"
@@ -79,7 +79,8 @@ def _flash_obstacle(config: PreTrainedConfig, device: Device, dtype: torch.dtype
 
 
 def _supports(config: PreTrainedConfig, flag: str) -> bool:
-    """A flag of the architecture's class. Assumed True for remote code, which is checked when it is loaded."""
+    """The value of a flag such as `_supports_sdpa` of the architecture's class; True for remote code, which
+    transformers checks on loading."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             return bool(getattr(mapping[type(config)], flag, False))

@@ -22,7 +22,8 @@ from engine.spec.schema.run import RunSpec
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class of transformers for this config: with a vision encoder, or a decoder alone."""
+    """The Auto class of transformers that loads this config: image-text-to-text for a model with a vision encoder,
+    else causal language model."""
     return AutoModelForImageTextToText if config.model_type in VISION_ENCODERS else AutoModelForCausalLM
 
 

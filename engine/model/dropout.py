@@ -98,7 +98,8 @@ def keyed_dropouts(model: nn.Module) -> list[KeyedDropout]:
 def keyed(
     layers: Sequence[KeyedDropout], *, seed: int, step: int, sample_ids: Sequence[int], first_position: int = 0
 ) -> Iterator[None]:
-    """Set the key of one micro-batch, for both its forward and backward pass (which recomputes layers)."""
+    """Inside the block, `layers` make the masks of one micro-batch. Run both forward and backward inside it: with
+    checkpointing, backward computes the layers again."""
     key = DropoutKey(seed, step, tuple(int(sample) for sample in sample_ids), first_position)
     for layer in layers:
         layer.key = key

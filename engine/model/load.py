@@ -41,7 +41,7 @@ SEED_MIXED_IN = 0x7E57
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a base model is loaded."""
+    """The settings for loading a base model: its weights, config, dtypes and attention kernel."""
 
     start: StartingWeights
     config: PreTrainedConfig

@@ -201,8 +201,8 @@ def plain_name(name: str) -> str:
 
 
 def _unwrapped(name: str) -> str:
-    """The name without `.base_layer`, by which peft's wrappers hold the wrapped module. Before `.lora_` it is kept: a
-    module of fused experts has a wrapper for each of its weights, and only these parts tell their adapters apart."""
+    """The name without the `.base_layer` parts that peft's wrappers add, except before `.lora_`: a module of fused
+    experts has one wrapper around another for each of its weights, and only these parts distinguish their adapters."""
     return re.sub(r"(?:\.base_layer)++\.(?!lora_)", ".", name)
 
 
@@ -213,8 +213,8 @@ def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The adapter's tensors under every name that they have in the model's state dict (a tied weight has two), from
-    which peft's save_pretrained picks the adapter's entries."""
+    """The tensors of `state` under every name that their originals have in the model's state dict (a tied weight has
+    two). peft's save_pretrained picks the adapter's entries from the result."""
     originals = _adapter_state(model)
     staged = {local_part(originals[name]).data_ptr(): tensor for name, tensor in state.items()}
     live = {name: local_part(tensor).data_ptr() for name, tensor in model.state_dict().items()}

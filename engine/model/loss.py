@@ -56,14 +56,15 @@ class LossFunction:
         self.through: Callable[[Batch], Tensor] = self.compute
         """Function that a call runs. Where weights are sharded, a module that gathers them around `compute`."""
         self.score: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
-        """The same for the head: a function or module around `sum_of_losses`."""
+        """Function that computes the token losses: `sum_of_losses`, or where weights are sharded a module that gathers
+        the head's around it."""
 
     def __call__(self, batch: Batch) -> Tensor:
         """Sum over target tokens; divide by their number over the whole step, then call backward."""
         return self.through(batch)
 
     def compute(self, batch: Batch) -> Tensor:
-        """The loss of a batch, with all weights present."""
+        """The loss of a batch. Sharded weights must be gathered already (see `through`)."""
         with autocast(self.loaded), self.offload.saving():
             hidden_NH, targets_N = self._hidden_at_targets(batch)
             if targets_N.numel() == 0:
@@ -86,7 +87,8 @@ class LossFunction:
         return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
     def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        """From hidden states at the targets, with the head's weights there."""
+        """The sum of token losses, from hidden states at the targets. Sharded weights of the head must be gathered
+        already (see `score`)."""
         head, smoothing = self.head, self.label_smoothing
         if self.implementation == "plain":
             return token_losses(head.logits(hidden_NH), targets_N, smoothing).sum()
@@ -123,8 +125,8 @@ def make_loss(
     `chunk_tokens` is by default what the budget plans with (64 MiB of fp32 logits).
 
     Raises:
-        UsageError: "fused" where no fused kernel can compute this loss, or a model whose logits are not those of its
-            decoder and head, which only its own forward pass knows.
+        UsageError: "fused" where no fused kernel can compute this loss, or a model whose own forward pass gives other
+            logits than decoder and head.
     """
     head = find_head(loaded.base)
     verify_logits(loaded, head, device)
@@ -133,7 +135,7 @@ def make_loss(
 
 
 def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> str:
-    """plain, chunked, liger or torch. "auto" is Liger on CUDA where it applies, else our chunk loop."""
+    """Choose "plain", "chunked", "liger" or "torch". For "auto": Liger on CUDA where it applies, else "chunked"."""
     liger = _liger_applies(head, device)
     if asked == "auto":
         return "liger" if liger else "chunked"
@@ -181,7 +183,7 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
-    """A context of mixed precision, where weights have a wider dtype than the computation; else one without effect."""
+    """A context that autocasts where the weights' dtype is wider than the computation's; otherwise it does nothing."""
     if loaded.autocast_dtype is None:
         return nullcontext()
     return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype)
@@ -248,8 +250,8 @@ def liger_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, label_smo
 
 
 def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
-    """torch's chunked linear_cross_entropy, per token and summed in fp32: its own sum has the dtype of the input, and
-    in bf16 loses all precision."""
+    """torch's chunked linear_cross_entropy. Its losses per token are summed here in fp32: torch's own sum has the
+    input's dtype and would lose all precision in bf16."""
     scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
     assert head.linear is not None
     bias_V: Tensor | None = head.linear.bias

@@ -1,7 +1,9 @@
-"""A model with its loss as one module, so that whatever gathers weights around a module's forward covers both.
+"""A model and its loss as one module, for runs whose weights are sharded over ranks.
 
-The output head is a module of its own in it, whose forward computes token losses. Used where weights are spread over
-ranks. Try: `pytest tests/distributed/test_sharded_model.py`
+FSDP gathers weights around the forward of a module. Therefore the loss is computed in the forward of `ModelWithLoss`,
+and the token losses, which read the output head's weights, in the forward of `HeadWithLoss`.
+
+Try: `pytest tests/distributed/test_sharded_model.py`
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from engine.model.loss import LossFunction
 
 
 class HeadWithLoss(nn.Module):
-    """The output head: its weights are there while token losses are computed from hidden states, whether or not the
-    head's own forward is called."""
+    """The output head as a module whose forward computes token losses. Its weights are gathered during that forward,
+    also for loss kernels that read them without calling the head's own forward."""
 
     def __init__(self, project: nn.Module) -> None:
         super().__init__()
@@ -24,13 +26,13 @@ class HeadWithLoss(nn.Module):
         self.loss: LossFunction | None = None
 
     def forward(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        """Sum of token losses."""
+        """The sum of token losses, from hidden states at the targets."""
         assert self.loss is not None
         return self.loss.sum_of_losses(hidden_NH, targets_N)
 
 
 class ModelWithLoss(nn.Module):
-    """Model and head under one root. Its forward is the loss of a batch."""
+    """Model and output head as one module. Its forward returns the loss of a batch."""
 
     def __init__(self, model: nn.Module, head: HeadWithLoss) -> None:
         super().__init__()
@@ -38,13 +40,13 @@ class ModelWithLoss(nn.Module):
         self.loss: LossFunction | None = None
 
     def use(self, loss: LossFunction) -> None:
-        """From here on calls of `loss` go through this module, and its use of the head through the head's forward."""
+        """Make `loss` run through this module's forward, and compute token losses through the forward of `head`."""
         self.loss = self.head.loss = loss
         loss.through, loss.score = self, self.head
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss of a batch. Without any target the head is used all the same, at weight zero: a rank that left it
-        out would be missed when the others gather its weights."""
+        """The loss of a batch. For a batch without targets the head also runs, with weight zero: gathering its weights
+        is a collective that every rank must join."""
         assert self.loss is not None
         if batch.target_tokens:
             return self.loss.compute(batch)

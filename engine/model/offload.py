@@ -1,4 +1,5 @@
-"""Activation offload: activations saved for backward wait in host memory. Same values, slower, less device memory.
+"""Activation offload: activations saved for backward are stored in host memory. Results are the same; a step takes
+longer and needs less device memory.
 
 Tensors that autograd saves are copied to the host, and back when backward needs them. Weights stay on the device. With
 gradient checkpointing, forward saves only the layers' inputs, and only these are offloaded; what a layer saves during
@@ -71,7 +72,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one, also one that was gathered from shards after the start."""
+    """Whether a tensor is a parameter or a view of one; parameters gathered from shards during forward count, too."""
     return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
 
 

@@ -30,7 +30,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Precision:
-    """A row of the table above."""
+    """One row of the table at the top of this file: dtypes, and whether the loss is scaled."""
 
     weights: torch.dtype
     compute: torch.dtype

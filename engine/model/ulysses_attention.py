@@ -1,12 +1,12 @@
-"""Attention over sequences whose positions lie on several ranks, as an attention kernel of transformers' own interface.
+"""An attention kernel, registered with transformers, for sequences whose positions are spread over several ranks.
 
-While it is at work every rank runs the model on its slice of a micro-batch (`engine.data.slices`). All layers but
-attention work on each position by itself; attention goes through `engine.distributed.sequence_parallel`, which hands
-each rank all positions of some heads, and there the model's usual kernel runs, causal and without a mask. Outside, in
-evaluation and generation, the model is as it was.
+While the kernel is installed, every rank runs the model on its slice of a micro-batch (`engine.data.slices`). All
+layers but attention compute each position by itself. In attention, `engine.distributed.sequence_parallel` exchanges
+tensors so that each rank gets all positions of some heads, and the model's usual kernel runs on these, causal and
+without a mask. Evaluation and generation run the usual kernel directly.
 
-Which models and recipes this is right for is in `engine.budget.architecture.sequence_parallel_support`;
-`verify_ulysses_attention` asks the model itself.
+`engine.budget.architecture.sequence_parallel_support` decides which models and recipes may use the kernel;
+`verify_ulysses_attention` checks the model by running it.
 
 Try: `pytest tests/distributed/test_sequence.py`
 """
@@ -31,16 +31,16 @@ from engine.model.loaded import LoadedModel, embedding_rows
 from engine.model.loss import autocast, decoder_of, hidden_states
 
 KERNEL = "tunedeck_slices"
-"""Its name in a model's config. No mask is known by this name, so transformers makes none."""
+"""The kernel's name in a model's config. transformers has no mask function of this name, so it makes no mask."""
 
 UNSHARED = "set parallel.sequence = 1 in the profile"
 
 POSITIONS_TO_COMPARE = 4
-"""Of each rank."""
+"""Positions per rank that `verify_ulysses_attention` compares."""
 
 
 class UlyssesAttention:
-    """The kernel of one model and one group of ranks."""
+    """The attention kernel for one model and one group of ranks that share sequences."""
 
     def __init__(self, loaded: LoadedModel, group: SequenceGroup) -> None:
         self.group = group
@@ -51,7 +51,8 @@ class UlyssesAttention:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around forward and backward of a slice; checkpointing runs attention again in the latter."""
+        """Inside the block, the model's layers use this kernel. Run both forward and backward of a slice inside it:
+        with checkpointing, backward runs attention again."""
         ALL_ATTENTION_FUNCTIONS.register(KERNEL, self._attend)
         self._use(KERNEL)
         try:
@@ -60,7 +61,7 @@ class UlyssesAttention:
             self._use(self.inner)
 
     def slice_of(self, batch: Batch, *, pad_id: int) -> Batch:
-        """This rank's part of a micro-batch."""
+        """This rank's slice of the positions of a micro-batch."""
         return slice_of(batch, self.group.place, self.group.size, pad_id=pad_id)
 
     def _use(self, kernel: str) -> None:
@@ -70,14 +71,14 @@ class UlyssesAttention:
     def _attend(
         self, module: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """What every attention layer calls; returns outputs [B, S, H, D]."""
+        """The attention function that every layer calls with this rank's positions; returns outputs [B, S, H, D]."""
         device = query_BHSD.device.type
-        # Autocast would narrow them in the kernel: here they travel at half the size.
+        # Under autocast the kernel would convert to the narrower dtype; converting first halves the bytes exchanged.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_BHSD.dtype
         heads = [tensor.to(dtype) for tensor in (query_BHSD, key_BKSD, value_BKSD)]
         query, key, value = to_heads(self.group, heads)
         del heads
-        # Those of a slice; the kernel sees whole rows, which start at 0.
+        # These are the positions of the slice; the kernel gets whole rows, whose positions start at 0.
         options.pop("position_ids", None)
         with self._posing(module, query.shape[1] // key.shape[1]):
             output_BThD, _ = ALL_ATTENTION_FUNCTIONS[self.inner](module, query, key, value, mask, **options)
@@ -86,7 +87,8 @@ class UlyssesAttention:
 
     @contextmanager
     def _posing(self, module: Any, queries_per_key: int) -> Iterator[None]:
-        """The layer as the inner kernel wants to find it: its name in the config, and this rank's ratio of heads."""
+        """Inside the block, `module` shows the inner kernel that kernel's own name in its config, and the ratio of
+        query to key heads on this rank."""
         usual = getattr(module, "num_key_value_groups", None)
         if usual is not None:
             module.num_key_value_groups = queries_per_key
@@ -102,10 +104,10 @@ class UlyssesAttention:
 def join_ulysses_attention(
     loaded: LoadedModel, ranks: Ranks, size: int, voted_group: VotedGroup | None = None
 ) -> UlyssesAttention:
-    """Join the ranks that share sequences and see that the model computes the same with them. Called by all ranks.
+    """Join the ranks that share sequences, and check that the model computes the same on slices. Called by all ranks.
 
     Raises:
-        UsageError: it does not, or would not.
+        UsageError: the model cannot use this kernel, or computes something else with it.
     """
     obstacle = _obstacle(loaded)
     if obstacle:
@@ -119,7 +121,7 @@ def join_ulysses_attention(
 
 
 def _obstacle(loaded: LoadedModel) -> str:
-    """What is seen of the model without running it; empty when nothing is in the way."""
+    """Why the model cannot use this kernel, as far as is known without running it; empty if nothing forbids it."""
     if loaded.attention == "eager":
         return "runs with eager attention"
     if loaded.attends_to_padding:
@@ -131,9 +133,10 @@ def _obstacle(loaded: LoadedModel) -> str:
 
 
 def verify_ulysses_attention(loaded: LoadedModel, attention: UlyssesAttention) -> str:
-    """Run a few tokens whole, then sliced: a family that looks at other positions outside attention differs.
+    """Compare the hidden states of a few tokens, computed whole and in slices.
 
-    A collective of the group. Returns what is wrong on this rank, in words; empty when nothing is.
+    They differ for models that mix positions outside attention. All ranks of the group call this together. Returns
+    this rank's complaint in words; empty if the hidden states agree.
     """
     length = POSITIONS_TO_COMPARE * attention.group.size
     vocabulary = embedding_rows(loaded.base)
@@ -149,7 +152,7 @@ def verify_ulysses_attention(loaded: LoadedModel, attention: UlyssesAttention) -
                 found_BSH = hidden_states(loaded, part.moved(loaded.device.upload))
             first = part.first_position
             expected_BSH = expected_BSH[:, first : first + found_BSH.shape[1]]
-            # Norms, not maxima: rounding may send a token to another expert, and that is no fault.
+            # Norms, not maxima: rounding may route a token to another expert, which is not an error.
             error, size = float((expected_BSH - found_BSH).float().norm()), float(expected_BSH.float().norm())
     finally:
         loaded.model.train(was_training)
