@@ -1,4 +1,4 @@
-"""Catching an allocation failure without keeping anything of the failed attempt alive.
+"""Catching an allocation failure without keeping any tensor of the failed attempt alive.
 
 An exception's traceback holds every frame between the raise and the handler, and with them the tensors of the failed
 attempt. So `catch_oom` turns the exception into plain values inside the handler, and everything else happens after it.
@@ -30,7 +30,7 @@ ATTEMPTS = 3
 def catch_oom(
     action: Callable[[], object], device: Device, phase: str, breakdown: Callable[[], MemoryBreakdown] | None = None
 ) -> OutOfMemory | None:
-    """Run `action`; the failure when memory ran out, else None. Every other exception passes through.
+    """Run `action`. Returns the failure if memory ran out, else None; every other exception passes through.
 
     `breakdown` is called at the moment of failure, while the memory is still held, to say what holds it.
     """
@@ -57,7 +57,7 @@ def catch_oom(
 def retry_on_oom(
     action: Callable[[], T], phase: str, device: Device, report: Callable[[OutOfMemory, str, int], None]
 ) -> T:
-    """The result of `action`, begun anew after each allocation failure, ATTEMPTS times in all.
+    """Run `action` and return its result; after an allocation failure run it again, up to ATTEMPTS times in all.
 
     `report` is called with each failure, the remedy ("retry" or "give_up") and the number of the attempt.
 
@@ -84,8 +84,9 @@ def frozen_gc() -> Iterator[None]:
     """While the block runs, garbage collections skip every object that existed before it. Objects that were frozen
     earlier, after the imports (`engine.commands.importing`), stay frozen afterwards.
 
-    A recovery collects garbage to be sure of what is held. With torch and transformers imported and a model built, a
-    collection looks at 430,000 objects and takes 250 to 450 ms, longer than many a micro-batch; of a step alone, 1 ms.
+    A recovery collects garbage, so that only memory in use is counted. With torch and transformers imported and a model
+    built, a collection visits 430,000 objects and takes 250 to 450 ms, longer than many a micro-batch. Limited to the
+    objects of one step it takes 1 ms.
     """
     frozen_before = gc.get_freeze_count() > 0
     gc.collect()

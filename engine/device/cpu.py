@@ -78,11 +78,11 @@ class CpuDevice:
         yield
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, so that the caller may change either."""
+        """A copy: the caller may change it without changing `tensor`."""
         return tensor.detach().clone()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, so that the caller may change either."""
+        """A copy: the caller may change it without changing `tensor`."""
         return tensor.detach().clone()
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:

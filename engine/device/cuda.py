@@ -197,7 +197,7 @@ def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
 
 
 def compare_size(table: DeviceTable, name: str, total_bytes: int) -> list[str]:
-    """A notice when the card is smaller than the profile says."""
+    """A notice if the card has less memory than the profile says."""
     # A tenth of a GiB of slack: drivers report slightly different totals for the same card.
     if table.memory_gib <= total_bytes / 2**30 + 0.1:
         return []

@@ -246,7 +246,8 @@ class Meter:
         return mode
 
     def _active_mode(self) -> _CountingMode | None:
-        """This thread's mode. In autograd's worker threads, that of the thread which called backward."""
+        """The dispatch mode of this thread; in autograd's worker threads, the mode of the thread that called
+        backward."""
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, _CountingMode) and mode.tracker is self.tracker:
                 return mode
@@ -290,7 +291,7 @@ class Meter:
             raise
 
     def _count_in(self, thread: threading.Thread) -> None:
-        """Make `thread` count from its first line on, in the state that the starting thread is in."""
+        """Make `thread` count allocations from its first line on, in the same state as the thread that starts it."""
         parent = self._active_mode()
         if parent is None or parent.state == OFF:
             return

@@ -25,7 +25,7 @@ def driver_version() -> str | None:
 
 
 def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
-    """One reading per GPU, in NVML's order, or for `uuids` in theirs; empty where there is no driver."""
+    """One reading per GPU, in NVML's order, or in the order of `uuids` where given; empty where there is no driver."""
     if not _started():
         return []
     if uuids is None:
@@ -36,7 +36,8 @@ def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
 
 
 def _started() -> bool:
-    """Whether NVML could be started. It counts its starts; one that is never ended costs nothing."""
+    """Initialise NVML; returns whether that succeeded. NVML allows repeated calls, and never shutting it down costs
+    nothing."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

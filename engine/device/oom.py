@@ -105,7 +105,8 @@ class OutOfMemory:
 
 
 def classify(error: BaseException) -> OutOfMemory | None:
-    """The allocation failure that `error` reports, or None for any other error. Its causes are not looked at.
+    """The allocation failure that `error` reports, or None for any other error. Exceptions it was raised from are not
+    considered.
 
     A kernel that needs more shared memory than an SM has (Triton's OutOfResources) does not count: a smaller batch does
     not help it. Neither does a sticky error (see `is_sticky`), even when its text mentions memory.
