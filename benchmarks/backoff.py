@@ -4,7 +4,7 @@ Run: python -m benchmarks.backoff [--rounds 12]        (CPU, a few minutes; the 
 
 Times are CPU seconds of this process, which other processes on the same cores hardly change.
 
-- Capacity: time that a step loses when its dearest micro-batch does not fit, relative to that micro-batch. Compared
+- Capacity: time that a step loses when its costliest micro-batch does not fit, relative to that micro-batch. Compared
   with the same step after the backoff.
 - Transient: time that a step loses when one of its allocations, drawn at random, is refused, relative to the attempt
   that was abandoned.

@@ -41,10 +41,10 @@ class WeightBroadcaster:
         """
         places = list(_places(modules, self._filled))
         self._joint.ready()
-        told = self._ranks.broadcast_object([[str(tensor.dtype), list(tensor.shape)] for _, _, tensor in places])
+        received = self._ranks.broadcast_object([[str(tensor.dtype), list(tensor.shape)] for _, _, tensor in places])
         came: dict[int, Tensor] = {}
         with self._device.host_region(), torch.no_grad():
-            for (table, name, tensor), (dtype, shape) in zip(places, told, strict=True):
+            for (table, name, tensor), (dtype, shape) in zip(places, received, strict=True):
                 if id(tensor) not in came:
                     came[id(tensor)] = self._one(tensor, DTYPES[dtype], shape)
                 table[name] = came[id(tensor)]

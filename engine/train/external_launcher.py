@@ -151,13 +151,13 @@ def _broadcast_task(ranks: Ranks, settle: Callable[[], Task]) -> Task:
         except TunedeckError as error:
             problem = error
             mine = {"code": error.exit_code}
-    told = ranks.broadcast_object(mine)
-    if "task" in told:
-        return Task(**told["task"])
+    received = ranks.broadcast_object(mine)
+    if "task" in received:
+        return Task(**received["task"])
     if problem is not None:
         raise problem
     refused = RefusedError("rank 0 cannot begin")
-    refused.exit_code = told["code"]
+    refused.exit_code = received["code"]
     raise refused
 
 

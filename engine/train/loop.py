@@ -96,7 +96,7 @@ class Training:
         return self.requests.adopt(self.ranks.broadcast_object(self.requests.as_json()))
 
     def probe(self) -> None:
-        """Run the dearest micro-batch that the data can produce, before the first step."""
+        """Run the costliest micro-batch that the data can produce, before the first step."""
         self.journal.phase("probing")
         lengths = self.context.data.lengths
         most = min(len(lengths), self.setup.spec.recipe.train.batch_size)
@@ -130,13 +130,13 @@ class Training:
     def _note_peak(self, outcome: StepOutcome) -> None:
         # Of ranks that share sequences the one with most of the targets holds most.
         shared = [each["peak_bytes"] for each in outcome.ranks[: self.context.strategy.ranks_per_sample]]
-        peak_bytes, dearest = max([self.transaction.work.peak_bytes, *shared]), outcome.dearest
-        if dearest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
+        peak_bytes, costliest = max([self.transaction.work.peak_bytes, *shared]), outcome.costliest
+        if costliest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
             return
         context = self.context
         spec = effective_spec(self.setup.spec, context)
         predictable = not any(remedy.name in UNPLANNED for remedy in context.active_remedies)
-        self.peak = Peak(peak_bytes, dearest.rows, dearest.length, spec, predictable)
+        self.peak = Peak(peak_bytes, costliest.rows, costliest.length, spec, predictable)
 
     def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:
         memory = self.context.device.memory()

@@ -54,9 +54,9 @@ class RunRequests:
         """For the other ranks."""
         return {"ending": self.ending, "reason": self.reason, "checkpoint": self.checkpoint}
 
-    def adopt(self, told: dict[str, Any]) -> bool:
+    def adopt(self, requests: dict[str, Any]) -> bool:
         """Adopt rank 0's stop, pause or checkpoint request; True when the run should end."""
-        self.ending, self.reason, self.checkpoint = told["ending"], told["reason"], told["checkpoint"]
+        self.ending, self.reason, self.checkpoint = requests["ending"], requests["reason"], requests["checkpoint"]
         return self.ending is not None
 
     def _end(self, how: str, reason: str) -> None:

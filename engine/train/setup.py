@@ -215,14 +215,14 @@ def flops_per_token(loaded: LoadedModel) -> float:
 
 
 def _write_plan(plan: Plan, journal: Journal) -> None:
-    told = plan.as_json()
+    document = plan.as_json()
     journal.write(
         "plan",
-        predicted={"peak_bytes": told["peak_bytes"], "components": told["components"]},
-        verdict=told["verdict"],
-        capacity_bytes=told["capacity_bytes"],
-        deciding_phase=told["deciding_phase"],
-        micro_batch=told["micro_batch"],
-        accumulation=told["accumulation"],
-        tokens_per_micro_batch=told["tokens_per_micro_batch"],
+        predicted={"peak_bytes": document["peak_bytes"], "components": document["components"]},
+        verdict=document["verdict"],
+        capacity_bytes=document["capacity_bytes"],
+        deciding_phase=document["deciding_phase"],
+        micro_batch=document["micro_batch"],
+        accumulation=document["accumulation"],
+        tokens_per_micro_batch=document["tokens_per_micro_batch"],
     )

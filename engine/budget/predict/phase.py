@@ -49,6 +49,6 @@ Phases = dict[str, tuple[PhaseCost, ...]]
 """Phase name = its alternatives, of which the largest at a shape counts."""
 
 
-def dearest(costs: Sequence[PhaseCost], shape: Shape) -> PhaseCost:
+def costliest(costs: Sequence[PhaseCost], shape: Shape) -> PhaseCost:
     """The alternative that is the largest at a shape."""
     return max(costs, key=lambda cost: cost.at(shape))

@@ -23,7 +23,7 @@ from engine.budget.predict.parallel_layout import (
     shards,
     static_of_a_rank,
 )
-from engine.budget.predict.phase import PhaseCost, dearest
+from engine.budget.predict.phase import PhaseCost, costliest
 from engine.budget.predict.static import optimizer_scratch
 from engine.budget.predict.step import step_cost
 from engine.budget.trace.memory_config import MemoryConfig, for_rows, memory_config_of
@@ -125,7 +125,7 @@ class Predictor:
         config = for_rows(self.arch, step_config(self.config), rows)
         phases = {"load": {"weights": self.total.weights, "adapters": self.total.adapters}}
         for name, costs in step_cost(self.arch, config, rows < self.batch, self.layout).items():
-            phases[name] = self._row(dearest(costs, shape).components(shape))
+            phases[name] = self._row(costliest(costs, shape).components(shape))
         scratch_bytes = optimizer_scratch(self.arch, self.config)
         phases["optimizer_step"] = self._row({"gradients": self.total.gradients, "optimizer": scratch_bytes})
         if evaluates(self.recipe):

@@ -25,11 +25,11 @@ T = TypeVar("T")
 def until_there_is_room(
     action: Callable[[], T],
     interrupted: Callable[[], bool] = lambda: False,
-    tell: Callable[[], None] = lambda: None,
+    on_full: Callable[[], None] = lambda: None,
 ) -> T:
-    """Run `action`; while it fails for want of disk space, wait and run it again. `tell` is called at the first
+    """Run `action`; while it fails for want of disk space, wait and run it again. `on_full` is called at the first
     failure. Other errors pass through. Raises EnvironmentProblem when `interrupted` says that waiting is over."""
-    told = False
+    warned = False
     while True:
         try:
             return action()
@@ -42,9 +42,9 @@ def until_there_is_room(
                     fix="make room, then go on from the last checkpoint with: tunedeck resume",
                 ) from error
             log.warning("the disk is full (%s); waiting for room", error.filename or "events.jsonl")
-        if not told:
-            tell()
-            told = True
+        if not warned:
+            on_full()
+            warned = True
         time.sleep(WAIT_SECONDS)
 
 

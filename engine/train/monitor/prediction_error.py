@@ -31,7 +31,7 @@ UNPLANNED = ("chunk_loss", "max_length")
 
 @dataclass(frozen=True)
 class Peak:
-    """The step that held most: how much, its dearest micro-batch, and the run as it stood."""
+    """The step that held most: how much, its costliest micro-batch, and the run as it stood."""
 
     peak_bytes: int
     rows: int

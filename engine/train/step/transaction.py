@@ -52,8 +52,8 @@ class StepOutcome:
     """Sequences that were learned from, or held nothing to learn."""
     data_wait_seconds: float
     applied: bool
-    dearest: MicroBatch | None = None
-    """This rank's dearest micro-batch."""
+    costliest: MicroBatch | None = None
+    """This rank's costliest micro-batch."""
     overflowed: bool = False
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """What each rank says of the step; empty in a run of one process."""
@@ -91,50 +91,50 @@ class StepTransaction:
         if not self._targets(samples):
             return StepOutcome(0.0, 0.0, self._tokens(samples), 0, 0, 0, len(samples), 0.0, applied=False)
         self.work.data_wait_seconds, began = 0.0, time.perf_counter()
-        mine = self._share(samples)
+        own_samples = self._share(samples)
         plan = self._run_with_recovery(
             step,
-            mine,
+            own_samples,
             [
-                lambda plan: self.work.accumulate(step, mine, plan, max(1, self._targets(samples))),
+                lambda plan: self.work.accumulate(step, own_samples, plan, max(1, self._targets(samples))),
                 self.work.prepare_gradients,
                 self.work.sync_and_clip,
                 self.work.apply,
             ],
         )
         overflowed = self._finish_step(step)
-        told = self._pool(self._facts(plan, time.perf_counter() - began))
+        stats = self._gather_stats(self._step_stats(plan, time.perf_counter() - began))
         ranks_per_sample = self.context.strategy.ranks_per_sample
         return StepOutcome(
             loss=self.work.mean_loss,
             grad_norm=self.work.grad_norm,
             tokens=self._tokens(samples),
             target_tokens=self._targets(samples),
-            micro_batches=max(each["micro_batches"] for each in told),
-            micro_batch_rows=max(each["largest_micro_batch"] for each in told),
-            samples=0 if overflowed else sum(each["samples"] for each in told[::ranks_per_sample]),
+            micro_batches=max(each["micro_batches"] for each in stats),
+            micro_batch_rows=max(each["largest_micro_batch"] for each in stats),
+            samples=0 if overflowed else sum(each["samples"] for each in stats[::ranks_per_sample]),
             data_wait_seconds=self.work.data_wait_seconds,
             applied=not overflowed,
-            dearest=plan[0] if plan and plan[0].members else None,
+            costliest=plan[0] if plan and plan[0].members else None,
             overflowed=overflowed,
-            ranks=told if self.context.ranks.size > 1 else [],
+            ranks=stats if self.context.ranks.size > 1 else [],
         )
 
     def probe(self, step: int, samples: NDArray[np.int64]) -> None:
-        """Run the dearest micro-batch that `samples` allow, forward and backward, and drop its gradients.
+        """Run the costliest micro-batch that `samples` allow, forward and backward, and drop its gradients.
 
         What would run out of memory hours later does so now, and the budget is learned before the first step.
         """
-        mine = self._share(samples)
+        own_samples = self._share(samples)
 
-        def dearest(plan: list[MicroBatch]) -> None:
-            self.work.accumulate(step, mine, plan[:1], max(1, self._targets(samples)))
+        def costliest(plan: list[MicroBatch]) -> None:
+            self.work.accumulate(step, own_samples, plan[:1], max(1, self._targets(samples)))
 
-        self._run_with_recovery(step, mine, [dearest], "probe_")
+        self._run_with_recovery(step, own_samples, [costliest], "probe_")
         self.context.strategy.drop_gradients()
-        self._pool({})
+        self._gather_stats({})
 
-    def _pool(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    def _gather_stats(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's `facts` of work that succeeded. Failures that a rank recovered from alone go to rank 0."""
         recoveries = self.context.local_recoveries
         stats = {**facts, "local_recoveries": recoveries.take()}
@@ -142,7 +142,7 @@ class StepTransaction:
         recoveries.record([each.pop("local_recoveries") for each in gathered])
         return gathered
 
-    def _facts(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
+    def _step_stats(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
         """This rank's measurements of a finished step, for the journal."""
         return {
             "micro_batches": sum(bool(group.members) for group in plan),
@@ -247,13 +247,13 @@ class StepTransaction:
     def _recover_here(self, step: int, attempts: int) -> bool:
         for _ in range(ATTEMPTS):
             undone: list[bool] = []
-            again = catch_oom(partial(self._put_back, undone), self.context.device, "recover")
+            again = catch_oom(partial(self._undo, undone), self.context.device, "recover")
             if again is None:
                 return undone[0]
             self._reporter(step)(again, "retry", attempts)
         return False
 
-    def _put_back(self, undone: list[bool]) -> None:
+    def _undo(self, undone: list[bool]) -> None:
         self.context.strategy.drop_gradients()
         flush_autograd()
         self.context.strategy.recover()
