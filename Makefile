@@ -1,6 +1,7 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
-# make test    lint, types, import contracts, tests
+# make check   lint, types, import contracts and the fast tests: about two minutes, for whoever changes something
+# make test    the same with all tests: 15 to 20 minutes on two cores
 # make torture every single allocation fails once, engines are killed anywhere: some hours on two cores
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
@@ -9,15 +10,25 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test torture plans lint clean
+.PHONY: demo check test torture plans lint clean
 
 demo: $(READY)
 	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
 	else exec $(BIN)/tunedeck train -p demo -r demo; fi
 
 # Hundreds of engines are started: each would compile what Python may not write down.
-test: $(READY) lint
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest \
+	-n 2 --dist loadfile --no-loadscope-reorder -o console_output_style=count
+
+check: $(READY)
+	@echo "make check: about two minutes. make test runs all tests."
+	@$(MAKE) --no-print-directory lint
+	$(PYTEST) -m "not torture and not slow"
+
+test: $(READY)
+	@echo "make test: 15 to 20 minutes on two cores. make check takes about two, with the fast tests alone."
+	@$(MAKE) --no-print-directory lint
+	$(PYTEST)
 
 torture: $(READY)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.train.torture

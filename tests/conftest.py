@@ -35,6 +35,25 @@ LONGEST = (
 )
 """Files that take longest, after the groups of ranks. None is begun when the other worker has nothing left to do."""
 
+SLOW = (
+    GROUPS,
+    *LONGEST,
+    "tests/train/",
+    "tests/package/",
+    "tests/docs/",
+    "tests/cli/test_queue.py",
+    "tests/cli/test_evaluate.py",
+    "tests/cli/test_clean_output.py",
+    "tests/cli/test_full_disk.py",
+    "tests/cli/test_deleted_folder.py",
+    "tests/budget/test_vision.py",
+    "tests/data/test_prepare.py",
+    "tests/data/test_command.py",
+    "tests/device/test_conformance.py",
+    "tests/device/test_torture.py",
+)
+"""Files and folders that `make check` leaves out."""
+
 ISOLATED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
@@ -47,9 +66,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("TUNEDECK_RUNS", None)
 
 
+@pytest.hookimpl(tryfirst=True)  # -m is applied in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order they are handed out; tests of a file stay as they are, and so do the files not named here."""
+    """Mark slow tests, and put files into the order they are handed out in.
+
+    Tests of a file stay in their order, and so do the files not named here.
+    """
     places = {file: place for place, file in enumerate((GROUPS, *LONGEST))}
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: places.get(unit_of(item.nodeid), len(places)))
 
 

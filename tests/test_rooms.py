@@ -9,6 +9,8 @@ from pathlib import Path
 import grimp
 import vulture
 
+from tests.conftest import SLOW
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,3 +42,8 @@ def test_everything_defined_is_used_outside_tests() -> None:
     search.scavenge([ROOT / name for name in ("engine", "tui", "benchmarks", "profiles", "tunedeck.py")])
     unused = [item for item in search.get_unused_code() if item.typ in ("function", "method", "class", "property")]
     assert [f"{item.filename}:{item.first_lineno} {item.name}" for item in unused] == []
+
+
+def test_files_that_the_order_of_tests_names_exist() -> None:
+    """A renamed file would otherwise be handed out late, or be run by `make check`."""
+    assert [name for name in SLOW if not (ROOT / name).exists()] == []
