@@ -29,7 +29,6 @@ from engine.data.chat_template import (
     TemplateRefusal,
     Tools,
     tool_call_shapes,
-    tool_functions,
 )
 from engine.data.formats import ChatRecord, Dropped
 from engine.errors import DataError
@@ -359,16 +358,19 @@ def _check_complete(messages: list[Message], whole: str, answers: dict[int, str]
         content = message["content"] or ""
         if not _contains(text, content) and not (is_answer and _contains_answer(text, content)):
             raise TemplateRefusal(f"{LEFT_OUT} text of a turn of the role {message['role']}")
-        if is_answer and not all(_calls(text, function) for function in tool_functions(message)):
+        if is_answer and not all(_shows_call(text, call) for call in message.get("tool_calls") or ()):
             raise TemplateRefusal(f"{LEFT_OUT} a tool call, or its arguments")
 
 
-def _calls(text: str, function: dict[str, Any]) -> bool:
+def _shows_call(text: str, call: Any) -> bool:
     """Whether a tool call is in the text: its name, its arguments as they are if they are text, else their words."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip() not in text:
         return False
-    return all(_contains(text, value) for value in _strings([function.get("name"), arguments]))
+    return all(_contains(text, value) for value in _strings([function["name"], arguments]))
 
 
 def _strings(value: Any) -> list[str]:

@@ -161,13 +161,6 @@ def tool_call_shapes(messages: list[Message]) -> Iterator[list[Message]]:
                for message in as_text]
 
 
-def tool_functions(message: Message) -> list[dict[str, Any]]:
-    """Name and arguments of each tool call of a message, from calls with and without a `function` object."""
-    given = message.get("tool_calls")
-    calls = [call for call in given if isinstance(call, dict)] if isinstance(given, list) else []
-    return [function for call in calls if isinstance(function := call.get("function", call), dict)]
-
-
 def _with_arguments(messages: list[Message], convert: Callable[[Any], Any]) -> list[Message]:
     """The messages with the arguments of their tool calls converted."""
     changed = []

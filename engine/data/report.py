@@ -23,15 +23,16 @@ BARS = 12
 """Bars of a histogram."""
 
 CHAT_FACTS = {
-    "per_conversation": "{:,} conversations are one row each",
-    "per_turn": "{:,} conversations are one row per assistant turn, because the chat template rewrites earlier turns",
-    "turn_rows": "{:,} rows of one assistant turn",
-    "reshaped": "{:,} conversations are given in the shape that the chat template reads (content as a list of parts, "
-    "or tool arguments as objects or text)",
-    "unprompted": "{:,} answers do not start with the prompt that the chat template gives at inference: the template "
-    "leaves a part of it, such as the start of thinking, out of finished turns",
-    "context_only": "{:,} answers are context and not learned: the chat template lets no conversation end with them",
-    "thinking_left_out": "{:,} answers are learned without their thinking: the chat template leaves it out",
+    "per_conversation": "conversations that are one row each: {:,}",
+    "per_turn": "conversations that are one row per assistant turn, as the chat template rewrites finished turns: {:,}",
+    "turn_rows": "rows of one assistant turn: {:,}",
+    "reshaped": "conversations given in the shape that the chat template reads (content as a list of parts, tool "
+    "arguments as objects or as text): {:,}",
+    "unprompted": "answers without the whole prompt of inference, as the chat template leaves a part of it, such as "
+    "the start of thinking, out of finished turns: {:,}",
+    "context_only": "answers that are context and not learned, as the chat template lets no conversation end with "
+    "them: {:,}",
+    "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }
 """How conversations are rendered (`SourceCount.chat`), and the sentence that says so."""
 
@@ -124,7 +125,7 @@ def _places_text(counts: Sequence[SourceCount], reason: str) -> str:
 def rendering_lines(count: SourceCount) -> list[str]:
     """How the conversations of a source were rendered, and the turns that were dropped, as one sentence each."""
     lines = [sentence.format(count.chat[fact]) for fact, sentence in CHAT_FACTS.items() if count.chat.get(fact)]
-    lines += [f"{number:,} assistant turns dropped: {reason}" for reason, number in count.dropped_turns.items()]
+    lines += [f"assistant turns dropped, {reason}: {number:,}" for reason, number in count.dropped_turns.items()]
     return [f"{count.name}: {line}" for line in lines]
 
 

@@ -181,6 +181,11 @@ def test_a_conversation_whose_tool_call_or_text_is_left_out_is_dropped() -> None
     )
 
 
+@pytest.mark.parametrize("calls", [[{"function": {"name": None, "arguments": {}}}], [1], "weather"])
+def test_a_tool_call_without_a_name_drops_the_conversation(calls: Any) -> None:
+    assert "a tool call" in reason(CHATML, [user("rain?"), assistant("", tool_calls=calls)])
+
+
 def test_words_count_as_shown_where_the_template_escapes_the_text() -> None:
     escaping = CHATML.replace("m['content']", "m['content'] | tojson(ensure_ascii=True)")
     (text,) = rows(escaping, [user('née "quoted"\nnext line'), assistant("yo")])
@@ -258,7 +263,8 @@ def test_the_report_says_which_way_was_taken_and_names_the_lines(jsonl: Callable
     assert data.train.columns.origins.tolist() == [0, 0, 2]
     lines = data.report.lines()
     assert lines[0].endswith(f"dropped: 1 x a turn has no role ({path}:2)")
-    assert any("1 conversations are one row per assistant turn" in line for line in lines)
+    assert "a: rows of one assistant turn: 2" in lines
+    assert any(line.startswith("a: conversations that are one row per assistant turn") for line in lines)
 
 
 def test_turns_that_are_too_long_are_dropped_alone(jsonl: Callable[..., str]) -> None:
