@@ -20,20 +20,20 @@ INTEGER = 4
 
 
 class AdaptedLayer(NamedTuple):
-    """The linear layer that an adapter stands beside."""
+    """Sizes of a linear layer that has an adapter."""
 
     outputs: int
     inputs: int
     biased: bool
     merged: int = 1
-    """Tokens that it takes at once."""
+    """Tokens that are joined into one input of the layer."""
 
 
 def adapted(
     trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor, result: TracedTensor
 ) -> TracedTensor:
-    """base(x) + B(A(dropout(x))) * scaling, in the wider of the two dtypes, and back in the base's; `result` is
-    base(x)."""
+    """Trace base(x) + B(A(dropout(x))) * scaling, where `result` is base(x): computed in the wider dtype of base and
+    adapter, then cast to the base's."""
     itemsize = result.itemsize
     if config.quantized:
         result = copy(trace, result)
@@ -49,12 +49,12 @@ def adapted(
 
 
 def _update(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
-    """B(A(dropout(x))) * scaling."""
+    """Trace B(A(dropout(x))) * scaling."""
     return scale(trace, _low_rank(trace, config, layer, dropped(trace, x) if config.dropout else x))
 
 
 def _low_rank(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
-    """B(A(x))."""
+    """Trace B(A(x))."""
     rank, itemsize = config.rank, config.adapter_bytes
     first = linear(trace, x, -(-rank // layer.merged), round_to_blocks(rank * layer.inputs * itemsize), True)
     del x
@@ -63,9 +63,9 @@ def _low_rank(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: 
 
 
 def dropped(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """`engine.model.dropout`: a copy with some values at 0. Nothing is saved; backward draws the same mask again.
+    """Trace `engine.model.dropout`: the output is a copy of `x`; backward draws the mask again, so nothing is saved.
 
-    The mask is made row by row: three int32 per value while bits are mixed, beside the bool mask of the row before.
+    The mask is drawn row by row; a row needs three int32 per value, while the previous row's bool mask is still live.
     """
     size, mixing = x.size, (3 * INTEGER + 1) * x.elements.per_token * POSITION
 
@@ -84,10 +84,11 @@ def dropped(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 def _dora(
     trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor, result: TracedTensor
 ) -> TracedTensor:
-    """`DoraLinearLayer.forward`: result + (m - 1) · result + m · B(A(x)) · scaling, m the magnitude over the norm.
+    """Trace `DoraLinearLayer.forward`: result + (m - 1) · result + m · B(A(x)) · scaling, where m is the magnitude
+    divided by the norm of W + B·A.
 
-    The norm is that of W + B·A, made in full beside a copy of W in the adapter's dtype; what it is made from stays
-    until the function returns. No gradient goes through it.
+    The norm has no gradient. B·A, the identity matrix it is computed from, and a copy of W in the adapter's dtype stay
+    allocated until the function returns.
     """
     itemsize, base_result = config.adapter_bytes, result
     whole = layer.outputs * layer.inputs * itemsize * BYTE

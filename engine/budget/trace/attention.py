@@ -1,7 +1,7 @@
-"""Attention as transformers 5.23 computes it: rotary embedding, repeated heads, and the kernels of sdpa and eager.
+"""Traces attention as transformers 5.23 computes it: rotary embedding, repeated heads, flash, sdpa and eager kernels.
 
 The local variables are those of `modeling_llama.py`, `integrations/sdpa_attention.py` and their variants, because a
-local variable keeps its tensor alive.
+tensor stays allocated while a local variable refers to it.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -32,11 +32,11 @@ from engine.budget.trace.polynomial import NO_BYTES, SQUARE, TOKEN, BytesPolynom
 from engine.budget.trace.ulysses_buffers import to_heads, to_positions
 
 HEADS_OUTSIDE = ("phi3", "gpt_oss")
-"""Layouts whose rotary embedding ends in a concatenation, which lays queries and keys out head by head."""
+"""Layouts whose rotary embedding ends in a concatenation: queries and keys then lie in memory head by head."""
 
 
 def rotary(trace: MemoryTrace, arch: Architecture, x: TracedTensor, width: int) -> TracedTensor:
-    """`apply_rotary_pos_emb` on the query or the key."""
+    """Trace `apply_rotary_pos_emb` on the query or on the key; `width`: bytes per value of the cos and sin tables."""
     if arch.layout == "gpt_oss":
         return _rotary_in_halves(trace, x, width)
     if arch.layout == "phi3":
@@ -45,30 +45,30 @@ def rotary(trace: MemoryTrace, arch: Architecture, x: TracedTensor, width: int) 
 
 
 def _rotary(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """`x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved."""
+    """Trace `x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved for backward."""
     return add(trace, _times_table(trace, x, itemsize), _times_table(trace, _rotate_half(trace, x), itemsize))
 
 
 def _rotate_half(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """`cat(-x2, x1)`."""
+    """Trace `cat(-x2, x1)`."""
     x1, x2 = narrow(trace, x, x.elements // 2), narrow(trace, x, x.elements // 2)
     return concatenate(trace, [scale(trace, x2), x1])
 
 
 def _times_table(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """`x * cos`, in the itemsize of the table where that is the wider; the table outlives the layer."""
+    """Trace `x * cos`, promoted to the wider dtype; cos itself costs nothing here, because all layers share it."""
     return multiply(trace, x, trace.new(NO_BYTES, itemsize))
 
 
 def _rotary_in_part(trace: MemoryTrace, x: TracedTensor, share: float, width: int) -> TracedTensor:
-    """Phi-3: a share of each head is turned, the rest (which may be nothing) is joined on again."""
+    """Trace Phi-3's rotary embedding: a share of each head is rotated, then concatenated with the rest of the head."""
     turned = x if share == 1.0 else narrow(trace, x, int(x.elements.per_token * share) * TOKEN)
     passed = narrow(trace, x, x.elements - turned.elements)
     return concatenate(trace, [_rotary(trace, turned, width), passed])
 
 
 def _rotary_in_halves(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """gpt-oss: first * cos - second * sin and second * cos + first * sin, joined."""
+    """Trace gpt-oss' rotary embedding: `cat(first * cos - second * sin, second * cos + first * sin)`."""
     first, second = halves(trace, x)
     left = subtract(trace, _times_table(trace, first, itemsize), _times_table(trace, second, itemsize))
     right = add(trace, _times_table(trace, second, itemsize), _times_table(trace, first, itemsize))
@@ -76,7 +76,7 @@ def _rotary_in_halves(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> Tra
 
 
 def repeat_heads(trace: MemoryTrace, arch: Architecture, x: TracedTensor) -> TracedTensor:
-    """`repeat_kv`: a copy with every head several times, summed in backward. A single head is repeated by view."""
+    """Trace `repeat_kv`: a copy that has every key or value head several times; a single head is expanded as a view."""
     times = arch.heads // arch.kv_heads
     if times == 1:
         return x
@@ -93,9 +93,9 @@ def flash(
     value: TracedTensor,
     mask: TracedTensor | None = None,
 ) -> TracedTensor:
-    """The flash kernels: save query, key, value, output and the log-sum-exp (fp32 per token and head).
+    """Trace a flash kernel: query, key, value, output and the log-sum-exp (fp32 per token and head) are saved.
 
-    The output is laid out like the query: where heads stand outside, the layer copies it to put tokens outside.
+    The output has the query's memory layout. If that is head by head, the layer copies it to token by token.
     """
     output = _kernel(trace, arch, _factor(trace, query), _factor(trace, key), _factor(trace, value), mask)
     return copy(trace, output) if arch.layout in HEADS_OUTSIDE else output
@@ -109,7 +109,7 @@ def _kernel(
     value: TracedTensor,
     mask: TracedTensor | None,
 ) -> TracedTensor:
-    """A flash kernel, whose inputs have one dtype."""
+    """Trace the flash kernel itself, once its inputs have one dtype."""
     sizes = [query.size, key.size, value.size]
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -125,14 +125,15 @@ def _kernel(
 
 
 def _factor(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """The input of a product: cast to half precision under autocast."""
+    """Return `x` as an attention product takes it: cast to half precision under autocast, else unchanged."""
     return cast(trace, x, HALF) if trace.autocast else x
 
 
 def masked_sdpa(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, value: TracedTensor
 ) -> TracedTensor:
-    """sdpa with a mask: heads are repeated, and the boolean mask becomes one in the query's dtype, which is saved."""
+    """Trace sdpa with a mask: heads are repeated, and a mask in the query's dtype is made from the boolean one and
+    saved for backward."""
     key = repeat_heads(trace, arch, key)
     value = repeat_heads(trace, arch, value)
     additive_mask = trace.new(SQUARE, HALF if trace.autocast else query.itemsize)
@@ -147,9 +148,9 @@ def eager(
     key: TracedTensor,
     value: TracedTensor,
 ) -> tuple[TracedTensor, TracedTensor]:
-    """Eager attention: its output, and the attention weights (rows × heads × length²).
+    """Trace eager attention; return its output and the attention weights (rows × heads × length²).
 
-    Scores are made, scaled, masked, softmaxed in fp32 and cast back. The mask has the itemsize of hidden states.
+    Scores are computed, scaled, masked, softmaxed in fp32 and cast back. The mask has the dtype of hidden states.
     """
     key_states, value_states = repeat_heads(trace, arch, key), repeat_heads(trace, arch, value)
     outside = arch.layout in HEADS_OUTSIDE
@@ -172,7 +173,7 @@ def eager(
 def _scores(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, outside: bool
 ) -> TracedTensor:
-    """The product of queries and keys, scaled and, in Gemma 2, capped."""
+    """Trace the scores: the product of queries and keys, scaled and, in Gemma 2, capped by tanh."""
     weights = scale(trace, _query_by_key(trace, arch, query, key, outside))
     if arch.attention_softcap is not None:
         weights = scale(trace, weights)
@@ -184,7 +185,7 @@ def _scores(
 def _query_by_key(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, outside: bool
 ) -> TracedTensor:
-    """The product of queries and keys; copies made for it are freed after it, unless they are saved."""
+    """Trace the product of queries and keys; copies made for it are freed afterwards, unless backward needs them."""
     query = _factor(trace, query)
     query = query if outside else copy(trace, query)
     key = _heads_first(trace, arch, _factor(trace, key), outside)
@@ -192,8 +193,10 @@ def _query_by_key(
 
 
 def _heads_first(trace: MemoryTrace, arch: Architecture, x: TracedTensor, outside: bool) -> TracedTensor:
-    """Keys or values laid out head by head, as batched products need them: a copy, unless repeating heads laid them out
-    so."""
+    """Return keys or values laid out head by head, as batched products need them: a copy, unless `x` already is.
+
+    `outside`: the rotary embedding has laid out unrepeated keys so.
+    """
     repeated = 1 < arch.kv_heads < arch.heads
     return x if repeated or (outside and arch.kv_heads == arch.heads) else copy(trace, x)
 
@@ -201,9 +204,10 @@ def _heads_first(trace: MemoryTrace, arch: Architecture, x: TracedTensor, outsid
 def _softmax_with_sinks(
     trace: MemoryTrace, arch: Architecture, weights: TracedTensor
 ) -> tuple[TracedTensor, TracedTensor]:
-    """A column of sinks is joined on, the maximum subtracted, and the column dropped after the softmax.
+    """Trace gpt-oss' softmax: a column of sinks is appended, the maximum subtracted, the softmax taken, and the column
+    removed.
 
-    What goes into the softmax stays until the attention function returns.
+    Returns the softmax's input, to which the attention function refers until it returns, and the attention weights.
     """
     columns = arch.heads * TOKEN
     sinks = TracedTensor(weights.storage, columns, weights.itemsize)
@@ -214,14 +218,14 @@ def _softmax_with_sinks(
 
 
 def _maximum(trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial) -> TracedTensor:
-    """`x.max(-1, keepdim=True)`: saves the index of each maximum; backward scatters into zeros of the full size."""
+    """Trace `x.max(-1, keepdim=True)`: the index of each maximum is saved; backward scatters into zeros of x's size."""
     index = trace.new(rows, INDEX)
     saved = trace.save(index) if x.node is not None else None
     return trace.unary(x, rows, x.itemsize, saved)
 
 
 def _matmul(trace: MemoryTrace, left: TracedTensor, right: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """Batched product: saves both sides."""
+    """Trace `torch.matmul` with an output of `elements` elements; both factors are saved for backward."""
     left_size = left.size if left.node is not None else None
     right_size = right.size if right.node is not None else None
 
@@ -241,7 +245,10 @@ def _attend_shared(
     key: TracedTensor,
     value: TracedTensor,
 ) -> TracedTensor:
-    """Ulysses attention: a rank attends with its own heads at all positions; the caller holds its inputs meanwhile."""
+    """Trace Ulysses attention: the rank attends with some of the heads at all positions of the sequence.
+
+    The caller refers to query, key and value meanwhile, so they stay allocated.
+    """
     own_query, own_key, own_value = to_heads(trace, arch, config.sequence, query, key, value)
     output = flash(trace, arch, own_query, own_key, own_value)
     del own_query, own_key, own_value
@@ -257,7 +264,7 @@ def attend(
     key: TracedTensor,
     value: TracedTensor,
 ) -> tuple[TracedTensor, TracedTensor | None]:
-    """The output of the attention kernel of the run, and the attention weights where the kernel makes them."""
+    """Trace the run's attention kernel; return its output and, in eager attention, the attention weights."""
     if config.sequence > 1:
         return _attend_shared(trace, arch, config, query, key, value), None
     if config.attention == "eager":

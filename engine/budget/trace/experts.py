@@ -1,7 +1,7 @@
-"""The feed-forward half of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it by default.
+"""Traces the feed-forward half of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it.
 
-Tokens are sorted by expert and multiplied in groups, so that memory does not depend on the routing; each token is
-copied once per expert it is routed to. The local variables are those of `grouped_mm_experts_forward`.
+Each token is copied once per expert it is routed to. The copies are sorted by expert and multiplied in groups, so
+memory does not depend on the routing. The local variables are those of `grouped_mm_experts_forward`.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -32,20 +32,23 @@ from engine.budget.trace.polynomial import TOKEN, BytesPolynomial
 def mixture(
     trace: MemoryTrace, arch: Architecture, experts: Experts, x: TracedTensor, gradients: dict[str, int]
 ) -> TracedTensor:
-    """Router, experts, and the weighted sum. `gradients` holds the gradient bytes of the weights that are trained."""
+    """Trace the router, the experts and the weighted sum of their outputs.
+
+    `gradients`: bytes of the gradient of each trained parameter of the layer, by name.
+    """
     logits, scores, indices = _router(trace, arch, experts, x, gradients)
     output = _grouped_experts(trace, arch, experts, x, scores, gradients)
-    del logits, indices  # held by the caller while the experts run
+    del logits, indices  # local variables of the caller refer to them while the experts run
     return output
 
 
 def _router(
     trace: MemoryTrace, arch: Architecture, experts: Experts, x: TracedTensor, gradients: dict[str, int]
 ) -> tuple[TracedTensor, TracedTensor, TracedTensor]:
-    """Logits, and the scores and indices of the chosen experts.
+    """Trace the router; return its logits, and the scores and indices of the chosen experts.
 
-    Mixtral and Qwen3 take an fp32 softmax over all experts and normalise the chosen scores; gpt-oss takes a softmax
-    over the chosen ones.
+    Mixtral and Qwen3 take an fp32 softmax over all experts and normalise the scores of the chosen ones; gpt-oss takes a
+    softmax over the chosen experts alone.
     """
     name = "mlp.router.weight" if arch.layout == "gpt_oss" else "mlp.gate.weight"
     if trace.autocast:
@@ -65,7 +68,7 @@ def _router(
 
 
 def _top(trace: MemoryTrace, scores: TracedTensor, experts: Experts) -> tuple[TracedTensor, TracedTensor]:
-    """`torch.topk`: the largest scores and their indices; backward scatters into zeros for all experts."""
+    """Trace `torch.topk`: return the largest scores and their indices; backward scatters into zeros for all experts."""
     chosen = experts.per_token * TOKEN
     indices = trace.new(chosen, INDEX)
     saved = trace.save(indices) if scores.node is not None else None
@@ -74,7 +77,7 @@ def _top(trace: MemoryTrace, scores: TracedTensor, experts: Experts) -> tuple[Tr
 
 
 def _normalised(trace: MemoryTrace, scores: TracedTensor) -> TracedTensor:
-    """`scores /= scores.sum()`, in place: a copy of the scores before is saved, and the sums."""
+    """Trace `scores /= scores.sum()`, in place: the sums and a copy of the undivided scores are saved for backward."""
     if scores.node is None:
         return scores
     saved = trace.save(trace.new(scores.elements, scores.itemsize), trace.new(TOKEN, scores.itemsize))
@@ -90,7 +93,7 @@ def _grouped_experts(
     scores: TracedTensor,
     gradients: dict[str, int],
 ) -> TracedTensor:
-    """`grouped_mm_experts_forward`."""
+    """Trace `grouped_mm_experts_forward`."""
     rows, biased = experts.per_token * TOKEN, arch.layout == "gpt_oss"
     width, hidden = rows * experts.intermediate, rows * arch.hidden
     expert_ids, permutation = trace.new(rows, INDEX), trace.new(rows, INDEX)
@@ -115,7 +118,10 @@ def _grouped_experts(
 def _biases(
     trace: MemoryTrace, expert_ids: TracedTensor, elements: BytesPolynomial, x: TracedTensor, weight: int, biased: bool
 ) -> TracedTensor | None:
-    """The bias of each row's expert, gathered: as large as the output it is added to."""
+    """Trace the gathering of the bias of each row's expert: a tensor of the size of the output it is added to.
+
+    `weight`: bytes of the biases' gradient, 0 if they are not trained. None if the experts have no biases.
+    """
     if not biased:
         return None
 
@@ -130,7 +136,10 @@ def _biases(
 def _grouped(
     trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial, weight: int, biases: TracedTensor | None
 ) -> TracedTensor:
-    """`grouped_mm`: like a linear layer over all experts at once; biases are added in place."""
+    """Trace `grouped_mm`, a linear layer of all experts at once, to whose output `biases` are added in place.
+
+    `weight`: bytes of the weight's gradient, 0 if the weight is not trained.
+    """
     size, biased = x.size, biases is not None
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -144,13 +153,13 @@ def _grouped(
 
 
 def _gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
-    """act(gate) * up on two halves of one tensor."""
+    """Trace act(gate) * up, where gate and up are the halves of `gate_up`."""
     gate, up = halves(trace, gate_up)
     return multiply(trace, activation(trace, gate), up)
 
 
 def _gpt_oss_gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
-    """(up + 1) · gate · sigmoid(α · gate), both clamped first; every second column each."""
+    """Trace (up + 1) · gate · sigmoid(α · gate), where gate and up are every second column of `gate_up`, clamped."""
     gate, up = (narrow(trace, gate_up, gate_up.elements // 2) for _ in range(2))
     gate = _clamp(trace, gate, bounds=1)
     up = _clamp(trace, up, bounds=2)
@@ -159,7 +168,7 @@ def _gpt_oss_gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
 
 
 def _clamp(trace: MemoryTrace, x: TracedTensor, bounds: int) -> TracedTensor:
-    """`clamp`: saves its input; backward compares it with each bound (bool) and zeroes what was cut."""
+    """Trace `clamp`: the input is saved; backward makes a bool mask for each bound and zeroes clamped gradients."""
     size, elements = x.size, x.elements
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -173,5 +182,5 @@ def _clamp(trace: MemoryTrace, x: TracedTensor, bounds: int) -> TracedTensor:
 
 
 def _sum_copies(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """Sum over a token's experts; backward expands, and lays out what it expanded."""
+    """Trace the sum over each token's experts; backward makes a contiguous copy of the expanded gradient."""
     return trace.unary(x, elements, x.itemsize)

@@ -1,6 +1,6 @@
-"""The memory trace from the last layer's output to the loss: the last norm, the targets, the head, three losses.
+"""Traces the model from the last layer's output to the loss: last norm, choice of target rows, head, three losses.
 
-It goes through the same steps as `engine.model.loss`, with every token a target, which is the most there can be.
+The steps are those of `engine.model.loss`. Every token counts as a target, which is the largest case.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -29,7 +29,7 @@ from engine.budget.trace.trainable import trainable_outer
 
 
 class Head:
-    """The end of the model: its last norm, its head, and the loss."""
+    """The traced end of a model: last norm, head and loss."""
 
     def __init__(self, trace: MemoryTrace, arch: Architecture, config: MemoryConfig) -> None:
         self.trace = trace
@@ -42,7 +42,7 @@ class Head:
         self.weight = round_to_blocks(arch.vocab * arch.hidden * config.base_bytes)
 
     def forward(self, hidden: TracedTensor) -> TracedTensor:
-        """The loss of a micro-batch, from the last layer's output."""
+        """Trace the loss of a micro-batch, from the last layer's output."""
         hidden = self.norm(hidden)
         hidden = self.gather_targets(hidden)
         if self.config.loss == "plain":
@@ -52,20 +52,20 @@ class Head:
         return self.recomputed(hidden) if self.wrapped else self.chunked(hidden)
 
     def gather_targets(self, hidden: TracedTensor) -> TracedTensor:
-        """`hidden.index_select(0, positions)`: a copy of the target rows; their indices are saved.
+        """Trace `hidden.index_select(0, positions)`: a copy of the target rows, whose indices are saved for backward.
 
-        The engine copies nothing where every position is a target; the trace always counts the copy.
+        The engine makes no copy if every position is a target; the trace always counts one.
         """
         index = self.trace.new(TOKEN, INDEX) if hidden.node is not None else None
         return gather(self.trace, hidden, index, hidden.elements)
 
     @property
     def wrapped(self) -> bool:
-        """Whether the head is wrapped by peft: beside adapters a trained head is no plain linear layer."""
+        """Whether peft wraps the head in a module of its own, as it does when LoRA also trains the head."""
         return self.config.lora and self.table_name in self.trained
 
     def norm(self, hidden: TracedTensor) -> TracedTensor:
-        """The last norm."""
+        """Trace the norm after the last layer."""
         weight = round_to_blocks(self.arch.hidden * self.config.base_bytes)
         trained = self.norm_name in self.trained
         if self.arch.layout == "gpt2":
@@ -73,7 +73,7 @@ class Head:
         return rms_norm(self.trace, hidden, TOKEN, weight, trained, self.config.base_bytes, wide=self.arch.wide_norm)
 
     def plain(self, hidden: TracedTensor) -> TracedTensor:
-        """The plain loss: logits of all targets at once, in fp32, and cross entropy."""
+        """Trace the plain loss: cross entropy of the fp32 logits of all targets at once."""
         trace = self.trace
         trained = self.table_name in self.trained
         if self.trace.autocast:
@@ -88,15 +88,15 @@ class Head:
         return negative_log_likelihood(trace, saves_output(trace, logits))
 
     def chunked(self, hidden: TracedTensor) -> TracedTensor:
-        """`engine.model.chunked`: gradients are made in the forward pass, a chunk of logits at a time."""
+        """Trace `engine.model.chunked`: the forward pass computes logits and their gradients, chunk by chunk."""
         trace, vocab, size = self.trace, self.arch.vocab, hidden.size
         trained = self.table_name in self.trained
         saved = [trace.allocate(size)] if trace.learning else []
         if trained and trace.learning:
             saved.append(trace.allocate(self.weight * BYTE))
         narrow = self.config.base_bytes
-        capped = 2 if self.arch.logit_softcap is not None else 0  # the capped logits, and their slope for backward
-        logits = narrow if narrow < FLOAT or capped else 0  # fp32 logits are worked on in place
+        capped = 2 if self.arch.logit_softcap is not None else 0  # the capped logits, and the derivative of the cap
+        logits = narrow if narrow < FLOAT or capped else 0  # 0: fp32 logits are overwritten in place
         if capped and not trace.learning:
             capped = int(narrow < FLOAT)
         logits_and_work = trace.allocate(vocab * (logits + FLOAT * (1 + capped)) * CHUNK)
@@ -110,11 +110,11 @@ class Head:
         return trace.result(NO_BYTES, FLOAT, [hidden], back, trains=trained)
 
     def fused(self, hidden: TracedTensor) -> TracedTensor:
-        """torch's `linear_cross_entropy`: a chunk of logits in forward and again in backward, in the hidden states'
-        dtype.
+        """Trace torch's `linear_cross_entropy`: logits in the hidden states' dtype, chunk by chunk, in forward and
+        again in backward.
 
-        Each chunk of backward also gathers the head's rows of its targets. A trained head's gradient is there twice:
-        of all chunks, and of this one.
+        Each chunk of backward also gathers the head's rows that belong to its targets. If the head is trained, backward
+        has two tensors of its gradient's size: the sum over chunks, and the current chunk's.
         """
         trace, size, weight = self.trace, hidden.size, self.weight
         narrow, trained = self.config.base_bytes, self.table_name in self.trained
@@ -135,10 +135,11 @@ class Head:
         return trace.result(NO_BYTES, FLOAT, [hidden], back, saved, trains=trained)
 
     def recomputed(self, hidden: TracedTensor) -> TracedTensor:
-        """The chunked loss of a wrapped head: chunks are checkpointed, and computed again in backward, the last one
-        first.
+        """Trace the chunked loss for a head wrapped by peft: each chunk is checkpointed, and backward recomputes them
+        from the last to the first.
 
-        With several chunks the weight's gradients are added out of place, and those of the hidden states are joined.
+        If there are several chunks, their gradients of the head's weight are added out of place, and their gradients of
+        the hidden states are concatenated.
         """
         trace, vocab, size, weight = self.trace, self.arch.vocab, hidden.size, self.weight
         narrow = self.config.base_bytes
@@ -166,6 +167,6 @@ class Head:
 
 
 def negative_log_likelihood(trace: MemoryTrace, scores: TracedTensor) -> TracedTensor:
-    """`F.nll_loss`: a number; backward makes a tensor as large as the scores."""
+    """Trace `F.nll_loss`: the output is one number; backward allocates a tensor as large as `scores`."""
     saved = trace.save(scores) if scores.node is not None else None
     return trace.unary(scores, NO_BYTES, FLOAT, saved)

@@ -1,4 +1,4 @@
-"""One decoder layer, written like its modelling file, so that a memory trace finds the same live tensors.
+"""Traces one decoder layer, with the local variables of its transformers modelling file, so that the same tensors live.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -43,7 +43,7 @@ class Layer(Weights):
         self.masked = kind.masked
 
     def forward(self, x: TracedTensor) -> TracedTensor:
-        """Two halves with their residual connections; Gemma 2 and 3 norm what each half gives, too."""
+        """Trace attention and feed-forward with norms and residual connections; Gemma 2 and 3 have four norms."""
         if self.arch.layout == "gpt2":
             return self._forward_gpt2(x)
         if self.arch.norms_per_layer == 4:
@@ -70,14 +70,15 @@ class Layer(Weights):
         return add(self.trace, residual, hidden)
 
     def norm(self, name: str, x: TracedTensor, rows: BytesPolynomial = TOKEN) -> TracedTensor:
-        """RMSNorm in fp32, cast back, then times the weight; Gemma and gpt-oss multiply before the cast."""
+        """Trace an RMSNorm: in fp32, cast back, then times the weight; Gemma and gpt-oss multiply before the cast."""
         trace, (size, trained) = self.trace, self.weight(name)
         return rms_norm(trace, x, rows, size, trained, self.config.base_bytes, wide=self.arch.wide_norm)
 
     def attention(self, x: TracedTensor) -> tuple[TracedTensor, TracedTensor | None]:
-        """Projections, rotary embedding, the kernel, the output projection.
+        """Trace projections, rotary embedding, the attention kernel and the output projection.
 
-        Returns the attention weights, too, where the kernel makes them: the layer's frame holds them until its end.
+        Returns the output and, in eager attention, the attention weights: a local variable of the layer's forward
+        refers to them until it returns.
         """
         arch, trace = self.arch, self.trace
         if arch.layout == "phi3":
@@ -95,7 +96,7 @@ class Layer(Weights):
         return self.linear("self_attn.o_proj", output), weights
 
     def feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """down(act(gate(x)) * up(x))."""
+        """Trace down(act(gate(x)) * up(x)), or a mixture of experts."""
         trace, arch = self.trace, self.arch
         if arch.experts is not None and not self.trainable.dense:
             return mixture(trace, arch, arch.experts, x, self._trained_bytes())
@@ -112,7 +113,7 @@ class Layer(Weights):
     def _joint_attention(
         self, x: TracedTensor, projection: str, output_projection: str
     ) -> tuple[TracedTensor, TracedTensor | None]:
-        """One projection for query, key and value, which are slices of it."""
+        """Trace attention with one projection, of whose output query, key and value are slices."""
         arch, trace = self.arch, self.trace
         joint = self.linear(projection, x)
         parts = [width * TOKEN for width in (arch.query_width, arch.kv_width, arch.kv_width)]
@@ -126,14 +127,14 @@ class Layer(Weights):
         return self.linear(output_projection, output), weights
 
     def _remember(self, key: TracedTensor, value: TracedTensor) -> tuple[TracedTensor, TracedTensor]:
-        """Keys and values as the cache returns them: copies, in the pass over the prompt."""
+        """Return keys and values: while text is generated, the copies that the cache makes of them."""
         if self.cached is None:
             return key, value
         self.cached += [copy(self.trace, key), copy(self.trace, value)]
         return self.cached[-2], self.cached[-1]
 
     def _forward_gpt2(self, x: TracedTensor) -> TracedTensor:
-        """GPT-2: layer norms, no rotary embedding, an ungated feed-forward block."""
+        """Trace a GPT-2 layer: layer norms, no rotary embedding, an ungated feed-forward block."""
         trace = self.trace
         residual = x
         hidden = layer_norm(trace, x, *self.weight("ln_1"))
@@ -145,18 +146,18 @@ class Layer(Weights):
         return add(trace, residual, forward)
 
     def _gpt2_feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """c_proj(gelu(c_fc(x))), with transformers' gelu of separate operations."""
+        """Trace c_proj(gelu(c_fc(x))); transformers computes "gelu_new" in separate operations."""
         hidden = self.linear("mlp.c_fc", x)
         hidden = new_gelu(self.trace, hidden) if self.arch.activation == "gelu_new" else activation(self.trace, hidden)
         return self.linear("mlp.c_proj", hidden)
 
     def _trained_bytes(self) -> dict[str, int]:
-        """Gradient bytes of the layer's trained parameters."""
+        """Bytes of the gradient of each trained parameter, by name."""
         return {name: self.parameter(name)[0] for name in self.trainable.trained}
 
 
 def new_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """`NewGELUActivation`: 0.5 · x · (1 + tanh(c · (x + 0.044715 · x³)))."""
+    """Trace `NewGELUActivation`: 0.5 · x · (1 + tanh(c · (x + 0.044715 · x³)))."""
     half = scale(trace, x)
     raised = add_number(trace, saves_output(trace, scale(trace, add(trace, x, scale(trace, power(trace, x))))))
     return multiply(trace, half, raised)
@@ -165,7 +166,7 @@ def new_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 def rotary_both(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, width: int
 ) -> tuple[TracedTensor, TracedTensor]:
-    """`apply_rotary_pos_emb`; query and key stay referred to by the caller until it returns."""
+    """Trace `apply_rotary_pos_emb` on query and key; the caller still refers to the originals until this returns."""
     rotated_query = rotary(trace, arch, query, width)
     rotated_key = rotary(trace, arch, key, width)
     return rotated_query, rotated_key

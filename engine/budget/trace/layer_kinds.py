@@ -1,5 +1,7 @@
-"""The kinds of layers of a model, by their trained weights, their attention mask, and whether their input needs a
-gradient. Layers of one kind hold the same memory.
+"""Kinds of layers: layers of one kind need the same memory.
+
+Layers are of one kind if they train the same weights, attend through the same mask, and agree in whether their input
+needs a gradient.
 
 Try: `python -m pytest tests/budget/test_layer_kinds.py`
 """
@@ -27,12 +29,12 @@ class LayerKind(NamedTuple):
 
     trainable: Trainable
     masked: bool
-    """Attention gets a mask: packed documents, images whose tokens see each other, or a window shorter than the
-    sequence."""
+    """Attention gets a mask: documents are packed, tokens of an image see each other, or the sliding window is shorter
+    than the sequence."""
     slides: bool
-    """Attention is within a sliding window."""
+    """The layer attends within a sliding window."""
     follows: bool
-    """A layer below, or the embedding, is trained, so that the layer's input needs a gradient."""
+    """The layer's input needs a gradient, because an earlier layer, the embedding or the vision encoder is trained."""
 
     @property
     def learns(self) -> bool:
@@ -40,7 +42,8 @@ class LayerKind(NamedTuple):
         return self.follows or bool(self.trainable.trained or self.trainable.adapted)
 
     def holds_more_than(self, other: LayerKind) -> bool:
-        """Whether its layers hold all that the other's do, and a mask or a gradient of the input in addition."""
+        """Whether this kind needs more memory: it trains the same weights as `other`, and has a mask or an input
+        gradient that `other` lacks, but not the reverse."""
         mine, its = (self.masked, self.follows), (other.masked, other.follows)
         more = mine != its and all(one >= another for one, another in zip(mine, its, strict=True))
         return more and self.trainable == other.trainable
@@ -48,7 +51,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerStack:
-    """The layers of a model by their kinds: there are dozens of layers, and one, two or three kinds."""
+    """The layers of a model, each represented by its kind: dozens of layers, but only one, two or three kinds."""
 
     layers: tuple[LayerKind, ...]
 
@@ -59,24 +62,27 @@ class LayerStack:
 
     @cached_property
     def spans(self) -> dict[LayerKind, tuple[int, int]]:
-        """The first and the last layer of each kind."""
+        """The index of the first and of the last layer of each kind."""
         last = len(self.layers) - 1
         return {kind: (self.layers.index(kind), last - self.layers[::-1].index(kind)) for kind in self.kinds}
 
     def larger(self, kind: LayerKind) -> list[LayerKind]:
-        """The kinds whose layers hold more than those of one."""
+        """The kinds that need more memory than `kind`."""
         return [other for other in self.kinds if other.holds_more_than(kind)]
 
     def counts(self, start: int, stop: int) -> dict[LayerKind, int]:
-        """How many layers of each kind there are from `start` up to `stop`, which is left out."""
+        """The number of layers of each kind in `layers[start:stop]`."""
         return Counter(self.layers[start:stop])
 
     def ends(self, *, checkpointed: bool) -> dict[int, str]:
-        """The first and the last layer of each kind that backward reaches, the last one first, with the phase of the
-        table that each belongs to: between the two sizes change evenly, so one of them decides.
+        """Return the layers whose backward pass may be the peak, from the last layer to the first, with their phases.
 
-        Checkpointed layers that make the same gradients all keep as much: a kind cannot be the peak if a kind that
-        holds more has layers both before and after all of its own.
+        They are the first and the last layer of each kind: live bytes change linearly from one layer of a kind to the
+        next, so no layer between the two has the most. The phase is `layer_first` for layers in the model's second
+        half, which backward reaches first, and `layer_last` for the others.
+
+        If layers are checkpointed and all train the same weights, each saves the same number of bytes. A kind is then
+        left out if a larger kind has layers both before and after all of its own.
         """
         last = len(self.layers) - 1
         even = checkpointed and len({kind.trainable for kind in self.kinds}) == 1
@@ -85,14 +91,14 @@ class LayerStack:
         return {layer: "layer_first" if 2 * layer >= last else "layer_last" for layer in layers}
 
     def _is_between_larger(self, kind: LayerKind) -> bool:
-        """Whether all layers of a kind lie between those of one with a mask or a gradient of the input in addition."""
+        """Whether a kind that needs more memory has layers both before and after all layers of `kind`."""
         first, last = self.spans[kind]
         return any(self.spans[other][0] <= first and last <= self.spans[other][1] for other in self.larger(kind))
 
 
 @lru_cache(maxsize=256)
 def layer_stack(arch: Architecture, config: MemoryConfig) -> LayerStack:
-    """The layers of a model as a recipe trains it."""
+    """Sort the layers of a model into kinds, as this config trains them."""
     trainable = trainable_by_layer(arch, config.patterns)
     slides = arch.sliding_layers or (False,) * arch.layers
     always_masked = config.packed or sees_images_both_ways(arch, config)
@@ -106,7 +112,7 @@ def layer_stack(arch: Architecture, config: MemoryConfig) -> LayerStack:
 
 
 def sees_images_both_ways(arch: Architecture, config: MemoryConfig) -> bool:
-    """Whether tokens of an image see each other, for which attention needs a mask of every row."""
+    """Whether tokens of an image see each other in both directions, for which every row needs a mask of its own."""
     return arch.vision_encoder is not None and arch.vision_encoder.bidirectional and config.image_patches > 0
 
 

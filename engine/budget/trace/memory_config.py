@@ -1,4 +1,4 @@
-"""The choices of a run spec that decide memory, with every "auto" resolved.
+"""`MemoryConfig`: the choices of a run spec that decide memory, with every "auto" resolved.
 
 Try: `python -m pytest tests/budget/test_predict.py`
 """
@@ -22,7 +22,7 @@ CHUNK_LOGIT_BYTES = 64 * 2**20
 """Budget of one chunk's fp32 logits when the recipe does not say; see `chunk_tokens`."""
 
 ROUTERS = ("**.mlp.gate", "**.mlp.router")
-"""Modules that moe.freeze_router keeps as they are."""
+"""Modules that `moe.freeze_router` excludes from training."""
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 
@@ -40,10 +40,10 @@ class Patterns(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The choices that decide memory, beside the architecture and the shape of a micro-batch."""
+    """The choices of a run that decide its memory, apart from the architecture and the shape of a micro-batch."""
 
     dtype: str
-    """Of the base weights and of hidden states."""
+    """dtype of the base weights and of hidden states."""
     adapter_dtype: str | None
     """None without LoRA."""
     rank: int
@@ -52,29 +52,29 @@ class MemoryConfig:
     dropout: bool
     checkpointing: bool
     activation_offload: bool
-    """Tensors saved for backward wait on the host."""
+    """Tensors saved for backward are moved to the host until backward needs them."""
     loss: Literal["plain", "chunked", "fused"]
     chunk_tokens: int
     optimizer: Optimizer
     optimizer_offload: bool
-    """Its state lives on the host between steps."""
+    """The optimizer's state lives in host memory between steps."""
     momentum: bool
     attention: Literal["flash", "sdpa", "eager"]
     packed: bool
-    """Several documents in a row, kept apart by the attention mask. Padding on the right needs no mask."""
+    """A row holds several documents, separated by the attention mask. (Padding on the right needs no mask.)"""
     window_reached: bool
     """Sequences may be longer than the model's sliding window."""
     quantized: bool
     autocast: bool
     """fp32 weights are multiplied in fp16: full fine-tuning in float16."""
     image_patches: int
-    """Patches of the one image that each sequence is planned with; 0 for text alone."""
+    """Each sequence is planned with one image of so many patches; 0 for text alone."""
     sequence: int
     """Devices that share each sequence."""
     metered: bool
-    """On the metered device, whose dispatch mode makes autograd add gradients out of place."""
+    """The run is on the metered device, whose dispatch mode makes autograd add gradients out of place."""
     one_row: bool = False
-    """The micro-batch is a single sequence, and that changes what is saved; see `for_rows`."""
+    """The micro-batch is a single sequence of a model that saves other tensors then; see `for_rows`."""
 
     @property
     def lora(self) -> bool:
@@ -93,7 +93,7 @@ class MemoryConfig:
 
 
 def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
-    """Resolve a run spec for this architecture."""
+    """Read the `MemoryConfig` out of a run spec, with every "auto" resolved for this architecture."""
     recipe, device = spec.recipe, spec.profile.device
     method, train, data, lora = recipe.method, recipe.train, recipe.data, recipe.method.kind == "lora"
     computed = resolved_dtype(spec)
@@ -124,7 +124,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
 
 
 def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
-    """The patterns of a recipe, with the modules that are frozen by default."""
+    """The patterns of a recipe, plus those of modules that are frozen by default."""
     method = recipe.method
     return Patterns(
         lora=method.kind == "lora",
@@ -139,14 +139,14 @@ def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
 def for_rows(arch: Architecture, config: MemoryConfig, rows: int) -> MemoryConfig:
     """The config for a micro-batch of `rows` sequences.
 
-    With one sequence Phi-3's eager attention saves the values as a view, and so keeps all of its joint projection;
-    with several it saves a copy, unless heads are repeated anyway."""
+    With one sequence, Phi-3's eager attention saves a view of the values, and thereby its whole joint projection of
+    query, key and value; with several sequences, or if heads are repeated, it saves a copy of the values."""
     apart = arch.layout == "phi3" and config.attention == "eager" and arch.kv_heads == arch.heads
     return replace(config, one_row=True) if apart and rows == 1 else config
 
 
 def image_patches(arch: Architecture, recipe: Recipe) -> int:
-    """Patches of the largest image that the recipe allows and a sequence has room for; samples with larger ones are
+    """Patches of the largest image that the recipe allows and that fits into a sequence; samples with larger images are
     dropped. 0 without images, or without a vision encoder."""
     encoder = arch.vision_encoder
     if encoder is None or image_key(recipe) is None:
@@ -157,14 +157,14 @@ def image_patches(arch: Architecture, recipe: Recipe) -> int:
 
 
 def _frozen_by_default(arch: Architecture, recipe: Recipe) -> tuple[str, ...]:
-    """Modules that full fine-tuning leaves alone unless train_only names them: routers, and a vision encoder without
-    images."""
+    """Patterns of the modules that full fine-tuning freezes if `train_only` is empty: routers, and a vision encoder
+    that gets no images."""
     routers = ROUTERS if arch.experts and recipe.moe.freeze_router else ()
     return (*routers, *(VISION_MODULES if arch.vision_encoder and not image_patches(arch, recipe) else ()))
 
 
 def resolved_dtype(spec: RunSpec) -> str:
-    """dtype = "auto": bfloat16 where the device has it, else float16 on CUDA, float32 in host memory."""
+    """The dtype of a run; "auto" is bfloat16 or float16 on CUDA, by compute capability, and float32 in host memory."""
     asked, device = spec.recipe.model.dtype, spec.profile.device
     if asked != "auto":
         return asked
@@ -174,18 +174,18 @@ def resolved_dtype(spec: RunSpec) -> str:
 
 
 def resolved_loss(spec: RunSpec) -> Literal["plain", "chunked", "fused"]:
-    """loss = "auto" is planned as our own chunk loop, the one that every device has."""
+    """The loss of a run; "auto" is planned as the engine's chunked loss, which works on every device."""
     asked = spec.recipe.train.loss
     return "chunked" if asked == "auto" else asked
 
 
 def chunk_tokens(vocab: int) -> int:
-    """Tokens per chunk of the loss: as many as keep one fp32 copy of their logits under CHUNK_LOGIT_BYTES."""
+    """Tokens per chunk of the loss: the most whose fp32 logits take at most CHUNK_LOGIT_BYTES; at least 1."""
     return max(1, CHUNK_LOGIT_BYTES // (4 * vocab))
 
 
 def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
-    """attention = "auto" is planned as sdpa, except for families that have only eager, or cap their scores."""
+    """The attention kernel of a run; "auto" is sdpa, but eager for families without sdpa or with capped scores."""
     asked = spec.recipe.model.attention
     if asked != "auto":
         return asked

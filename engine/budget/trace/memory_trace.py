@@ -1,15 +1,15 @@
-"""A trace of a model's operations that allocates nothing: tensors are sizes, and their lives are real.
+"""Memory traces: a model's operations run on tensors that have sizes and real lifetimes, but no data.
 
-`TracedTensor` stands for a tensor and owns a `Storage`; CPython frees it when the last name for it goes, which is
-exactly how eager torch frees the real one. So a layer written here with the same local variables as in transformers
-has the same live set at every moment. A small autograd tape does the same for backward: what each operation saves, in
-which order nodes run, when gradients are passed on, accumulated and dropped.
+A `TracedTensor` stands for a tensor and refers to a `Storage`. CPython frees the storage with the last reference to it,
+exactly as eager torch frees a real one. A layer that is written with the same local variables as in transformers
+therefore has the same live bytes at every moment. A small autograd tape imitates backward: which tensors each operation
+saves, in which order nodes run, and when gradients are passed on, accumulated and freed.
 
-Sizes are polynomials of the micro-batch's shape (`engine.budget.trace.polynomial`). The result of a trace is the set
-of live sizes at its local maxima. Operations on traced tensors are in `engine.budget.trace.operations`.
+Sizes are polynomials of the micro-batch's shape (`engine.budget.trace.polynomial`). The result of a trace is the list
+of live bytes at its local maxima. Operations on traced tensors are in `engine.budget.trace.operations`.
 
-What torch does is taken from torch 2.13 (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`, `accumulate_grad.h`,
-`torch/utils/checkpoint.py`) and checked against counted real steps in `tests/budget`.
+The rules are those of torch 2.13 (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`, `accumulate_grad.h`,
+`torch/utils/checkpoint.py`); `tests/budget` compares predictions with real steps.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -22,13 +22,13 @@ from sys import getrefcount
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, SQUARE, TRAINED_GRADS, BytesPolynomial
 
 STAYING_BYTES = 32
-"""Per token: a tensor that is no larger is counted as staying on the device when saved tensors wait on the host. The
-bound of `engine.model.offload` is on the whole tensor, which this meets at 512 tokens; with more tokens it is on the
-safe side."""
+"""Bytes per token up to which a saved tensor is counted as staying on the device under activation offload.
+`engine.model.offload` compares the whole tensor with 16 KiB, which is the same at 512 tokens; with more tokens the
+engine moves tensors that are counted here as staying, so the count is too high rather than too low."""
 
 
 class Storage:
-    """Bytes that are live from creation until nobody refers to them any more."""
+    """Bytes that are live until the last reference to this object is gone."""
 
     __slots__ = ("size", "trace")
 
@@ -44,7 +44,7 @@ class Storage:
 
 
 class TracedTensor:
-    """A tensor: its storage, its number of elements, bytes per element, and its node when it needs a gradient."""
+    """A tensor without data: storage, number of elements, bytes per element, and its autograd node if it has one."""
 
     __slots__ = ("elements", "itemsize", "node", "size", "storage")
 
@@ -60,10 +60,10 @@ class TracedTensor:
 
 
 SavedTensor = Storage | BytesPolynomial
-"""What an operation keeps of a tensor for backward: its storage, or the bytes of one that waits on the host."""
+"""A tensor saved for backward: its storage, or only its size if it is offloaded to the host."""
 
 Backward = Callable[[Storage], list[Storage | None]]
-"""From the gradient of an operation's output to the gradients of its inputs."""
+"""Takes the gradient of an operation's output and returns the gradients of its inputs."""
 
 
 class Node:
@@ -79,18 +79,20 @@ class Node:
         saved: list[SavedTensor] | None = None,
     ) -> None:
         self.size = size
-        """Bytes of its output's gradient."""
+        """Bytes of the gradient of the operation's output."""
         self.inputs = inputs
         self.backward = backward
         self.saved = saved
-        """None for an operation that needs nothing of forward; an empty list for one that needs a weight alone."""
+        """Tensors saved for backward. None: backward needs nothing from forward. Empty list: backward needs a weight,
+        which adds no bytes."""
         self.gradient: Storage | None = None
-        """The output's gradient as accumulated so far."""
+        """The gradient of the operation's output, as accumulated so far."""
         self.joined: list[Storage] | None = None
-        """Of an operation with several outputs in one storage: their gradients wait side by side."""
+        """For an operation with several outputs in one storage: the outputs' gradients, all live until its backward
+        has run. None for all other operations."""
 
     def take_gradient(self) -> Storage:
-        """Hand the accumulated gradient to the caller, who then holds its only name."""
+        """Return the accumulated gradient and drop the node's reference to it."""
         assert self.gradient is not None
         gradient, self.gradient = self.gradient, None
         return gradient
@@ -99,8 +101,8 @@ class Node:
 class MemoryTrace:
     """Live bytes, their local maxima, and the autograd tape.
 
-    Without `learning` operations run as under `torch.no_grad`. Without `keeps_saved` gradients are to come, but nothing
-    is saved: the first forward pass of a checkpointed layer.
+    Without `learning`, operations run as under `torch.no_grad`. Without `keeps_saved`, outputs need gradients but
+    nothing is saved for backward, as in the first forward pass of a checkpointed layer.
     """
 
     def __init__(
@@ -118,19 +120,19 @@ class MemoryTrace:
         self.peaks: list[BytesPolynomial] = []
         self.tape: list[Node] = []
         self.metered = metered
-        """On the metered device: under a dispatch mode torch adds gradients out of place, and softmax on the host
-        converts its input to another dtype before it begins."""
+        """The trace imitates the metered device: under its dispatch mode torch adds gradients out of place, and softmax
+        in host memory first makes a copy of its input in the output's dtype."""
         self.autocast = autocast
-        """fp32 weights and values are multiplied in half precision; those of experts, which autocast does not know,
-        are not."""
+        """Linear layers and attention cast fp32 weights and inputs to half precision; the grouped products of experts,
+        which autocast does not cover, run in fp32."""
         self.offloads = offloads
-        """Saved tensors wait on the host, and come back when backward unpacks them."""
+        """Saved tensors are moved to the host, and copied back to the device when backward unpacks them."""
         self.learning = learning
         self.keeps_saved = keeps_saved
         self.casts: list[Storage] = []
-        """Weights that autocast has cast: kept until the forward pass, loss included, is over."""
+        """Half-precision copies of trained weights, which autocast caches until the loss has been computed."""
         self._last_save = 0, NO_BYTES, False
-        """When a tensor was saved last: how many peaks there were, the live bytes, whether they were rising."""
+        """The state when a tensor was last saved for backward: number of peaks, live bytes, `rising`."""
         self._recompute: tuple[list[BytesPolynomial], BytesPolynomial] | None = None
 
     def record_peak(self) -> None:
@@ -140,22 +142,22 @@ class MemoryTrace:
             self.rising = False
 
     def take_peaks(self) -> list[BytesPolynomial]:
-        """The local maxima since the last call, the live bytes of this moment included."""
+        """Return the local maxima since the last call, and the bytes that are live now; forget these maxima."""
         peaks, self.peaks = [self.live, *self.peaks], []
         self.rising = False
         return peaks
 
     def new(self, elements: BytesPolynomial, itemsize: int) -> TracedTensor:
-        """A tensor that needs no gradient."""
+        """Allocate a tensor that needs no gradient."""
         size = elements * itemsize
         return TracedTensor(Storage(self, size), elements, itemsize, size)
 
     def allocate(self, size: BytesPolynomial) -> Storage:
-        """Bytes without a tensor around them."""
+        """Allocate a storage that belongs to no `TracedTensor`, such as a gradient or a temporary."""
         return Storage(self, size)
 
     def save(self, *tensors: TracedTensor | None) -> list[SavedTensor]:
-        """Keep tensors for backward; None stands for a weight, which costs nothing but is saved too."""
+        """Save tensors for backward and return the saved ones; None stands for a weight, which adds no bytes."""
         if not (self.learning and self.keeps_saved):
             return []
         self._last_save = len(self.peaks), self.live, self.rising
@@ -174,7 +176,8 @@ class MemoryTrace:
         *,
         trains: bool = False,
     ) -> TracedTensor:
-        """The output of an operation; `trains` says that a trained weight takes part."""
+        """Allocate an operation's output and record the operation on the tape; `trains`: one of its weights is
+        trained."""
         return self.on_tape(self.new(elements, itemsize), inputs, backward, saved, trains=trains)
 
     def on_tape(
@@ -186,7 +189,7 @@ class MemoryTrace:
         *,
         trains: bool = False,
     ) -> TracedTensor:
-        """Put the operation that made `output` on the tape, if a gradient is to come for any of its inputs."""
+        """Record the operation that made `output` on the tape, if one of its inputs or weights needs a gradient."""
         nodes = [tensor.node for tensor in inputs]
         if self.learning and (trains or any(nodes)):
             output.node = Node(output.size, nodes, backward, saved)
@@ -201,23 +204,23 @@ class MemoryTrace:
         itemsize: int,
         saved: list[SavedTensor] | None = None,
     ) -> TracedTensor:
-        """The output of an operation on `x` alone, whose backward makes one tensor: the gradient of `x`."""
+        """Trace an operation on `x` whose backward allocates the gradient of `x` and nothing else."""
         return self.result(elements, itemsize, [x], self.new_gradient(x), saved)
 
     def view(self, x: TracedTensor, elements: BytesPolynomial, backward: Backward) -> TracedTensor:
-        """The output of an operation on `x` that shares its storage."""
+        """Trace an operation whose output shares the storage of `x`."""
         return self.on_tape(TracedTensor(x.storage, elements, x.itemsize), [x], backward)
 
     def new_gradient(self, x: TracedTensor) -> Backward:
-        """A backward that makes the gradient of `x` and nothing else."""
+        """Return a backward function that allocates the gradient of `x` and nothing else."""
         size = x.size
         return lambda gradient: [self.allocate(size)]
 
     def checkpoint(self, forward: Callable[[], TracedTensor]) -> TracedTensor:
-        """Run `forward` as backward will run it again: up to the last tensor that is saved.
+        """Trace a checkpointed layer's forward pass as backward will repeat it, which ends with the last saved tensor.
 
-        Its maxima, and what it saves, count from the first operation of backward that unpacks a saved tensor. What the
-        first pass holds is for a trace without `keeps_saved` to say.
+        The peaks of `forward` and the tensors it saves are counted later, when backward first unpacks a saved tensor;
+        now only the output becomes live. The first forward pass is a trace of its own, without `keeps_saved`.
         """
         earlier, self.peaks, before = self.peaks, [], self.live
         output = forward()
@@ -229,7 +232,7 @@ class MemoryTrace:
         return output
 
     def _run_again(self) -> None:
-        """Count what a checkpointed forward makes and saves."""
+        """Count the recomputation of a checkpointed layer, once: its peaks, and the tensors it saves."""
         if self._recompute is None:
             return
         maxima, kept = self._recompute
@@ -239,16 +242,17 @@ class MemoryTrace:
         self.rising = True
 
     def leaf_gradient(self, size_bytes: int) -> None:
-        """The gradient of a trained weight: kept the first time, added to the one that is there and dropped later."""
+        """Count the gradient of a trained weight: allocated, then kept if it is the first of its step, else added to
+        the existing one and freed."""
         self.adopt_gradient(self.allocate(size_bytes * BYTE))
 
     def adopt_gradient(self, storage: Storage) -> None:
-        """Make a storage the gradient of a trained weight. One trace is for the first micro-batch of a step and for
-        later ones: at the storage's end its bytes become as many of `TRAINED_GRADS`."""
+        """Make a storage the gradient of a trained weight. When the storage is freed, its fixed bytes stay live as
+        `TRAINED_GRADS`: bytes that only the first micro-batch of a step adds (`BytesPolynomial.settled`)."""
         storage.size -= storage.size.fixed * TRAINED_GRADS
 
     def backward(self, node: Node, gradient: Storage) -> None:
-        """Run the tape from its end, as the autograd engine does: latest node first."""
+        """Run backward from `node` with the gradient of its output; as in autograd, the latest node runs first."""
         node.gradient = gradient
         del gradient
         while self.tape:
@@ -257,7 +261,8 @@ class MemoryTrace:
                 self._run_backward(current)
 
     def _run_backward(self, node: Node) -> None:
-        """Make the gradients of a node's inputs, drop what it saved, and pass the gradients on, the last one first."""
+        """Run one node: compute the gradients of its inputs, free its saved tensors, then give each input its gradient,
+        the last input first."""
         unpacked = None if node.saved is None else self._unpack_saved(node.saved)
         assert node.backward is not None
         outgoing = node.backward(node.take_gradient())
@@ -267,12 +272,12 @@ class MemoryTrace:
             self._accumulate_grad(node.inputs[len(outgoing) - 1], outgoing.pop())
 
     def _unpack_saved(self, saved: list[SavedTensor]) -> list[Storage]:
-        """Bring back what was saved: a checkpointed forward runs again, tensors come from the host."""
+        """Make saved tensors available: recompute a checkpointed layer, and allocate copies of offloaded tensors."""
         self._run_again()
         return [self.allocate(size) for size in saved if isinstance(size, BytesPolynomial)]
 
     def _accumulate_grad(self, target: Node | None, gradient: Storage | None) -> None:
-        """Give a gradient to its node, adding it to what is there."""
+        """Set the gradient of `target`, or add to the gradient that it already has."""
         if gradient is None or target is None:
             return
         if target.joined is not None:
@@ -280,12 +285,12 @@ class MemoryTrace:
             target.gradient = gradient
         elif target.gradient is None:
             target.gradient = gradient
-        elif self.metered or getrefcount(target.gradient) != 2:  # else added in place: nobody else refers to it
+        elif self.metered or getrefcount(target.gradient) != 2:  # 2: no other reference, so torch adds in place
             target.gradient = self.allocate(target.size)
 
 
 def waits_on_host(tensor: TracedTensor) -> bool:
-    """Whether a saved tensor goes to the host: no whole numbers, nothing small, no mask, which is saved repeated for
-    every head or row."""
+    """Whether activation offload moves a saved tensor to the host: not integers, small tensors, or attention masks,
+    which are saved as expanded views."""
     large = tensor.size.per_square > 0 or tensor.size.per_token > STAYING_BYTES
     return tensor.itemsize < 8 and large and tensor.elements != SQUARE

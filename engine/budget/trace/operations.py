@@ -1,8 +1,8 @@
-"""The operations of a decoder, as far as memory goes: what each makes, saves, and makes again in backward.
+"""Traced operations: what each allocates, what it saves for backward, and what its backward allocates.
 
-Each is written after its torch counterpart (named in the docstring); derivative formulas are those of
-`tools/autograd/derivatives.yaml`, torch 2.13. Backward closures hold sizes, never tensors: only what
-`MemoryTrace.save` was given is kept.
+Each follows the torch operation named in its docstring; derivatives are those of `tools/autograd/derivatives.yaml`,
+torch 2.13. Backward closures refer to sizes, never to tensors, so that only tensors given to `MemoryTrace.save` stay
+allocated.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -21,16 +21,17 @@ INDEX = 8
 
 
 def pass_on(gradient: Storage) -> list[Storage | None]:
-    """A backward that makes nothing: the gradient of the output is that of the input."""
+    """A backward function that allocates nothing: the input's gradient is the output's gradient itself."""
     return [gradient]
 
 
 def linear(
     trace: MemoryTrace, x: TracedTensor, outputs: int, weight: int, trained: bool, bias: int = 0, unpacked: int = 0
 ) -> TracedTensor:
-    """`F.linear`: `outputs` per token; `weight` and `bias` are the bytes of their gradients where they are trained.
+    """Trace `F.linear` with `outputs` values per token; `weight` and `bias`: bytes of their gradients if trained.
 
-    A quantised weight is unpacked to `unpacked` bytes for as long as it is multiplied with, forward and backward.
+    `unpacked`: bytes of the dequantised copy of a quantised weight, which exists during the product, in forward and in
+    backward.
     """
     size, wanted, whole_size = x.size, x.node is not None, unpacked * BYTE
 
@@ -54,7 +55,8 @@ def linear(
 def half_linear(
     trace: MemoryTrace, x: TracedTensor, outputs: int, elements: int, trained: bool, bias: int = 0
 ) -> TracedTensor:
-    """`F.linear` under autocast: input and weight (of so many elements, fp32) are cast, the weight once per pass."""
+    """Trace `F.linear` under autocast: the input and the fp32 weight of `elements` values are cast to half precision.
+    """
     x = cast(trace, x, HALF)
     size, wanted, weight = x.size, x.node is not None, _half_weight(trace, elements, trained)
 
@@ -69,9 +71,9 @@ def half_linear(
 
 
 def _half_weight(trace: MemoryTrace, elements: int, trained: bool) -> TracedTensor:
-    """A weight as autocast casts it, and keeps it for the rest of the pass where it is trained.
+    """Trace autocast's half-precision copy of a weight; copies of trained weights are cached until the loss.
 
-    Its gradient comes in half precision and is cast once what the product has saved is gone.
+    The copy's gradient is in half precision; its backward casts that to the weight's fp32 gradient.
     """
 
     def backward(gradient: Storage) -> list[Storage | None]:
@@ -85,12 +87,12 @@ def _half_weight(trace: MemoryTrace, elements: int, trained: bool) -> TracedTens
 
 
 def cast(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """`Tensor.to(dtype)`; nothing happens where the dtype is right already."""
+    """Trace `Tensor.to(dtype)`, which returns `x` itself if the dtype is already right."""
     return x if x.itemsize == itemsize else trace.unary(x, x.elements, itemsize)
 
 
 def add(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> TracedTensor:
-    """`left + right`, promoted to the wider dtype. Both get the incoming gradient itself, or a cast of it."""
+    """Trace `left + right`, promoted to the wider dtype; both inputs get the output's gradient, cast if necessary."""
     itemsize = max(left.itemsize, right.itemsize)
     casts = [None if tensor.itemsize == itemsize else tensor.size for tensor in (left, right)]
 
@@ -101,7 +103,7 @@ def add(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> TracedTe
 
 
 def multiply(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> TracedTensor:
-    """`left * right`, where right may be broadcast: its gradient is made in full, then summed."""
+    """Trace `left * right`; the gradient of a broadcast `right` is computed at full size, then summed."""
     itemsize, left_size, right_size = max(left.itemsize, right.itemsize), left.size, right.size
     full, left_wanted, right_wanted = left.elements * itemsize, left.node is not None, right.node is not None
 
@@ -120,7 +122,7 @@ def multiply(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> Tra
 
 
 def subtract(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> TracedTensor:
-    """`left - right`, where right may be broadcast: it gets the negated gradient, made in full and then summed."""
+    """Trace `left - right`; the gradient of `right` is the negated gradient, summed if `right` was broadcast."""
     full, right_size = left.size, right.size
 
     def backward(gradient: Storage) -> list[Storage | None]:
@@ -131,31 +133,31 @@ def subtract(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> Tra
 
 
 def concatenate(trace: MemoryTrace, parts: Sequence[TracedTensor]) -> TracedTensor:
-    """`torch.cat`: backward passes views of the gradient on."""
+    """Trace `torch.cat`; the inputs' gradients are views of the output's gradient."""
     elements, count = sum([part.elements for part in parts], NO_BYTES), len(parts)
     return trace.result(elements, parts[0].itemsize, parts, lambda gradient: [gradient] * count)
 
 
 def copy(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """`contiguous()` where it has to copy."""
+    """Trace `contiguous()` on a tensor that is not contiguous."""
     return trace.result(x.elements, x.itemsize, [x], pass_on)
 
 
 def gather(trace: MemoryTrace, x: TracedTensor, index: TracedTensor | None, elements: BytesPolynomial) -> TracedTensor:
-    """`x[index]`: the index is saved (None: it is kept anyway), backward adds into zeros."""
+    """Trace `x[index]`: the index is saved (None: it costs nothing, as it lives anyway); backward adds into zeros."""
     saved = trace.save(index) if x.node is not None else None
     return trace.unary(x, elements, x.itemsize, saved)
 
 
 def scale(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """`x * number` or `x / number`: nothing is saved."""
+    """Trace `x * number` or `x / number`: nothing is saved for backward."""
     return trace.unary(x, x.elements, x.itemsize)
 
 
 def scale_by_weight(trace: MemoryTrace, x: TracedTensor, weight: int, trained: bool, itemsize: int = 0) -> TracedTensor:
-    """`weight * x` with a vector `weight`: its gradient is a full product, summed to the vector's bytes.
+    """Trace `weight * x`, where the vector's gradient, of `weight` bytes, is a product of full size that is summed.
 
-    `itemsize` is the vector's, where it is wider than x: the product then is, too.
+    `itemsize`: bytes per value of the vector; the output has the wider dtype of the two.
     """
     size, wanted, itemsize = x.size, x.node is not None, max(x.itemsize, itemsize)
     full = x.elements * itemsize
@@ -175,19 +177,22 @@ def scale_by_weight(trace: MemoryTrace, x: TracedTensor, weight: int, trained: b
 
 
 def activation(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """`silu` or `gelu`: saves its input."""
+    """Trace `silu` or `gelu`: the input is saved for backward."""
     saved = trace.save(x) if x.node is not None else None
     return trace.unary(x, x.elements, x.itemsize, saved)
 
 
 def add_number(trace: MemoryTrace, x: TracedTensor, itemsize: int = 0) -> TracedTensor:
-    """`x + number`, or a mask of this itemsize: the gradient is passed on, cast where the sum is wider."""
+    """Trace `x + number`, or `x + mask` with a mask of this itemsize; if the sum is wider than x, backward casts."""
     itemsize = max(x.itemsize, itemsize)
     return copy(trace, x) if itemsize == x.itemsize else trace.unary(x, x.elements, itemsize)
 
 
 def saves_output(trace: MemoryTrace, x: TracedTensor, itemsize: int | None = None) -> TracedTensor:
-    """softmax, tanh, rsqrt. A kernel that casts its input to `itemsize` casts the gradient back in the same pass."""
+    """Trace softmax, tanh or rsqrt: the output is saved for backward.
+
+    `itemsize`: bytes per value of the output, if the kernel also casts; its backward kernel then casts back.
+    """
     saved: list[SavedTensor] | None = [] if x.node is not None else None
     output = trace.unary(x, x.elements, itemsize or x.itemsize, saved)
     if saved is not None:
@@ -196,38 +201,41 @@ def saves_output(trace: MemoryTrace, x: TracedTensor, itemsize: int | None = Non
 
 
 def softmax(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """`softmax(x, dtype=...)`. On a card one kernel reads the input as it is; on the host it is cast first, apart."""
+    """Trace `softmax(x, dtype=...)`: on CUDA one kernel casts, too; in host memory a cast copy of `x` is made first."""
     return saves_output(trace, cast(trace, x, itemsize) if trace.metered else x, itemsize)
 
 
 def narrow(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """A slice: shares the tensor's storage; backward puts the gradient into zeros of full size."""
+    """Trace a slice: a view of `x`, whose backward writes the gradient into zeros of x's size."""
     return trace.view(x, elements, trace.new_gradient(x))
 
 
 def split(trace: MemoryTrace, x: TracedTensor, parts: Sequence[BytesPolynomial]) -> list[TracedTensor]:
-    """`Tensor.split` and `chunk`: views of one tensor, whose gradients are joined once all are there."""
+    """Trace `Tensor.split` or `chunk`: views of `x`; backward joins their gradients in one tensor once it has all."""
     return pieces(trace, narrow(trace, x, x.elements), parts)
 
 
 def pieces(trace: MemoryTrace, whole: TracedTensor, parts: Sequence[BytesPolynomial]) -> list[TracedTensor]:
-    """The outputs of an operation that makes several tensors in one storage: its backward begins once the gradients
-    of all of them are there."""
+    """Return views of `whole`, the storage of an operation with several outputs; the operation's backward runs once
+    the gradients of all views are computed."""
     if whole.node is not None:
         whole.node.joined = []
     return [trace.view(whole, elements, pass_on) for elements in parts]
 
 
 def halves(trace: MemoryTrace, x: TracedTensor) -> list[TracedTensor]:
-    """`chunk(2)`."""
+    """Trace `x.chunk(2)`."""
     return split(trace, x, [x.elements // 2] * 2)
 
 
 def rms_norm(
     trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial, weight: int, trained: bool, itemsize: int, *, wide: bool
 ) -> TracedTensor:
-    """`Qwen2RMSNorm.forward`, or with `wide` that of Gemma and gpt-oss, which multiplies by the weight before the cast
-    back. Each of `rows` has a root of its own; `weight`: bytes of the weight's gradient; `itemsize`: the weight's."""
+    """Trace `Qwen2RMSNorm.forward`; with `wide`, Gemma's and gpt-oss' variant, which multiplies by the weight in fp32.
+
+    `rows`: number of vectors that are normalised; `weight`: bytes of the weight's gradient; `itemsize`: bytes per value
+    of the weight.
+    """
     input_itemsize = x.itemsize
     x = cast(trace, x, FLOAT)
     x = multiply(trace, x, _reciprocal_root_mean_square(trace, x, rows))
@@ -237,20 +245,20 @@ def rms_norm(
 
 
 def _reciprocal_root_mean_square(trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial) -> TracedTensor:
-    """`torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`: one value per row."""
+    """Trace `torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`: one value for each of `rows`."""
     mean = trace.unary(power(trace, x), rows, x.itemsize)
     return saves_output(trace, add_number(trace, mean))
 
 
 def power(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """`torch.pow(x, n)`: saves x; backward makes the next lower power, n times that, and the product with the
-    gradient."""
+    """Trace `torch.pow(x, n)`: `x` is saved; backward computes x^(n-1), n · x^(n-1), and its product with the gradient.
+    """
     size = x.size
 
     def backward(gradient: Storage) -> list[Storage | None]:
         temporaries = [trace.allocate(size), trace.allocate(size)]
         product = trace.allocate(size)
-        del temporaries  # one C++ expression: its temporaries live to its end
+        del temporaries  # not earlier: C++ destroys temporaries at the end of the whole expression
         return [product]
 
     saved = trace.save(x) if x.node is not None else None
@@ -258,7 +266,10 @@ def power(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 
 
 def layer_norm(trace: MemoryTrace, x: TracedTensor, vector: int, trained: bool) -> TracedTensor:
-    """`F.layer_norm`: saves its input and, per row, a mean and a root in fp32; two weights of `vector` bytes each."""
+    """Trace `F.layer_norm`: the input and, per token, two fp32 statistics are saved for backward.
+
+    `vector`: bytes of the gradient of the weight, and of the bias.
+    """
     size = x.size
 
     def backward(gradient: Storage) -> list[Storage | None]:

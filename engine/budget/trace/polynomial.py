@@ -1,7 +1,6 @@
-"""Bytes as a function of a micro-batch's shape: so many fixed, per token, per row and length squared, and so on.
+"""Bytes as a polynomial of a micro-batch's shape: a fixed number, a number per token, per row × length², and so on.
 
-A memory trace counts in these polynomials; a prediction evaluates them at many shapes. Nothing here knows of models or
-tensors.
+A memory trace adds up such polynomials; a prediction evaluates them at many shapes.
 
 Try: `python -m pytest tests/budget/test_polynomial.py`
 """
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """What one of each unit of a polynomial amounts to in a micro-batch, in the units' order."""
+    """The value of each unit of a polynomial (`BYTE`, `TOKEN`, …) for one micro-batch, in the order of coefficients."""
 
     one: int
     tokens: int
@@ -24,23 +23,23 @@ class Shape(NamedTuple):
     chunk: int
     """Tokens of the first chunk of the loss."""
     several: int
-    """1 where the loss takes more than one chunk, else 0."""
+    """1 if the loss is computed in more than one chunk, else 0."""
     positions: int
     """Tokens of one row."""
     pairs: int
-    """Their square."""
+    """The square of `positions`."""
     rows: int
 
 
 def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
-    """The shape of `rows` sequences padded to `length` tokens, whose loss takes `chunk_tokens` at a time."""
+    """The shape of `rows` sequences padded to `length` tokens; the loss is computed for `chunk_tokens` at a time."""
     tokens = rows * length
     chunk = min(tokens, chunk_tokens)
     return Shape(1, tokens, tokens * length, chunk, int(tokens > chunk), length, length * length, rows)
 
 
 class BytesPolynomial:
-    """A number of bytes, or of elements, per unit of a shape. Never changed."""
+    """A number of bytes, or of elements, for each unit of a `Shape`; immutable."""
 
     __slots__ = ("coefficients",)
 
@@ -75,31 +74,31 @@ class BytesPolynomial:
 
     @property
     def fixed(self) -> int:
-        """What does not depend on the shape."""
+        """The part that does not depend on the shape."""
         return self.coefficients[0]
 
     @property
     def per_token(self) -> int:
-        """What there is for each token."""
+        """The coefficient of `TOKEN`."""
         return self.coefficients[1]
 
     @property
     def per_square(self) -> int:
-        """What there is for each row and length squared."""
+        """The coefficient of `SQUARE`."""
         return self.coefficients[2]
 
     @property
     def per_position(self) -> int:
-        """What there is for each position of one row."""
+        """The coefficient of `POSITION`."""
         return self.coefficients[5]
 
     def at(self, shape: Shape) -> int:
-        """Evaluate at a shape; trained gradients must be settled before."""
+        """The polynomial's value at a shape; call `settled` first."""
         return sum(map(mul, self.coefficients, shape))
 
     def settled(self, accumulating: bool) -> BytesPolynomial:
-        """Turn trained gradients into fixed bytes: none where an earlier micro-batch's gradients are held already, to
-        which new ones are added and dropped."""
+        """Replace the `TRAINED_GRADS` coefficient: by as many fixed bytes for the first micro-batch of a step, by none
+        if `accumulating`, as new gradients are then added to existing ones and freed."""
         fixed, *others, trained = self.coefficients
         return BytesPolynomial((fixed if accumulating else fixed + trained, *others, 0))
 
@@ -109,31 +108,32 @@ def _unit(place: int) -> BytesPolynomial:
 
 
 BYTE = _unit(0)
-"""A fixed one."""
+"""1 for every shape."""
 TOKEN = _unit(1)
 """One per token of the padded micro-batch."""
 SQUARE = _unit(2)
-"""One per row and length squared."""
+"""One per row × length²."""
 CHUNK = _unit(3)
 """One per token of the loss's first chunk."""
 SEVERAL = _unit(4)
-"""One where the loss takes more than one chunk."""
+"""One if the loss is computed in more than one chunk."""
 POSITION = _unit(5)
 """One per position of one row."""
 PAIR = _unit(6)
-"""One per square of one row's positions."""
+"""One per pair of positions of one row: length²."""
 ROW = _unit(7)
 """One per row."""
 TRAINED_GRADS = _unit(8)
-"""One of a finished gradient of a weight: it stays from then on, unless an earlier micro-batch of the step has left a
-gradient to add it to (`BytesPolynomial.settled`)."""
+"""One byte of a weight's finished gradient: stays allocated after the first micro-batch of a step, and is freed in
+later ones once it is added to the existing gradient (`BytesPolynomial.settled`)."""
 NO_BYTES = 0 * BYTE
 
 
 def highest(sizes: Iterable[BytesPolynomial]) -> tuple[BytesPolynomial, ...]:
-    """Keep only sizes that may be the largest for some shape: none that another one exceeds in every coefficient."""
+    """The sizes that may be the largest for some shape: drops each that another one equals or exceeds in every
+    coefficient."""
     kept: list[tuple[int, ...]] = []
-    # In this order a size comes after all that exceed it; the one kept last is the likeliest to do so.
+    # Sorted so that a size comes after all that exceed it. Most often the latest in `kept` does, so try that first.
     for size in sorted({size.coefficients[::-1] for size in sizes}, reverse=True):
         if not any(all(map(ge, other, size)) for other in reversed(kept)):
             kept.append(size)
@@ -141,10 +141,10 @@ def highest(sizes: Iterable[BytesPolynomial]) -> tuple[BytesPolynomial, ...]:
 
 
 def maxima(sizes: Iterable[BytesPolynomial], accumulating: bool = False) -> tuple[BytesPolynomial, ...]:
-    """The highest of several sizes, with trained gradients settled."""
+    """The `highest` of several sizes, after `BytesPolynomial.settled`."""
     return highest([size.settled(accumulating) for size in sizes])
 
 
 def highest_value(sizes: Iterable[BytesPolynomial], shape: Shape) -> int:
-    """The most bytes of several sizes at a shape; 0 of none."""
+    """The largest value of several sizes at a shape; 0 if there are none."""
     return max([size.at(shape) for size in sizes], default=0)

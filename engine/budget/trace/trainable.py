@@ -30,7 +30,7 @@ ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"}
 
 
 class Trainable(NamedTuple):
-    """Which parameter names of one layer, relative to it, are trained, and which linear layers get an adapter."""
+    """The trained parameters of one layer and its linear weights that get an adapter, named relative to the layer."""
 
     trained: frozenset[str] = frozenset()
     adapted: frozenset[str] = frozenset()
@@ -40,7 +40,7 @@ class Trainable(NamedTuple):
 
 @lru_cache(maxsize=256)
 def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainable, ...]:
-    """Apply the recipe's patterns to every layer's names."""
+    """Apply the recipe's patterns to the parameters of every decoder layer."""
     dense = [arch.is_dense(layer) for layer in range(arch.layers)]
     return tuple(
         _trainable(layer_prefix(arch, layer), layer_parameters(arch, each), patterns)._replace(dense=each)
@@ -59,7 +59,7 @@ def vision_trainable_by_layer(encoder: VisionEncoder, patterns: Patterns) -> tup
 
 @lru_cache(maxsize=256)
 def trainable_vision_ends(encoder: VisionEncoder, patterns: Patterns) -> Trainable:
-    """Apply the recipe's patterns to the parameters before and behind a vision encoder's layers."""
+    """Apply the recipe's patterns to the parameters of a vision encoder that lie outside its layers."""
     return _trainable("", vision_end_parameters(encoder), patterns)
 
 
@@ -74,7 +74,7 @@ def _trainable(prefix: str, parameters: Sequence[Parameter], patterns: Patterns)
 
 @lru_cache(maxsize=256)
 def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
-    """Names of trained parameters outside the layers. A tied embedding is selected by the head's name, too."""
+    """Names of trained parameters outside the layers; a pattern that names a tied head selects the embedding."""
     trains = _trained_test(patterns)
     names = {p.name: [p.name] for p in outer_parameters(arch)}
     if arch.tied:
@@ -83,8 +83,11 @@ def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
 
 
 def _trained_test(patterns: Patterns) -> Callable[..., bool]:
-    """Whether a base parameter learns, by all its names: with LoRA if also_train names it; else if train_only does, or
-    there is none, and freeze does not."""
+    """Return a test that takes all names of a base parameter and says whether it is trained.
+
+    With LoRA it is if `also_train` matches; in full fine-tuning if `train_only` matches or is empty, and `freeze` does
+    not match.
+    """
     if patterns.lora:
         meant, frozen = compile_patterns(patterns.also_train).fullmatch, compile_patterns(()).fullmatch
     else:
@@ -96,7 +99,7 @@ def _trained_test(patterns: Patterns) -> Callable[..., bool]:
 
 
 def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
-    """Whether what goes into the first layer needs a gradient: a trained token or position table."""
+    """Whether the first layer's input needs a gradient because a token or position embedding is trained."""
     trained = trainable_outer(arch, patterns)
     if not trained:
         return False
@@ -105,7 +108,7 @@ def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
 
 
 def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[Parameter]:
-    """The linear layers among `linear` that get an adapter; in a vision encoder only those that a pattern names."""
+    """Select the linear layers that get an adapter; in a vision encoder only those that `targets` lists by name."""
     targets = patterns.targets
     if not isinstance(targets, str):
         named = _named(targets)
@@ -121,5 +124,5 @@ def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[P
 
 
 def _named(globs: tuple[str, ...]) -> Callable[[str], object]:
-    """A test of dotted names: a pattern matches the whole name or its trailing parts ("q_proj"), as in peft."""
+    """Return a test of dotted names: as in peft, a pattern matches the whole name or its last parts ("q_proj")."""
     return compile_patterns(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch

@@ -1,8 +1,8 @@
-"""Buffers of sequence parallelism around attention: all-to-alls from all heads at some positions to some heads at all
-positions, and back.
+"""Traces the all-to-alls of sequence parallelism: before attention a rank exchanges all heads at some positions for
+some heads at all positions, and after attention back.
 
-Written like `engine.distributed.sequence_parallel`, tensor by tensor. Both layouts have the same size, except for keys
-and values that are sent to several ranks.
+The tensors are those of `engine.distributed.sequence_parallel`. Both layouts have the same size, except that keys and
+values may be sent to several ranks.
 
 Try: `pytest tests/distributed/test_sequence.py`
 """
@@ -18,8 +18,10 @@ from engine.budget.trace.polynomial import NO_BYTES, BytesPolynomial
 def to_heads(
     trace: MemoryTrace, arch: Architecture, sequence: int, query: TracedTensor, key: TracedTensor, value: TracedTensor
 ) -> tuple[TracedTensor, TracedTensor, TracedTensor]:
-    """Query, key and value are sent in one buffer and received in another, of which they are views; each has a
-    gradient."""
+    """Trace the all-to-all before attention: query, key and value are sent in one buffer and received in another.
+
+    Returns views of the receive buffer. Keys and values of too few heads for all ranks are sent several times.
+    """
     times = max(1, sequence // arch.kv_heads)
     parents, elements = [query, key, value], [query.elements, key.elements * times, value.elements * times]
     total = sum(elements, NO_BYTES) * query.itemsize
@@ -39,7 +41,8 @@ def to_heads(
 
 
 def to_positions(trace: MemoryTrace, output: TracedTensor) -> TracedTensor:
-    """The output is sent back, and laid out with the heads of a position side by side."""
+    """Trace the all-to-all after attention: the output is sent back and copied so that a position's heads are adjacent.
+    """
     size = output.size
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -52,7 +55,7 @@ def to_positions(trace: MemoryTrace, output: TracedTensor) -> TracedTensor:
 
 
 def _received(trace: MemoryTrace, size: BytesPolynomial) -> Storage:
-    """The receive buffer of an all-to-all, after the send buffer beside it is freed."""
+    """Trace an all-to-all: a send and a receive buffer are live at once; the receive buffer is returned."""
     sent = trace.allocate(size)
     received = trace.allocate(size)
     del sent

@@ -1,6 +1,6 @@
-"""One layer of a vision encoder, written like its modelling file; a token of the trace is a patch.
+"""Traces one layer of a vision encoder, with the local variables of its modelling file; a patch counts as a token.
 
-Layers are put together in `engine.budget.predict.vision`.
+`engine.budget.predict.vision` combines the layers.
 
 Try: `python -m pytest tests/budget/test_vision.py`
 """
@@ -42,7 +42,7 @@ class VisionLayer(Weights):
         self.arch = attending(encoder)
 
     def forward(self, x: TracedTensor) -> TracedTensor:
-        """Two halves with their residual connections."""
+        """Trace attention and feed-forward, each with its norm and residual connection."""
         first, second = ("layer_norm1", "layer_norm2") if self.encoder.kind == "siglip" else ("norm1", "norm2")
         residual = x
         hidden = self.norm(first, x)
@@ -54,11 +54,11 @@ class VisionLayer(Weights):
         return add(self.trace, residual, hidden)
 
     def norm(self, name: str, x: TracedTensor) -> TracedTensor:
-        """A layer norm where it has a bias, else an RMSNorm."""
+        """Trace the layer's norm `name`."""
         return norm_of(self, name, x)
 
     def attention(self, x: TracedTensor) -> tuple[TracedTensor, TracedTensor | None]:
-        """Projections, rotary embedding in fp32, the kernel for one image after the other, the output projection."""
+        """Trace projections, rotary embedding in fp32, the kernel and the output projection; like `Layer.attention`."""
         trace, elements = self.trace, self.encoder.hidden * TOKEN
         if self.encoder.kind == "siglip":
             query = self.linear("self_attn.q_proj", x)
@@ -73,7 +73,7 @@ class VisionLayer(Weights):
         return self.linear("attn.proj", joined), None
 
     def _turned(self, query: TracedTensor, key: TracedTensor) -> tuple[TracedTensor, TracedTensor]:
-        """`apply_rotary_pos_emb_vision`."""
+        """Trace `apply_rotary_pos_emb_vision`, which rotates query and key in fp32."""
         trace, itemsize = self.trace, query.itemsize
         query, key = cast(trace, query, FLOAT), cast(trace, key, FLOAT)
         turned_query = rotary(trace, self.arch, query, FLOAT)
@@ -83,7 +83,7 @@ class VisionLayer(Weights):
         return turned_query, turned_key
 
     def feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """The feed-forward half: gated in Qwen2.5-VL, plain in the other encoders."""
+        """Trace the feed-forward half: gated in Qwen2.5-VL, ungated in the other encoders."""
         if self.encoder.kind == "qwen2_5_vl":
             gate = activation(self.trace, self.linear("mlp.gate_proj", x))
             return self.linear("mlp.down_proj", multiply(self.trace, gate, self.linear("mlp.up_proj", x)))
@@ -94,12 +94,12 @@ class VisionLayer(Weights):
 
 
 def quick_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """`x * sigmoid(1.702 * x)`."""
+    """Trace `x * sigmoid(1.702 * x)`."""
     return multiply(trace, x, saves_output(trace, scale(trace, x)))
 
 
 def norm_of(weights: Weights, name: str, x: TracedTensor) -> TracedTensor:
-    """A norm among `weights`: a layer norm where it has a bias, else an RMSNorm."""
+    """Trace the norm `name` of a layer: a layer norm if it has a bias, else an RMSNorm."""
     size, trained = weights.weight(name)
     if f"{name}.bias" in weights.parameters:
         return layer_norm(weights.trace, x, size, trained)
@@ -108,7 +108,7 @@ def norm_of(weights: Weights, name: str, x: TracedTensor) -> TracedTensor:
 
 @lru_cache(maxsize=64)
 def attending(encoder: VisionEncoder) -> Architecture:
-    """The facts of an architecture that attention asks for, with the encoder's numbers."""
+    """An `Architecture` with the encoder's numbers, so that the decoder's attention trace serves the encoder, too."""
     return Architecture(
         model_type=encoder.kind,
         layout="llama",

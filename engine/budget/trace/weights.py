@@ -1,6 +1,7 @@
-"""The weights of one layer in a memory trace, and its linear layers: trained weights decide what is saved.
+"""`Weights`, the base class of traced layers: their parameters, and their linear layers with or without an adapter.
 
-The operations of layers are in `engine.budget.trace.layer` and `engine.budget.trace.vision_layer`.
+A linear layer saves its input for backward only if its weight is trained. What else a layer computes is in
+`engine.budget.trace.layer` and `engine.budget.trace.vision_layer`.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -19,7 +20,10 @@ from engine.budget.trace.trainable import Trainable
 
 
 class Weights:
-    """The parameters of a layer, by names relative to it. `transposed`: linear weights are [inputs, outputs]."""
+    """A traced layer's parameters, named relative to the layer.
+
+    `transposed`: weights of linear layers are stored as [inputs, outputs].
+    """
 
     def __init__(
         self,
@@ -37,16 +41,16 @@ class Weights:
         self.transposed = transposed
 
     def linear(self, module: str, x: TracedTensor, merged: int = 1) -> TracedTensor:
-        """A linear layer, with peft's adapter beside it where it has one; it takes `merged` tokens at once."""
+        """Trace the linear layer `module`, plus its adapter if it has one; each of its inputs joins `merged` tokens."""
         parameter = self.parameters[f"{module}.weight"]
         if parameter.name not in self.trainable.adapted:
             return self._base(module, parameter, x, merged)
         layer = AdaptedLayer(*self._shape(parameter), f"{module}.bias" in self.parameters, merged)
-        # Nested, so that the base's output is freed as soon as the sum with it is made.
+        # Nested, so that the base layer's output is freed as soon as the adapter's output has been added to it.
         return adapted(self.trace, self.config, layer, x, self._base(module, parameter, x, merged))
 
     def _base(self, module: str, parameter: Parameter, x: TracedTensor, merged: int) -> TracedTensor:
-        """The linear layer without its adapter."""
+        """Trace the linear layer without its adapter."""
         trace, bias = self.trace, self.bias(module)
         weight, trained = self.parameter(parameter.name)
         outputs = -(-self._shape(parameter)[0] // merged)
@@ -55,26 +59,26 @@ class Weights:
         return linear(trace, x, outputs, weight, trained, bias, self._unpacked(parameter))
 
     def _unpacked(self, parameter: Parameter) -> int:
-        """Bytes of a quantised weight unpacked; 0 for weights that are not quantised."""
+        """Bytes of the dequantised copy that a product with a quantised weight needs; 0 without quantisation."""
         return parameter.elements * self.config.base_bytes if self.config.quantized else 0
 
     def weight(self, module: str) -> tuple[int, bool]:
-        """Bytes of a module's weight gradient, and whether it is trained."""
+        """Bytes of the gradient of a module's weight, and whether the weight is trained."""
         return self.parameter(f"{module}.weight")
 
     def bias(self, module: str) -> int:
-        """Bytes of the gradient of its bias; 0 where it has none, or none that is trained."""
+        """Bytes of the gradient of a module's bias; 0 if the module has no bias or the bias is not trained."""
         size, trained = self.parameter(f"{module}.bias")
         return size if trained else 0
 
     def parameter(self, name: str) -> tuple[int, bool]:
-        """Bytes of a parameter's gradient, and whether it is trained."""
+        """Bytes of a parameter's gradient, and whether the parameter is trained; (0, False) for unknown names."""
         parameter = self.parameters.get(name)
         if parameter is None:
             return 0, False
         return round_to_blocks(parameter.elements * self.config.base_bytes), name in self.trainable.trained
 
     def _shape(self, parameter: Parameter) -> tuple[int, int]:
-        """(outputs, inputs) of a linear layer's weight."""
+        """Return (outputs, inputs) of a linear layer's weight."""
         rows, columns = parameter.shape
         return (columns, rows) if self.transposed else (rows, columns)
