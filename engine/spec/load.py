@@ -190,7 +190,7 @@ def override(
 
 
 def _both(first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Result, Result]:
-    """Call both; returns both results, or raises one SpecError with the problems of both."""
+    """Call `first` and `second`; returns their results, or raises one SpecError with the problems of both."""
     results, problems, fixes = [], [], []
     for attempt in (first, second):
         try:
@@ -206,7 +206,8 @@ def _both(first: Callable[[], Result], second: Callable[[], Result]) -> tuple[Re
 def _assemble(
     layers: _Layers, name: str | None, limits: Limits, provenance: Provenance, problems: list[str]
 ) -> Resolved:
-    """Merge the layers, check the result as a whole, make its paths absolute. `problems` are reported with the rest."""
+    """Merge the layers, check the result as a whole, and make its paths absolute. Raises one SpecError with `problems`
+    and all problems found here."""
     profile, recipe = layers.profile, layers.recipe
     overrides, override_problems = parse_overrides(layers.overrides)
     notices = _apply_profile_overrides(profile, recipe, {".".join(override.key) for override in overrides})

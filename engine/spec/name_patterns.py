@@ -19,13 +19,14 @@ def matches(pattern: str, name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def compile_patterns(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """One expression for several patterns, for `fullmatch`: it also matches whatever is part of a module they name."""
+    """A regular expression whose `fullmatch` accepts every name that a pattern matches, or that is inside a module that
+    a pattern matches."""
     return re.compile("|".join(rf"(?:{_expression(pattern)})(?:\..*)?" for pattern in patterns) or "(?!)")
 
 
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """An expression for the names that a pattern matches as a whole, for `fullmatch`."""
+    """A regular expression whose `fullmatch` accepts the names that a pattern matches as a whole."""
     return re.compile(_expression(pattern))
 
 

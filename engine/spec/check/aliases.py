@@ -248,8 +248,8 @@ def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] |
 
 
 def _shard(value: Any) -> str:
-    """What ranks share at the ZeRO stage that a DeepSpeed key names: a number, a file's name, or a table with a stage
-    in it. Stage 3, which saves most memory, where it names none."""
+    """What is sharded ("gradients" or "parameters") at the ZeRO stage in a DeepSpeed key's value, which is a number, a
+    file name or a table. A value without a stage is taken as stage 3, which saves most memory."""
     if isinstance(value, dict):
         inner = value.get("zero_optimization", value)
         value = inner.get("stage", inner.get("zero_stage")) if isinstance(inner, dict) else None
@@ -258,7 +258,7 @@ def _shard(value: Any) -> str:
 
 
 def _batch(siblings: Siblings) -> str:
-    """Trainer's sequences per forward pass and accumulation, as our micro_batch and batch_size on one device."""
+    """Our micro_batch and batch_size for one device, from Trainer's batch size per device and its accumulation."""
     rows = _first_number(siblings, PER_DEVICE)
     accumulation = _first_number(siblings, ACCUMULATION)
     if rows is None:

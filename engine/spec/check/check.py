@@ -92,7 +92,7 @@ def check_table(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | N
 
 
 def _wrong_file(model: type[Table], data: Data) -> list[Problem]:
-    """The problem of a file with a newer schema or of another kind: all others would only follow from it."""
+    """The problem of a file with a newer schema or of another kind; its other problems would only follow from this."""
     version, kind, expected = data.get("schema", SCHEMA_VERSION), data.get("kind"), model.model_fields["kind"].default
     if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
         return [
@@ -127,7 +127,7 @@ def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator
 
 
 def _validated(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | None, list[Problem]]:
-    """The table from the valid part of `data`, and the problems of its fields."""
+    """The table made from the valid part of `data`, and the problems of the other part."""
     try:
         return model.model_validate(data), []
     except ValidationError as error:
@@ -214,7 +214,7 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
 
 
 def _scalars(node: Any) -> Data:
-    """Every value of the file by its bare key, from all tables."""
+    """All values of the file, by the last part of their keys."""
     found: Data = {}
     for key, value in node.items() if isinstance(node, dict) else ():
         found.update(_scalars(value) if isinstance(value, dict) else {key.lower().replace("-", "_"): value})
@@ -222,7 +222,7 @@ def _scalars(node: Any) -> Data:
 
 
 def _leaves(model: type[Table]) -> dict[str, list[str]]:
-    """Bare key = the dotted keys of a table that end in it."""
+    """Maps the last part of each key, such as `path`, to all dotted keys of `model` that end in it."""
     found: dict[str, list[str]] = {}
     root = RunSpec if model is RunSpec else model
     for table, field in describe.fields_of(root).items():
@@ -246,7 +246,7 @@ def _touches(place: Place, bad: set[Place]) -> bool:
 
 
 def _validated_remainder(model: type[CheckedTable], data: Data) -> CheckedTable | None:
-    """The table from the valid part of `data`: wrong keys left out, missing keys filled with placeholders."""
+    """The table made from the valid part of `data`: wrong keys are left out, missing ones filled with placeholders."""
     for _ in range(4):
         try:
             return model.model_validate(data)
@@ -278,7 +278,7 @@ def _without(data: Data, place: Place) -> Data:
 
 
 def _changed(node: Any, place: Place, change: Any) -> Any:
-    """A copy of `node` in which `change` was applied to the table that holds `place`."""
+    """A copy of `node` in which the function `change` was applied to the table that contains the key at `place`."""
     copy: Any = dict(node) if isinstance(node, dict) else list(node)
     if len(place) <= 1:
         if isinstance(copy, dict):

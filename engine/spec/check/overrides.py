@@ -95,9 +95,9 @@ def apply_overrides(profile: Document, recipe: Document, overrides: Sequence[Ove
 
 
 def set_value(document: Document, key: tuple[str, ...], value: Any, label: str) -> str:
-    """Write a value over a document, and over its stages that set the same key; tables are merged.
+    """Set a key of a document, and of each of its stages that also sets this key; a table is merged.
 
-    `label` records where the value came from. Returns the problem of a key that does not exist, else "".
+    `label` records where the value came from. Returns an error message for a key that does not exist, else "".
     """
     if isinstance(value, dict) and isinstance(value_at(document.data, key), dict):
         results = [set_value(document, (*key, part), inner, label) for part, inner in value.items()]
@@ -119,7 +119,7 @@ def _found(data: dict[str, Any], key: tuple[str, ...]) -> Place | None:
 
 
 def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]:
-    """The place of a dotted key, and a problem or "". List entries are named by `name`, or by number without one."""
+    """The place of a dotted key, and an error message or "". A list entry is addressed by its `name` or its number."""
     place: Place = ()
     rest = key
     node: Any = data
@@ -139,7 +139,8 @@ def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]
 
 
 def _entry(entries: list[Any], rest: tuple[str, ...]) -> tuple[int | None, int]:
-    """The index of the named entry, and how many parts of the key its name uses: names may contain dots."""
+    """The index of the list entry that the first parts of `rest` name, and how many parts the name uses, because names
+    may contain dots."""
     for taken in range(len(rest), 0, -1):
         name = ".".join(rest[:taken])
         for index, entry in enumerate(entries):

@@ -46,7 +46,7 @@ class Problem:
     beside: tuple[Place, ...] = ()
 
     def under(self, prefix: Place) -> Problem:
-        """The same problem in a document that has these tables under `prefix`."""
+        """This problem with `prefix` before its places, for a document that contains the checked one as a table."""
         beside = tuple((*prefix, *place) for place in self.beside)
         return Problem((*prefix, *self.place), self.found, self.allowed, beside)
 
@@ -76,7 +76,7 @@ class Document:
         return f"{head}: {problem.found}; {problem.allowed}"
 
     def render_all(self, problems: Iterable[Problem]) -> list[str]:
-        """The rendered problems, in the order of the file, each once."""
+        """The problems as text, in the order of their lines, without duplicates."""
         return sorted(dict.fromkeys(self.render(problem) for problem in problems), key=_line_of)
 
 
@@ -101,7 +101,7 @@ def _parsed(raw: bytes, label: str) -> Document:
 
 
 def _copied(node: Any, room: int = MAX_DEPTH) -> Any:
-    """A copy of nested tables and lists. Raises RecursionError where they are nested deeper than `room`."""
+    """A copy of nested tables and lists. Raises RecursionError if they are nested more than `room` levels deep."""
     if not isinstance(node, (dict, list)):
         return node
     if not room:

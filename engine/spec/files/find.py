@@ -39,7 +39,7 @@ class SpecFile:
 
     @property
     def label(self) -> str:
-        """Its name in a run's provenance: "shipped:NAME", else the absolute path."""
+        """The file as a run's provenance names it: "shipped:NAME", else the absolute path."""
         return f"shipped:{self.name}" if self.origin == "shipped" else str(self.path)
 
 
@@ -53,7 +53,7 @@ def user_folder() -> Path:
 
 
 def search_path(kind: SpecKind, cwd: Path) -> dict[str, Path]:
-    """Origin = folder, in the order of the search."""
+    """The folders to search, in order, by origin ("project", "user", "shipped")."""
     folder = KIND_FOLDERS[kind]
     return {"project": cwd / "profiles" / folder, "user": user_folder() / folder, "shipped": SHIPPED_FOLDER / folder}
 

@@ -73,7 +73,8 @@ class _Scanner:
         return entry
 
     def _walk(self, keys: list[str], start: Place = (), line: int | None = None) -> Place:
-        """The place of `keys` below `start`; a list on the way means its newest entry."""
+        """Record the line of each of the nested `keys` below `start`; returns the place of the last. A key of an array
+        of tables stands for its newest entry."""
         place = start
         for key in keys:
             place = (*place, key)

@@ -28,7 +28,7 @@ _PLAIN = {
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Key in the TOML file = field."""
+    """The fields of a table type, by their keys in the TOML file."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 

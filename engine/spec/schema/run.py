@@ -20,11 +20,11 @@ class Provenance(Table):
     profile_file: str = ""
     """Path of the profile file, or "shipped:NAME"."""
     profile_sha256: str = ""
-    """Hash of its bytes."""
+    """SHA-256 of the profile file."""
     recipe_file: str = ""
     """Path of the recipe file, or "shipped:NAME"."""
     recipe_sha256: str = ""
-    """Hash of its bytes."""
+    """SHA-256 of the recipe file."""
     set_: list[str] = Field(default=[], alias="set")
     """The overrides, as typed after --set."""
     versions: dict[str, str] = {}
@@ -32,7 +32,7 @@ class Provenance(Table):
 
 
 class Limits(Table):
-    """Options of the command line that stay with a run."""
+    """Command-line options that are stored with the run and apply again when it is resumed."""
 
     max_hours: float | None = None
     """Checkpoint and stop after this many hours."""
