@@ -94,8 +94,8 @@ def best_step(folder: Path) -> int | None:
 
 
 def learned_memory(directory: RunDirectory) -> dict[str, Any] | None:
-    """What the newest readable checkpoint says of memory: its step, the LEARNED figures of the micro-batch budget, and
-    the memory settings in force. None before the first checkpoint."""
+    """What the newest readable checkpoint records about memory: its step, the LEARNED figures of the micro-batch
+    budget, and the remedies in force. None before the first checkpoint."""
     for checkpoint in find_checkpoints(directory.checkpoints):
         try:
             state = checkpoint.state()

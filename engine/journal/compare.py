@@ -25,7 +25,8 @@ NOT_COMPARED = ("name", "title", "notes", "schema", "kind", "provenance", "limit
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs in the order given; every list is in that order, with None where a run has no such value."""
+    """A comparison of runs. Every list of values has one entry per run, in the order of `runs`; None where the run has
+    no such value."""
 
     runs: list[str]
     statuses: list[str]

@@ -43,9 +43,9 @@ def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
 
 
 def was_requested(directory: RunDirectory, name: str) -> bool:
-    """Whether `name` was sent to the present engine, whether the engine has taken it or not.
+    """Whether request `name` was sent to the present engine, even if the engine has read and deleted the request file.
 
-    Recorded in a file of its own: between the taking of a request and the event that answers it, neither is visible.
+    A separate file records this, because no event tells of a request until the engine answers it.
     """
     return (directory.control / f"{name}.asked").exists()
 
@@ -57,7 +57,7 @@ def clear_requests(directory: RunDirectory) -> None:
 
 
 class ControlInbox:
-    """The engine's side: returns each request once."""
+    """The engine's reader of requests; it returns each request once."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._folder = directory.control

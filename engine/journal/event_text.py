@@ -117,7 +117,8 @@ def describe_backoff(event: Event) -> str:
 
 
 def _cut_size(event: Event) -> str:
-    """How small the micro-batches become: the new size where the event has it, else fewer than failed."""
+    """The size of the micro-batches after a cut: the new number of sequences where the event has it, else "fewer than"
+    the number that failed."""
     after, before = event.get("sequences_after"), event.get("sequences_before")
     if isinstance(after, int):
         return f"with at most {after} sequence{'s' if after != 1 else ''} at a time"

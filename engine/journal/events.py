@@ -170,7 +170,7 @@ class EventTail:
         """The number of complete lines so far that were not events."""
 
     def poll(self) -> list[Event]:
-        """The events completed since the last call; a torn last line waits for its newline."""
+        """The events completed since the last call; an incomplete last line is returned by a later call."""
         events = []
         for line in self.lines():
             event = decode_event(line)

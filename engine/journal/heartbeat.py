@@ -36,5 +36,5 @@ def _beat(writer: EventWriter, over: threading.Event, every_seconds: float) -> N
         try:
             writer.write_if_quiet(every_seconds, "heartbeat")
         except OSError:
-            # On a full disk this thread goes on: room may come back, and the engine itself reports the full disk.
+            # On a full disk this thread goes on: space may be freed, and the engine itself reports the full disk.
             continue

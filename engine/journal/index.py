@@ -132,7 +132,8 @@ def start_order(directory: RunDirectory) -> tuple[str, int]:
 
 
 def _among(text: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
-    """The run that `text` names among these, newest first; None if none does. Raises UsageError when several do."""
+    """The run that `text` names among `runs`, which are newest first; None if there is no match. Raises UsageError if
+    several match."""
     if text == "last":
         return runs[0] if runs else None
     exact = [run for run in runs if run.name == text]

@@ -43,7 +43,7 @@ class JournalState:
             handler(self, event)
 
     def fold_steps(self, first: Event | None, last: Event) -> None:
-        """Take a row of step events into account by its first and last."""
+        """Take consecutive step events into account, of which only the first and the last were parsed."""
         if self.first_step is None:
             self.first_step = first or last
         self.fold(last)

@@ -111,7 +111,8 @@ def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
 
 @contextmanager
 def lock_after_engine(directory: RunDirectory) -> Iterator[None]:
-    """Hold the run to write the last event of an engine that is gone; the recorded identity stays that engine's."""
+    """Hold the run's lock, to write the last event of an engine that is gone. Unlike `claim`, this does not change the
+    recorded identity of the engine."""
     with _run_lock(directory):
         yield
 
@@ -124,7 +125,8 @@ def refuse_if_claimed(directory: RunDirectory) -> None:
 
 @contextmanager
 def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Iterator[None]:
-    """Hold the run's lock file. Tried for a while: `refuse_if_claimed` in another process holds it for microseconds."""
+    """Hold the run's lock file inside the block. By default tries for a second, because `refuse_if_claimed` in another
+    process may hold the lock for microseconds."""
     lock = ExitStack()
     try:
         lock.enter_context(locked(directory.lock, timeout_seconds=timeout_seconds))

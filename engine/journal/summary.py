@@ -1,7 +1,7 @@
 """The summary of a run: status, progress, scores and memory, from its events, its files and its process.
 
 `SummaryReader` keeps its place in the event file, so that each refresh reads only the new lines. Opening a long run is
-fast: nearly all of its lines are steps, and of a row of steps only the first and the last are parsed.
+fast: nearly all of its lines are steps, and of consecutive steps only the first and the last are parsed.
 
 Try: `tunedeck show last --json`
 """
@@ -40,7 +40,7 @@ PEAK = re.compile(rb'"peak_bytes":(\d+)')
 """The field of a step whose largest value is kept; read from every step line without parsing it."""
 
 QUIET_LINE = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
-"""Events of which only the time matters, so that only the last line of all is parsed."""
+"""Lines of events of which only the time matters, so that only the newest is parsed."""
 
 KIND_WITHIN_BYTES = 120
 """`seq`, `time` and `kind` come first on a line, so that `kind` ends before this byte."""
@@ -89,7 +89,8 @@ class RunSummary:
 
 @dataclass
 class _UnparsedLines:
-    """Lines that are not parsed yet: the first and last of a row of steps, and the newest QUIET_LINE after them."""
+    """Lines that are not parsed yet: the first and last of consecutive step events, and the newest line after them that
+    matches QUIET_LINE."""
 
     first: bytes | None = None
     last: bytes | None = None
@@ -111,11 +112,11 @@ class SummaryReader:
         return self.summary()
 
     def summary(self) -> RunSummary:
-        """The summary of the lines read so far; before all are read, later lines may void what it says."""
+        """The summary of the lines read so far; lines that are not read yet may change any of its values."""
         return summarise_state(self.directory, self.state, self._damaged)
 
     def read(self, *, seconds: float = math.inf) -> bool:
-        """Read new lines for about this long; True when all are read. A million steps take about a second."""
+        """Read new lines for about `seconds`; returns whether all were read. A million steps take about a second."""
         deadline = time.monotonic() + seconds
         unparsed = _UnparsedLines()
         for count, line in enumerate(self._tail.lines(), 1):
@@ -127,7 +128,7 @@ class SummaryReader:
         return True
 
     def _take(self, line: bytes, unparsed: _UnparsedLines) -> None:
-        """Fold one line into the state; of a row of steps only the first and the last are parsed."""
+        """Fold one line into the state; of consecutive step events only the first and the last are parsed."""
         if line.find(STEP_MARK, 0, KIND_WITHIN_BYTES) >= 0:
             unparsed.first, unparsed.last, unparsed.quiet = unparsed.first or line, line, None
             peak = PEAK.search(line, KIND_WITHIN_BYTES)
@@ -165,7 +166,7 @@ class SummaryReader:
 
 
 _STEP_BOUND = ("resumed", "run_started", "run_finished", "stage_started", "phase")
-"""Kinds whose meaning depends on the steps before them, so that those are folded first."""
+"""Kinds of events whose meaning depends on earlier steps, so that unparsed step lines are folded before them."""
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
@@ -253,7 +254,7 @@ def _seconds(state: JournalState) -> float | None:
 
 
 def _samples_lost(state: JournalState) -> int:
-    """The engine's own count once it has finished; until then the sum over its backoffs."""
+    """The number of lost samples: the engine's own count once it has finished, until then the sum over its backoffs."""
     total = (state.finished or {}).get("samples_lost")
     return int(total) if total is not None else sum(int(event.get("samples_lost") or 0) for event in state.backoffs)
 
