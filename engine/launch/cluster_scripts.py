@@ -147,7 +147,7 @@ run: |
 
 
 def _agent(job: Job, endpoint: str) -> str:
-    """The arguments of torchrun, and the command of each rank."""
+    """The arguments of torchrun, the last of which is the command that each rank runs."""
     nodes = job.spec.profile.nodes
     lines = [
         f"--nnodes={nodes.count}",
@@ -170,7 +170,7 @@ def _setup(job: Job) -> str:
 
 
 def _mounts(job: Job) -> dict[str, str]:
-    """Path on the machines = local path: the run spec, and the recipe's own files."""
+    """The files to copy to the machines, by their path there: the run spec, and local files that the recipe names."""
     recipe = job.spec.recipe
     sources = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
     wanted = [recipe.model.id, recipe.model.tokenizer, recipe.model.adapter, *sources]

@@ -26,7 +26,8 @@ FIRST_PORT, PORTS = 20_000, 10_000
 
 @dataclass(frozen=True)
 class LauncherRank:
-    """One of the processes that a launcher started, and what it says about the job."""
+    """The rank of this process in a job that a launcher started: its number, how to reach rank 0, and whether the job
+    can continue or restart."""
 
     launcher: str
     """torchrun, srun or environment."""
@@ -42,7 +43,7 @@ class LauncherRank:
     restarts: int = 0
     """How often this launcher has restarted all ranks. A job that was queued again has a new launcher."""
     restarts_left: int = 0
-    """How often this launcher would still restart them."""
+    """How many more times this launcher would restart all ranks."""
 
     @property
     def is_rank0(self) -> bool:
@@ -50,7 +51,7 @@ class LauncherRank:
         return self.rank == 0
 
     def export_environment(self) -> None:
-        """Set the environment variables from which torch.distributed reads its place."""
+        """Set the environment variables from which torch.distributed reads rank, world size and master address."""
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.size),
@@ -109,7 +110,8 @@ def _torchrun(environment: Mapping[str, str]) -> LauncherRank:
 
 
 def _elastic_job(run_id: str) -> str:
-    """torchrun's run id; where that is the default, which all jobs share, the identity of the agent process."""
+    """An identity of the torchrun job: its run id, or where that is the default, which all jobs share, host, start time
+    and pid of the agent process."""
     if run_id not in ("", "none"):
         return f"torchrun {run_id}"
     agent = identify(os.getppid())

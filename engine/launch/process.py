@@ -58,7 +58,7 @@ LOG_LINES = 15
 
 @dataclass(frozen=True)
 class FileOffsets:
-    """Where a new engine's part of the run's files begins, in bytes."""
+    """The byte offsets in `events.jsonl` and `engine.log` at which a new engine's output begins."""
 
     events: int = 0
     log: int = 0
@@ -164,7 +164,7 @@ def follow_engine(
     stops = 0
 
     def relay() -> bool:
-        """Hand on new events; True once the process has ended."""
+        """Pass new events to `on_event`; returns True once the process has ended."""
         nonlocal finished
         ended = process.poll() is not None  # before reading, so that no event written before the end is missed
         for event in tail.poll():
@@ -281,7 +281,7 @@ def record_forced_stop(directory: RunDirectory) -> None:
 
 
 def engine_died(directory: RunDirectory, code: int, *, log_start: int = 0) -> TunedeckError:
-    """The error for an engine that ended without recording how: its exit, and the end of its log."""
+    """The error for an engine that ended without recording why: its exit code, and the end of its log."""
     tail = log_tail(directory, start=log_start)
     lines = "\n".join(["", f"last lines of {directory.log}:", *(f"  {line}" for line in tail)]) if tail else ""
     error = TunedeckError(

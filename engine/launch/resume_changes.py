@@ -91,7 +91,7 @@ def notices_of(changes: Changes) -> list[str]:
 
 
 def makes_longer(changes: Changes) -> bool:
-    """Whether the run gets more steps than before; no limit at all is more than any limit."""
+    """Whether the changes give the run more steps than before; no limit counts as more than any limit."""
     for key in ("recipe.train.epochs", "recipe.train.max_steps"):
         old, new = changes.get(key, (None, None))
         if old is not None and (new is None or new > old):

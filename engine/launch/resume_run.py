@@ -103,7 +103,7 @@ def _refuse_if_done(directory: RunDirectory) -> None:
 
 
 def _with_limits(directory: RunDirectory, spec: RunSpec, limits: dict[str, Any]) -> tuple[RunSpec, list[str]]:
-    """Give the spec the limits of the last start and those named now; returns it with notices for the user."""
+    """Returns `spec` with the limits of the last start, updated by `limits`, and notices for the user."""
     notice = drop_untrusted_limits(directory)
     notices = [notice] if notice else []
     earlier = load_run_spec(directory.run_toml, own=True).limits

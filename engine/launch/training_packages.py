@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from engine.errors import EnvironmentProblem
 
 TRAINING_PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
-"""What `tunedeck[train]` adds."""
+"""The packages that `tunedeck[train]` installs in addition."""
 
 INSTALL_COMMAND = "pip install 'tunedeck[train]'"
-"""Adds them to the installation at hand."""
+"""The command that installs TRAINING_PACKAGES."""
 
 
 def missing_packages() -> list[str]:
