@@ -160,7 +160,7 @@ def _hub_access() -> Finding:
 
 
 def _ask(endpoint: str) -> str | None:
-    """None when the endpoint answers, with whatever status; else the reason why it does not."""
+    """Send the hub a request; returns None for any HTTP answer, else the reason why there was none."""
     try:
         if urlparse(endpoint).scheme not in ("http", "https"):
             return "HF_ENDPOINT is not an http address"
@@ -173,7 +173,8 @@ def _ask(endpoint: str) -> str | None:
 
 
 def within(seconds: float, question: Callable[[], str | None]) -> str | None:
-    """The answer, or "no answer" after `seconds`. A thread, because a host name lookup has no time limit of its own."""
+    """The result of `question`, or "no answer" after `seconds`. Runs in a thread, because a host name lookup has no
+    time limit."""
     import threading
 
     answers: list[str | None] = []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
-    """All lines of the simulated plan."""
+    """The simulated plan as lines of text: the table of phases, the comparison with the closed form, the verdict."""
     simulation, capacity = found.simulation, found.capacity_bytes
     rest = "left" if found.margin_bytes >= 0 else "missing"
     summary = [
@@ -35,7 +35,7 @@ def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
 
 
 def _compared(found: ExactPlan) -> Iterator[str]:
-    """The totals of simulation and closed form, phase by phase."""
+    """Lines of a table with one row per phase: the simulated bytes, the closed form's prediction and its error."""
     if found.closed_form is None:
         yield "the closed form does not know this architecture"
         yield ""

@@ -66,7 +66,8 @@ def plan(
 
 
 def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
-    """Print the warnings about a run; there are none for an architecture that can only be simulated."""
+    """Print the warnings about a run. With `simulated`, print none for an architecture that the budget does not
+    know."""
     from engine.budget.advise.preflight import free_bytes, warnings_of
     from engine.budget.architecture.lookup import find_architecture
     from engine.errors import UnknownArchitectureError
@@ -121,7 +122,8 @@ def fit(
 
 
 def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
-    """The run spec. What this version does not do is refused as by `train`, but for what can be planned already."""
+    """The run spec of profile, recipe and overrides. Refuses what `train` refuses, except features that can be planned
+    but not trained yet."""
     from engine.budget.advise.preflight import refuse_unsafe
     from engine.budget.architecture.hub import bring_config
     from engine.spec.check.unsupported import refuse_unsupported

@@ -23,12 +23,12 @@ LETTERS = {
     "weights": "w", "adapters": "d", "gradients": "g", "optimizer": "o", "activations": "a", "recompute": "r",
     "loss": "l", "buffers": "b", "workspace": "k", "context": "c", "fragmentation": "f",
 }  # fmt: skip
-"""Component = its letter in the bar."""
+"""The letter of each component in the bar."""
 HEADS = {
     "weights": "weight", "adapters": "adapt", "gradients": "grad", "optimizer": "optim", "activations": "activ",
     "recompute": "recomp", "loss": "loss", "buffers": "buffer",
 }  # fmt: skip
-"""Component = its column title, short enough for 80 columns."""
+"""The column title of each component, short enough for 80 columns."""
 VERDICTS = {
     "fits": "fits",
     "tight": "tight: fits only with a smaller micro-batch or a remedy",
@@ -72,7 +72,8 @@ def capacity_bar(planned: Plan, width: int) -> list[str]:
 
 
 def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
-    """A row per phase, a column per component; memory outside tensors, equal in all phases, is left out."""
+    """A table with a row per phase and a column per component. Memory outside tensors is equal in all phases and left
+    out."""
     names = [name for name in HEADS if any(parts.get(name) for parts in phases.values())]
     large = sum(phases[deciding].values()) >= GIB
     unit, digits = (GIB, 2) if large else (MIB, 1)
@@ -121,7 +122,7 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
 
 
 def residual_lines(spec: RunSpec) -> Iterator[str]:
-    """Where the figures for memory that torch does not allocate come from: typical values, or measured ones."""
+    """A line that says whether the figures for memory outside torch's allocator are typical or measured values."""
     from engine.budget.calibration import residuals_for
 
     if spec.profile.device.kind != "cuda":

@@ -43,7 +43,7 @@ class Reporter(Protocol):
         """Show a sentence that does not come from the run's events."""
 
     def close(self) -> None:
-        """Leave the screen in order."""
+        """Stop showing the run and restore the screen."""
 
 
 class PlainReporter:
@@ -123,7 +123,7 @@ class LiveReporter:
 
 
 class JsonReporter:
-    """Prints the events themselves, a JSON line each, and nothing else on standard output."""
+    """Prints each event as a line of JSON, and nothing else on standard output."""
 
     def event(self, event: Event) -> None:
         """Print the event."""

@@ -94,7 +94,8 @@ def _resume_as_rank(
     from_step: int | None,
     as_json: bool,
 ) -> int:
-    """Be one rank of the resumed run. Rank 0 alone prepares it, and only at the first start of the launcher's job."""
+    """Train as one rank of the resumed run. Only rank 0 calls `prepare`, and only at the first start of the launcher's
+    job."""
     with importing():
         from engine.train.external_launcher import Task, take_up, train_launched, worked_on
 

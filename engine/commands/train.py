@@ -91,7 +91,7 @@ def _create(resolved: Resolved, folder: Path, *, force: bool, launched: bool = F
 def _train_as_rank(
     resolved: Resolved, launcher_rank: LauncherRank, folder: Path, force: bool, as_json: bool
 ) -> int:
-    """Be one rank of a new run, or of the run that an earlier start of the launcher's job began."""
+    """Train as one rank of a new run, or of the run that an earlier start of the launcher's job created."""
     with importing():
         from engine.train.external_launcher import Task, begin_or_go_on, train_launched
 
