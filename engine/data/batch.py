@@ -57,9 +57,9 @@ class Batch:
 def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_id: int) -> Batch:
     """The micro-batch of the samples `indices`, padded on the right to the longest of them.
 
-    Packed rows have no attention mask: transformers separates documents by restarting positions only without a mask
-    (`masking_utils._preprocess_mask_arguments`). Positions also restart at their padding, which thus becomes a
-    document of its own.
+    Packed rows get no attention mask: only without one does transformers separate documents where positions restart
+    (`masking_utils._preprocess_mask_arguments`). Positions also restart where the padding of a packed row begins, so
+    transformers treats the padding as one more document.
     """
     rows = [int(index) for index in indices]
     examples = [data[row] for row in rows]

@@ -1,11 +1,11 @@
 """Turns a conversation into rows of tokens, and flags the tokens that the assistant wrote.
 
-A conversation is one row where the template's text only grows with each turn. Where the template rewrites earlier
-turns (Qwen3 drops their thinking, gpt-oss their end token), each assistant turn is a row of its own: the text that the
-model is given at inference, then the answer, and only the answer is learned.
+A conversation becomes one row if the template only appends text with each turn. If the template rewrites earlier turns
+(Qwen3 drops their thinking, gpt-oss their end token), each assistant turn becomes a separate row: the prompt that the
+model is given at inference, then the answer. Only the answer is learned.
 
-An answer starts at the end of the prompt that the template gives at inference, or where the template's
-{% generation %} blocks say. Role names are never searched for. The template itself is in `engine.data.chat_template`.
+An answer starts where the template's inference prompt ends, or where one of the template's {% generation %} blocks
+begins. The text is never searched for role names. `engine.data.chat_template` renders the template.
 
 Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
 """
@@ -34,7 +34,7 @@ from engine.data.formats import ChatRecord, Dropped
 from engine.errors import DataError
 
 LEFT_OUT = "the chat template leaves out"
-"""Start of the reasons for dropping a conversation whose text is not complete."""
+"""First words of the drop reasons for a conversation of which the rendered text lacks a part."""
 
 TOKEN_SPANS_START = "a token spans the end of the prompt and the start of the answer"
 
@@ -47,7 +47,7 @@ THINKING_END = re.compile(
 """Tag that ends the thinking in a message's content or in a prompt. Templates may leave out what comes before it."""
 
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold its thinking; transformers renders them as one."""
+"""Fields of a message that may hold its thinking."""
 
 WORD = re.compile(r"\w+")
 
@@ -66,7 +66,7 @@ class RenderedChat:
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """An assistant turn as the last one of its conversation."""
+    """An assistant turn, rendered as the last turn of the conversation up to and including it."""
 
     text: str
     start: int
@@ -83,7 +83,7 @@ class AssistantTurn:
 
 
 class ChatRenderer:
-    """Turns conversations into rows of token ids, and a flag for each token that is learned.
+    """Turns conversations into rows of token ids, with a flag per token that says whether it is learned.
 
     Raises DataError: the tokenizer has no chat template, or does not report which characters a token covers.
     """
@@ -105,7 +105,7 @@ class ChatRenderer:
     def render(self, record: ChatRecord) -> RenderedChat | Dropped:
         """The rows of a conversation, or the reason for dropping it.
 
-        Raises DataError when the template has not ended several times.
+        Raises DataError when rendering the template has timed out MAX_STOPPED times.
         """
         messages, first_refusal = self._with_system(record.messages), ""
         for shape in tool_call_shapes(messages):
@@ -125,7 +125,10 @@ class ChatRenderer:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _rows(self, messages: list[Message], tools: Tools) -> RenderedChat:
-        """Rows of one shape of a conversation. Raises TemplateRefusal where the template does not render it whole."""
+        """The rows of a conversation whose tool calls have one of the shapes of `tool_call_shapes`.
+
+        Raises TemplateRefusal when the template does not render the whole conversation.
+        """
         whole = self.template.render(messages, tools)
         if not _is_unicode(whole):
             raise TemplateRefusal("its text is not valid Unicode")
@@ -150,7 +153,7 @@ class ChatRenderer:
         return RenderedChat([row], Counter(per_conversation=1))
 
     def _marked_rows(self, messages: list[Message], tools: Tools, whole: str) -> RenderedChat:
-        """Rows of a template with {% generation %} blocks, which say what is learned."""
+        """The rows of a conversation when the template marks the learned text with {% generation %} blocks."""
         text, spans = self.template.render_marked(messages, tools)
         if text != whole:
             raise TemplateRefusal("the chat template renders the same conversation in two ways")
@@ -173,10 +176,10 @@ class ChatRenderer:
             return True  # A template that renders only the whole conversation gives no text to compare.
 
     def _turns(self, messages: list[Message], tools: Tools, whole: str) -> dict[int, AssistantTurn]:
-        """The assistant turns by their number in `messages`.
+        """The assistant turns by their index in `messages`.
 
-        A turn with which the template does not let a conversation end, such as a greeting before any question, is left
-        out: it is context for the others. Raises TemplateRefusal where no turn is left.
+        A turn is left out if the template refuses a conversation that ends with this turn, such as a greeting before
+        any question; other turns still have it as context. Raises TemplateRefusal when the template refuses all turns.
         """
         turns, first_refusal = {}, None
         for number in _assistant_turns(messages):
@@ -190,11 +193,11 @@ class ChatRenderer:
         return turns
 
     def _turn(self, messages: list[Message], tools: Tools, plain: str) -> AssistantTurn:
-        """The last of `messages`, an assistant turn; `plain` is their text.
+        """The assistant turn that ends `messages`; `plain` is the text that the template renders for `messages`.
 
-        The thinking switches are tried where the default prompt does not fit the turn, such as a prompt that starts
-        the thinking of an answer without any. A switch that changes more than the prompt, such as the system message,
-        is for answers with thinking only.
+        If `plain` does not start with the default prompt (for example, the prompt opens a thinking block but the answer
+        has no thinking), the template's thinking switches are tried. A switch that changes the text beyond the prompt,
+        such as the system message, is used only for answers with thinking.
         """
         thinking = _thinking(messages[-1])
         history = messages[:-1]
@@ -213,7 +216,7 @@ class ChatRenderer:
         return self._turn_by_content(messages, tools, plain, default_prompt)
 
     def _prompt(self, history: list[Message], tools: Tools, mode: Mode) -> str | None:
-        """What the model is given at inference; None where the template gives no prompt after this history."""
+        """The prompt that the model is given at inference; None if the template refuses to render one for `history`."""
         try:
             return self.template.render(history, tools, prompt=True, mode=mode)
         except TemplateRefusal:
@@ -222,10 +225,10 @@ class ChatRenderer:
     def _turn_after_rewrite(
         self, messages: list[Message], tools: Tools, plain: str, prompt: str
     ) -> AssistantTurn | None:
-        """The last turn where adding it makes the template rewrite the turns before it; None where that is not so.
+        """The last turn, if adding it makes the template remove thinking from earlier turns; None otherwise.
 
-        gpt-oss removes the thinking before a tool call once the final answer follows. Without any earlier thinking
-        there is nothing to remove, and the answer is what follows the prompt.
+        gpt-oss removes the thinking before a tool call once the final answer follows. To find the answer's text, the
+        conversation is rendered with all earlier thinking removed beforehand: the answer is the text after its prompt.
         """
         *history, message = messages
         bare = [_without_thinking(turn) for turn in history]
@@ -240,11 +243,12 @@ class ChatRenderer:
     def _turn_by_content(
         self, messages: list[Message], tools: Tools, text: str, prompt: str | None
     ) -> AssistantTurn:
-        """The last turn of `messages`, whose `text` does not start with the prompt.
+        """The last turn of `messages`, for the case that the rendered `text` does not start with the prompt.
 
-        The answer starts where the text first depends on the content: renderings with two other contents show where.
-        The answer follows the prompt if the prompt ends the thinking (Gemma 4 leaves that out of finished turns), or if
-        the prompt starts the thinking and the content goes on with it (DeepSeek-R1 leaves it out of finished turns).
+        The answer starts at the first character that changes with the message's content, found by rendering two other
+        contents. The turn's text is the prompt plus the answer in two cases in which finished turns lack the end of the
+        prompt: the prompt ends with a closing thinking tag (Gemma 4), or it ends with an opening thinking tag with
+        which the content also begins (DeepSeek-R1). In any other case it is `text`.
         """
         *history, message = messages
         probed = [self.template.render([*history, {**message, "content": probe}], tools) for probe in PROBES]
@@ -263,7 +267,7 @@ class ChatRenderer:
         return AssistantTurn(text, start, in_whole=True, prompted=False)
 
     def _turn_row(self, turn: AssistantTurn, spans: Sequence[Span] | None = None) -> TokenRow | Dropped:
-        """The row of one turn. A token over the end of the prompt is split there, as at inference."""
+        """The row of one turn. If a token would span the end of the prompt, the answer is tokenised separately."""
         spans = [(turn.start, len(turn.text))] if spans is None else spans
         row = self._flagged(turn.text, spans)
         if isinstance(row, Dropped):
@@ -273,7 +277,7 @@ class ChatRenderer:
         return row
 
     def _flagged(self, text: str, spans: Sequence[Span], *, cut: int = 0) -> TokenRow | Dropped:
-        """Tokenise the text, in two pieces where `cut` is given, and flag the tokens inside one of `spans`."""
+        """Tokenise the text, split at character `cut` unless that is 0, and flag the tokens that lie in `spans`."""
         ids, places = self._encoded(text[cut:], cut)
         if cut:
             before_ids, before_places = self._encoded(text[:cut], 0)
@@ -299,7 +303,7 @@ class ChatRenderer:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _without_tail(self, ids: list[int], inside: list[int], text: str, places: Sequence[Span]) -> list[int]:
-        """Tokens of one range, without the white space that a template adds after its end-of-turn token."""
+        """The token indices `inside` without those of white space that the template adds after an end-of-turn token."""
         last = next((k for k in reversed(range(len(inside))) if ids[inside[k]] in self.special_ids), None)
         if last is None or self.learn_all:
             return inside
@@ -307,7 +311,7 @@ class ChatRenderer:
         return inside[: last + 1] if not tail.strip() else inside
 
     def _end_turn(self, ids: list[int], flags: list[bool]) -> None:
-        """Add end-of-sequence where no special token ends the last answer: else the model never learns to stop."""
+        """Append a learned end-of-sequence token unless a special token ends the last answer, to teach stopping."""
         end = self.tokenizer.eos_token_id
         last = next((token for token in reversed(range(len(ids))) if flags[token]), None)
         if end is None or last is None or any(token in self.special_ids for token in ids[last:]):
@@ -317,7 +321,7 @@ class ChatRenderer:
 
 
 def _common_length(texts: Sequence[str]) -> int:
-    """Characters that all texts start with: those that the first and the last in sorted order do."""
+    """Length of the longest common prefix: that of the first and the last text in sorted order."""
     first, last = min(texts), max(texts)
     return next((place for place, letter in enumerate(first) if last[place] != letter), len(first))
 
@@ -327,7 +331,7 @@ def _per_turn(rows: list[TokenRow | Dropped], facts: Counter[str]) -> RenderedCh
 
 
 def _without_thinking(message: Message) -> Message:
-    """An assistant's message without its thinking, which may be the content of a message that calls tools."""
+    """The message without thinking; when it calls tools, also without content, which may be thinking."""
     if message["role"] != "assistant":
         return message
     kept = {key: value for key, value in message.items() if key not in THINKING_FIELDS}
@@ -339,7 +343,7 @@ def _assistant_turns(messages: list[Message]) -> list[int]:
 
 
 def _turn_facts(messages: list[Message], turns: dict[int, AssistantTurn]) -> Counter[str]:
-    """Counts of answers that are not learned, not as at inference, or not with their thinking."""
+    """Count the answers that are not learned, that do not follow an inference prompt, and that lack their thinking."""
     facts = Counter(context_only=len(_assistant_turns(messages)) - len(turns))
     for number, turn in turns.items():
         facts["unprompted"] += not turn.prompted
@@ -348,9 +352,9 @@ def _turn_facts(messages: list[Message], turns: dict[int, AssistantTurn]) -> Cou
 
 
 def _check_complete(messages: list[Message], whole: str, answers: dict[int, str] | None) -> None:
-    """Raise TemplateRefusal where a message's text or tool call is not in the rendered text.
+    """Raise TemplateRefusal when the text or a tool call of a message is missing from the rendered text `whole`.
 
-    An assistant's is looked for in its answer, where these are known. Thinking may be left out.
+    Assistant messages are looked up in `answers` (by message index) where given. Thinking may be missing.
     """
     for number, message in enumerate(messages):
         is_answer = message["role"] == "assistant"
@@ -363,7 +367,7 @@ def _check_complete(messages: list[Message], whole: str, answers: dict[int, str]
 
 
 def _shows_call(text: str, call: Any) -> bool:
-    """Whether a tool call is in the text: its name, its arguments as they are if they are text, else their words."""
+    """Whether the text has the tool call's name and arguments: JSON text verbatim, objects by their keys and values."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return False
@@ -400,13 +404,13 @@ def _ends_thinking(prompt: str) -> bool:
 
 
 def _contains_answer(text: str, content: str) -> bool:
-    """Whether the text has the content without the tag that starts its thinking, or without its thinking."""
+    """Whether the text contains `content` without its opening thinking tag, or without all of its thinking."""
     without_tag = THINKING_START.sub("", content, count=1)
     return _contains(text, without_tag) or _contains(text, THINKING_END.split(content)[-1])
 
 
 def _contains(text: str, part: str) -> bool:
-    """Whether `part` is in the text: as it is, or each of its words, as in a text with escaped line breaks."""
+    """Whether the text contains `part` verbatim, or at least each of its words (line breaks may be escaped)."""
     if part.strip() in text:
         return True
     missing = set(WORD.findall(part)) - set(WORD.findall(text))

@@ -1,7 +1,7 @@
-"""Renders conversations with the tokenizer's chat template, and refuses those that the template does not render.
+"""Renders conversations with the tokenizer's chat template; raises TemplateRefusal for those that it cannot render.
 
 A chat template is a Jinja program by the model's author. It may raise any exception, expect messages in a shape of its
-own, or never end. Which characters of the text are learned is decided in `engine.data.chat`.
+own, or never end. `engine.data.chat` decides which characters of the text are learned.
 
 Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
 """
@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from engine.errors import DataError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""A template that matches marks the assistant's text. The same pattern as in transformers (`render_jinja_template`)."""
+"""Matches templates that mark the assistant's text. The same pattern as in transformers (`render_jinja_template`)."""
 
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
@@ -37,7 +37,7 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates switch thinking on or off: of Qwen, GLM, Nemotron, SmolLM; of DeepSeek and Granite."""
 
 PROBES = ("\ue000", "\ue001")
-"""Contents of a message that no template writes itself (private-use characters)."""
+"""Message contents for test renderings: private-use characters, which no template contains."""
 
 RENDER_CPU_SECONDS = 10.0
 """CPU time after which a rendering is stopped. A conversation of 1,000 turns takes a hundredth of a second."""
@@ -60,11 +60,11 @@ Span = tuple[int, int]
 
 
 class TemplateRefusal(Exception):
-    """The template does not render this conversation. The text is the reason."""
+    """The template cannot render this conversation. The exception's text is the reason."""
 
 
 class _RenderTimeout(Exception):
-    """A rendering has used its CPU time."""
+    """A rendering took more than RENDER_CPU_SECONDS of CPU time."""
 
 
 class ChatTemplate:
@@ -88,7 +88,7 @@ class ChatTemplate:
     ) -> str:
         """Text of a conversation; with `prompt`, followed by the header that starts the assistant's answer.
 
-        Raises TemplateRefusal when the template fails, DataError when it has not ended several times.
+        Raises TemplateRefusal when the template fails, DataError when it has timed out MAX_STOPPED times.
         """
         return self._rendered(messages, tools, add_generation_prompt=prompt, **(mode or {}))[0]
 
@@ -121,7 +121,7 @@ class ChatTemplate:
         )
 
     def _reads_parts_only(self) -> bool:
-        """Whether the template leaves out content that is a text, but not content that is a list of parts."""
+        """Whether the template renders content given as a list of parts, but leaves out content given as a string."""
         message = {"role": "user", "content": PROBES[0]}
         return not self._shows(message) and self._shows(_with_parts(message))
 
@@ -149,8 +149,8 @@ def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
 def tool_call_shapes(messages: list[Message]) -> Iterator[list[Message]]:
     """The conversation unchanged, then with its tool calls in other shapes that templates read.
 
-    Arguments as objects (the documented shape), as JSON text (DeepSeek concatenates them), and the latter with null as
-    the content of a message that only calls tools.
+    The other shapes: arguments as objects (the documented shape); arguments as JSON text (DeepSeek concatenates them);
+    arguments as JSON text, and null as the content of messages that only call tools.
     """
     yield messages
     if any(message.get("tool_calls") for message in messages):

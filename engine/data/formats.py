@@ -1,4 +1,4 @@
-"""Recognises the format of a source by its columns, and turns each row into a record or drops it with a reason.
+"""Recognises the format of a source by its columns, and turns each row into a record, or into a reason for dropping it.
 
 The tables list the formats, the columns that each needs, and other names of those columns. Tokens are made in
 `engine.data.tokenise`.
@@ -147,7 +147,7 @@ def _mapped_columns(columns: Sequence[str], source: Source) -> dict[str, str]:
 
 
 def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str]) -> dict[str, str] | None:
-    """The column of each of our fields in one format; None when a required one is missing or ambiguous."""
+    """The source's column for each field of a format; None when a required column is missing or ambiguous."""
     fields = {}
     for ours in NEEDS[format_name]:
         theirs = [mapped[ours]] if ours in mapped else [ours] if ours in columns else []

@@ -34,9 +34,9 @@ def find_json_error(files: Sequence[Path]) -> str | None:
 
 
 def find_json_lines(files: Sequence[Path], rows: Sequence[int]) -> dict[int, str]:
-    """`FILE:LINE` of each of `rows`, counted from 0 over all files; without those that are not found.
+    """Map each of `rows` (counted from 0 over all files) to its `FILE:LINE`; rows that are not found are left out.
 
-    A file that is one JSON document has none: its first line is not an object.
+    Returns an empty dict when the line of a row is not a JSON object, because then the file is not JSON lines.
     """
     found: dict[int, str] = {}
     row = 0
@@ -63,7 +63,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _line_problem(file: Path) -> str:
-    """The first line that is not a JSON object, or "" when there is none."""
+    """`LINE: the problem` of the first line that is not a JSON object; "" when all of them are."""
     with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -80,7 +80,7 @@ def _line_problem(file: Path) -> str:
 
 
 def _document_problem(file: Path) -> str | None:
-    """The problem of a file that is one JSON document; "" without one; None when the file looks like JSON lines."""
+    """`LINE: the problem` of a file that is one JSON document; "" if it parses; None if it looks like JSON lines."""
     with _open(file) as stream:
         raw = stream.read()
     try:

@@ -30,10 +30,10 @@ DRAW_KEY, ORDER_KEY = 0, 1
 class SampleOrder:
     """The order of samples over a run.
 
-    `weights_or_count` is the number of samples, or one weight per sample: how often it occurs in an epoch. The integer
-    part is exact. For the fractional part, every epoch draws the same number of samples by seed, so that all epochs
-    have `epoch_size` entries, and over 1/fraction epochs all samples are drawn equally often. With `epochs` the
-    sequence ends after that many epochs, and its last step may be short.
+    `weights_or_count` is the number of samples, or one weight per sample: how often it occurs in an epoch. A sample of
+    weight 2.3 occurs twice in every epoch; in addition, each epoch takes the next 30 % of all samples of this weight,
+    in an order shuffled by seed. So all epochs have `epoch_size` entries. With `epochs` the sequence ends after that
+    many epochs, and its last step may have fewer samples.
 
     Raises DataError when an epoch would hold no sample at all.
     """
@@ -62,14 +62,14 @@ class SampleOrder:
         self._cached: dict[int, NDArray[np.int64]] = {}
 
     def steps(self, epochs: float | None, max_steps: int | None) -> int:
-        """Optimizer steps of a run by `epochs` or `max_steps`, whichever ends first; one epoch without either."""
+        """Optimizer steps of `epochs` epochs, at most `max_steps`. If both are None, those of one epoch."""
         if epochs is None and max_steps is not None:
             return max_steps
         by_epochs = math.ceil(self._samples_in(1.0 if epochs is None else epochs) / self.batch_size)
         return by_epochs if max_steps is None else min(by_epochs, max_steps)
 
     def step(self, step: int) -> NDArray[np.int64]:
-        """Indices of the samples of optimizer step `step`, counted from 1; empty after the last one."""
+        """Indices of the samples of optimizer step `step`, counted from 1; empty after the last step."""
         start, stop = (step - 1) * self.batch_size, step * self.batch_size
         if self._end is not None:
             start, stop = min(start, self._end), min(stop, self._end)
@@ -86,7 +86,7 @@ class SampleOrder:
         return (position if self._end is None else min(position, self._end)) / self.epoch_size
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
-        """All indices of one epoch, counted from 0, in order: int64[epoch_size]."""
+        """Sample indices of epoch number `epoch` (counted from 0), in training order: int64[epoch_size]."""
         if epoch not in self._cached:
             while len(self._cached) >= CACHED_EPOCHS:
                 self._cached.pop(min(self._cached))
@@ -108,7 +108,7 @@ class SampleOrder:
 
 
 def _fractional_groups(fractions: NDArray[np.float64], seed: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Groups of samples with the same fractional weight, shuffled by seed, and how many each epoch draws of a group."""
+    """For each fractional part of a weight: its samples, shuffled by seed, and how many of them each epoch draws."""
     groups = []
     for number, value in enumerate(np.unique(fractions[fractions > 0])):
         members = np.flatnonzero(fractions == value)

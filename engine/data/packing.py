@@ -1,8 +1,8 @@
 """Assigns documents to packed rows, by their lengths alone.
 
 Best-fit decreasing: at most 11/9 of the fewest possible rows, plus one (Johnson et al., SIAM J. Comput. 3, 1974). Rows
-are listed by the tokens they have left, and the amounts that occur are bits of one integer, so that one shift finds the
-fullest row that a document still fits into.
+are indexed by their number of free tokens. Bit n of one integer says whether a row with n free tokens exists, so a
+shift finds the fullest row into which a document still fits.
 
 Try: `python -c "import numpy; from engine.data.packing import pack; print(pack(numpy.array([3, 5, 2]), 5))"`
 """
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 
 def pack(lengths: NDArray[np.int32], max_length: int) -> list[list[int]]:
-    """Rows of document numbers, of at most `max_length` tokens each; every document is in exactly one.
+    """Pack documents into rows of at most `max_length` tokens: for each row, the numbers of its documents.
 
-    Deterministic. Documents within a row, and rows by their first document, keep the order of the data.
+    Deterministic. Documents in a row keep the order of the data; rows are sorted by their first document.
     Raises ValueError for a document longer than `max_length`.
     """
     if len(lengths) and int(lengths.max()) > max_length:

@@ -32,7 +32,7 @@ from engine.spec.schema.run import RunSpec
 
 CHAT_VERSION = "chat 2"
 """Part of the cache entry of rendered conversations, and of the fingerprint where version 1 would have given other
-rows. A change of the rendering increases it."""
+rows. Increase it when the rendering changes."""
 
 STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
@@ -65,7 +65,7 @@ class _Opened:
 
 
 def prepare_data(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, say: Say = lambda text: None) -> PreparedData:
-    """Token data of a run, from the cache if it was prepared before. `say` shows lines of progress.
+    """Token data of a run; tokens are read from the cache if they are there. `say` shows lines of progress.
 
     Whether the model's attention keeps packed documents apart is checked by `engine.model.config.check_packing`.
 
@@ -96,7 +96,10 @@ def prepare_data(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, say: Say 
 def _prepare_sources(
     sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: int, part: str, say: Say
 ) -> tuple[Store, list[str]]:
-    """The token store of some sources, and the fingerprints of its contents."""
+    """The cached tokens of `sources`, tokenised first if they are not in the cache, and the fingerprints of the data.
+
+    `part` is "train" or "validation", for messages.
+    """
     opened = [_open(source, tokeniser, seed) for source in sources]
     fingerprints = [
         hash_text(each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format)) for each in opened
@@ -124,13 +127,13 @@ def _prepare_sources(
 
 
 def _differs_from_version_1(count: SourceCount) -> bool:
-    """Whether the first version of the chat rendering would have given other rows, or none."""
+    """Whether chat rendering before CHAT_VERSION, "chat 2", would have rendered this source differently."""
     facts = ("per_turn", "reshaped", "unprompted", "context_only")
     return any(map(count.chat.get, facts)) or any(reason.startswith(LEFT_OUT) for reason in count.dropped)
 
 
 def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:
-    """Name the dropped rows by file and line. The cache has only their numbers: the files may be moved."""
+    """Set `dropped_at`, the files and lines of dropped rows. Only row numbers are cached, since files may be moved."""
     for count, each in zip(counts, opened, strict=True):
         count.dropped_at = {reason: each.rows.places(rows) for reason, rows in count.dropped_rows.items()}
 
@@ -159,8 +162,8 @@ def _split(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Numbers of the training documents and of the validation documents, both in the order of the data.
 
-    The draw of a document depends only on the seed, the name of its source and its row there, so other settings do not
-    move samples from one part to the other. Raises DataError when one part would be empty.
+    Whether a document is drawn for validation depends on the seed, the name of its source and its row there, so that
+    other settings do not move samples between the parts. Raises DataError when no training documents would be left.
     """
     everything = np.arange(len(columns))
     if fraction == 0.0:
@@ -168,7 +171,7 @@ def _split(
     held = max(1, round(fraction * len(columns)))
     keys = np.array([int(hash_text("split", str(seed), name)[:16], 16) for name in names], np.uint64)
     draw = _mixed(columns.origins.astype(np.uint64) + keys[columns.sources])
-    # Documents of one conversation have the same draw, and stay together.
+    # Documents of one conversation have the same number in `draw`, so all of them go to the same part.
     chosen = draw <= np.sort(draw)[held - 1]
     if chosen.all():
         raise DataError(

@@ -19,7 +19,7 @@ from engine.data.tokens import IGNORED
 
 
 def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
-    """Slice number `place` of `places` of a micro-batch, padded on the right where the length does not divide.
+    """Slice `place` (from 0) of `places` equal slices of a micro-batch, whose rows are padded to a divisible length.
 
     Packed rows and rows with images cannot be sliced: the budget refuses such recipes.
     """
@@ -41,6 +41,6 @@ def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
 
 
 def _range(tensor_BS: Tensor, first: int, width: int, pad_value: int) -> Tensor:
-    """Positions [first, first + width), padded beyond the end of the rows."""
+    """Columns [first, first + width) of a tensor, filled with `pad_value` beyond the end of its rows."""
     range_BS = tensor_BS[:, first : first + width]
     return torch.nn.functional.pad(range_BS, (0, width - range_BS.shape[1]), value=pad_value).contiguous()

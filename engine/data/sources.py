@@ -247,7 +247,7 @@ def _suffix(file: Path) -> str:
 
 
 def _split_name(source: Source) -> str:
-    """The name of the split, without its slice. Raises DataError for any other syntax."""
+    """The name of the split without its slice: "train" for "train[:1000]". Raises DataError for any other syntax."""
     match = re.fullmatch(r"([\w.-]+)(?:\[[^\[\]]*\])?", source.split)
     if match is None:
         raise DataError(
@@ -258,7 +258,7 @@ def _split_name(source: Source) -> str:
 
 
 def _slice(source: Source, count: int) -> tuple[int, int]:
-    """Start and end (exclusive) of the rows that the split's slice selects from `count` rows."""
+    """Start and end (exclusive) of the rows that the slice in `source.split`, such as train[:1000], selects."""
     base = _split_name(source)
     try:
         (part,) = ReadInstruction.from_spec(source.split).to_absolute({base: count})

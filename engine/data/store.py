@@ -39,7 +39,8 @@ ROWS_PER_REASON = 5
 """Dropped rows that are named for each reason."""
 
 MAX_REASONS, OTHER_REASONS = 50, "other reasons"
-"""Reasons that are counted separately in a source: a template may write the text of the row into its error."""
+"""Most drop reasons counted separately per source, and the name for all others. A template's error may quote the row,
+which would make every reason different."""
 
 
 @dataclass
@@ -56,7 +57,7 @@ class SourceCount:
     dropped_rows: dict[str, list[int]] = field(default_factory=dict)
     """The first rows dropped for each reason, counted from 0."""
     dropped_at: dict[str, list[str]] = field(default_factory=dict)
-    """The same rows as file and line, where they are opened."""
+    """Files and lines of `dropped_rows`; filled in after the cache is read, because the files may be moved."""
     dropped_turns: dict[str, int] = field(default_factory=dict)
     """Dropped assistant turns of rows that are kept, by reason."""
     chat: dict[str, int] = field(default_factory=dict)
@@ -83,14 +84,14 @@ class SourceCount:
 
 @dataclass(frozen=True)
 class Store:
-    """A complete entry: its columns, and the counts of each source."""
+    """A finished entry of the token cache: its columns, and how many rows of each source were kept and dropped."""
 
     columns: Columns
     counts: list[SourceCount]
 
 
 class _ColumnFile:
-    """An .npy file that grows. Its header is written for no rows, and rewritten with their number at the end."""
+    """An .npy file that is appended to. Its header is written for 0 rows; `close` rewrites it with their number."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         self.path, self.dtype, self.count = path, np.dtype(dtype), 0
@@ -158,7 +159,7 @@ class StoreWriter:
 
 
 def cached_store(entry: Path, build: Callable[[StoreWriter], None], say: Callable[[str], None]) -> Store:
-    """The entry; it is built first if it is missing or damaged. One process builds it while others wait.
+    """Open a cache entry, after building it with `build` if it is missing or damaged. Other processes wait meanwhile.
 
     A failed build leaves no files. Raises EnvironmentProblem when the cache cannot be written.
     """
@@ -174,7 +175,7 @@ def cached_store(entry: Path, build: Callable[[StoreWriter], None], say: Callabl
 
 
 def damage(entry: Path) -> str | None:
-    """The first damage found in an entry on disk, as text; None when every file is as it was written. Reads all."""
+    """Check all files of an entry against its manifest; return the first damage as text, None if there is none."""
     try:
         manifest = json.loads((entry / "manifest.json").read_text())
         for name, (size, checksum) in manifest.items():
@@ -191,7 +192,7 @@ def damage(entry: Path) -> str | None:
 
 def _build(entry: Path, build: Callable[[StoreWriter], None]) -> None:
     for abandoned in entry.parent.glob(f".{entry.name}-*"):
-        # Left by a process that was killed while building: this process holds the lock, so no other one is writing.
+        # A process was killed while it built this folder: this process has the lock, so no other is writing.
         shutil.rmtree(abandoned)
     draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
     try:
@@ -205,7 +206,7 @@ def _build(entry: Path, build: Callable[[StoreWriter], None]) -> None:
 
 
 def _open(entry: Path) -> Store:
-    # As plain arrays over the mapped pages: slicing a `numpy.memmap` takes ten times as long.
+    # asarray makes plain arrays of the mapped pages: slicing a `numpy.memmap` takes ten times as long.
     columns = {name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r")) for name in COLUMN_DTYPES}
     counts = [SourceCount(**count) for count in json.loads((entry / "drops.json").read_text())]
     return Store(Columns(**columns), counts)

@@ -42,7 +42,7 @@ class Document:
 
 @dataclass(frozen=True)
 class RowResult:
-    """What became of one row of a source."""
+    """The documents made from one row of a source, and the reasons for what was dropped of it."""
 
     documents: list[Document]
     dropped: list[str]
@@ -56,7 +56,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
-    # The backend keeps padding and truncation of its last call; they do not change the vocabulary or the rules.
+    # The backend stores padding and truncation of its last call; they do not change the vocabulary or the rules.
     rules = _without_call_settings(rules) if backend is not None else rules
     text = "\x00".join([type(tokenizer).__name__, rules, repr(special), repr(tokenizer.chat_template)])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -69,7 +69,7 @@ def _without_call_settings(rules: str) -> str:
 
 
 class Tokeniser:
-    """Turns rows of one format into documents, by the recipe's [data]."""
+    """Turns the rows of a source into documents, as the recipe's [data] table says."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
         self.tokenizer = tokenizer
@@ -84,7 +84,7 @@ class Tokeniser:
         return bool(self.tokenizer.chat_template)
 
     def results(self, format_: Format, rows: Sequence[dict[str, Any]], first: int) -> list[RowResult]:
-        """The documents of each row, and what was dropped. The first of `rows` is row `first` of its source.
+        """The result of each row. `first` is the number of the first of `rows` in its source.
 
         Raises DataError where the tokenizer or its template cannot handle the format.
         """

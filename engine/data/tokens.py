@@ -90,7 +90,7 @@ class TokenData:
         self._whole = self
 
     def shortened(self, limit: int | None) -> TokenData:
-        """The same rows, each cut after `limit` tokens; with None the whole rows."""
+        """The same rows, each cut after `limit` tokens; uncut if `limit` is None."""
         whole = self._whole
         if limit is None:
             return whole
