@@ -81,7 +81,7 @@ def score_run(place: RunDirectory, wanted: str | None, say: Callable[[str], None
 
 
 def score_model(spec: RunSpec, say: Callable[[str], None]) -> Scores:
-    """Scores of the model that `spec` starts from, untrained, on the recipe's validation data."""
+    """Scores of the untrained model that `spec` names, on the recipe's validation data."""
     device = open_device(spec)
     with device.activate():
         context, data = _prepare(spec, device, say)

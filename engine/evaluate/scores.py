@@ -1,8 +1,8 @@
 """Evaluation: loss and perplexity, exact match of greedily generated answers, and sample answers to read.
 
-Evaluation learns a micro-batch budget of its own. A sample counts once its result is complete: after an OOM the
-micro-batch is repeated smaller, and nothing is counted twice. Logits are never kept. Used by the training loop and by
-`tunedeck eval`.
+Evaluation learns its own micro-batch budget, separate from training's. After an OOM the failed samples are repeated in
+smaller micro-batches; only completed micro-batches count, so no sample counts twice. Logits are not collected. Used by
+the training loop and by `tunedeck eval`.
 
 Try: `tunedeck eval last`
 """
@@ -34,7 +34,7 @@ from engine.model.loss import LossFunction, eval_mode
 from engine.spec.schema.recipe import Generate
 
 GENERATION_ROWS = 64
-"""Answers generated at once to begin with; also the most."""
+"""Number of answers generated at once at the start, and its maximum."""
 
 T = TypeVar("T")
 
@@ -46,16 +46,16 @@ class GenerationBatchSize:
     rows: int = GENERATION_ROWS
     largest_success: int = 0
     smallest_failure: int | None = None
-    """Only failures above `largest_success` count: the others were passing shortages."""
+    """The smallest number of rows that failed; not recorded where as many had succeeded before."""
 
     def halve(self, failed: int) -> None:
-        """Go on with half of the `failed` rows that did not fit."""
+        """Set `rows` to half of `failed`, the number of rows that ran out of memory."""
         if failed > self.largest_success:
             self.smallest_failure = min(failed, self.smallest_failure or failed)
         self.rows = max(1, failed // 2)
 
     def grow(self) -> None:
-        """Double the rows, unless as many are known to fail. Call after an evaluation without an OOM."""
+        """Double `rows`, unless that many are known to fail. Called after an evaluation without an OOM."""
         if self.smallest_failure is None or 2 * self.rows < self.smallest_failure:
             self.rows = min(GENERATION_ROWS, 2 * self.rows)
 
@@ -76,17 +76,17 @@ class EvaluationContext:
     """Asked before each micro-batch; True ends the evaluation early."""
     batch_size: GenerationBatchSize = field(default_factory=GenerationBatchSize)
     run_on_all_ranks: Callable[[str, Sequence[int], Callable[[], None]], OutOfMemory | None] | None = None
-    """Runs a forward pass on every rank, where ranks hold parts of the weights: given its kind, the sample indices, and
-    the pass itself. None runs it in this process only."""
+    """Runs a forward pass on every rank, as sharded weights require; called with the kind of pass, the sample indices
+    and the pass. If None, passes run in this process only."""
     failed_rank: int = 0
     """Rank on which the last OOM happened."""
     logits_processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     """Applied last to the logits of every generated token."""
 
     def attempt(self, kind: str, members: Sequence[int], action: Callable[[], T]) -> T | OutOfMemory:
-        """The result of `action`, or the failure when memory ran out.
+        """Run `action`, a pass over the samples `members`; return its result, or the failure when memory ran out.
 
-        `action` is a pass of the kind "evaluate" or "generate" over the samples `members`.
+        `kind` is "evaluate" or "generate".
         """
         results: list[T] = []
 
@@ -171,13 +171,13 @@ def _mean_loss(context: EvaluationContext, data: TokenData, indices: NDArray[np.
 def _planned(
     context: EvaluationContext, data: TokenData, indices: NDArray[np.int64]
 ) -> list[tuple[NDArray[np.int64], int]]:
-    """(sample indices, predicted bytes) of each micro-batch of the samples `indices`."""
+    """Cut the samples `indices` into micro-batches: (sample indices, predicted bytes) of each."""
     groups = plan_micro_batches(data.lengths[indices], context.cost, context.budget.budget_bytes)
     return [(indices[list(group.members)], group.cost_bytes) for group in groups]
 
 
 def _measured(device: Device, held_bytes: int) -> int:
-    """Peak bytes above `held_bytes`; 0 on the plain CPU, which cannot measure it."""
+    """Peak bytes since the last reset, less `held_bytes`; 0 on the plain CPU, which cannot measure a peak."""
     return 0 if device.kind == "cpu" else max(0, device.memory().peak_bytes - held_bytes)
 
 
@@ -186,10 +186,9 @@ def _retries_unchanged(
 ) -> bool:
     """Whether to repeat the failed pass with the same number of samples.
 
-    A size that succeeded before is repeated once. A single sample cannot be made smaller, and a smaller batch does not
-    help against a shortage of host memory: both are repeated until ATTEMPTS failures in a row.
-
-    Raises MemoryExhaustedError after those.
+    If this number succeeded before (`proven`), the pass is repeated once. With a single sample, or when host memory
+    ran out, a smaller batch is impossible or does not help: the pass is repeated until it failed ATTEMPTS times in a
+    row, then MemoryExhaustedError is raised.
     """
     stuck = rows == 1 or failure.kind != "device"
     if stuck and failures >= ATTEMPTS:
@@ -217,7 +216,7 @@ def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequen
 
 
 def _answer_first(context: EvaluationContext, data: TokenData, count: int) -> list[dict[str, str]]:
-    """Answers of the first `count` samples, in their order. Generated with the longest prompts first."""
+    """Prompt, answer and reference of the first `count` samples, in data order; long prompts are generated first."""
     questions = [split_question(data[index]) for index in range(count)]
     order = sorted(range(len(questions)), key=lambda index: -len(questions[index][0]))
     texts: list[str] = []
@@ -290,7 +289,7 @@ def generate_tokens(
 
 
 def generation_config(generate: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:
-    """Settings of greedy generation, whatever sampling the model's own config asks for: scores are reproducible."""
+    """Settings of greedy generation; the sampling settings of the model are ignored, so scores are reproducible."""
     return GenerationConfig(
         max_new_tokens=generate.max_new_tokens,
         do_sample=False,
