@@ -1,7 +1,7 @@
 """Merges an adapter into its base model; the resulting folder can be opened without peft.
 
-Merging uses host memory only, so a model too large for the card can be merged, too. Memory and disk are checked before
-anything is loaded, and after an OOM merging is tried again.
+Merging uses host memory only, so the model may be larger than device memory. Free host memory and disk space are
+checked before anything is loaded; after an OOM, merging is tried again.
 
 Try: `tunedeck merge last --out merged`
 """
@@ -74,7 +74,7 @@ def _merge(
     say(f"loading {base}")
     model = _base(base, revision, trust_remote_code)
     say("merging")
-    # safe_merge checks each merged weight before it replaces one, and refuses an adapter that is not finite.
+    # With safe_merge, peft raises an error if a merged weight is not finite.
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     say("writing")
     merged.save_pretrained(draft)
@@ -96,7 +96,7 @@ def _base(base: str, revision: str | None, trust_remote_code: bool) -> PreTraine
 
 
 def _require_space(base: str, folder: Path) -> None:
-    """Raise an error when host memory or disk space is too small for a local base; one on the hub is not checked."""
+    """Raise an error when host memory or disk space is too small for a local base model; hub ids are not checked."""
     size_bytes = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
     free_bytes = psutil.virtual_memory().available
     if size_bytes * MEMORY_FACTOR > free_bytes:
