@@ -1,1 +1,1 @@
-"""One optimizer step of the engine, simulated on tensors without memory. `plan --exact` uses it."""
+"""Simulates one optimizer step of the engine on tensors without data, for `plan --exact`."""

@@ -1,9 +1,9 @@
 """A metered device whose tensors are fake: shapes, dtypes and lifetimes are real, memory is not.
 
-Bytes are counted by the metered device's own `engine.device.allocation_tracker`, so a simulation and a metered run
-follow the same rules. With `like_a_card`, two differences to a card are removed: under any dispatch mode autograd sums
-gradients of the same tensor out of place, on a card in place; and softmax in fp32 casts its input first, where a card
-has a kernel that reads half precision.
+Bytes are counted by `engine.device.allocation_tracker`, as on the metered device, so that simulations and metered runs
+follow the same rules. With `like_a_card`, two differences from a CUDA card are corrected. Autograd accumulates several
+gradients of a tensor in place on a card, but out of place under a dispatch mode. And softmax with an fp32 result reads
+half precision directly on a card, but casts its input first elsewhere.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -24,11 +24,11 @@ from transformers import masking_utils
 from engine.device.metered import MeteredDevice
 
 UNLIMITED_BYTES = 1 << 60
-"""Capacity that no simulation reaches: it measures the peak."""
+"""A capacity that is never reached, because a simulation measures the peak and refuses no allocation."""
 
 
 class SimulatedDevice(MeteredDevice):
-    """Counts the bytes of fake tensors; with `like_a_card` in the way of a CUDA card."""
+    """Counts the bytes of fake tensors. With `like_a_card`, counts what a CUDA card would allocate."""
 
     def __init__(self, *, like_a_card: bool) -> None:
         super().__init__(UNLIMITED_BYTES)
@@ -47,7 +47,7 @@ class SimulatedDevice(MeteredDevice):
 
     @contextmanager
     def unequal_rows(self) -> Iterator[None]:
-        """Inside the block, rows have different lengths: a fake mask is not all ones."""
+        """Inside the block, rows count as having different lengths: `mask.all()` of a fake mask is False."""
         self._scalars.truth = False
         try:
             yield
@@ -56,7 +56,7 @@ class SimulatedDevice(MeteredDevice):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Count as in a backward pass inside the block."""
+        """Run a backward pass inside this block: with `like_a_card`, gradients are counted as summed in place."""
         self._meter.tracker.sums_gradients_in_place = self._like_a_card
         try:
             yield
@@ -65,17 +65,17 @@ class SimulatedDevice(MeteredDevice):
 
 
 class _Scalars(TorchDispatchMode):
-    """Gives `tensor.item()` of a fake tensor the value 1, since no size depends on it, and adds grouped matrix products
-    in dtypes other than bf16, which torch's fake tensors lack.
+    """A dispatch mode that implements operations that torch's fake tensors lack.
 
-    Sizes do depend on how images are divided into windows, which is computed from integers, the grid of each image. So
-    operations on real integer tensors alone run for real.
+    `item()` of a fake number returns 1, because no size depends on the value. Grouped matrix products also work in
+    dtypes other than bf16. Operations whose tensors are all real integers are computed: sizes do depend on the windows
+    into which images are divided, and these are computed from the integer grid of each image.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.truth = True
-        """The value of a fake boolean."""
+        """What `item()` of a fake boolean tensor returns."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,8 +91,8 @@ class _Scalars(TorchDispatchMode):
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The result of `torch._grouped_mm`, whose rows are padded to multiples of 16 bytes."""
-    groups = [len(offsets)] if right.dim() == 2 else []  # two matrices: the gradient of the weights
+    """An empty tensor strided like the result of `torch._grouped_mm`: rows are padded to a multiple of 16 bytes."""
+    groups = [len(offsets)] if right.dim() == 2 else []  # a product of two matrices: the gradient of the weights
     rows, columns, unit = left.shape[-2], right.shape[-1], 16 // left.itemsize
     stride = -(-columns // unit) * unit
     return left.new_empty_strided((*groups, rows, columns), (*[rows * stride for _ in groups], stride, 1))
@@ -105,7 +105,7 @@ def _is_real_integer(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _assume_packed(packed: bool) -> Iterator[None]:
-    """Tell transformers whether rows are packed: it reads that from position ids, and fake ones have no values."""
+    """Tell transformers whether rows are packed; fake position ids have no values from which it could see that."""
     former = masking_utils.find_packed_sequence_indices
 
     def assumed(position_ids: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Simulates the generation of answers during evaluation, with a cache that grows to its full length.
+"""Simulates the generation of answers during evaluation, with a KV cache that grows to its full length.
 
 An answer takes one pass through the model per token. Memory grows with the cache, so only the first and the last tokens
 are simulated, and the cache is lengthened between them.
@@ -47,7 +47,7 @@ def simulate_generation(
 
 @contextmanager
 def _generate_exactly(base: torch.nn.Module, count: int) -> Iterator[None]:
-    """Inside the block, transformers generates `count` tokens: fake tokens cannot tell whether rows have ended."""
+    """Inside the block, transformers generates exactly `count` tokens, as fake tokens do not tell when a row ends."""
     left = iter(range(count))
     base.__dict__["_has_unfinished_sequences"] = lambda *_, **__: next(left, None) is not None
     try:
@@ -57,7 +57,7 @@ def _generate_exactly(base: torch.nn.Module, count: int) -> Iterator[None]:
 
 
 def _lengthen(cache: Cache, length: int) -> None:
-    """Lengthen the cache to `length` tokens; layers with a sliding window keep the size of their window."""
+    """Lengthen the KV cache to `length` tokens; in layers with a sliding window, only to the size of the window."""
     for layer in cache.layers:
         assert isinstance(layer, DynamicLayer)
         extra = length - layer.get_seq_length()
@@ -65,7 +65,7 @@ def _lengthen(cache: Cache, length: int) -> None:
             old.new_empty((*old.shape[:-2], extra, old.shape[-1])) for old in _keys_and_values(layer)
         )
         layer.update(keys, values)
-        if layer.is_sliding:  # free the storage that the window is a view of: in a real run it is never so long
+        if layer.is_sliding:  # copy the window: it is a view of a storage longer than in any real run
             layer.keys, layer.values = (made.clone() for made in _keys_and_values(layer))
 
 

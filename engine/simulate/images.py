@@ -24,7 +24,7 @@ def images_of(tower: VisionEncoder, patches: int, rows: int, length: int) -> dic
 
 
 def grid_of(patches: int, merge: int) -> tuple[int, int]:
-    """(height, width) in patches of an image with this many patches, as square as possible."""
+    """(height, width), in patches, of the most nearly square image of `patches` patches."""
     tokens = patches // merge**2
     high = next(side for side in range(int(tokens**0.5), 0, -1) if tokens % side == 0)
     return high * merge, tokens // high * merge

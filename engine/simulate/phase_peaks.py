@@ -1,8 +1,9 @@
-"""Peaks of a simulated step by phase of the plan, so that they can be compared with the plan's.
+"""Measures the peak of each phase of a simulated step. The phases are the plan's, so that the two can be compared.
 
-Hooks on the decoder's layers tell where a phase ends: at the output of the last layer, at its gradient, and so on to
-the gradient of the first layer's input. The plan compares only some layers; a peak in another layer is added to the
-larger of their phases.
+Hooks on the decoder's layers switch phases: the forward phase ends at the output of the last layer, the phase
+`loss_backward` at the gradient of that output, and so on to the gradient of the first layer's input. The plan predicts
+the backward pass of some layers only; a higher peak in another layer is assigned to the larger of `layer_first` and
+`layer_last`.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -43,7 +44,7 @@ class PhasePeaks:
             layer.register_forward_hook(lambda _, given, made, n=number: self._after(n, made, len(layers)))
 
     def enter(self, phase: str) -> None:
-        """End the current phase and begin this one."""
+        """End the current phase and begin `phase`."""
         self.leave()
         self._forward = phase == "forward"
         self._now = (phase, self._gradient_bytes())
@@ -68,12 +69,15 @@ class PhasePeaks:
         return {phase: found[phase] for phase in PHASES if phase in found}
 
     def _before(self, number: int, given: tuple[Any, ...]) -> None:
-        """Begin the phase of the embeddings' backward at the gradient of the first layer's input."""
+        """Forward pre-hook: begin `embedding_backward` when the input of layer 0 gets its gradient."""
         if self._forward and number == 0 and given and given[0].requires_grad:
             given[0].register_hook(lambda gradient: self.enter("embedding_backward"))
 
     def _after(self, number: int, made: Any, count: int) -> None:
-        """Begin the phase that follows a layer; ignored while checkpointing recomputes the layer."""
+        """Forward hook of layer `number`: begin the layer's backward phase when its output gets its gradient.
+
+        After the last layer, also begin `loss_backward`. Ignored while checkpointing recomputes the layer.
+        """
         if not self._forward:
             return
         hidden = made if isinstance(made, torch.Tensor) else made[0]
@@ -85,5 +89,5 @@ class PhasePeaks:
 
 
 def _layers(base: nn.Module) -> nn.ModuleList:
-    """The decoder's layers: the outermost list of modules that is in no vision tower."""
+    """The decoder's layers: the outermost ModuleList outside of the vision encoder."""
     return next(m for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and not in_vision_encoder(name))

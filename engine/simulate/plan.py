@@ -1,6 +1,6 @@
 """`plan --exact`: verdict and peak from a simulated optimizer step instead of the budget's closed form.
 
-The closed form only chooses the micro-batch; for an architecture that it does not know, that is one sequence.
+The closed form chooses the micro-batch that is simulated; one sequence if it does not know the architecture.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -19,22 +19,22 @@ from engine.spec.schema.run import RunSpec
 
 @dataclass(frozen=True)
 class ExactPlan:
-    """The answer of `plan --exact`. `as_json` has the keys of `plan --json`."""
+    """The answer of `plan --exact`. `as_json` returns the same keys as `plan --json`."""
 
     verdict: str
     capacity_bytes: int
     simulation: Simulation
     beside: dict[str, int]
-    """What the device holds beside torch's tensors: still predicted, nothing simulates it."""
+    """Predicted bytes on the device outside of torch's tensors, by component; these cannot be simulated."""
     micro_batch: int
     accumulation: int
     length: int
     closed_form: dict[str, dict[str, int]] | None
-    """The closed form's table for the same micro-batch; None where it does not know the architecture."""
+    """The closed form's bytes by phase and component for the same micro-batch; None for an unknown architecture."""
 
     @property
     def closed_form_bytes(self) -> int | None:
-        """Peak bytes of the closed form; None where it does not know the architecture."""
+        """Peak bytes by the closed form; None if it does not know the architecture."""
         return max(sum(row.values()) for row in self.closed_form.values()) if self.closed_form else None
 
     @property
@@ -44,7 +44,7 @@ class ExactPlan:
 
     @property
     def margin_bytes(self) -> int:
-        """Bytes of the capacity that are left; negative where the step does not fit."""
+        """Capacity minus `device_bytes`; negative if the step does not fit."""
         return self.capacity_bytes - self.device_bytes
 
     def as_json(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class ExactPlan:
 
 
 def exact_plan(spec: RunSpec) -> ExactPlan:
-    """Simulate the planned micro-batch.
+    """Plan by simulating a step with the micro-batch that the closed form plans.
 
     Raises:
         UsageError: the step cannot be simulated (see `simulate_step`).

@@ -1,8 +1,8 @@
 """Simulates one optimizer step with the engine's own model, adapters, loss, checkpointing, clipping and optimizer, and
 the evaluation and generation that follow it in the recipe.
 
-All layers are run, which takes about 0.1 s each, so nothing is assumed about which of them has the peak. Workspace
-inside an operation is not counted, as on the metered device.
+All layers are simulated (about 0.1 s each), without assumptions about which of them has the peak. As on the metered
+device, workspace that an operation allocates internally is not counted.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-7B --exact`
 """
@@ -75,8 +75,8 @@ class Simulation:
 def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
     """Simulate a step of two micro-batches (or one, for a smaller batch) of `rows` sequences of `length` tokens.
 
-    If the recipe has them, an evaluation of as many sequences and answers to prompts of this length follow. All tokens
-    but one are targets.
+    If the recipe evaluates, an evaluation of `rows` sequences follows; if it generates answers, so does the generation
+    of answers to prompts of `length` tokens. All tokens but one are targets.
 
     Raises:
         UsageError: a 4-bit base, which needs CUDA kernels; sequence parallelism; an invalid config of the model.
@@ -95,7 +95,10 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
 
 
 def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
-    """The model with its adapters on the meta device. Adapters cannot be created as fake tensors, only converted."""
+    """Create the model with its adapters on the meta device; `_leave_meta` then makes the tensors fake ones.
+
+    peft cannot create adapters as fake tensors directly.
+    """
     model = spec.recipe.model.model_copy(update={"dtype": resolved_dtype(spec)})
     spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
     facts = find_config(model.id, model.revision)
@@ -136,7 +139,7 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     peaks.enter("optimizer_step")
     _clip(train.max_grad_norm, loaded)
     host_state.make_room()
-    if not allocation_free(optimizer):  # a fused step allocates nothing, and its kernel does not take fake tensors
+    if not allocation_free(optimizer):  # a fused step allocates nothing, and its kernel rejects fake tensors
         host_state.step()
     peaks.leave()
     if evaluates(spec.recipe):
@@ -156,7 +159,7 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
 
 
 def _leave_meta(model: torch.nn.Module) -> None:
-    """Replace meta tensors by fake ones on the CPU; a tied weight stays one tensor."""
+    """Replace meta tensors by fake ones on the CPU; tied weights remain tied."""
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -168,7 +171,7 @@ def _leave_meta(model: torch.nn.Module) -> None:
 
 
 def _answers_at_once(spec: RunSpec, length: int) -> int:
-    """How many answers are generated at once, by the plan; the most possible for an architecture it does not know."""
+    """How many answers the plan generates at once; the maximum if it does not know the architecture."""
     try:
         return Predictor(find_architecture(spec), spec).generation_rows(length)
     except UnknownArchitectureError:
@@ -176,7 +179,7 @@ def _answers_at_once(spec: RunSpec, length: int) -> int:
 
 
 def _ends(spec: RunSpec) -> dict[int, str]:
-    """Phase of the plan that ends with each layer's backward pass; empty for an architecture it does not know."""
+    """For each layer that the plan predicts, the phase of its backward pass; empty for an unknown architecture."""
     try:
         arch = find_architecture(spec)
     except UnknownArchitectureError:
@@ -197,7 +200,7 @@ def _clip(max_grad_norm: float, loaded: LoadedModel) -> None:
 
 
 def _held(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes that stay allocated, by component."""
+    """Bytes that stay allocated throughout a step, by component; no optimizer state if `optimizer` is None."""
     trainable = loaded.trainable()
     adapters = [parameter for name, parameter in trainable if "lora_" in name]
     return {
@@ -208,7 +211,7 @@ def _held(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def _row(held: dict[str, int], peak_bytes: int, gradient_bytes: int) -> dict[str, int]:
-    """Bytes by component at the peak of a phase."""
+    """Split the peak of a phase by component: what is neither in `held` nor a gradient counts as activations."""
     rest = peak_bytes - sum(held.values()) - gradient_bytes
     return {**held, "gradients": gradient_bytes, "activations": max(0, rest)}
 
@@ -224,7 +227,7 @@ def _batch(spec: RunSpec, device: SimulatedDevice, rows: int, length: int) -> Ba
 
 
 def _images(spec: RunSpec, facts: dict[str, Any], rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Image inputs, for a recipe with images and a model whose vision encoder the budget knows; else empty."""
+    """Image inputs of a batch; empty if the recipe has no images or the budget does not know the vision encoder."""
     if image_key(spec.recipe) is None or facts.get("model_type") not in VISION_ENCODERS:
         return {}
     arch = from_config(facts)
