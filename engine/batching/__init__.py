@@ -1,1 +1,1 @@
-"""How a step's sequences are cut into micro-batches that fit: their cost, the budget learned for it, the cut itself."""
+"""Cuts a step's sequences into micro-batches that fit: the cost of a micro-batch, the learned budget, the cut."""

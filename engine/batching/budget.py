@@ -1,8 +1,8 @@
 """The micro-batch budget: the largest predicted cost that a micro-batch may have, learned from successes and failures.
 
-One number in predicted bytes, the unit of `MicroBatchCost.cost`. A prediction that is 10 % off still orders
-micro-batches correctly; the correction is learned here. Plain values without torch: saved in checkpoints, and the same
-on every rank.
+The budget is one number in predicted bytes, the unit of `MicroBatchCost.cost`. A prediction that is 10 % off still
+orders micro-batches correctly, and the budget learns the correction. All values are plain numbers, saved in checkpoints
+and equal on all ranks.
 
 Try: `pytest tests/batching/test_budget.py`
 """
@@ -15,32 +15,35 @@ from typing import Any
 CUT = 0.8
 """A failure lowers the budget to at most this share of the cost that failed."""
 SAFETY = 0.97
-"""Share of the available room that a cut by measured slope, or a growth, may fill: two micro-batches of one predicted
-cost were seen to differ by about 2 % in what they really take (padding, other kernels)."""
+"""Share of the available room that a budget may fill when it is cut by the measured slope or grows. Micro-batches of
+equal predicted cost were seen to differ by about 2 % in measured bytes (padding, other kernels)."""
 GROWTH = 1.05
 """A budget grows by this factor at a time."""
 BELOW_CEILING = 0.95
 """A budget grows to at most this share of a cost that failed."""
 CLEAN_STEPS_TO_GROW = 10
-"""Steps without failure before a budget grows to a cost that never succeeded. Back to a cost that had succeeded before
-a co-tenant came, it grows at every step."""
+"""Steps without failure before a budget grows to a cost that never succeeded. A budget below a cost that had succeeded
+before a co-tenant came grows at every step."""
 CLEAN_STEPS_TO_FORGET = 100
 """Steps without failure after which a cost that failed beside a co-tenant is tried again, even if no free memory was
 seen to come back. Doubled each time."""
 LONGEST_PATIENCE_STEPS = 400
-"""Most clean steps to wait before such a try. A failed one costs part of a micro-batch: nothing beside 400 steps."""
+"""Most clean steps to wait before such a try. A failed try costs part of a micro-batch, little against 400 steps."""
 ROOM_BACK = 1.05
 """Memory counts as available again when the room is this many times the room at the failure."""
 THRASHING_STEPS = 3
-"""Steps in a row in which the allocator had to empty its cache before the budget is lowered for it."""
+"""Number of successive steps in which the allocator had to empty its cache after which the budget is lowered."""
 SLOWED = 0.9
 """Share of the budget that remains when the allocator thrashes."""
 
 
 @dataclass
 class MicroBatchBudget:
-    """The budget and the observations behind it. Bytes are predicted bytes, except those called room or measured, which
-    are real; room is what a step may allocate above the static level (weights and optimizer state)."""
+    """The budget and the observations behind it.
+
+    Fields in bytes are predicted bytes. Those named room or measured are real bytes; room is what a step may allocate
+    above the static level (weights and optimizer state).
+    """
 
     budget_bytes: int
     top_bytes: int
@@ -53,9 +56,9 @@ class MicroBatchBudget:
     ceiling_bytes: int | None = None
     """The smallest cost that failed while no co-tenant held memory."""
     passing_bytes: int | None = None
-    """The smallest cost that failed because a co-tenant held memory: a ceiling to be forgotten in time."""
+    """The smallest cost that failed because a co-tenant held memory: a ceiling that is forgotten later."""
     passing_room_bytes: int = 0
-    """The room at that failure."""
+    """The room at the failure that set `passing_bytes`."""
     known_bytes: int = 0
     """The largest cost that had ever succeeded when the budget was last cut."""
     patience_steps: int = CLEAN_STEPS_TO_FORGET
@@ -72,7 +75,7 @@ class MicroBatchBudget:
     """Steps in a row in which the allocator emptied its cache."""
 
     def record_success(self, cost_bytes: int, measured_bytes: int) -> None:
-        """A micro-batch of `cost_bytes` succeeded, taking `measured_bytes` above the static level (0: not measured)."""
+        """Record that a micro-batch of `cost_bytes` took `measured_bytes` above the static level (0: not measured)."""
         self.proven_bytes = max(self.proven_bytes, cost_bytes)
         self.since_cut_bytes = max(self.since_cut_bytes, cost_bytes)
         if cost_bytes and measured_bytes:
@@ -80,7 +83,7 @@ class MicroBatchBudget:
 
     def bytes_after_failure(self, failed_bytes: int, room_bytes: int) -> int:
         """The budget to go on with after a micro-batch of `failed_bytes` failed with `room_bytes` available."""
-        # That small micro-batches took less than predicted says little about large ones: fixed parts weigh differently.
+        # Small micro-batches that took less than predicted say little about large ones, where fixed parts matter less.
         slope = max(self.slope, self.expected_slope)
         by_slope = int(SAFETY * room_bytes / slope) if slope else failed_bytes
         return max(1, min(int(CUT * failed_bytes), by_slope))
@@ -88,8 +91,8 @@ class MicroBatchBudget:
     def cut(self, failed_bytes: int, room_bytes: int, *, beside_co_tenant: bool = False) -> None:
         """Record that a micro-batch of `failed_bytes` failed with `room_bytes` available, and lower the budget.
 
-        A co-tenant caused the failure if one is seen to hold memory (`beside_co_tenant`), or if as much had succeeded
-        before.
+        The failure is blamed on a co-tenant if one is seen to hold memory (`beside_co_tenant`), or if a micro-batch of
+        this cost had succeeded before.
         """
         self.budget_bytes = self.bytes_after_failure(failed_bytes, room_bytes)
         self.known_bytes = max(self.known_bytes, self.proven_bytes)
@@ -111,7 +114,7 @@ class MicroBatchBudget:
         due = self.clean_steps % CLEAN_STEPS_TO_GROW == 0 or self._recovers()
         if not may_grow or not self.slope or not due:
             return False
-        # A budget may be cut below the cost of one sequence, which is then run alone all the same.
+        # A budget may be below the cost of one sequence, which then runs alone; if that succeeded, grow from there.
         grown = min(int(max(self.budget_bytes, self.since_cut_bytes) * GROWTH), self._limit(room_bytes))
         if grown <= self.budget_bytes:
             return False
@@ -132,18 +135,19 @@ class MicroBatchBudget:
     def room_is_back(self, room_bytes: int, failed_bytes: int, failed_room_bytes: int) -> bool:
         """Whether a cost of `failed_bytes`, which failed with `failed_room_bytes` available, may be tried again.
 
-        It may if there is more room now, and as much as that cost was measured to take; or after enough clean steps.
+        That is so if there is more room now, and enough for this cost by the measured slope; or after `patience_steps`
+        clean steps.
         """
         enough = self.slope > 0.0 and failed_bytes * self.slope <= room_bytes
         given_back = room_bytes >= ROOM_BACK * failed_room_bytes and enough
         return given_back or self.clean_steps >= self.patience_steps
 
     def _recovers(self) -> bool:
-        """Whether no co-tenant is known and the budget is below a cost that had succeeded before one came."""
+        """Whether no co-tenant is known, and the budget is below a cost that succeeded before one came."""
         return self.passing_bytes is None and self.budget_bytes < self.known_bytes
 
     def _limit(self, room_bytes: int) -> int:
-        """The largest budget to grow to with `room_bytes` available."""
+        """The largest budget that growth may reach with `room_bytes` available."""
         by_room = int(SAFETY * room_bytes / self.slope)
         if self.known_bytes * self.slope <= room_bytes:
             by_room = max(by_room, self.known_bytes)
@@ -151,9 +155,9 @@ class MicroBatchBudget:
         return min(self.top_bytes, by_room, *(int(BELOW_CEILING * each) for each in ceilings if each is not None))
 
     def forget_measurements(self) -> dict[str, Any]:
-        """Forget what was measured, because a remedy changes what micro-batches take; the budget stays.
+        """Reset all measurements but not the budget, because a remedy changes the memory that a micro-batch takes.
 
-        Returns what was known, for `recall` when the remedy is lifted.
+        Returns the former fields; pass them to `recall` when the remedy is lifted.
         """
         learned = self.as_json()
         self.proven_bytes = self.known_bytes = self.passing_room_bytes = 0
@@ -162,26 +166,26 @@ class MicroBatchBudget:
         return learned
 
     def recall(self, learned: dict[str, Any]) -> None:
-        """Return to what `forget_measurements` gave, the budget included: the remedy was lifted."""
+        """Restore the fields that `forget_measurements` returned, including the budget, when the remedy is lifted."""
         self._end_patience()
         kept = {"patience_steps": self.patience_steps, "passing_bytes": None, "clean_steps": 0}
         vars(self).update(learned | kept)
 
     def wait_longer(self) -> None:
-        """Double the clean steps to wait before the next try without evidence of free memory."""
+        """Double `patience_steps`, and count clean steps from 0 again."""
         self.patience_steps = min(2 * self.patience_steps, LONGEST_PATIENCE_STEPS)
         self.clean_steps = 0
 
     def _end_patience(self) -> None:
-        """Wait longer the next time if this try is only for patience."""
+        """Call `wait_longer` if a failed cost is tried again only because `patience_steps` clean steps have passed."""
         if self.clean_steps >= self.patience_steps:
             self.wait_longer()
 
     def as_json(self) -> dict[str, Any]:
-        """All fields, as a checkpoint keeps them."""
+        """All fields as a dict, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> MicroBatchBudget:
-        """The budget that `as_json` described."""
+        """Create a budget from the dict that `as_json` returned."""
         return cls(**saved)

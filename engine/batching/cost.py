@@ -1,7 +1,7 @@
-"""The cost of micro-batches, and the budget that a run starts with, both from the memory prediction.
+"""Derives the micro-batch cost and the budget that a run starts with from the memory prediction.
 
-Where the memory prediction knows the architecture, a micro-batch's cost is its predicted bytes. Elsewhere it is a
-published rule of thumb that only orders micro-batches, and the scale is learned.
+If the memory prediction knows the architecture, a micro-batch's cost is its predicted bytes. For other architectures
+the cost is a published rule of thumb that only orders micro-batches, and their real memory use is learned.
 
 Try: `pytest tests/batching/test_micro_batches.py`
 """
@@ -35,9 +35,9 @@ class MicroBatchCost:
 def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
     """The micro-batch cost and starting budget of a run whose longest sequence has `longest` tokens.
 
-    With micro_batch = N the budget starts at N sequences of that length and never grows above them. With "auto" it
-    starts where the prediction says that it fits, or at one sequence where nothing is predicted, and may grow up to
-    the whole step in one micro-batch.
+    With micro_batch = N the budget starts at the cost of N such sequences and never grows above it. With "auto" it
+    starts at the largest micro-batch predicted to fit (one sequence for an unknown architecture), and may grow until
+    the whole step is one micro-batch.
     """
     config = model_config_dict(spec)
     cost: Cost
@@ -56,7 +56,7 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
 
 
 def cost_on_one_device(spec: RunSpec) -> Cost:
-    """The micro-batch cost where one process computes whole sequences with whole weights, as evaluation does."""
+    """The micro-batch cost for a process that computes whole sequences with unsharded weights, as in evaluation."""
     config = model_config_dict(spec)
     try:
         return cost_model(from_config(config), on_one_device(spec)).bytes

@@ -1,8 +1,8 @@
 """One optimizer step's sequences cut into micro-batches: a pure function of their lengths, a cost and a budget.
 
-Sequences are sorted by length and cut where that wastes least. No micro-batch costs more than the budget. The most
-expensive one comes first: when memory is short, it shows in the first micro-batch and only that one is lost. Nothing
-here knows torch or the device.
+Sequences are sorted by length and cut so that padding and the number of micro-batches stay low. No micro-batch of
+several sequences costs more than the budget. The most expensive one comes first, so that an OOM happens in the first
+micro-batch and no others have to be repeated. Nothing here uses torch or the device.
 
 Try: `pytest tests/batching/test_micro_batches.py`
 """
@@ -26,7 +26,7 @@ Python's overhead per micro-batch of a small model comes to a few hundred tokens
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Positions of its sequences in the step, their padded length, and the predicted bytes above the static level."""
+    """Positions of the sequences in the step, their padded length, and the predicted bytes above the static level."""
 
     members: tuple[int, ...]
     length: int
@@ -34,20 +34,20 @@ class MicroBatch:
 
     @property
     def rows(self) -> int:
-        """Number of sequences in it."""
+        """Number of sequences in the micro-batch."""
         return len(self.members)
 
 
 DUMMY_MICRO_BATCH = MicroBatch((), 0, 0)
-"""Zero weight: run by a rank that has fewer micro-batches than the other ranks, so that collectives match."""
+"""A micro-batch of weight zero, run by a rank that has fewer micro-batches than others, so that collectives match."""
 
 
 def plan_micro_batches(lengths: Sequence[int] | NDArray[np.int32], cost: Cost, budget_bytes: int) -> list[MicroBatch]:
     """Cut sequences of `lengths` tokens into micro-batches that cost at most `budget_bytes` each, most expensive first.
 
-    The order of the data does not change. A sequence that exceeds the budget by itself gets a micro-batch of its own.
-    Among all cuts of the sorted sequences, the one with the least padded tokens plus LAUNCH_TOKENS per micro-batch is
-    taken.
+    Which sequences a step has does not change. A sequence that exceeds the budget by itself becomes a micro-batch of
+    one row. Of all cuts of the sorted sequences, the one with the fewest tokens is chosen, counting padding and
+    LAUNCH_TOKENS per micro-batch.
     """
     order = sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position))
     sorted_lengths = [int(lengths[position]) for position in order]
@@ -68,7 +68,7 @@ def rows_within(cost: Cost, length: int, budget_bytes: int, most: int) -> int:
 
 
 def _cheapest_cuts(lengths: list[int], cost: Cost, budget_bytes: int) -> list[tuple[int, int]]:
-    """Ranges [start, end) over descending `lengths` with the least total work (shortest path over cut points)."""
+    """Cut descending `lengths` into ranges [start, end) with the least total work (a shortest path over cut points)."""
     count = len(lengths)
     work = np.full(count + 1, np.inf)
     work[0] = 0.0
