@@ -22,7 +22,8 @@ __all__ = ["open_device"]
 def open_device(spec: RunSpec) -> Device:
     """Open the device that `spec.profile.device` names; the chosen indices are `spec.limits.devices`.
 
-    Raises EnvironmentProblem: no such device, fewer than asked for, a busy one, or a torch build without its kind.
+    Raises EnvironmentProblem: the device does not exist, is busy, is not supported by this build of torch, or there are
+    fewer devices than asked for.
     """
     kind = spec.profile.device.kind
     # Imported per kind: a CUDA run must not load the metered device's patches of torch, nor a CPU run NVML.

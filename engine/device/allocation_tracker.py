@@ -51,7 +51,7 @@ class _TrackedStorage(weakref.ref[Any]):
     """A weak reference to one storage, with the bytes counted for it.
 
     torch keeps a storage's Python object alive as long as C++ holds the storage (for a tensor saved for backward), so
-    the callback runs exactly when the memory is freed, before its address can be reused.
+    the weak reference's callback runs exactly when the memory is freed, before its address can be reused.
     """
 
     __slots__ = ("dtype", "key", "operation", "shape", "size_bytes")

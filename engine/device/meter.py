@@ -6,14 +6,14 @@
   or the tensor it wrote to restored, before the caller gets it.
 - `UntypedStorage.resize_`, with which FSDP2 frees and refills its buffers, bypasses the dispatcher. It is patched while
   a meter is active, and refuses before it grows a storage.
-- Dispatch modes are per thread. `Thread.start` is patched, so that a thread started while a meter is active gets a mode
-  of its own, in the state of its parent's. A thread that was already running is not observed until it enters
-  `activate()`.
+- Dispatch modes are per thread. `Thread.start` is patched, so that a thread started while a meter is active gets its
+  own mode, in the same state as the mode of the thread that starts it. A thread that was already running is not
+  observed until it enters `activate()`.
 - A forked worker inherits the mode but must not count: its memory is host memory, and its tracker is a copy.
 
 Not observed: workspace inside an operation, and memory that torch receives without an operation (`frombuffer`,
 memory-mapped safetensors), which `adopt` counts. Counted too high: under any dispatch mode, autograd sums gradients of
-the same tensor out of place, so that for a moment one more of them is alive than without a meter.
+the same tensor out of place, so that for a moment one gradient more is allocated than without a meter.
 
 Try: `pytest tests/device/test_meter.py`.
 """

@@ -130,7 +130,7 @@ class MeteredDevice:
 def _one_thread() -> Iterator[None]:
     """Compute on one thread, unless OMP_NUM_THREADS is set: a simulated run has the same bits on every machine.
 
-    A second thread gains little for its small models: demo steps on two idle cores get a tenth faster, and with other
+    Small models gain little from a second thread: demo steps on two idle cores get a tenth faster, and with other
     busy processes two to four times slower, because each thread waits for the other to be scheduled.
     """
     if "OMP_NUM_THREADS" in os.environ:
