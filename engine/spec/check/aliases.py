@@ -15,7 +15,8 @@ from typing import Any
 from engine.spec.files.text import quoted
 
 Siblings = dict[str, Any]
-"""Every value of the same file by its bare key: some of our values are computed from two of their keys."""
+"""All values of the file by the last part of their keys: some of our values are computed from two keys of the other
+tool."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Overrides: parsing `--set K=V`, and writing values over a document that keeps where each came from.
+"""Overrides: parsing `--set K=V`, and setting values in a document, which records where each value came from.
 
 What a value may be is checked afterwards, on the merged document, so that every problem is reported at once.
 

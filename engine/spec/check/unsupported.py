@@ -54,13 +54,13 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
 
 
 PLANNABLE_FEATURES = ("images",)
-"""Features that `plan` can answer for although no run has them yet."""
+"""Features that can be planned but not trained yet."""
 
 
 def refuse_unsupported(spec: RunSpec, *, planning: bool = False) -> None:
     """Raise SpecError naming every key whose feature this version does not have.
 
-    With `planning`, keys that a plan can answer for are accepted.
+    With `planning`, features that can be planned but not trained yet are accepted.
     """
     problems = [
         f"{written}: this version does not do {feature} yet"

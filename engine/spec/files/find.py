@@ -26,7 +26,8 @@ SHIPPED_FOLDER = Path(__file__).resolve().parents[3] / "profiles"
 
 @dataclass(frozen=True)
 class SpecFile:
-    """A profile or recipe file, its origin (project, user, shipped or path), and the folder of its data paths."""
+    """A profile or recipe file, its origin (project, user, shipped or path), and the folder that its relative paths
+    start from."""
 
     path: Path
     origin: str

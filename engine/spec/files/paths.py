@@ -30,7 +30,7 @@ def path_values(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
 
 
 def make_absolute(recipe: Document, folder: Path, cwd: Path) -> None:
-    """Make the recipe's paths absolute, in place: relative to `folder`, those from --set relative to `cwd`."""
+    """Make the recipe's paths absolute, in place. Paths from --set are relative to `cwd`, all others to `folder`."""
     for place, text in list(path_values(recipe.data)):
         base = cwd if recipe.written_at(place) == FROM_COMMAND_LINE else folder
         node: Any = recipe.data
