@@ -65,7 +65,7 @@ class RunDirectory:
 
     @property
     def launch(self) -> Path:
-        """The launcher's job that works on the run, where a launcher started its ranks."""
+        """The file that names the launcher's job that works on the run, if a launcher started its ranks."""
         return self.path / "launch.json"
 
     @property

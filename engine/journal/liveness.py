@@ -98,7 +98,8 @@ def clear_engine(directory: RunDirectory) -> None:
 def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
     """Claim the run for this process until the block ends. Raises EnvironmentProblem when another process holds it.
 
-    The identity of the holder is recorded until the block ends, and stays recorded when the process is killed in it.
+    This process's identity is recorded until the block ends; if the process is killed inside the block, the record
+    stays.
     """
     with _run_lock(directory):
         identity = identify_self()
