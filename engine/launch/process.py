@@ -2,7 +2,7 @@
 
 The engine runs in an OS session of its own, so neither a closed terminal nor a killed follower ends it; follower and
 engine share the run directory and nothing else. A follower asks for a stop with a control request, not a signal: a
-request works from another machine, is answered by an event, and waits while the engine still loads.
+request works from another machine, is answered by an event, and is not lost while the engine still loads.
 
 Try: `tunedeck train -p demo -r demo`, then Ctrl-C.
 """

@@ -1,7 +1,8 @@
 """Whether the packages that train are installed.
 
-`pip install tunedeck` brings the console and the commands that plan, which import none of them; `tunedeck[train]` adds
-them. What needs them asks here first, so that a user reads one sentence and no run directory is made.
+`pip install tunedeck` installs the console and the commands that plan, which do without these packages;
+`tunedeck[train]` adds them. Code that needs them calls `require_training_packages` first, so that a user reads one
+sentence and no run directory is created.
 
 Try: `python -c "from engine.launch.training_packages import missing_packages; print(missing_packages())"`
 """
