@@ -1,6 +1,6 @@
 """Starting an engine for a command and showing its run until it ends: shared by `train` and `resume`.
 
-What is run is decided by those commands; how a process is watched is in `engine.launch.process`.
+The commands decide which run is started; how a process is followed is in `engine.launch.process`.
 
 Try: `tunedeck train -p demo -r demo`, with and without `--json`, or piped into `head -3`.
 """

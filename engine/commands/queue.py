@@ -172,7 +172,7 @@ def queue_worker(folder: str) -> None:
 
 
 def _rows(waiting: Queue, state: QueueState) -> list[dict[str, Any]]:
-    """The running run at position 0, then the waiting ones, from 1."""
+    """A table for each run in the queue: the running one at position 0, then the waiting runs, counted from 1."""
     from engine.journal.summary import summarise
 
     current = [(0, state.current)] if state.current and state.worker else []

@@ -1,8 +1,8 @@
 """Showing a run while it is followed: on a terminal, in a pipe, or as JSON lines.
 
-On a terminal: a status block of at most four lines, redrawn twice a second, below the lines that events leave.
-Elsewhere: those lines, and a progress line every few seconds, without control codes. What the block says is
-`engine.journal.progress`.
+On a terminal: a line for each event, and below these a status block of at most four lines, redrawn twice a second.
+Elsewhere: the events' lines, and a progress line every few seconds, without control codes. The text of the status block
+comes from `engine.journal.progress`.
 
 Try: `tunedeck train -p demo -r demo`, with and without `--json`, or piped into `cat`
 """
