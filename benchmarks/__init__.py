@@ -1,1 +1,1 @@
-"""Side-by-side measurements that anyone can run again."""
+"""Benchmarks that anyone can run: of the engine, of its predictions, and of other trainers beside it."""

@@ -4,13 +4,14 @@ Run: python -m benchmarks.backoff [--rounds 12]        (CPU, a few minutes; the 
 
 Times are CPU seconds of this process, which other processes on the same cores hardly change.
 
-- Capacity: time that a step loses when its costliest micro-batch does not fit, relative to that micro-batch. Compared
-  with the same step after the backoff.
-- Transient: time that a step loses when one of its allocations, drawn at random, is refused, relative to the attempt
-  that was abandoned.
-- Bookkeeping: a step of the transaction compared with a bare loop of the same model, micro-batches and optimizer, in
-  turn; also for a model that computes next to nothing.
-- Co-tenant: another process takes memory and frees it again; tokens per second relative to the budget before it came.
+- Capacity: the costliest micro-batch of a step does not fit. Extra time of this step over the step after the backoff,
+  as a multiple of that micro-batch's time.
+- Transient: one randomly drawn allocation of a step is refused. Extra time of this step over an undisturbed one, as a
+  multiple of the abandoned attempt's time.
+- Bookkeeping: the time of a step transaction over that of a bare loop with the same model, micro-batches and optimizer,
+  run alternately; also for a model so small that it computes next to nothing.
+- Co-tenant: another process takes memory and frees it again. Tokens per second, relative to those with the budget
+  learned before the process came.
 - Job: see `benchmarks.batch_size_search`.
 """
 
@@ -43,7 +44,7 @@ from engine.train.setup import TrainingSetup
 
 
 def capacity_cost(job: Job, folder: Path, rounds: int) -> list[float]:
-    """Seconds that an OOM added to a step, relative to those of the micro-batch that failed, for each round."""
+    """For each round: the seconds that an OOM added to a step, divided by those of the micro-batch that failed."""
     runner, costs = StepRunner(job, folder), []
     with runner.open() as setup:
         runner.transaction.work.peak_bytes = 0
@@ -80,7 +81,7 @@ class Stopwatch:
 
 
 def transient_cost(job: Job, folder: Path, rounds: int) -> float:
-    """Seconds that refused allocations added to their steps, relative to those of the abandoned attempts."""
+    """The seconds that refused allocations added to their steps, divided by those of the abandoned attempts."""
     runner, drawn, added, abandoned = StepRunner(job, folder), random.Random(0), 0.0, 0.0
     with runner.open() as setup:
         runner.step()
@@ -100,8 +101,11 @@ def transient_cost(job: Job, folder: Path, rounds: int) -> float:
 
 
 def with_co_tenant(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
-    """Tokens per second while a co-tenant holds memory, and after it has freed it, relative to those before; the steps
-    until the budget has recovered, and the allocations that failed."""
+    """Measure a run during and after a co-tenant.
+
+    Returns the speed while the co-tenant holds memory and after it has freed it, relative to the speed before it came;
+    the number of steps until the budget has recovered; and the number of failed allocations.
+    """
     runner, failures = StepRunner(job, folder), 0
     with runner.open() as setup:
         runner.transaction.work.peak_bytes = 0
@@ -110,7 +114,7 @@ def with_co_tenant(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
         static, peak = setup.context.static_bytes, runner.transaction.work.peak_bytes
 
         def speed_ratio() -> float:
-            """Speed of a step now, relative to a step with the budget from before and without the co-tenant."""
+            """Speed of a step now, relative to a step without the co-tenant and with the budget from before it came."""
             nonlocal failures
             now, ratios = setup.context.budget, []
             for _ in range(rounds):
@@ -141,9 +145,9 @@ def with_co_tenant(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def bare_step(setup: TrainingSetup, samples: NDArray[np.int64], plan: list[MicroBatch]) -> float:
-    """A step without the transaction: forward and backward of each micro-batch, clipping, optimizer step.
+    """Run a step without the transaction: forward and backward of each micro-batch, clipping, optimizer step.
 
-    Returns its CPU seconds.
+    Returns the CPU seconds of the step.
     """
     context, began = setup.context, time.process_time()
     parameters = [parameter for _, parameter in context.loaded.trainable()]
@@ -161,7 +165,7 @@ def bare_step(setup: TrainingSetup, samples: NDArray[np.int64], plan: list[Micro
 
 
 def compare_with_bare_loop(job: Job, folder: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of the transaction's steps and of the bare loop's, by round. Which goes first alternates."""
+    """Seconds of each round's step in the transaction, and in the bare loop. The two alternate in going first."""
     runner, ours, bare = StepRunner(job, folder, kind="cpu"), [], []
     with runner.open() as setup:
         samples = setup.order.step(1)
@@ -179,7 +183,7 @@ def compare_with_bare_loop(job: Job, folder: Path, rounds: int) -> tuple[list[fl
 
 
 def measure(size: Size, folder: Path) -> dict[str, Any]:
-    """All figures; times as ratios with quartiles."""
+    """Run all measurements; returns each figure by its name, ratios as [median, quartiles]."""
     job = write_job(folder / "job", [size.length] * BATCH * 4, vocabulary=264, hidden=size.hidden, steps=10**6)
     small = write_job(folder / "small", [8] * BATCH * 4, vocabulary=264, hidden=32, steps=10**6)
     stretched = stretched_job(folder / "stretched", size)
@@ -192,7 +196,7 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
 
     ours, bare = compare_with_bare_loop(job, place(), 2 * size.rounds)
     ratios = [mine / theirs for mine, theirs in zip(ours, bare, strict=True)]
-    # A step of a second varies by more than the overhead, which a model that computes next to nothing shows.
+    # The time of a one-second step varies by more than the overhead; a tiny model's steps show the overhead.
     small_steps = zip(*compare_with_bare_loop(small, place(), 10 * size.rounds), strict=True)
     added = [mine - theirs for mine, theirs in small_steps]
     capacity_bytes = int(1.1 * peak_of_short_steps(size, folder))
@@ -209,7 +213,7 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
 
 
 def spread(values: list[float], digits: int = 3) -> list[float]:
-    """Median and quartiles."""
+    """[median, lower quartile, upper quartile], rounded."""
     low, middle, high = statistics.quantiles(values, n=4)
     return [round(value, digits) for value in (middle, low, high)]
 

@@ -1,7 +1,7 @@
-"""The same job under the engine and under transformers' Trainer with auto_find_batch_size, on too small a device.
+"""Runs the same job in the engine and in transformers' Trainer with auto_find_batch_size, on a device too small for it.
 
-The job has 16 steps of 32 short samples, but the samples of two steps are long, and the device holds a whole step of
-short samples only. The Trainer calls accelerate.utils.find_executable_batch_size.
+The job has 16 steps of 32 samples. In two of the steps the samples are long; only a step of short samples fits on the
+device in one micro-batch. The Trainer calls accelerate.utils.find_executable_batch_size.
 
 Run: `python -m benchmarks.backoff`, which prints both outcomes
 """
@@ -29,13 +29,13 @@ class Size:
     hidden: int = 192
     length: int = 256
     short: int = 48
-    """Tokens of the job's short samples; its long ones have `length`."""
+    """Tokens of the job's short samples; the long ones have `length` tokens."""
     rounds: int = 12
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """Steps and samples that a job took, and its result."""
+    """Numbers of steps and samples that a job needed, and the loss of the trained model."""
 
     steps_executed: int
     samples_computed: int
@@ -45,13 +45,13 @@ class JobOutcome:
 
 
 def stretched_job(folder: Path, size: Size) -> Job:
-    """16 steps of short samples, of which the ninth and the tenth are long."""
+    """Write a job of 16 steps, with long samples in the ninth and the tenth and short ones in all others."""
     lengths = [size.length if 8 <= number // BATCH < 10 else size.short for number in range(16 * BATCH)]
     return write_job(folder, lengths, vocabulary=264, hidden=size.hidden, steps=16)
 
 
 def counting(model: torch.nn.Module, seen: list[int]) -> RemovableHandle:
-    """Make the model count the sequences that it is given in `seen`."""
+    """Register a hook that adds the number of sequences of every forward pass to `seen[0]`."""
 
     def count(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         seen[0] += inputs[0].shape[0]
@@ -67,7 +67,7 @@ def mean_loss(model: torch.nn.Module, job: Job) -> float:
 
 
 def our_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
-    """The job under the engine's step transaction, which starts with all samples of a step in one micro-batch."""
+    """Run the job with the engine's step transaction, starting with all samples of a step in one micro-batch."""
     runner, seen = StepRunner(job, folder, micro_batch=BATCH), [0]
     runner.co_tenant.hold(CAPACITY_BYTES - capacity_bytes)
     with runner.open() as setup:
@@ -81,7 +81,7 @@ def our_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
 
 
 class CountSteps(TrainerCallback):
-    """Counts optimizer steps, including those that a restart discards."""
+    """Counts optimizer steps, including those discarded when the Trainer restarts with a smaller batch."""
 
     steps = 0
 
@@ -91,7 +91,7 @@ class CountSteps(TrainerCallback):
 
 
 def their_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
-    """The job under transformers' Trainer with auto_find_batch_size, over one epoch."""
+    """Run the job for one epoch with transformers' Trainer and auto_find_batch_size."""
     device, seen, steps = MeteredDevice(capacity_bytes), [0], CountSteps()
     arguments = TrainingArguments(
         output_dir=str(folder), num_train_epochs=1, per_device_train_batch_size=BATCH, auto_find_batch_size=True,
@@ -112,7 +112,7 @@ def their_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
 
 
 def peak_of_short_steps(size: Size, folder: Path) -> int:
-    """Peak bytes of the Trainer in a step of short samples. The device of the job has a little more."""
+    """Peak bytes of a plain training step of short samples. The capacity of the job's device is a little larger."""
     job = write_job(folder / "short", [size.short] * BATCH, vocabulary=264, hidden=size.hidden, steps=1)
     device = MeteredDevice(CAPACITY_BYTES)
     with device.activate():

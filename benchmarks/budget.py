@@ -1,11 +1,11 @@
-"""The closed form against the simulation of the engine's own step, over architectures, methods and random shapes.
+"""Compares the budget's closed form with a simulation of the engine's step: many models, methods, random shapes.
 
-Run: python -m benchmarks.budget [--limit SECONDS]        (CPU, no memory to speak of; about ten minutes for all cells)
+Run: python -m benchmarks.budget [--limit SECONDS]        (CPU, little memory; about ten minutes for all cells)
 
-Each cell is a real-size model of profiles/models, a way to train it and a shape drawn with a fixed seed. Both sides
+Each cell is a real-size model of profiles/models, a training method and a shape drawn with a fixed seed. For each, both
 give the peak that torch allocates on one card: the closed form in about a millisecond, the simulation by running every
-layer over tensors without memory. Results are kept in benchmarks/results/budget.json, so a broken run goes on where it
-ended; `docs/budget.md` is written from them.
+layer on tensors without data. Results are saved in benchmarks/results/budget.json, so an interrupted run continues
+where it stopped; `docs/budget.md` is written from them.
 """
 
 from __future__ import annotations
@@ -67,33 +67,36 @@ WAYS_WITH_TOWER: dict[str, dict[str, Any]] = {
 FOR_VISION = ("LoRA", "DoRA", "full", "LoRA, everything kept", *WAYS_WITH_TOWER)
 FOR_EXPERTS = ("LoRA on attention", "LoRA", "LoRA, bf16 adapters", "full", "LoRA, plain loss")
 TARGETS = {"dense": (0.5, 2.0), "experts": (2.0, 5.0), "vision": (2.0, 5.0)}
-"""Median and worst error in percent that BUDGET.md asks for."""
+"""Target for the median and the worst error in percent, by kind of model."""
 
 PIXELS_PER_TOKEN = 28 * 28
-"""Of the Qwen models."""
+"""Pixels per image token of the Qwen models."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison."""
+    """One comparison: a model, a training method (`way`), and the shape of a micro-batch."""
 
     model: str
     way: str
     rows: int
     length: int
     image_tokens: int = 0
-    """Of the image in front of each row; 0 for text alone."""
+    """Tokens of the image at the start of each row; 0 for rows of text only."""
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
+        """The cell's name in the results file."""
         images = f", {self.image_tokens} of an image" if self.image_tokens else ""
         return f"{self.model} | {self.way} | {self.rows} x {self.length}{images}"
 
 
 def cells() -> Iterator[Cell]:
-    """Every dense model with six ways and each way at least four times, experts with five, vision-language models with
-    six on images and one on text; shapes at random."""
+    """Yield all cells, with random shapes.
+
+    Each dense model has 6 training methods, so that each method occurs at least 4 times; each mixture of experts has 5;
+    each vision-language model has 6 with images and LoRA on text.
+    """
     drawn = random.Random(20)
     ways = list(WAYS)
     for number, model in enumerate(DENSE):
@@ -106,7 +109,7 @@ def cells() -> Iterator[Cell]:
         for way in FOR_VISION:
             rows = drawn.choice((1, 2, 4))
             length = drawn.randrange(400, 4096 // rows)
-            # Images of Gemma 3 are of one size.
+            # Gemma 3 scales all images to 256 tokens.
             yield Cell(model, way, rows, length, 256 if "gemma" in model else drawn.randrange(64, length - 64))
         yield Cell(model, "LoRA", *_shape(drawn))
 
@@ -117,7 +120,7 @@ def _shape(drawn: random.Random) -> tuple[int, int]:
 
 
 def spec_of(cell: Cell) -> RunSpec:
-    """The run spec of a cell on a card that is large enough for anything."""
+    """The run spec of a cell, on a card that is large enough for every cell."""
     way = (WAYS | WAYS_WITH_TOWER)[cell.way]
     images = {"image_max_pixels": cell.image_tokens * PIXELS_PER_TOKEN} if cell.image_tokens else {}
     data = {"sources": [{"name": "main", "path": "none.jsonl"}], "max_length": 8192, **images}
@@ -134,7 +137,7 @@ def spec_of(cell: Cell) -> RunSpec:
 
 
 def compare(cell: Cell) -> dict[str, Any]:
-    """Both figures, in bytes."""
+    """Predict and simulate a cell; returns its fields, both peaks in bytes with their phases, and the time."""
     spec = spec_of(cell)
     began = time.perf_counter()
     simulated = simulate_step(spec, rows=cell.rows, length=cell.length)
@@ -151,13 +154,13 @@ def compare(cell: Cell) -> dict[str, Any]:
 
 
 def error(result: dict[str, Any]) -> float:
-    """Predicted over simulated, less one, in percent; below zero is a promise that may not hold."""
+    """How far the prediction lies above the simulation, in percent; negative where it is too low, which is unsafe."""
     ratio: float = result["predicted_bytes"] / result["simulated_bytes"]
     return 100.0 * (ratio - 1.0)
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """docs/budget.md."""
+    """The text of docs/budget.md."""
     lines = [
         "# The budget's closed form against the simulation",
         "",

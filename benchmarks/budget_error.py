@@ -1,10 +1,10 @@
-"""How far the closed form is from the engine's own step, family by family and way by way of training.
+"""Measures the error of the budget's closed form against engine steps, by model family and training method.
 
 Run: python -m benchmarks.budget_error [--family NAME]... [--markdown]        (CPU, some five minutes for all)
 
-Each cell is one optimizer step of a small model of the family on the metered device, two micro-batches of 2 × 200
-tokens; the figure is predicted over measured peak, less one, in percent. Positive is on the safe side. The cells are
-those of `tests/budget/budget_cases.py`, of which the tests hold a part to its bounds on every run.
+Each cell is one optimizer step of a small model of the family on the metered device, with two micro-batches of 2 × 200
+tokens. The figure says by how many percent the predicted peak is above the measured one; negative figures are unsafe.
+The cells are those of `tests/budget/budget_cases.py`; the tests check some of them against bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.budget.budget_cases import DENSE, FAMILIES, WAYS, applies, error
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all cells and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", choices=sorted(FAMILIES))
     parser.add_argument("--markdown", action="store_true")
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def summary(name: str, values: list[float]) -> str:
-    """One line: median, the worst on the unsafe side, the worst on the safe one."""
+    """A line with the median of the absolute errors, the lowest and the highest error."""
     median = statistics.median(abs(value) for value in values)
     low, high = min(values), max(values)
     return f"{name}: {len(values)} cells, median {100 * median:.2f} %, from {100 * low:+.2f} to {100 * high:+.2f} %"

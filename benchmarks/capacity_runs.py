@@ -1,9 +1,9 @@
-"""Is the budget right to one per cent? Small models trained with a little more memory than predicted, and with less.
+"""Checks the budget to one per cent: trains small models with 1 % more memory than predicted, and with 1 % less.
 
 Run: python -m benchmarks.capacity_runs [--cases 40] [--seed 4]        (CPU, about three minutes)
 
-A line a case: allocation failures of two real steps with the predicted peak + 1 % (none is right) and - 1 % (some are),
-and the prediction over the peak of the roomier run, less one.
+Prints one line per case: the number of allocation failures in two real steps with 1 % more than the predicted peak
+(must be 0) and with 1 % less (must not be 0), and the error of the prediction against the peak of the first of these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.budget.capacity_runs import CASES, SEED, capacity_cases, run_case
 
 
 def main() -> int:
-    """Train and print; 1 when a result is wrong."""
+    """Run all cases and print them; returns 1 if any result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seed", type=int, default=SEED)

@@ -41,7 +41,10 @@ def machine(device: SuiteDevice) -> dict[str, Any]:
 
 
 def run_suite(suite: str, out: Path, kind: str, limit_seconds: float) -> int:
-    """Run the measurements without a result, each in its own process. Returns how many failed or are missing."""
+    """Run those measurements that have no result yet, each in its own process.
+
+    Returns how many failed or are missing.
+    """
     device = SuiteDevice.of(kind)
     folder = out / suite
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +58,7 @@ def run_suite(suite: str, out: Path, kind: str, limit_seconds: float) -> int:
 
 
 def _in_a_process(suite: str, measurement: Measurement, out: Path, kind: str, seconds_left: float) -> None:
-    """Run one measurement. Its state folder is shared by the suite, so that it calibrates the plans of later ones."""
+    """Run one measurement in a process. All share a state folder, so each run calibrates the plans of later ones."""
     environment = {**os.environ, "TUNEDECK_STATE": str(out / "state"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu", suite, "--out", str(out), "--device", kind]
     command += ["--cell", measurement.name]

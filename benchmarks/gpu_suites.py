@@ -61,7 +61,7 @@ class SuiteDevice:
         return self.kind == "metered"
 
     def profile(self, memory_gib: float | None = None) -> dict[str, Any]:
-        """The tables of a profile for this device, or for a cap on its memory."""
+        """A profile for this device as a dict; `memory_gib` limits its memory."""
         table = {"kind": self.kind, "memory_gib": memory_gib or self.memory_gib}
         if self.compute_capability:
             table |= {"compute_capability": self.compute_capability, "allocator": "expandable_segments:True"}
@@ -88,10 +88,10 @@ class TrainingCase:
     dtype: str = "bfloat16"
     quantize: str = "none"
     padded: bool = False
-    """Sequences of different lengths."""
+    """Whether sequences have different lengths, so that micro-batches are padded."""
 
     def spec(self, device: SuiteDevice, folder: Path, memory_gib: float | None = None, **train: Any) -> RunSpec:
-        """The run spec: two micro-batches per step, of random text of exactly this length."""
+        """The run spec of the case, after writing random text for two micro-batches per step into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         length = min(self.length, 256) if device.is_small else self.length
         rows = train.get("micro_batch", self.rows)
@@ -101,7 +101,7 @@ class TrainingCase:
         with samples.open("w") as file:
             for number in range(STEPS * batch):
                 own = drawn.randint(length // 4, length) if self.padded and number % batch else length
-                # One token is end-of-sequence.
+                # The last token of each sequence is end-of-sequence, so the text has one letter less.
                 file.write(json.dumps({"text": "".join(drawn.choices("abcdefgh ", k=own - 1))}) + "\n")
         recipe = {
             "name": "cell",
@@ -138,18 +138,18 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss of each step; of a repeated step, the last."""
+        """Loss by step number; for a repeated step, the loss of the last repetition."""
         return {event["step"]: event["loss"] for event in self.of_kind("step")}
 
     @property
     def measured(self) -> dict[str, Any]:
-        """The memory that the run reports at its end."""
+        """The measured memory in the run's last event; empty if the run did not finish."""
         ends = self.of_kind("run_finished")
         return ends[-1].get("measured") or {} if ends else {}
 
 
 def trained(spec: RunSpec, folder: Path) -> Run:
-    """Train in an engine process of its own."""
+    """Train in a new engine process, and wait for its end."""
     place = create_run_directory(folder, spec.name, dump_run_spec(spec), {})
     return _ended(place, start_engine(place))
 
@@ -173,7 +173,7 @@ METHODS: dict[str, dict[str, Any]] = {"lora": {"rank": 8}, "full": {"kind": "ful
 
 
 def smoke(device: SuiteDevice) -> Iterator[Measurement]:
-    """LoRA and full fine-tuning in two dtypes, SIGTERM and resume, and an OOM."""
+    """Check that the engine works: LoRA and full fine-tuning in two dtypes, SIGTERM and resume, and an OOM."""
     for method in METHODS:
         for dtype in ("bfloat16", "float16"):
             case = TrainingCase(SMALL_MODEL, METHODS[method], 2, 256, {}, dtype)
@@ -256,11 +256,11 @@ BUDGET: dict[str, TrainingCase] = {
 SMALL_BUDGET = ("qwen2.5-0.5b-lora-1x512", "qwen3-4b-kept-1x2048", "qwen2.5-7b-padded-4x1024")
 WORST_PERCENT = 2.0
 PADDED_PERCENT = 10.0
-"""Allowed above the measurement only: padding has no targets, but the closed form counts every token as a target."""
+"""Most percent by which the prediction for padded rows may be too high: it counts padding as targets."""
 
 
 def budget(device: SuiteDevice) -> Iterator[Measurement]:
-    """Predicted, allocated and reserved bytes, and those that the driver counts. Runs calibrate later plans."""
+    """Compare predicted with allocated and reserved bytes and those the driver reports. Runs calibrate later plans."""
     for name, case in BUDGET.items():
         if not device.is_small or name in SMALL_BUDGET:
             yield Measurement(name, partial(_predicted, case))
@@ -307,7 +307,7 @@ def _caps(device: SuiteDevice) -> list[float]:
 
 
 def backoff(device: SuiteDevice) -> Iterator[Measurement]:
-    """Runs that start with twice the micro-batch that fits by the plan, under several caps."""
+    """Train with twice the micro-batch that fits by the plan, under several memory caps, to measure the backoff."""
     for name, case in SHIPPED.items():
         for cap_gib in _caps(device):
             yield Measurement(f"{name}-{cap_gib:g}gb", partial(_doubled, case, cap_gib))
@@ -316,7 +316,7 @@ def backoff(device: SuiteDevice) -> Iterator[Measurement]:
 def _doubled(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Path) -> Result:
     fitting = make_plan(case.spec(device, folder / "plan", cap_gib, micro_batch="auto", batch_size=4096)).micro_batch
     tight = trained(case.spec(device, folder / "data", cap_gib, micro_batch=2 * fitting), folder / "tight")
-    # The same samples and batch size, in micro-batches that fit, without a cap.
+    # Train on the same samples with the same batch size, in micro-batches that fit, without a memory cap.
     whole = case.spec(device, folder / "data", micro_batch=2 * fitting)
     roomy = trained(with_changes(whole, {"train.micro_batch": fitting}), folder / "roomy")
     return {"fitting_sequences": fitting, **_compared(tight, roomy)}
@@ -326,7 +326,7 @@ def _doubled(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Pa
 
 
 def edge(device: SuiteDevice) -> Iterator[Measurement]:
-    """The largest micro-batch that trains without an OOM, compared with the plan's."""
+    """Search the largest micro-batch that trains without an OOM, and compare it with the planned one."""
     for name, case in SHIPPED.items():
         for cap_gib in _caps(device):
             yield Measurement(f"{name}-{cap_gib:g}gb", partial(_largest, case, cap_gib))

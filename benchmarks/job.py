@@ -1,6 +1,6 @@
-"""What the benchmarks share: a small model, texts of given lengths, and the engine's settings for them.
+"""Shared by the benchmarks: writes a small model and texts of given lengths, and the run spec to train on them.
 
-No contestant lives here. Try: python -m benchmarks.loop
+Try: python -m benchmarks.loop
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ class Job:
 
     @property
     def tokens_per_step(self) -> list[int]:
-        """Real tokens of each step, in order."""
+        """Number of tokens of each step, without padding."""
         lengths = [len(sequence) for sequence in self.sequences]
         return [sum(lengths[start : start + BATCH]) for start in range(0, self.steps * BATCH, BATCH)]
 
 
 def write_job(folder: Path, lengths: list[int], *, vocabulary: int, hidden: int, steps: int) -> Job:
-    """A random Qwen2 of 4 layers, about 2 M parameters beside its embedding at 192 wide, and texts of these lengths."""
+    """Write a random Qwen2 of 4 layers and texts of `lengths` tokens into `folder`.
+
+    With `hidden` = 192 the model has about 2 M parameters without its embedding.
+    """
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     tokenizer = load_tokenizer(RECIPE_MODEL)
@@ -64,7 +67,7 @@ def write_job(folder: Path, lengths: list[int], *, vocabulary: int, hidden: int,
 
 
 def spec_of(job: Job, device: str) -> RunSpec:
-    """The engine's settings for a job."""
+    """The run spec with which the engine trains a job."""
     recipe = {
         "name": "bench",
         "model": {"id": str(job.folder), "dtype": "float32", "tokenizer": str(job.folder)},
@@ -88,13 +91,13 @@ def spec_of(job: Job, device: str) -> RunSpec:
 
 
 def quietly(trainer: Trainer) -> None:
-    """Train without a printed line per step."""
+    """Train without printing a line per step."""
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 
 
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """What DataCollatorWithPadding does, for rows that carry labels."""
+    """A collator like DataCollatorWithPadding that also pads the rows' labels (with -100)."""
     width = max(len(row["input_ids"]) for row in rows)
     ids, labels, mask = (torch.full((len(rows), width), filler) for filler in (0, -100, 0))
     for number, row in enumerate(rows):

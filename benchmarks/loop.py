@@ -1,14 +1,14 @@
-"""Our training loop beside transformers' Trainer and TRL's SFTTrainer: same small model, same samples, same updates.
+"""Compares the engine's training loop with transformers' Trainer and TRL's SFTTrainer on the same model and samples.
 
 Run: python -m benchmarks.loop [--steps 30]        (needs tunedeck[bench]; CPU, about five minutes)
 
-Speed: tokens/s of real (unpadded) tokens. The three train side by side, each in its own process, in turn step by step
-(A B C C B A ...), the others at rest, so that every ratio compares the same samples within a few seconds; the first
-steps are left out. Ratios are given of the clock's seconds and of the processor's, which other work on the machine
-disturbs less. Lengths once all equal, once mixed as chat data is (log-normal). Everybody gets the same effective
-batch and the same largest micro-batch.
-Memory: bytes of tensors at the peak of a step, counted by the metered device around each contestant, at a vocabulary
-of 32k. Workspace inside single operations is not counted, for nobody.
+Speed: tokens/s without padding. Each trainer runs in its own process; the three take turns step by step (A B C C B A
+...) while the others are idle, so that every ratio compares the same samples within a few seconds. The first steps are
+left out. Ratios are given of wall-clock time and of processor time, which other work on the machine disturbs less. One
+job has samples of equal length, the other of mixed (log-normal) lengths, as in chat data. All trainers get the same
+effective batch and the same largest micro-batch.
+Memory: peak bytes of tensors, counted by the metered device for each trainer, with a vocabulary of 32k. Workspace that
+operations allocate internally is not counted.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
 
 WARM_UP_STEPS = 3
-"""Left out: they pay for the process, its heap and its kernels."""
+"""First steps, left out of the figures: they include the start-up of process, heap and kernels."""
 
 StepDone = Callable[[], None]
-"""Called by a contestant after each optimizer step; returns when it may go on."""
+"""Called by a trainer after each optimizer step; returns when the trainer may go on."""
 
 
 def make_job(folder: Path, *, mixed: bool, vocabulary: int, steps: int, hidden: int = 192) -> Job:
-    """256 tokens each, or log-normal lengths."""
+    """Write a job of texts of 256 tokens each, or with `mixed` of log-normal lengths."""
     drawn = random.Random(1)
     lengths = [
         max(8, min(512, int(drawn.lognormvariate(4.2, 0.9)))) if mixed else 256 for _ in range(steps * BATCH)
@@ -62,7 +62,7 @@ def make_job(folder: Path, *, mixed: bool, vocabulary: int, steps: int, hidden: 
 
 
 def ours(job: Job, device: Device, step_done: StepDone) -> None:
-    """The engine's own step transaction."""
+    """Train the job with the engine's step transaction."""
     with tempfile.TemporaryDirectory() as folder:
         place = RunDirectory(Path(folder))
         with EventWriter(place) as writer:
@@ -76,7 +76,7 @@ def ours(job: Job, device: Device, step_done: StepDone) -> None:
 
 
 class StepEnd(TrainerCallback):
-    """Reports the end of each optimizer step of a Trainer; fetching the next batches belongs to the next step."""
+    """Calls `step_done` at the end of each optimizer step of a Trainer, before the next batches are fetched."""
 
     def __init__(self, step_done: StepDone) -> None:
         self._step_done = step_done
@@ -86,18 +86,18 @@ class StepEnd(TrainerCallback):
 
 
 class Seconds(NamedTuple):
-    """Of one step: by the clock, and of the processor over all threads."""
+    """Duration of one step in wall-clock seconds, and in processor seconds of all threads."""
 
     clock: float
     processor: float
 
 
 class InTurn:
-    """A contestant in a process of its own, as users run it, at rest between its steps until `step` lets it do one."""
+    """A trainer in a separate process, which is idle until `step` makes it run one step."""
 
     def __init__(self, name: str, job: Job) -> None:
         self.steps: list[Seconds] = []
-        """Each step so far; the first includes getting ready."""
+        """The duration of each step so far; that of the first includes the set-up."""
         fresh = multiprocessing.get_context("spawn")
         self._pipe, theirs = fresh.Pipe()
         self._process = fresh.Process(target=_contest, args=(name, job, theirs), daemon=True)
@@ -105,13 +105,13 @@ class InTurn:
         theirs.close()
 
     def step(self) -> None:
-        """Let it do one step and wait for the end of it. Raises EOFError when it died."""
+        """Make the trainer run one step, and wait for the step's end. Raises EOFError when the process has died."""
         self._pipe.send(None)
         self.steps.append(Seconds(*self._pipe.recv()))
 
 
 def _contest(name: str, job: Job, pipe: Connection) -> None:
-    """Body of a contestant's process: sends each step's seconds, and goes on when told to."""
+    """Main function of a trainer's process: after each step, send its seconds and wait for a message to go on."""
     be_quiet()
     pipe.recv()
     began = Seconds(time.perf_counter(), time.process_time())
@@ -129,7 +129,7 @@ def _contest(name: str, job: Job, pipe: Connection) -> None:
 
 
 def their_arguments(job: Job, folder: str) -> dict[str, Any]:
-    """Settings that make the two trainers do the engine's work."""
+    """Arguments with which Trainer and SFTTrainer do the same updates as the engine."""
     return {
         "output_dir": folder,
         "max_steps": job.steps,
@@ -150,7 +150,7 @@ def their_arguments(job: Job, folder: str) -> dict[str, Any]:
 
 
 def trainer(job: Job, _device: Device, step_done: StepDone) -> None:
-    """transformers' Trainer."""
+    """Train the job with transformers' Trainer."""
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
     rows = [{"input_ids": ids, "labels": ids} for ids in job.sequences]
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ def trainer(job: Job, _device: Device, step_done: StepDone) -> None:
 
 
 def sft(job: Job, _device: Device, step_done: StepDone) -> None:
-    """TRL's SFTTrainer."""
+    """Train the job with TRL's SFTTrainer."""
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         prepared = {"skip_prepare_dataset": True}
@@ -178,10 +178,10 @@ CONTESTANTS: dict[str, Contestant] = {"tunedeck": ours, "Trainer": trainer, "SFT
 
 
 def compare_speed(job: Job) -> dict[str, Any]:
-    """Tokens/s of everybody, and our ratio to each of the others step by step: median and quartiles."""
+    """Tokens/s of each trainer, and the engine's speed relative to each other's: median and quartiles over steps."""
     running = {name: InTurn(name, job) for name in CONTESTANTS}
     for number in range(job.steps):
-        # Every other time in reverse: nobody always follows the same neighbour.
+        # Reverse the order in every other round, so that no trainer always runs after the same one.
         for contestant in list(running.values())[:: 1 if number % 2 else -1]:
             contestant.step()
     tokens = job.tokens_per_step[WARM_UP_STEPS:]
@@ -201,7 +201,7 @@ def _quartiles(ratios: Iterable[float]) -> list[float]:
 
 
 def compare_memory(job: Job) -> dict[str, float]:
-    """MiB of tensors at the peak, model and optimizer included."""
+    """Peak MiB of tensors by trainer, including model and optimizer."""
     peaks = {}
     for name, contestant in CONTESTANTS.items():
         device = open_device(spec_of(job, "metered"))
@@ -223,11 +223,11 @@ class PeakOfRun:
         return getattr(self._device, name)
 
     def reset_peak(self) -> None:
-        """Kept: the run's peak is wanted."""
+        """Do nothing, so that the peak covers the whole run."""
 
 
 def be_quiet() -> None:
-    """Only the tables are to be seen."""
+    """Silence warnings, progress bars and log messages."""
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,10 +1,9 @@
-"""Every shipped profile and recipe with a dozen models: verdict, peak, micro-batch.
+"""Plans every shipped recipe on every shipped profile with a dozen models: verdict, peak, micro-batch.
 
 Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, a few seconds)
 
-An answer is one call of `make_plan`. The last line says how much processor time answers took in this process, one after
-the other, while the garbage collector waits: the first for a model and a recipe traces the model, later ones evaluate
-what was traced.
+An answer is the result of one call of `make_plan`. The last line says how much processor time a call took, with the
+garbage collector disabled: the first call for a model and a recipe traces the model, later calls reuse the trace.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ MODELS = (
     "openai/gpt-oss-20b",
 )
 WARM_UP = "80gb", "attention-lora", ["model.id=Qwen/Qwen2.5-1.5B"]
-"""A plan outside the table, made first: the first one of a process imports modules and reads files."""
+"""A plan that is made first and not printed, because the first one of a process imports modules and reads files."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One answer."""
+    """The plan for one model, recipe and profile."""
 
     model: str
     recipe: str
@@ -59,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refused:
-    """A question without an answer: what the recipe asks, the device cannot do."""
+    """A model, recipe and profile without a plan, because the device cannot do what the recipe asks."""
 
     model: str
     recipe: str
@@ -102,7 +101,7 @@ def _answer(spec: RunSpec) -> Row:
 
 
 def table(found: Sequence[Row | Refused]) -> list[str]:
-    """A line per answer, a line per refused pair of recipe and profile, and a line about the time."""
+    """Lines of text: one per plan, one per refused pair of recipe and profile, and one about the time."""
     lines = [f"{'recipe':<15}{'model':<37}{'profile':<8}{'verdict':<14}{'peak GiB':>9}{'of':>8}{'rows':>5}"]
     answers = [one for one in found if isinstance(one, Row)]
     lines += [
@@ -118,7 +117,7 @@ def table(found: Sequence[Row | Refused]) -> list[str]:
 
 
 def main() -> None:
-    """Print the table, or with --json a list of rows."""
+    """Print the table, or with --json the plans as a JSON list."""
     parser = argparse.ArgumentParser(description="plan every shipped profile and recipe with a dozen models")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

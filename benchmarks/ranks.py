@@ -24,11 +24,11 @@ LIMIT_SECONDS = 300.0
 """Time limit of a collective."""
 
 RankMeasurement = Callable[[Ranks, RunSpec], dict[str, Any]]
-"""A function of a module, which the processes import. Called on every rank; its result is a JSON object."""
+"""A module-level function (the processes import it), called on every rank; returns a JSON object."""
 
 
 def measure_on_ranks(measurement: RankMeasurement, size: int, spec: RunSpec) -> dict[str, Any]:
-    """Rank 0's result of `measurement`, run on `size` ranks."""
+    """Run `measurement` on `size` ranks; return the result of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_run_rank, args=(measurement, size, _free_port(), spec, folder), nprocs=size)
         return dict(json.loads(Path(folder, "result.json").read_text()))

@@ -1,11 +1,12 @@
-"""Memory of ranks with sharded weights, compared with one process, and the cost of their votes.
+"""Measures the memory of ranks with sharded weights, compared with one process, and the cost of their votes.
 
 Run: python -m benchmarks.shards [--ranks 1 2 4]        (CPU and gloo, a few minutes)
 
-The engine's own steps on metered devices: full fine-tuning of a small model whose weights are gathered for each use
-("parameters", ZeRO-3) or kept from forward to backward ("gradients", ZeRO-2). Memory is the most that any rank held,
-compared with the plan. A vote precedes every gathering of weights and every reduction of gradients; after the step,
-when all ranks are ready, they repeat as many votes in a row. On shared cores, absolute times mean little.
+Runs steps of the engine on metered devices: full fine-tuning of a small model whose weights are gathered for each use
+("parameters", ZeRO-3) or stay gathered from forward to backward ("gradients", ZeRO-2). Memory is that of the rank that
+uses most, compared with the plan. The ranks vote before every gathering of weights and every reduction of gradients.
+After the step, when all ranks are ready, they repeat the same number of votes to measure the cost of voting itself.
+Absolute times mean little, since the ranks share processor cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOKENS, WIDTH = 64, 192
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Run the measurements and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     asked = parser.parse_args()
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def measure(ranks: int, shard: str) -> dict[str, Any]:
-    """Two steps on `ranks` processes of this machine."""
+    """Memory and time of the second of two steps on `ranks` processes of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder, "job"), [TOKENS] * 64, vocabulary=512, hidden=WIDTH, steps=2)
         return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, shard))

@@ -1,11 +1,11 @@
-"""Memory of ranks that share one long sequence (sequence parallelism), and the cost of their votes.
+"""Measures the memory of ranks that share one long sequence (sequence parallelism), and the cost of their votes.
 
 Run: python -m benchmarks.slices [--ranks 1 2 4] [--tokens 4096]        (CPU and gloo, a minute or two)
 
-The engine's own steps on metered devices: LoRA on a small model with gradient checkpointing, one sequence at a time.
-Memory is the most that any rank held, compared with the plan. A vote precedes every exchange of heads and positions;
-after the step, when all ranks are ready, they repeat as many votes in a row. On shared cores, absolute times mean
-little.
+Runs steps of the engine on metered devices: LoRA on a small model with gradient checkpointing, one sequence at a time.
+Memory is that of the rank that uses most, compared with the plan. The ranks vote before every exchange of heads and
+positions. After the step, when all ranks are ready, they repeat the same number of votes to measure the cost of voting
+itself. Absolute times mean little, since the ranks share processor cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 2
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Run the measurements and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--tokens", type=int, default=4096)
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def measure(ranks: int, tokens: int) -> dict[str, Any]:
-    """Two steps on `ranks` processes of this machine, with sequence parallelism."""
+    """Memory and time of the second of two steps on `ranks` processes, with sequence parallelism."""
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
         return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, tokens))
 
 
 def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
-    """LoRA, two sequences a step, one at a time."""
+    """The run spec: LoRA, two sequences a step, one per micro-batch."""
     spec = spec_of(job, "metered").model_dump(by_alias=True)
     spec["recipe"]["method"] = {"kind": "lora", "rank": 8}
     spec["recipe"]["data"]["max_length"] = tokens + 1
@@ -67,7 +67,7 @@ def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
 
 
 def measure_steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
-    """Memory and time of the second of two steps, and the time of as many votes as it had, with all ranks ready."""
+    """Memory and time of the second of two steps; then the time of the same number of votes with all ranks ready."""
     device = open_device(spec_of_rank(spec, ranks.local_rank))
     with device.activate():
         setup = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)

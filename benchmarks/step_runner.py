@@ -1,4 +1,4 @@
-"""Runs single steps of the engine on a device whose free memory can be changed between them.
+"""Runs single steps of the engine on a device whose free memory can be changed between the steps.
 
 Used by `benchmarks.backoff` and `benchmarks.batch_size_search`. Try: `python -m benchmarks.backoff --rounds 2`
 """
@@ -28,11 +28,11 @@ from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
 
 CAPACITY_BYTES = 64 * 2**30
-"""Capacity of the device, far more than any job here needs; a co-tenant takes what is too much."""
+"""Capacity of the device, far more than any benchmark needs; a simulated co-tenant reduces it to the wanted size."""
 
 
 class StepRunner:
-    """A training set-up that runs one step at a time; `co_tenant` takes memory of its device."""
+    """A training set-up that runs one step at a time. Bytes that `co_tenant` holds are not available to the steps."""
 
     def __init__(self, job: Job, folder: Path, *, kind: str = "metered", micro_batch: int | str = 8) -> None:
         self.co_tenant = SharedByteCount.create(folder / "co-tenant")

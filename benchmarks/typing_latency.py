@@ -1,4 +1,4 @@
-"""CPU time of a letter typed into a field of the Launch screen, compared with a letter in a plain Textual Input.
+"""Measures the CPU time of a letter typed into a field of the Launch screen, and into a plain Textual Input.
 
 Both are measured in one process, letter by letter in turn, so that other load on the machine affects both alike. The
 time counts everything from the key until the screen has not changed for a while, the last repaint included. Textual's
@@ -28,11 +28,11 @@ LETTERS = 60
 SIZE = (120, 36)
 MICRO_BATCH_ROW = 4
 STILL_SECONDS = 0.06
-"""Several frames at Textual's sixty a second, and less than the pause after which the console computes advice."""
+"""Time measured per key: several frames at 60 per second, and less than the pause before advice is computed."""
 
 
 class BareInput(App[None]):
-    """An application with one Input and nothing else."""
+    """A Textual application that consists of one Input."""
 
     def compose(self) -> ComposeResult:
         """Yield the Input."""
@@ -40,7 +40,7 @@ class BareInput(App[None]):
 
 
 async def cpu_milliseconds(app: App[None], key: str) -> float:
-    """CPU time that the application spends on a key."""
+    """Press a key; return the CPU milliseconds of this process in the STILL_SECONDS that follow."""
     before = time.process_time()
     app.post_message(events.Key(key, key if len(key) == 1 else None))
     await asyncio.sleep(STILL_SECONDS)
@@ -48,7 +48,7 @@ async def cpu_milliseconds(app: App[None], key: str) -> float:
 
 
 async def measure() -> dict[str, float]:
-    """The median times of both, and their ratio."""
+    """Median CPU milliseconds per letter in a Launch field and in the plain Input, and their ratio."""
     bare, launch = [], []
     with tempfile.TemporaryDirectory() as runs:
         console = TunedeckApp(Flags(runs=runs, profile="demo", recipe="demo"))

@@ -1,11 +1,11 @@
-"""The cost of votes: how many a step has, the time of one, and their share of a step.
+"""Measures the cost of votes: how many a step has, the time of a vote, and the share of all votes in a step.
 
 Run: python -m benchmarks.votes [--ranks 2 4] [--steps 10]        (CPU and gloo, a minute or two)
 
 The engine's replicated training runs on small models of two sizes. Every vote of a step is counted and timed. After the
-step, when all ranks are ready, they repeat as many votes in a row: that is the cost of voting itself. Further time in
-the step's votes is waiting for the slowest rank, for which the gradient all-reduce would wait anyway. Figures are
-compared within a step; on shared cores, absolute times mean little.
+step, when all ranks are ready, the ranks repeat the same number of votes: their time is the cost of voting itself. The
+rest of the time in the step's votes is spent waiting for the slowest rank, for which the gradient all-reduce would wait
+without votes, too. Only ratios within a step are meaningful, since the ranks share processor cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
 SIZES = {"small": (64, 48), "larger": (192, 256)}
-"""Width of each model, and tokens of its sequences; a step has 32 sequences."""
+"""Hidden size of each model, and tokens per sequence; a step has 32 sequences."""
 
 BETWEEN_STEPS = 2
 """Votes of the training loop between two steps: whether to end, and whether to write a checkpoint."""
@@ -52,20 +52,20 @@ class Cost:
     vote_seconds: float
     """Time of a vote when all ranks are ready."""
     share: float
-    """Share of the step for its votes, if all ranks were ready."""
+    """Share of the step's time that its votes would take if all ranks were always ready."""
     waiting_share: float
-    """Share of the step in which its votes waited for a rank."""
+    """Share of the step's time spent in votes waiting for another rank."""
 
 
 class TimedHostGather(HostGather):
-    """Counts and times the gathers of another HostGather."""
+    """Wraps a HostGather; counts and times its gathers."""
 
     def __init__(self, host_gather: HostGather) -> None:
         self._host_gather = host_gather
         self.votes, self.seconds = 0, 0.0
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather with the other HostGather."""
+        """Gather with the wrapped HostGather."""
         began = time.perf_counter()
         values = self._host_gather.gather(value)
         self.votes += 1
@@ -74,7 +74,7 @@ class TimedHostGather(HostGather):
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Run the measurements and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=10)
@@ -104,7 +104,7 @@ def _replicated(spec: RunSpec, ranks: int) -> RunSpec:
 
 
 def _measure_steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
-    """Run the steps, each followed by as many votes as it had, with all ranks ready."""
+    """Run all steps; after each, repeat the same number of votes with all ranks ready. Returns a `Cost` as a dict."""
     assert ranks.host_gather is not None
     host_gather = ranks.host_gather = TimedHostGather(ranks.host_gather)
     device = open_device(spec_of_rank(spec, ranks.local_rank))
