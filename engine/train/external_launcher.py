@@ -70,9 +70,9 @@ class RefusedError(TunedeckError):
     """Rank 0 cannot begin and has reported why."""
 
 
-def train_launched(spec: RunSpec, seat: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
+def train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
     """Be one rank of the run that `settle` makes on rank 0; returns this process's exit code. Raises TunedeckError."""
-    seat.export_environment()
+    launcher_rank.export_environment()
     log_to_stderr()
     problems: list[TunedeckError] = []
 
@@ -88,41 +88,43 @@ def train_launched(spec: RunSpec, seat: LauncherRank, settle: Callable[[], Task]
         except TunedeckError as problem:
             problems.append(problem)
             return problem.exit_code
-        return _lead(ranks, seat, place, task, as_json) if seat.is_rank0 else _follow(ranks, seat, place, task)
+        if launcher_rank.is_rank0:
+            return _lead(ranks, launcher_rank, place, task, as_json)
+        return _follow(ranks, launcher_rank, place, task)
 
-    code = as_rank(spec, work, lambda error: _say_loss(seat, error))
-    if problems and seat.is_rank0:
+    code = as_rank(spec, work, lambda error: _say_loss(launcher_rank, error))
+    if problems and launcher_rank.is_rank0:
         raise problems[0]
     if code in (LOST_CODE, BEYOND_REPAIR_CODE):
         # Only a launcher that starts the ranks again has a use for codes that ask for it.
-        exit_without_cleanup(code if seat.restarts_left else 1)
+        exit_without_cleanup(code if launcher_rank.restarts_left else 1)
     return code
 
 
-def begin_or_go_on(seat: LauncherRank, folder: Path, make: Callable[[], RunDirectory]) -> Task:
+def begin_or_go_on(launcher_rank: LauncherRank, folder: Path, make: Callable[[], RunDirectory]) -> Task:
     """The run that an earlier start of this job began in `folder`, else a new one. On rank 0."""
-    place = next((place for place in list_runs(folder) if worked_on(seat, place)), None)
+    place = next((place for place in list_runs(folder) if worked_on(launcher_rank, place)), None)
     if place is None:
-        return take_up(seat, make(), resume=False)
+        return take_up(launcher_rank, make(), resume=False)
     if summarise(place).status == "done":
         sys.stderr.write(f"tunedeck: this job's run {place.name} is done: nothing is left to do\n")
         return Task(str(place.path), ended=0)
-    return take_up(seat, place, resume=True)
+    return take_up(launcher_rank, place, resume=True)
 
 
-def worked_on(seat: LauncherRank, place: RunDirectory) -> bool:
+def worked_on(launcher_rank: LauncherRank, place: RunDirectory) -> bool:
     """Whether an earlier start of this job worked on the run."""
-    return seat.may_resume and bool(seat.job) and _note(place).get("job") == seat.job
+    return launcher_rank.may_resume and bool(launcher_rank.job) and _note(place).get("job") == launcher_rank.job
 
 
-def take_up(seat: LauncherRank, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
+def take_up(launcher_rank: LauncherRank, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
     """Work on `place`, noted there as this job's. A run that ended is not begun again by a restart of its ranks, but by
     a job that was queued again."""
-    restarted = seat.restarts > 0 and worked_on(seat, place)
+    restarted = launcher_rank.restarts > 0 and worked_on(launcher_rank, place)
     offset = int(_note(place).get("from_byte", 0)) if restarted else end_of_events(place.events)
     ended = _ended(place, offset) if restarted else None
     task = Task(str(place.path), resume, from_step, ended, secrets.token_hex(8))
-    note = {"launcher": seat.launcher, "job": seat.job, "token": task.token, "from_byte": offset}
+    note = {"launcher": launcher_rank.launcher, "job": launcher_rank.job, "token": task.token, "from_byte": offset}
     write_atomically(place.launch, json.dumps(note) + "\n")
     return task
 
@@ -184,27 +186,27 @@ def require_shared(
     raise problem
 
 
-def _lead(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task, as_json: bool) -> int:
+def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: Task, as_json: bool) -> int:
     """Rank 0: the claim, the journal, and what the user sees."""
     spec = load_run_spec(place.run_toml, own=True)
     with _shown(place, as_json), claim(place):
-        if task.resume and seat.may_resume:
-            _write_restart(place, seat)
+        if task.resume and launcher_rank.may_resume:
+            _write_restart(place, launcher_rank)
         try:
             status, code = run_rank0(RunStart(spec, place, ranks, task.resume, task.from_step))
         except (LostRankError, torch.AcceleratorError) as lost:
             traceback.print_exc()
-            _write_loss(place, seat, lost)
+            _write_loss(place, launcher_rank, lost)
             raise
         ranks.mark_finished()
         if status in EXIT_CODES:
             _leave_together(ranks)
     run_on_finish(spec, place, status)
     # An elastic agent takes every other code for a failure, and would start the ranks of a stopped run again.
-    return 0 if status in EXIT_CODES and seat.restarts_left else code
+    return 0 if status in EXIT_CODES and launcher_rank.restarts_left else code
 
 
-def _follow(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task) -> int:
+def _follow(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: Task) -> int:
     set_up_rank_process(place, ranks.rank)
     spec = load_run_spec(place.run_toml, own=True)
     try:
@@ -215,7 +217,7 @@ def _follow(ranks: Ranks, seat: LauncherRank, place: RunDirectory, task: Task) -
     if code not in EXIT_CODES.values():
         return code
     _leave_together(ranks)
-    return 0 if seat.restarts_left else code
+    return 0 if launcher_rank.restarts_left else code
 
 
 def _leave_together(ranks: Ranks) -> None:
@@ -224,27 +226,27 @@ def _leave_together(ranks: Ranks) -> None:
         ranks.all_gather_object("over")
 
 
-def _say_loss(seat: LauncherRank, error: Exception) -> None:
+def _say_loss(launcher_rank: LauncherRank, error: Exception) -> None:
     """Print the error as one line on the launcher's terminal."""
-    sys.stderr.write(f"tunedeck: rank {seat.rank}: {visible(str(error).splitlines()[0])}\n")
+    sys.stderr.write(f"tunedeck: rank {launcher_rank.rank}: {visible(str(error).splitlines()[0])}\n")
 
 
-def _write_restart(place: RunDirectory, seat: LauncherRank) -> None:
-    left = f", {seat.restarts_left} more to come" if seat.launcher == "torchrun" else ""
+def _write_restart(place: RunDirectory, launcher_rank: LauncherRank) -> None:
+    left = f", {launcher_rank.restarts_left} more to come" if launcher_rank.launcher == "torchrun" else ""
     with EventWriter(place) as writer:
         writer.write(
             "warning",
             code="restarted",
-            text=f"{seat.launcher} started the ranks again{left}; the run goes on from its last checkpoint",
+            text=f"{launcher_rank.launcher} started the ranks again{left}; the run goes on from its last checkpoint",
             fix="why is above, or in the launcher's own log",
         )
 
 
-def _write_loss(place: RunDirectory, seat: LauncherRank, lost: LostRankError | torch.AcceleratorError) -> None:
+def _write_loss(place: RunDirectory, launcher_rank: LauncherRank, lost: LostRankError | torch.AcceleratorError) -> None:
     """Write that a rank is lost; the end of the run where the launcher will not restart the ranks."""
     text = lost.found if isinstance(lost, LostRankError) else f"rank 0's device needs a new process: {lost}"
     with EventWriter(place) as writer:
-        if seat.restarts_left > 0:
+        if launcher_rank.restarts_left > 0:
             writer.write("warning", code="rank_lost", text=text, fix="the launcher starts the ranks again")
             return
         fix = f"see the launcher's log; then start it the same way with: tunedeck resume {place.name}"
