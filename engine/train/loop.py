@@ -16,7 +16,7 @@ from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.train.checkpoint.manager import CheckpointManager
 from engine.train.checkpoint.run_state import RunState
 from engine.train.monitor.evaluator import Evaluator
-from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, miss
+from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, prediction_error
 from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.memory_settings import effective_spec
@@ -229,7 +229,7 @@ class Training:
     def measured(self) -> dict[str, Any]:
         """What held memory at the highest peak so far, by component; warns where the prediction missed."""
         found = measured(self.context, self.peak)
-        missed = miss(found)
+        missed = prediction_error(found)
         if missed:
             self.journal.warn("prediction_missed", *missed)
         return found

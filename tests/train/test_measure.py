@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.cli import app
-from engine.train.monitor.prediction_error import miss
+from engine.train.monitor.prediction_error import prediction_error
 from tests.budget.metered_step import QWEN2, folder_of
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
@@ -53,8 +53,8 @@ def test_a_miss_names_the_component_that_is_off_most():
         "peak_bytes": 200 * 2**20, "components": components, "sequences": 4, "length": 128,
         "predicted": {"peak_bytes": 160 * 2**20, "components": {**components, "optimizer": 10 * 2**20}},
     }  # fmt: skip
-    text, _fix = miss(found)
+    text, _fix = prediction_error(found)
     assert "20 % too low" in text
     assert "in optimizer (+40.0 MiB)" in text
     found["predicted"]["peak_bytes"] = 195 * 2**20
-    assert miss(found) is None
+    assert prediction_error(found) is None

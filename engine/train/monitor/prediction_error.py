@@ -77,7 +77,7 @@ def _predicted(peak: Peak) -> dict[str, Any] | None:
     return {"peak_bytes": peak_bytes, "components": components}
 
 
-def miss(found: dict[str, Any]) -> tuple[str, str] | None:
+def prediction_error(found: dict[str, Any]) -> tuple[str, str] | None:
     """What `measured` found in words, and what to do, where the prediction was off by more than MISS; else None."""
     foretold = found.get("predicted")
     if not foretold or abs(foretold["peak_bytes"] - found["peak_bytes"]) <= MISS * found["peak_bytes"]:
