@@ -37,11 +37,6 @@ class Checkpoint:
         """The trained weights, as `LoadedModel.save` wrote them."""
         return self.path / "weights"
 
-    @property
-    def optimizer(self) -> Path:
-        """Optimizer state, as safetensors."""
-        return self.path / "optimizer.safetensors"
-
     def state(self) -> dict[str, Any]:
         """The content of its `state.json`: counters, learned budget, memory settings."""
         return dict(json.loads((self.path / "state.json").read_text("utf-8")))

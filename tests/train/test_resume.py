@@ -100,7 +100,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(undisturbed, tm
     process.kill()
     process.wait()
     newest = find_checkpoints(place.checkpoints)[0]
-    optimizer = newest.optimizer
+    optimizer = newest.path / "optimizer.safetensors"
     flipped = bytearray(optimizer.read_bytes())
     flipped[-8] ^= 1
     optimizer.write_bytes(bytes(flipped))
