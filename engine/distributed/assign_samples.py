@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 
 def assign_samples(lengths: Sequence[int] | NDArray[np.int32], ranks: int) -> list[list[int]]:
-    """Positions into `lengths` for each rank, every one once, in ascending order.
+    """For each rank, the positions in `lengths` that it works on, ascending; each position goes to exactly one rank.
 
-    Longest first, each to the rank with the fewest tokens so far (Graham 1969, list scheduling: at worst a third above
-    the best assignment). Equal loads go to the rank with fewer sequences, then to the lower rank.
+    Sequences are assigned longest first, each to the rank with the fewest tokens so far (Graham 1969, list scheduling:
+    at worst a third above the best assignment). Equal loads go to the rank with fewer sequences, then to the lower
+    rank.
     """
     hands: list[list[int]] = [[] for _ in range(ranks)]
     waiting = [(0, 0, rank) for rank in range(ranks)]

@@ -1,4 +1,5 @@
-"""The supervisor of a run on several devices: starts its ranks through torch's elastic agent, and starts them again.
+"""The supervisor of a run on several devices: starts its ranks through torch's elastic agent, and restarts them after a
+failure.
 
 The supervisor holds the claim on the run and trains nothing. When a rank is killed, stops answering, or reports a
 device that is beyond repair, the agent ends all of them and the supervisor starts a new attempt from the last
@@ -41,7 +42,7 @@ BEYOND_REPAIR_CODE = 74
 """Exit code of a rank whose device or driver can only be used again by a new process (EX_IOERR)."""
 
 SECONDS_TO_LEAVE = 30
-"""Between the agent's asking the remaining ranks of a failed attempt to end and its killing them (torch's own)."""
+"""Time that the remaining ranks of a failed attempt have to end before the agent kills them (torch's default)."""
 
 RANK_OF = "TUNEDECK_RANK_OF"
 """Environment variable by which a rank knows that it has a supervisor: the name of the run."""
@@ -61,7 +62,7 @@ def local_rank() -> int:
 
 
 def device_count(spec: RunSpec) -> int:
-    """Ranks of the run: one for each device."""
+    """The number of ranks of the run: one for each device."""
     return spec.profile.device.count * spec.profile.nodes.count
 
 
@@ -69,13 +70,13 @@ def own_device(spec: RunSpec, local_rank: int) -> int:
     """The index of the device that belongs to rank `local_rank` of this machine."""
     if spec.limits.devices:
         return spec.limits.devices[local_rank]
-    # Slurm's --gpus-per-task and torchrun's --virtual-local-rank show each process its own GPU alone.
+    # With Slurm's --gpus-per-task or torchrun's --virtual-local-rank each process sees only its own GPU.
     alone = spec.profile.device.kind == "cuda" and torch.cuda.device_count() == 1
     return 0 if alone else local_rank
 
 
 def spec_of_rank(spec: RunSpec, local_rank: int) -> RunSpec:
-    """The spec with the one device that belongs to rank `local_rank` of this machine."""
+    """The run spec with one device: that of rank `local_rank` of this machine."""
     if spec.profile.device.count == 1:
         return spec
     device = spec.profile.device.model_copy(update={"count": 1})
@@ -88,7 +89,7 @@ def spec_of_rank(spec: RunSpec, local_rank: int) -> RunSpec:
 
 
 def run_supervised(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
-    """Train the run in `directory` on all its devices, or go on with it; returns the exit code."""
+    """Train the run in `directory` on all its devices, or resume it; returns the exit code."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     place = RunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
@@ -156,7 +157,8 @@ def describe_failures(failures: dict[int, ProcessFailure], size: int) -> str:
 
 
 def _killed_by_agent(failures: dict[int, ProcessFailure]) -> set[int]:
-    """Ranks that did not end after another had failed, so that the agent killed them (torch 2.13 reports them)."""
+    """Ranks that the agent killed, because they had not ended in time after another rank failed (torch 2.13 reports
+    them)."""
     first = min((failure.timestamp for failure in failures.values()), default=0)
     return {
         rank
@@ -222,7 +224,8 @@ class _relaying_signals:
 
 
 def set_up_rank_process(directory: RunDirectory, rank: int) -> None:
-    """End with the supervisor; ranks but rank 0, whose log is engine.log, write their output to a log of their own."""
+    """Have this process killed when the supervisor ends; on every rank but 0, redirect output to the rank's own log
+    (rank 0's is engine.log)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if rank:

@@ -35,7 +35,7 @@ class GradientAllReduce:
     """Sums gradients over all ranks. Every rank makes one, with the same parameters in the same order."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Allocate the buffer. Raises torch.OutOfMemoryError."""
+        """Allocate the buffer in which gradients are summed. Raises torch.OutOfMemoryError."""
         self._parameters = list(parameters)
         counts = [parameter.numel() for parameter in self._parameters]
         capacity = max(1, min(sum(counts), bucket_bytes // 4))
@@ -53,12 +53,14 @@ class GradientAllReduce:
         return [index for index, mine in enumerate(here) if self._present_here[index] and not mine]
 
     def fill(self, missing: Sequence[int]) -> None:
-        """Give the parameters `missing` a zero gradient. Raises torch.OutOfMemoryError; may be repeated."""
+        """Give the parameters at the indices `missing` a zero gradient. Raises torch.OutOfMemoryError; may be called
+        again then."""
         for index in missing:
             self._parameters[index].grad = torch.zeros_like(self._parameters[index])
 
     def sum(self) -> None:
-        """Replace every gradient by its sum over all ranks. Every rank holds the same gradients; allocates nothing.
+        """Replace every gradient by its sum over all ranks; afterwards all ranks hold the same gradients. Allocates
+        nothing.
 
         Raises:
             LostRankError: a rank is gone.
@@ -84,7 +86,7 @@ class GradientAllReduce:
 
 
 def _cut(counts: Sequence[int], capacity: int) -> list[list[_Piece]]:
-    """Fill buckets of `capacity` elements with parameters in order; a large one goes over several."""
+    """Assign parameters, in order, to buckets of `capacity` elements; a parameter may be split over several buckets."""
     buckets: list[list[_Piece]] = [[]]
     used = 0
     for index, count in enumerate(counts):

@@ -27,12 +27,12 @@ SLOT_BYTES = 64 * 1024
 HEADER_BYTES = 4
 
 
-# torch 2.13 renamed it and warns of the old name; 2.11 has only that.
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name; torch 2.11 has only the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class LostRankError(TunedeckError):
-    """Another rank is gone or does not answer; only a new attempt from the last checkpoint can go on."""
+    """Another rank is gone or does not answer; the run can only continue in a new attempt from the last checkpoint."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def raising_lost_rank() -> Iterator[None]:
 
 
 class HostGather:
-    """A gloo group and the buffers of its votes. All ranks of the group call `gather` in the same order."""
+    """A gloo group with preallocated buffers for votes. All ranks of the group call `gather` in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -58,11 +58,11 @@ class HostGather:
         self._received_bytes = self._received.numpy().reshape(group.size(), SLOT_BYTES)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ranks.
+        """Exchange `value` (JSON); returns every rank's value, in the order of ranks.
 
         Raises:
             LostRankError: a rank did not answer within the group's time limit.
-            ValueError: the value takes more than a slot.
+            ValueError: the value is larger than SLOT_BYTES.
         """
         text = json.dumps(value).encode("ascii")
         if len(text) > SLOT_BYTES - HEADER_BYTES:

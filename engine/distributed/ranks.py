@@ -1,9 +1,9 @@
-"""Who else works on this run: this process's rank, the number of ranks, and three ways of talking on the host.
+"""Who else works on this run: this process's rank, the number of ranks, and three ways to exchange values on the host.
 
 `all_gather_object` is a vote of all ranks, bounded in time. `broadcast_object` gives all of them rank 0's value.
 `run_on_rank0` lets rank 0 work alone for as long as it takes (tokenising, evaluating, writing a checkpoint); the other
 ranks wait while rank 0 gives signs of life, and meanwhile run what it requests of all ranks, such as gathering weights.
-A run of one process is `SINGLE_PROCESS`: the same calls, nothing to wait for.
+A run of one process uses `SINGLE_PROCESS`, where the same calls return at once.
 
 Try: `pytest tests/distributed/test_ranks.py`
 """
@@ -30,13 +30,13 @@ from engine.distributed.rendezvous import rendezvous_store
 from engine.distributed.voted_group import VotedGroup
 
 MESSAGE_POLL_SECONDS = 0.05
-"""Between looks at whether rank 0 is done; the first ones come sooner."""
+"""Longest pause between two checks whether rank 0 is done; the first pauses are shorter."""
 
 LIFE_SECONDS = 5.0
-"""Between signs of life of rank 0 for those who wait while it works alone; a quarter of the patience if shorter."""
+"""Interval of rank 0's signs of life while it works alone; a quarter of the time limit of votes if that is shorter."""
 
 COLLECTIVE_PATIENCE = 2
-"""Collectives on the device wait this many times longer than votes: a lost rank is to be found by a vote."""
+"""Collectives on the device time out this many times later than votes, so that a vote finds a lost rank first."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Ranks:
     patience_seconds: float = 600.0
     """How long the other ranks wait for a sign of life of rank 0."""
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext
-    """The device's region for host memory: the buffers of votes are none of its own."""
+    """The device's context for host allocations, so that buffers of votes do not count as device memory."""
     handlers: dict[str, Callable[..., None]] = field(default_factory=dict)
     """What rank 0 may request of all ranks while they wait for it, by name."""
     _messages: int = 0
@@ -70,7 +70,7 @@ class Ranks:
             return self.host_gather.gather(value)
 
     def voted_group(self) -> VotedGroup:
-        """A group of all ranks that votes before collectives which a rank may be unable to join."""
+        """A group of all ranks, for collectives that a rank may be unable to join: all vote before each of them."""
         assert self.host_gather is not None
         return VotedGroup(self.host_gather.group, self.host_region)
 
@@ -79,7 +79,8 @@ class Ranks:
         return self.all_gather_object(value if self.is_rank0 else None)[0]
 
     def run_on_rank0(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on rank 0; all get its result (JSON). Meanwhile the other ranks run what rank 0 requests.
+        """Run `action` on rank 0; returns its result (JSON) on all ranks. Meanwhile the other ranks run what rank 0
+        requests.
 
         An error is raised on rank 0 alone; the others get LostRankError once rank 0 has recorded the end of the run.
         """
@@ -94,7 +95,7 @@ class Ranks:
         return message["result"]
 
     def request(self, handler: str, **details: Any) -> None:
-        """On rank 0, inside `run_on_rank0`: run the handler of this name on all ranks, rank 0 included."""
+        """On rank 0, inside `run_on_rank0`: run the handler named `handler` on all ranks, rank 0 included."""
         if self.store is not None:
             self._post(self.store, {"handler": handler, "details": details})
         self.handlers[handler](**details)
@@ -134,7 +135,7 @@ class Ranks:
             self.store.set(f"error/{self.rank}", json.dumps(error))
 
     def noted_error(self) -> dict[str, Any] | None:
-        """The error that another rank ended with; None where none did."""
+        """The error that another rank left with `note_error`; None if no rank did."""
         if self.store is None:
             return None
         with raising_lost_rank():
@@ -146,11 +147,12 @@ class Ranks:
 
 @contextmanager
 def signs_of_life(store: Store, every_seconds: float) -> Iterator[None]:
-    """While the block runs, a thread increments a counter that the waiting ranks watch; a stopped process does not."""
+    """While the block runs, a thread increments a counter in the store, which shows waiting ranks that this process is
+    not stopped."""
     over = threading.Event()
 
     def count() -> None:
-        # Without the store there are no waiting ranks either.
+        # If the store is gone, no rank is waiting either.
         with suppress(RuntimeError):
             while not over.wait(every_seconds):
                 store.add("alive", 1)

@@ -1,9 +1,9 @@
 """Rendezvous of the ranks over the launcher's store, under a name that no earlier start of them has used.
 
 A launcher that restarts its ranks may keep the store of the first start, with the addresses of ended processes in it,
-and gloo would connect to those (torch 2.13, torchrun's static rendezvous). The number of restarts does not make a name:
-on several machines each agent counts its own. So rank 0 makes a random name. Every other rank asks for it under a
-random token; tokens that ended processes left behind are answered, too, which does no harm.
+and gloo would connect to those (torch 2.13, torchrun's static rendezvous). The number of restarts cannot be that name:
+on several machines each agent counts its own restarts. So rank 0 makes a random name. Every other rank asks for it
+under a random token; requests that ended processes left behind are answered, too, which does no harm.
 
 Try: `pytest tests/distributed/test_rendezvous.py`
 """
@@ -20,7 +20,7 @@ POLL_SECONDS = 0.02
 
 
 def rendezvous_store(store: Store, rank: int, size: int, limit: timedelta) -> Store:
-    """A part of `store` that only the ranks of this start know.
+    """A part of `store`, under a prefix that only the ranks of this start know.
 
     Raises:
         RuntimeError: not all ranks came within the limit, or the store is gone.

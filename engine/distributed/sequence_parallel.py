@@ -2,15 +2,15 @@
 
 Attention is the one operation that mixes positions, and it does not mix heads. So before attention every rank sends the
 queries, keys and values of its positions for the heads that other ranks compute, and receives those of its own heads at
-all positions; after it the outputs go back (Ulysses; Jacobs et al. 2023, arXiv 2309.14509). That is one all-to-all each
-way, and one each way in backward, with a vote before each (`engine.distributed.voted_group`). Where there are fewer key
-heads than ranks, a key head is sent to several ranks.
+all positions; after attention the outputs are sent back (Ulysses; Jacobs et al. 2023, arXiv 2309.14509). That is one
+all-to-all each way, and one each way in backward, with a vote before each (`engine.distributed.voted_group`). Where
+there are fewer key heads than ranks, a key head is sent to several ranks.
 
 Shapes: B rows, P places (ranks of the group), S positions of one place, T = P·S all positions, H heads, h heads of one
-place, D values of a head, F values that travel per position, all heads of a place together.
+place, D values of a head, F values sent per position, all heads of a place together.
 
-Which attention runs in between is up to `engine.model.ulysses_attention`.
-Try: `pytest tests/distributed/test_sequence.py`
+Which attention runs in between is up to `engine.model.ulysses_attention`. Try: `pytest
+tests/distributed/test_sequence.py`
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.distributed.voted_group import VotedGroup
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """This rank's place in the group of ranks that share sequences."""
+    """The group of ranks that share sequences with this rank, and this rank's index in it (`place`)."""
 
     place: int
     size: int
@@ -39,8 +39,8 @@ class SequenceGroup:
     group: dist.ProcessGroup
 
     def exchange(self, sent: Tensor) -> Tensor:
-        """Part p of `sent` [P, ...] goes to place p; what place p sent here becomes part p of the result. `sent` is
-        empty afterwards.
+        """All-to-all: send part p of `sent` [P, ...] to place p; returns a tensor whose part p came from place p. Frees
+        the memory of `sent`.
 
         Raises:
             torch.OutOfMemoryError: no room for the result.
@@ -74,13 +74,15 @@ def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None 
 
 
 def to_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """From this place's positions of all heads to all positions of this place's heads, each [B, h, T, D]."""
+    """Turn tensors of all heads at this place's positions into tensors [B, h, T, D] of this place's heads at all
+    positions."""
     tensors_BhTD: tuple[Tensor, ...] = _apply(_ToHeads, group, *tensors_BHSD)
     return tensors_BhTD
 
 
 def to_positions(group: SequenceGroup, tensor_BhTD: Tensor) -> Tensor:
-    """From all positions of this place's heads to this place's positions of all heads, [B, H, S, D]."""
+    """Turn a tensor of this place's heads at all positions into one [B, H, S, D] of all heads at this place's
+    positions."""
     tensor_BHSD: Tensor = _apply(_ToPositions, group, tensor_BhTD)
     return tensor_BHSD
 
@@ -112,7 +114,8 @@ class _ToPositions(torch.autograd.Function):
 
 
 def _scatter_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> list[Tensor]:
-    """All tensors travel in one buffer, positions outermost, so that received parts are in order and views."""
+    """Send every place its heads of all tensors, in one buffer; returns a tensor [B, h, T, D] for each. Positions are
+    the outermost dimension of the buffer, so the results are views of what was received."""
     shares = [_share(tensor.shape[1], group.size) for tensor in tensors_BHSD]
     widths = [heads * tensor.shape[-1] for (heads, _), tensor in zip(shares, tensors_BHSD, strict=True)]
     received_TBF = group.exchange(_packed_heads(tensors_BHSD, shares, widths, group.size)).flatten(0, 1)
@@ -132,7 +135,7 @@ def _packed_heads(
 
 
 def _gather_heads(group: SequenceGroup, tensors_BhTD: Sequence[Tensor], all_heads: Sequence[int]) -> list[Tensor]:
-    """Undo `_scatter_heads`. The copies of a head that went to several places are added up."""
+    """Undo `_scatter_heads`. The copies of a head that was sent to several places are summed."""
     widths = [tensor.shape[1] * tensor.shape[-1] for tensor in tensors_BhTD]
     received_PSBF = group.exchange(_packed_positions(tensors_BhTD, widths, group.size))
     joined = [
@@ -152,7 +155,8 @@ def _packed_positions(tensors_BhTD: Sequence[Tensor], widths: Sequence[int], pla
 
 
 def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
-    """[B, H, S, D] with positions before heads in memory, as linear layers produce and consume it; always a copy."""
+    """Join the parts of all places into [B, H, S, D], in memory with positions before heads, as linear layers expect;
+    always a copy. `times`: the number of places whose copies of a head are summed."""
     if times > 1:
         received_PSBhD = received_PSBhD.unflatten(0, (-1, times)).sum(1)
     by_row = received_PSBhD.permute(2, 1, 0, 3, 4).clone(memory_format=torch.contiguous_format)
@@ -165,5 +169,5 @@ def _free(buffer: Tensor) -> None:
 
 
 def _share(heads: int, places: int) -> tuple[int, int]:
-    """Heads of one place, and how many places have the same ones."""
+    """The number of heads that one place computes, and the number of places that compute the same heads."""
     return (heads // places, 1) if heads >= places else (1, places // heads)

@@ -3,14 +3,14 @@
 Every decoder layer, the embedding, the head, and each small module beside them is a group of its own. Its weights are
 gathered for their use and dropped after it (ZeRO-3), or kept from forward to backward (ZeRO-2). The head, which comes
 last in forward and first in backward, is kept either way; a head tied to the embedding is one group with it, kept for
-the whole pass. Gradients are reduced after each micro-batch, in fp32: kept until the last micro-batch, they would take
-the memory of the whole model's gradients, which sharding saves.
+the whole pass. Gradients are reduced after each micro-batch, in fp32: if they were kept until the last micro-batch,
+they would take the memory of the whole model's gradients.
 
 Both collectives vote on the host after their buffers are allocated and before they are launched, so that memory that
 runs out on one rank ends the attempt of all at the same collective. `recover` then puts the model back.
 
-This is the only file that touches what torch keeps private; KNOWN_TORCH in `engine.budget.predict.shards` names the
-versions it was read for, and on others nothing is recovered. Try: `pytest tests/distributed/test_sharded_model.py`
+This is the only file that uses private parts of torch; KNOWN_TORCH in `engine.budget.predict.shards` names the versions
+that it was written for; with other versions nothing is recovered. Try: `pytest tests/distributed/test_sharded_model.py`
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VotingAllGather(DefaultAllGather):
         self.voted_group = voted_group
 
     def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
-        """Vote, then launch. Raises PeerFailedError."""
+        """Vote that the buffer is allocated, then launch the all-gather. Raises PeerFailedError."""
         self.voted_group.ready()
         with raising_lost_rank():
             return super().__call__(*arguments, **named)
@@ -55,7 +55,7 @@ class VotingReduceScatter(DefaultReduceScatter):
         self.voted_group = voted_group
 
     def __call__(self, *arguments: Any, **named: Any) -> dist.Work:
-        """Vote, then launch. Raises PeerFailedError."""
+        """Vote that the buffers are allocated, then launch the reduce-scatter. Raises PeerFailedError."""
         self.voted_group.ready()
         with raising_lost_rank():
             return super().__call__(*arguments, **named)
@@ -87,7 +87,8 @@ def groups_of(
 
 
 def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
-    """Modules of a layer that learn in another dtype than most of it, such as copies in bf16 beside fp32 adapters."""
+    """Modules of a layer whose trainable parameters have another dtype than most of the layer's, such as copies in bf16
+    beside fp32 adapters."""
     counts = Counter(parameter.dtype for parameter in layer.parameters() if parameter.requires_grad)
     most = counts.most_common(1)[0][0] if counts else None
     return [
@@ -122,8 +123,8 @@ class ShardedModel:
     ) -> None:
         """Shard `root`, which holds `model` and `head`, group by group.
 
-        `fill` gives the modules of a group their weights just before, so that no more than one group is ever there in
-        full. `drops_weights` is ZeRO-3; the head's weights are kept from forward to backward all the same.
+        `fill` loads a group's weights just before the group is sharded, so that at most one group is in memory in full.
+        With `drops_weights` (ZeRO-3) gathered weights are freed after forward, except the head's.
         """
         self.model, self.voted_group = model, voted_group
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -134,9 +135,9 @@ class ShardedModel:
             fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=drops)
             self._kept.append((cast(FSDPModule, modules[0]), drops))
             if len(modules) == 1 and isinstance(modules[0], nn.Embedding):
-                cast(FSDPModule, modules[0]).set_unshard_in_backward(False)  # its backward looks at no weight
+                cast(FSDPModule, modules[0]).set_unshard_in_backward(False)  # its backward uses no weight
         fill([root])
-        # The head's weights are met a second time inside the model, where its module is no group.
+        # The head's weights also belong to a module inside the model, which is not a group.
         fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
         self._root = cast(FSDPModule, root)
         for module in [module for module in root.modules() if isinstance(module, FSDPModule)]:
@@ -145,7 +146,7 @@ class ShardedModel:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        # Groups are used outside the root, too (generation), and one that ran first would take itself for the root.
+        # Groups also run outside the root (in generation); without this the first of them would be made the root.
         self._root._get_fsdp_state()._lazy_init()
         states = self._root._get_fsdp_state()._state_ctx.all_states
         self._groups = [group for state in states for group in state._fsdp_param_groups]
@@ -156,7 +157,7 @@ class ShardedModel:
             self._present = torch.zeros(len(self._learning), dtype=torch.uint8)
             self._squares = torch.zeros(1, dtype=torch.float64)
         self._squares_here = self._squares.numpy()
-        """To write a number into a tensor allocates; into this it does not."""
+        """NumPy view of `_squares`: writing into a tensor allocates memory, writing into this view does not."""
         self._present_here = self._present.numpy()
         """Whether a parameter had a gradient on this rank; after `sync_gradients`, on any rank."""
         self._in_dummy = False
@@ -170,7 +171,7 @@ class ShardedModel:
         return {name: by_id[id(p)] for name, p in self.model.named_parameters() if id(p) in by_id}
 
     def full_parameters(self) -> dict[str, DTensor]:
-        """The same names, with the DTensors that the local parameters are parts of."""
+        """The DTensor of every trainable parameter, by the same names as in `local_parameters`."""
         learning = {id(p.sharded_param) for p in self._learning}
         return {name: cast(DTensor, p) for name, p in self.model.named_parameters() if id(p) in learning}
 
@@ -188,9 +189,10 @@ class ShardedModel:
             part.grad = gradient.to_local() if met and gradient is not None else None
 
     def global_norm(self, norm_here: float) -> float:
-        """The norm over all ranks of gradients whose part on this rank has the norm `norm_here`.
+        """Combine the gradient norms of all ranks' parts (`norm_here` on this rank) into the norm of the whole
+        gradients.
 
-        Raises PeerFailedError where another rank failed before it had its own.
+        Raises PeerFailedError where another rank failed before this.
         """
         self._squares_here[0] = norm_here**2
         self.voted_group.ready()
@@ -205,13 +207,14 @@ class ShardedModel:
             parameter.sharded_param.grad = part.grad = None
 
     def recover(self) -> None:
-        """Free what a failed attempt has gathered, accumulated or left in flight. Allocates nothing.
+        """Free all weights that a failed attempt gathered and all gradients that it computed, including those in
+        flight. Allocates nothing.
 
-        torch's own reset keeps the gradients of gathered weights, and the storages of an all-gather that failed while
-        it copied out.
+        torch's own reset does not free the gradients of gathered weights, nor the memory of an all-gather that failed
+        while its result was copied out.
 
         Raises:
-            LostRankError: this version of torch is not known; only a restart of all ranks can go on.
+            LostRankError: recovery is not known for this version of torch; all ranks must restart.
         """
         if not recovers_with(torch.__version__):
             raise LostRankError(
@@ -229,10 +232,11 @@ class ShardedModel:
 
     @contextmanager
     def forward_only(self, *, gathers_head: bool = False) -> Iterator[None]:
-        """Around forward passes without a backward: each group is dropped after its use, the head at the end.
+        """Context for forward passes without a backward: the weights of each group are freed after use, those of the
+        head at the end.
 
-        With `gathers_head` its weights are there all the time, for passes that call the model itself. A gathering that
-        another rank cannot take part in raises PeerFailedError.
+        With `gathers_head` the head's weights are gathered throughout, for passes that call the model directly. If
+        another rank cannot take part in an all-gather, this raises PeerFailedError.
         """
         for module, _ in self._kept:
             module.set_reshard_after_forward(True, recurse=False)
@@ -249,7 +253,7 @@ class ShardedModel:
 
     @contextmanager
     def dummy_micro_batch(self) -> Iterator[None]:
-        """Around a dummy micro-batch: its gradients, all zero, do not count as present."""
+        """Context for a dummy micro-batch: its zero gradients do not count as present."""
         self._in_dummy = True
         try:
             yield
@@ -257,7 +261,8 @@ class ShardedModel:
             self._in_dummy = False
 
     def _noting_gradients(self, group: Any) -> Callable[..., None]:
-        """`post_backward` of a group that first notes which gradients are present: torch adds zeros for the rest."""
+        """Wrap `post_backward` of a group to first record which parameters have gradients, because torch adds zeros for
+        the rest."""
         post_backward = group.post_backward
         inside = set(map(id, group.fsdp_params))
         mine = [(index, parameter) for index, parameter in enumerate(self._learning) if id(parameter) in inside]

@@ -1,13 +1,13 @@
 """Collectives that ranks launch together or not at all: before each, all of them vote that they are able to.
 
-A rank that runs out of memory never reaches the collective its peers stand in. So every rank votes on the host after
-it has allocated what the collective needs and before it launches it, and one that failed, wherever that was, votes so
-in its place: the failure arrives on all ranks at the same collective, and none is left waiting in one. At the end of a
-stretch of work that holds such collectives everyone votes once more, for a failure after the last of them. What failed
-is told afterwards (`engine.train.recovery.consensus`).
+A rank that runs out of memory never reaches the collective in which its peers would wait. So every rank votes on the
+host after it has allocated what the collective needs and before it launches it. A rank that failed anywhere before
+votes that it failed: all ranks learn of it at the same collective, and none waits in one. After work that contains such
+collectives all ranks vote once more, for a failure after the last collective. The ranks then exchange what failed
+(`engine.train.recovery.consensus`).
 
-The flag is four bytes that are allocated once: a vote cannot fail for want of memory, and it is bounded in time like
-all talk on the host. Try: `pytest tests/distributed/test_voted_group.py`
+The vote is four bytes that are allocated once, so it cannot fail for want of memory, and it has a time limit. Try:
+`pytest tests/distributed/test_voted_group.py`
 """
 
 from __future__ import annotations
@@ -27,41 +27,42 @@ class PeerFailedError(Exception):
 
 
 class VotedGroup:
-    """Ranks that launch collectives together. All of them vote at the same places in the same order."""
+    """A group of ranks that vote before each collective. All of them vote at the same places in the same order."""
 
     def __init__(
         self, group: dist.ProcessGroup, host_region: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """`group`: of gloo; its time limit bounds how long a vote waits. `host_region`: the device's."""
+        """`group`: a gloo group, whose time limit bounds each vote. `host_region`: the device's context for host
+        allocations."""
         self.group = group
-        # Whatever is made there is never counted, so a vote need not be in it.
+        # What is allocated in this region is never counted, so votes need not run inside it.
         with host_region():
             self._flag = torch.zeros(1, dtype=torch.int32)
         self._flag_here = self._flag.numpy()
         self.votes = 0
-        """Cast so far."""
+        """Number of votes so far."""
 
     def ready(self) -> None:
         """Vote that this rank is ready for the next collective. Allocates nothing.
 
         Raises:
-            PeerFailedError: another rank is not, and will not take part in it.
+            PeerFailedError: another rank failed, and will not take part in the collective.
             LostRankError: another rank does not answer within the group's time limit.
         """
         if self._any_failed(here=False):
             raise PeerFailedError("another rank failed")
 
     def broadcast_object(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, on the host, with that of the group's first rank. Raises as `ready` does."""
+        """Overwrite the host tensor `tensor` with that of the group's first rank. Raises the same errors as `ready`."""
         self.ready()
         with raising_lost_rank():
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def run_together(self, action: Callable[[], None]) -> bool:
-        """Run `action`, whose collectives are preceded by `ready`, on all ranks; True if no rank failed.
+        """Run `action`, which calls `ready` before each of its collectives, on all ranks; True if no rank failed.
 
-        What it raises here is raised here, once the others know; where another rank failed the answer is False, and
-        nothing of the attempt is kept alive.
+        An error of `action` on this rank is raised after the other ranks were told of it. If another rank failed, the
+        result is False, and no tensor of the attempt is kept in memory.
         """
         try:
             action()
@@ -71,7 +72,7 @@ class VotedGroup:
             return False
         except LostRankError:
             raise
-        except Exception:  # whatever it was: the others must not be left waiting
+        except Exception:  # of any kind: the other ranks must not be left waiting
             self._any_failed(here=True)
             raise
         return True

@@ -1,5 +1,6 @@
-"""Moves weights between rank 0's host memory and the shards of all ranks: out when a model is loaded, back when it is
-saved. One tensor at a time, through host memory on every rank, so that no device holds more than it trains with.
+"""Moves weights from rank 0's host memory to the shards of all ranks when a model is loaded, and back when it is saved.
+Tensors are moved one at a time through host memory on every rank, so that no device needs more memory than for
+training.
 
 Try: `pytest tests/distributed/test_sharded_model.py`
 """
@@ -24,7 +25,7 @@ Key = TypeVar("Key")
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64,
                                           torch.int32, torch.uint8, torch.bool)}
-"""Of weights and buffers, by the names that ranks tell each other."""
+"""Dtypes of weights and buffers, by the names that rank 0 sends to the others."""
 
 
 class WeightBroadcaster:
@@ -35,7 +36,7 @@ class WeightBroadcaster:
         self._filled: set[int] = set()
 
     def __call__(self, modules: Sequence[nn.Module]) -> None:
-        """Fill what these modules and those inside them hold and is not filled yet. All ranks call it.
+        """Fill all parameters and buffers in and below `modules` that are not filled yet. All ranks call it.
 
         Raises PeerFailedError, LostRankError.
         """
@@ -51,7 +52,7 @@ class WeightBroadcaster:
         self._filled |= {id(tensor) for tensor in came.values()}
 
     def _one(self, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """The tensor itself on rank 0, a copy elsewhere."""
+        """Broadcast one tensor from rank 0; returns the same tensor on rank 0, a copy on the other ranks."""
         sent = tensor.detach().contiguous() if self._ranks.is_rank0 else torch.empty(shape, dtype=dtype)
         self._joint.ready()
         with raising_lost_rank():
@@ -62,7 +63,8 @@ class WeightBroadcaster:
 
 
 def _places(modules: Iterable[nn.Module], filled: set[int]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """(table of a module, name, tensor) of every parameter and buffer in or below `modules` that is still to fill."""
+    """Yield (dict that holds the tensor, its name there, tensor) for every parameter and buffer in or below `modules`
+    that is not filled yet."""
     for module in modules:
         for inner in module.modules():
             for table in (inner._parameters, inner._buffers):
@@ -74,7 +76,8 @@ def _places(modules: Iterable[nn.Module], filled: set[int]) -> Iterator[tuple[di
 def gather_on_rank0(
     keyed: Iterable[tuple[Key, Tensor]], ranks: Ranks, voted_group: VotedGroup, device: Device
 ) -> Iterator[tuple[Key, Tensor | None]]:
-    """(key, the whole tensor on rank 0's host, None elsewhere) for shards, in turn. All ranks go through all of them.
+    """Gather sharded tensors one after another; yields (key, the whole tensor in host memory on rank 0, None on other
+    ranks). A tensor that is not sharded is copied to the host on every rank. All ranks must iterate to the end.
 
     Raises PeerFailedError, LostRankError.
     """
@@ -87,7 +90,8 @@ def gather_on_rank0(
 
 
 def _gathered(tensor: DTensor, ranks: Ranks, voted_group: VotedGroup, device: Device) -> Tensor | None:
-    """Gather the parts of one tensor on rank 0. torch cuts the first dimension; the last part may be smaller."""
+    """Gather one sharded tensor on rank 0; returns None on the other ranks. torch splits the first dimension, and the
+    last part may be smaller."""
     rows = -(-tensor.shape[0] // ranks.size)
     part = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype)
     here = tensor.to_local()
@@ -101,5 +105,5 @@ def _gathered(tensor: DTensor, ranks: Ranks, voted_group: VotedGroup, device: De
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, because gloo does not know every dtype."""
+    """View the tensor's memory as bytes, because gloo does not know every dtype."""
     return tensor.view(-1).view(torch.uint8)
