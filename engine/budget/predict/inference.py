@@ -1,9 +1,8 @@
-"""Memory of the passes without gradients in a training run: evaluation, and generation with its cache of keys and
-values.
+"""Memory of the passes without gradients in a training run: evaluation, and generation with its key-value cache.
 
-Optimizer state stays on the device during these passes; there are no gradients. Evaluation takes micro-batches of
-training's size and never keeps logits. Generation starts with many rows and halves their number when memory runs out,
-as `engine.evaluate` does. Where ranks share sequences, rank 0 evaluates alone, with whole sequences.
+Optimizer state stays on the device during these passes; gradients do not exist. Evaluation uses micro-batches of
+training's size. Generation starts with many rows and halves their number when memory runs out, as `engine.evaluate`
+does. With sequence parallelism, rank 0 evaluates alone, on whole sequences.
 
 Try: `python -m pytest tests/budget/test_inference.py`
 """
@@ -32,22 +31,22 @@ from engine.budget.trace.polynomial import NO_BYTES, TOKEN, BytesPolynomial, hig
 from engine.spec.schema.recipe import Recipe
 
 GENERATION_ROWS = 64
-"""Answers that generation starts with at once; the same number as in `engine.evaluate.scores`."""
+"""Number of answers that generation first tries to write at once; the same as in `engine.evaluate.scores`."""
 
 
 def evaluates(recipe: Recipe) -> bool:
-    """Whether training stops to evaluate: at the latest once at its end, when there is data to do it on."""
+    """Whether a run evaluates during training: whenever it has validation data, at least once at the end."""
     return bool(recipe.data.validation) or recipe.data.valid_fraction > 0
 
 
 def generates(recipe: Recipe) -> bool:
-    """Whether the evaluations inside training generate text."""
+    """Whether the evaluations during training generate text."""
     return evaluates(recipe) and ("exact_match" in recipe.eval.metrics or recipe.eval.samples > 0)
 
 
 @lru_cache(maxsize=256)
 def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
-    """Live sets of a forward pass and its loss, above what the run holds anyway."""
+    """Live bytes above the static bytes of a forward pass and its loss, at each moment that may be the peak."""
     stack = layer_stack(arch, config)
     passes = {kind: inference_forward(arch, config, kind) for kind in stack.kinds}
     config = inference_config(config)
@@ -56,7 +55,7 @@ def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
         around += embeddings_held(arch, config, learning=False)
 
     def casts(layer: int) -> BytesPolynomial:
-        """The weights that autocast has cast up to this layer, and keeps until the pass is over."""
+        """Bytes of the cast weights of all layers before `layer`, which autocast caches until the pass is over."""
         return sum([count * passes[kind].casts for kind, count in stack.counts(0, layer).items()], NO_BYTES)
 
     kinds = [kind for kind in stack.kinds if not stack.larger(kind)]
@@ -67,7 +66,8 @@ def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
 
 
 def _behind_vision(arch: Architecture, config: MemoryConfig, peaks: list[BytesPolynomial]) -> list[BytesPolynomial]:
-    """Peaks of the decoder, with images those of the vision encoder before it, whose output is held meanwhile."""
+    """Return the decoder's `peaks` unchanged for text alone. With images, add the pixels and the vision encoder's
+    output to each, since both stay allocated, and append the peaks of the encoder, which runs before the decoder."""
     if not config.image_patches:
         return peaks
     encoder = vision_cost(arch, config, False, learning=False)
@@ -76,21 +76,24 @@ def _behind_vision(arch: Architecture, config: MemoryConfig, peaks: list[BytesPo
 
 
 def generation_bytes(arch: Architecture, config: MemoryConfig, *, rows: int, prompt: int, new_tokens: int) -> int:
-    """Bytes above what the run holds anyway, for `rows` prompts of `prompt` tokens and answers of `new_tokens`."""
+    """Peak bytes, above the static bytes, of answering `rows` prompts of `prompt` tokens with `new_tokens` each."""
     return max(_prefill(arch, config, rows, prompt), _decoding(arch, config, rows, prompt, new_tokens))
 
 
 def _prefill(arch: Architecture, config: MemoryConfig, rows: int, prompt: int) -> int:
-    """Bytes of the forward pass over the prompts."""
+    """Peak bytes of the forward pass over the prompts."""
     shape = shape_of(rows, prompt + 1, config.chunk_tokens)
     return highest_value(_prefilling(arch, config), shape) + rows * INPUT_COPIES * (prompt + 1)
 
 
 @lru_cache(maxsize=256)
 def _prefilling(arch: Architecture, config: MemoryConfig) -> Sizes:
-    """Maxima of the pass over the prompts, which are padded on the left and therefore masked: for each kind of layer
-    those of its last layer, with the cache written so far."""
-    # Autocast is for losses: text is generated in the weights' own dtype.
+    """Live bytes of the forward pass over the prompts, at each moment that may be the peak.
+
+    Of each kind only the last layer counts: the key-value cache of all earlier layers exists by then. Prompts are
+    padded on the left and therefore masked.
+    """
+    # Autocast is on only while a loss is computed: text is generated in the weights' own dtype.
     config = replace(inference_config(config), packed=True, autocast=False)
     stack = layer_stack(arch, config)
     batch = inputs(arch, config, masks_of(config, stack.kinds)) + embeddings_held(arch, config, learning=False)
@@ -104,12 +107,14 @@ def _prefilling(arch: Architecture, config: MemoryConfig) -> Sizes:
 
 
 def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, new_tokens: int) -> int:
-    """Bytes at the last token of an answer: the whole cache, and the largest of three working sets.
+    """Bytes at the last token of an answer: the whole key-value cache, plus the largest of three moments.
 
-    They are: a layer's keys or values twice while they grow (both of them in a layer with a window), beside the fp32
-    logits of the token before; in eager attention, scores and keys and values for all heads, beside the same; or the
-    logits of both tokens, with those of the last in the model's dtype in addition. Prompts of several rows are padded,
-    and therefore masked.
+    1. The cache grows: one layer's keys or values exist twice (keys and values if the layer has a sliding window), and
+       so do the previous token's fp32 logits.
+    2. Attention: keys and values repeated for all heads, with eager attention also the scores; and the same logits.
+    3. The head: fp32 logits of the previous and of this token, and this token's logits in the model's dtype.
+
+    Prompts of several rows are padded and therefore masked.
     """
     total, window = prompt + new_tokens, arch.sliding_window
     half = arch.kv_width * config.base_bytes
@@ -126,22 +131,22 @@ def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, 
     on_top = max(growing + logits, repeated + logits, 2 * logits + arch.vocab * config.base_bytes)
     pixels = (
         FLOAT * arch.vision_encoder.patch_values * config.image_patches if arch.vision_encoder else 0
-    )  # kept to the last token
+    )  # the processor's pixels stay allocated until the last token
     return rows * (2 * half * sum(lengths) + on_top + pixels + INPUT_COPIES * total)
 
 
 INPUT_COPIES = 24
-"""Bytes per position of a row: ids and mask (int64), and a third such tensor while one of them grows."""
+"""Bytes per token of ids and mask (int64), and of the copy that is made to append a token to one of them."""
 
 
 def most_answers(recipe: Recipe) -> int:
-    """How many answers the engine generates at once where memory allows: as many as the recipe asks for, up to a
-    bound."""
+    """How many answers the engine generates at once if memory allows: as many as the recipe asks for, at most
+    GENERATION_ROWS."""
     return GENERATION_ROWS if "exact_match" in recipe.eval.metrics else min(GENERATION_ROWS, recipe.eval.samples)
 
 
 def generation_rows(arch: Architecture, config: MemoryConfig, recipe: Recipe, *, length: int, room_bytes: int) -> int:
-    """How many answers at once: GENERATION_ROWS, halved until they fit into `room_bytes`; at least one."""
+    """How many answers the engine generates at once: `most_answers`, halved until they fit into `room_bytes`."""
     rows = most_answers(recipe)
     new_tokens = recipe.generate.max_new_tokens
     while rows > 1:

@@ -1,7 +1,7 @@
-"""The memory traces that a prediction is made of: of one layer of each kind and of the model's end.
+"""Runs the memory traces that predictions consist of: one for each kind of layer, and one for the model's end.
 
-They are put together to a step in `engine.budget.predict.step`, to a pass without gradients in
-`engine.budget.predict.inference`.
+`engine.budget.predict.step` combines them to a training step, `engine.budget.predict.inference` to a pass without
+gradients.
 
 Try: `python -m pytest tests/budget/test_predict.py`
 """
@@ -24,7 +24,8 @@ Sizes = tuple[BytesPolynomial, ...]
 
 
 class ForwardTrace(NamedTuple):
-    """Sizes of a layer's forward pass: its maxima, what stays for backward, and for autocast until the loss."""
+    """Bytes of a layer's forward pass: live at its local maxima, saved for backward, and of autocast's cast weights,
+    which are cached until the loss."""
 
     forward: Sizes
     saved: BytesPolynomial
@@ -32,7 +33,8 @@ class ForwardTrace(NamedTuple):
 
 
 def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    """Forward of one layer by itself. Where nothing learns, nothing is saved; a checkpoint saves the layer's input."""
+    """Trace the forward pass of one layer. A layer that backward does not reach saves nothing, a checkpointed layer
+    its input."""
     config = layer_config(config)
     if not kind.learns:
         return inference_forward(arch, config, kind)
@@ -40,7 +42,7 @@ def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> 
 
 
 def layer_backward(arch: Architecture, config: MemoryConfig, kind: LayerKind, accumulating: bool) -> Sizes:
-    """Maxima of a layer's backward pass, which a checkpointed layer begins by running forward again."""
+    """Live bytes at the local maxima of a layer's backward pass, including recomputation if it is checkpointed."""
     config = layer_config(config)
     return _settled_backward(arch, config, _layer_view(config, kind), accumulating)
 
@@ -51,13 +53,13 @@ def _settled_backward(arch: Architecture, config: MemoryConfig, kind: LayerKind,
 
 
 def inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    """A layer's forward pass without gradients, dropout, or sequences that ranks share."""
+    """Trace the forward pass of one layer without gradients, dropout or sequence parallelism."""
     config = inference_config(layer_config(config))
     return _inference_forward(arch, config, _layer_view(config, kind._replace(follows=False)))
 
 
 class LayerStep(NamedTuple):
-    """A layer's forward and backward pass."""
+    """The traces of a layer's forward and backward pass."""
 
     forward: ForwardTrace
     backward: Sizes
@@ -70,7 +72,7 @@ def _layer_step(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> La
     layer, arguments = Layer(trace, arch, config, kind), [layer_input(trace, arch, config, kind.follows)]
     if config.checkpointing:
         forward = _checkpointed_forward(arch, config, kind)
-        held = arguments[0].storage  # until the layer's backward is over
+        held = arguments[0].storage  # the input stays allocated until the layer's backward is over
         output = trace.checkpoint(lambda: layer.forward(arguments.pop()))
     else:
         output = layer.forward(arguments.pop())
@@ -88,7 +90,7 @@ def _layer_step(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> La
 
 
 def _checkpointed_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    """The first forward pass of a checkpointed layer, which saves its input alone."""
+    """Trace the first forward pass of a checkpointed layer, which saves only its input."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, keeps_saved=False)
     peaks, casts = _forward_alone(trace, Layer(trace, arch, config, kind), arch, config, kind)
     return ForwardTrace(peaks, arch.hidden * config.base_bytes * TOKEN, casts)
@@ -103,7 +105,7 @@ def _inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind
 
 @lru_cache(maxsize=256)
 def caching_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> Sizes:
-    """Maxima of a layer's forward pass that writes keys and values into the cache, these included."""
+    """Live bytes at the local maxima of a layer's forward pass that fills the key-value cache, cached ones included."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
     layer = Layer(trace, arch, config, kind)
     layer.cached = []
@@ -113,7 +115,7 @@ def caching_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -
 def _forward_alone(
     trace: MemoryTrace, layer: Layer, arch: Architecture, config: MemoryConfig, kind: LayerKind
 ) -> tuple[Sizes, BytesPolynomial]:
-    """Maxima of a forward pass that no backward follows, and the weights that autocast has cast in it."""
+    """Trace a forward pass without backward; return its local maxima, and the bytes of weights that autocast cast."""
     arguments = [layer_input(trace, arch, config, kind.follows)]
     output = layer.forward(arguments.pop())
     del output
@@ -121,13 +123,12 @@ def _forward_alone(
 
 
 def _layer_view(config: MemoryConfig, kind: LayerKind) -> LayerKind:
-    """The kind without what changes nothing for a trace: a mask matters only where sdpa takes another kernel with
-    one."""
+    """The kind with facts that do not matter to a trace removed; a mask matters only to sdpa."""
     return kind._replace(masked=kind.masked and config.attention == "sdpa", slides=False)
 
 
 def head_step(arch: Architecture, config: MemoryConfig, accumulating: bool) -> Sizes:
-    """Maxima from the last layer's output to the loss and back to that output's gradient."""
+    """Live bytes at the local maxima from the last layer's output to the loss, and back to that output's gradient."""
     return maxima(_head_step(arch, head_config(config)), accumulating)
 
 
@@ -137,13 +138,13 @@ def _head_step(arch: Architecture, config: MemoryConfig) -> Sizes:
     arguments = [layer_input(trace, arch, config, body_learns(arch, config))]
     loss = Head(trace, arch, config).forward(arguments.pop())
     trace.casts.clear()
-    if loss.node is not None:  # else nothing learns at all, which the engine refuses by name once it has the model
+    if loss.node is not None:  # None: the recipe trains nothing, which the engine refuses once it has the model
         trace.backward(loss.node, trace.allocate(NO_BYTES))
     return highest(trace.take_peaks())
 
 
 def inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
-    """Maxima from the last layer's output to the loss, without gradients."""
+    """Live bytes at the local maxima from the last layer's output to the loss, without gradients."""
     return _inference_head(arch, head_config(inference_config(config)))
 
 
@@ -156,7 +157,7 @@ def _inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
 
 
 def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gradient: bool) -> TracedTensor:
-    """Hidden states that go into a layer, with a node where a gradient is to come."""
+    """Allocate the hidden states that go into a layer; `gradient`: they need a gradient."""
     hidden = trace.new(arch.hidden * TOKEN, config.base_bytes)
     if gradient:
         hidden.node = Node(hidden.size)
@@ -165,31 +166,32 @@ def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gr
 
 @lru_cache(maxsize=256)
 def step_config(config: MemoryConfig) -> MemoryConfig:
-    """The config without the choices that only the optimizer's step depends on."""
+    """The config with choices that only the optimizer's step depends on set to fixed values."""
     return replace(config, optimizer="adamw", momentum=False, optimizer_offload=False)
 
 
 @lru_cache(maxsize=256)
 def layer_config(config: MemoryConfig) -> MemoryConfig:
-    """The config without the choices that change nothing for a layer's trace, so that remedies share it."""
+    """The config with choices that do not matter to a layer's trace set to fixed values, so that more configs share
+    a trace."""
     return replace(
         step_config(config),
         loss="plain",
         chunk_tokens=0,
-        # Of a checkpointed layer only the input would go to the host, which is no part of its trace.
+        # A checkpointed layer offloads only its input, which its trace does not count.
         activation_offload=config.activation_offload and not config.checkpointing,
     )
 
 
 @lru_cache(maxsize=256)
 def inference_config(config: MemoryConfig) -> MemoryConfig:
-    """The config of a pass that trains nothing, and that no other rank shares."""
+    """The config of a pass without gradients, which one rank runs alone on whole sequences."""
     return replace(config, checkpointing=False, dropout=False, sequence=1)
 
 
 @lru_cache(maxsize=256)
 def head_config(config: MemoryConfig) -> MemoryConfig:
-    """The config without the choices that change nothing for the trace of the model's end."""
+    """The config with choices that do not matter to the trace of the model's end set to fixed values."""
     return replace(
         layer_config(config), loss=config.loss, checkpointing=False, activation_offload=config.activation_offload
     )

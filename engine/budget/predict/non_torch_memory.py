@@ -1,7 +1,7 @@
-"""What a device holds beside torch's tensors: its context, library workspaces, and blocks the allocator cannot use.
+"""Device memory beside torch's tensors: CUDA context, library workspaces, and reserved blocks that cannot be used.
 
-Figures for CUDA are guesses until a run on this machine has measured them (`engine.budget.calibration`). Host memory
-has none of them: the metered device counts tensors alone.
+The figures are typical values until a run on this machine has measured them (`engine.budget.calibration`). Runs in host
+memory, the metered device included, have no such memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ HOPPER = 9.0
 CUBLAS_BYTES = {True: 32 * MIB, False: 8 * MIB}
 """cuBLAS workspace, on Hopper and newer, and elsewhere (torch's defaults, aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 FRAGMENTED_SHARE = {True: 0.02, False: 0.06}
-"""Reserved over allocated, with expandable segments and without: 0 to 17 % were seen; a middling value of each."""
+"""Reserved but unusable bytes as a share of allocated bytes, with expandable segments (True) and without (False).
+Shares of 0 to 17 % were seen."""
 
 
 class NonTorchMemory(NamedTuple):
-    """Memory of one device that torch does not allocate; fragmentation is a share of what it does."""
+    """Bytes of one device that torch's tensors do not use; fragmentation is a share of the bytes that they do use."""
 
     workspace_bytes: int
     context_bytes: int
     fragmented_share: float
 
     def total(self, peak_bytes: int) -> int:
-        """Its bytes when torch allocates `peak_bytes`."""
+        """Non-torch bytes when torch allocates `peak_bytes`."""
         return self.workspace_bytes + self.context_bytes + int(self.fragmented_share * peak_bytes)
 
     def components(self, peak_bytes: int) -> dict[str, int]:
-        """Its bytes as the components `workspace`, `context` and `fragmentation`."""
+        """Non-torch bytes by component: `workspace`, `context` and `fragmentation`."""
         return {
             "workspace": self.workspace_bytes,
             "context": self.context_bytes,
@@ -42,7 +43,7 @@ class NonTorchMemory(NamedTuple):
 
 
 def non_torch_memory(profile: Profile) -> NonTorchMemory:
-    """As earlier runs on this machine measured it; else typical values."""
+    """Non-torch memory as earlier runs on this machine measured it; without such runs, typical values."""
     device = profile.device
     if device.kind != "cuda":
         return NonTorchMemory(0, 0, 0.0)

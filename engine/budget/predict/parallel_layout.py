@@ -1,9 +1,9 @@
-"""How a run is spread over devices, and what each of them holds of it.
+"""How a run is spread over devices, and the static bytes of each device.
 
-A replica holds everything, and the buffer that gradients are summed in (`engine.distributed.gradient_all_reduce`). A
-shard holds an equal part of weights, gradients and optimizer state, and gather and reduce buffers
-(`engine.budget.predict.shards`). Sequence parallelism cuts each sequence into equal parts; the buffers of its attention
-are in `engine.budget.trace.ulysses_buffers`.
+With the strategy `replicated`, each rank has all tensors and a buffer to sum gradients in
+(`engine.distributed.gradient_all_reduce`). With `sharded`, each has an equal part of weights, gradients and optimizer
+state, and gather and reduce buffers (`engine.budget.predict.shards`). Sequence parallelism cuts each sequence into
+equal parts; the buffers of its attention are in `engine.budget.trace.ulysses_buffers`.
 
 Try: `tunedeck plan -p 4xh100 -r full`
 """
@@ -23,7 +23,7 @@ from engine.spec.schema.profile import Profile
 from engine.spec.schema.run import RunSpec
 
 BUCKET_BYTES = 32 * 2**20
-"""Size of the buffer that gradients of replicas are summed in; the same as in
+"""Size of the buffer in which replicated ranks sum gradients; the same as in
 `engine.distributed.gradient_all_reduce`."""
 
 
@@ -33,7 +33,8 @@ class ParallelLayout(NamedTuple):
     ranks: int = 1
     sharded: bool = False
     gathers_each_time: bool = True
-    """Weights are gathered for every use and dropped after it (ZeRO-3); else kept from forward to backward (ZeRO-2)."""
+    """Weights are gathered for every use and freed after it (ZeRO-3); if not, they stay gathered from forward to
+    backward (ZeRO-2)."""
     sequence: int = 1
     """Ranks that share one sequence."""
 
@@ -43,11 +44,11 @@ class ParallelLayout(NamedTuple):
         return max(1, self.ranks // self.sequence)
 
     def part(self, size_bytes: int) -> int:
-        """Bytes of a rank's part of tensors: an equal share where they are sharded."""
+        """Bytes that one rank has of tensors of `size_bytes`: an equal share if sharded, else all."""
         return -(-size_bytes // self.ranks) if self.sharded else size_bytes
 
     def positions(self, length: int) -> int:
-        """Tokens of a sequence that one rank holds."""
+        """Tokens that one rank has of a sequence of `length` tokens."""
         return -(-length // self.sequence)
 
 
@@ -55,7 +56,7 @@ SINGLE_DEVICE = ParallelLayout()
 
 
 def on_one_device(spec: RunSpec) -> RunSpec:
-    """The run spec for a single device, which is how a run is evaluated."""
+    """The run spec changed to a single device, on which trained models are evaluated."""
     parallel = spec.profile.parallel.model_copy(update={"strategy": "single", "sequence": 1})
     device = spec.profile.device.model_copy(update={"count": 1})
     nodes = spec.profile.nodes.model_copy(update={"count": 1})
@@ -74,28 +75,28 @@ def layout_of(profile: Profile) -> ParallelLayout:
 
 @lru_cache(maxsize=256)
 def static_of_a_rank(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> Tensors:
-    """Tensors that a rank holds at every moment, and its gradients when they are complete."""
+    """Bytes that a rank has at every moment (weights, adapters, optimizer state), and of its complete gradients."""
     if layout.sharded:
         return held_by_a_rank(arch, static_config(config), layout.ranks)
     return static_bytes(arch, config).total
 
 
 def bucket_bytes(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> int:
-    """The buffer for gradients that is there from the start to the end of a run; shards have none."""
+    """Bytes of the buffer in which replicated ranks sum gradients for the whole run; 0 for other strategies."""
     if layout.ranks == 1 or layout.sharded:
         return 0
     return min(BUCKET_BYTES, round_to_blocks(_trained_elements(arch, config) * FLOAT))
 
 
 def shards(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> Shards | None:
-    """The groups of weights that are spread over ranks; None where they are not."""
+    """The groups of weights that are sharded over ranks; None if the strategy is not `sharded`."""
     if not layout.sharded:
         return None
     return shards_of(arch, static_config(config), layout.ranks, keeps=not layout.gathers_each_time)
 
 
 def _trained_elements(arch: Architecture, config: MemoryConfig) -> int:
-    """Number of trained values, from the bytes of their gradients."""
+    """Number of trained values, computed from the bytes of their gradients."""
     gradients = static_bytes(arch, config).total.gradients
     return gradients // _trained_width(config)
 

@@ -1,6 +1,6 @@
-"""What is live in one phase of a step, as a function of the micro-batch's shape.
+"""`PhaseCost`: the live bytes of one phase of a step, as a function of the micro-batch's shape.
 
-The phases of a step are made in `engine.budget.predict.step`.
+`engine.budget.predict.step` computes the phases.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from engine.budget.trace.polynomial import BYTE, BytesPolynomial, Shape, highest
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Live bytes of one phase above the static bytes: known parts, and the alternatives for the rest."""
+    """Live bytes of one phase above the static bytes: parts that are live throughout, plus the largest of `working`."""
 
     gradients: int
     saved: BytesPolynomial
-    """Activations kept for backward by the layers."""
+    """Activations that layers have saved for backward."""
     working: tuple[BytesPolynomial, ...]
-    """What else is live, at each local maximum that may be the largest for some shape."""
+    """Bytes of all other tensors, at each local maximum that may be the largest for some shape."""
     label: str
     """The component that the working bytes are shown as."""
     inputs: BytesPolynomial
@@ -28,17 +28,17 @@ class PhaseCost:
     """Gather and reduce buffers of several devices."""
 
     def sizes(self) -> list[BytesPolynomial]:
-        """All that is live, for each alternative."""
+        """All live bytes of the phase, for each of `working`."""
         around = self.saved + self.inputs + (self.gradients + self.buffers) * BYTE
         return [around + working for working in self.working]
 
     def at(self, shape: Shape) -> int:
-        """Bytes at a shape."""
+        """The phase's peak bytes at a shape."""
         around = self.gradients + self.buffers + self.saved.at(shape) + self.inputs.at(shape)
         return around + highest_value(self.working, shape)
 
     def components(self, shape: Shape) -> dict[str, int]:
-        """Bytes at a shape by component, without those that are zero."""
+        """The phase's peak bytes at a shape, by component; components of zero bytes are left out."""
         activations, buffers = self.saved.at(shape), self.inputs.at(shape) + self.buffers
         parts = {"gradients": self.gradients, "activations": activations, "buffers": buffers}
         parts[self.label] = parts.get(self.label, 0) + highest_value(self.working, shape)
@@ -46,9 +46,9 @@ class PhaseCost:
 
 
 Phases = dict[str, tuple[PhaseCost, ...]]
-"""Phase name = its alternatives, of which the largest at a shape counts."""
+"""For each phase name the moments that may be its peak; the largest at a shape counts."""
 
 
 def costliest(costs: Sequence[PhaseCost], shape: Shape) -> PhaseCost:
-    """The alternative that is the largest at a shape."""
+    """The cost with the most bytes at a shape."""
     return max(costs, key=lambda cost: cost.at(shape))

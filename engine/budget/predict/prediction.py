@@ -1,7 +1,7 @@
-"""The prediction of a device's memory: bytes per phase and component at a micro-batch, and the cost of a micro-batch.
+"""Predicts a device's memory for a micro-batch: bytes per phase and component, and the micro-batch cost.
 
-A prediction evaluates polynomials that were traced once per (architecture, config). The names of phases and components
-are those on screen, in events and in --json.
+A prediction evaluates polynomials that are traced once per (architecture, config). The names of phases and components
+also appear on screen, in events and in `--json`.
 
 Try: `python -m pytest tests/budget/test_predict.py`
 """
@@ -43,29 +43,29 @@ COMPONENTS = (
     "context",
     "fragmentation",
 )
-"""Components of a prediction. Workspace, context and fragmentation are outside what torch allocates."""
+"""Components of a prediction. Workspace, context and fragmentation are not allocated by torch."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Peak bytes that torch allocates, per phase and component, and on the device as a whole."""
+    """Peak bytes of a run per phase and component: allocated by torch, and in use on the device."""
 
     phases: dict[str, dict[str, int]]
     peak_bytes: int
     deciding_phase: str
     components: dict[str, int]
-    """The deciding phase's row of the table, and non-torch memory; adds up to `device_bytes`."""
+    """Bytes by component in the deciding phase, including non-torch memory; their sum is `device_bytes`."""
     device_bytes: int
-    """What the driver would show: the peak plus context, workspaces and fragmentation."""
+    """The bytes in use that the driver would report: `peak_bytes` plus context, workspaces and fragmentation."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicted bytes of a micro-batch above what the run holds anyway. Monotone in both arguments."""
+    """The predicted micro-batch cost, which never falls as rows or length grow."""
 
     static_bytes: int
     sizes: tuple[BytesPolynomial, ...]
-    """Live sets, one of which decides at any shape."""
+    """Live bytes at each moment of a step that may be the peak; the largest at a shape is the cost."""
     chunk_tokens: int
     layout: ParallelLayout
 
@@ -75,16 +75,16 @@ class CostModel:
 
 
 def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
-    """The micro-batch cost of a run; cheap enough to be asked for every candidate of every step.
+    """The cost model of a run; evaluating it is cheap enough for every candidate micro-batch of every step.
 
-    It is the cost of a micro-batch after the first of its step, which finds the gradients of earlier ones.
+    If a step has several micro-batches, the cost is that of a later one, when gradients of earlier ones exist.
     """
     layout = layout_of(spec.profile)
     return _cost_model(arch, memory_config_of(arch, spec), batch_of_a_rank(spec, layout) > 1, layout)
 
 
 def batch_of_a_rank(spec: RunSpec, layout: ParallelLayout) -> int:
-    """Sequences of a step that one rank works on, or shares with the other ranks of its sequence."""
+    """Sequences per step of one rank; with sequence parallelism, of the group of ranks that share its sequences."""
     return -(-spec.recipe.train.batch_size // layout.sequence_groups)
 
 
@@ -92,14 +92,14 @@ def batch_of_a_rank(spec: RunSpec, layout: ParallelLayout) -> int:
 def _cost_model(arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> CostModel:
     total = static_of_a_rank(arch, config, layout)
     end = PhaseCost(total.gradients, NO_BYTES, (optimizer_scratch(arch, config) * BYTE,), "optimizer", NO_BYTES)
-    # A single row may cost more than several: the model is for any number of rows.
+    # With `one_row` the cost may be higher, and the cost model must hold for any number of rows.
     phases = step_cost(arch, for_rows(arch, config, 1), accumulating, layout).values()
     sizes = highest([size for cost in (end, *sum(phases, ())) for size in cost.sizes()])
     return CostModel(total.static + bucket_bytes(arch, config, layout), sizes, config.chunk_tokens, layout)
 
 
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
-    """The whole table for a micro-batch of `rows` sequences padded to `length` tokens."""
+    """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens."""
     return Predictor(arch, spec).predict(rows, length)
 
 
@@ -116,11 +116,11 @@ class Predictor:
         self._bucket_bytes = bucket_bytes(arch, self.config, self.layout)
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether the peak is within capacity."""
+        """Whether the predicted peak for `rows` sequences of `length` tokens is within the device's capacity."""
         return self.predict(rows, length).device_bytes <= self.capacity_bytes
 
     def predict(self, rows: int, length: int) -> Prediction:
-        """The whole table for a micro-batch of `rows` sequences padded to `length` tokens."""
+        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens."""
         shape = shape_of(rows, self.layout.positions(length), self.config.chunk_tokens)
         config = for_rows(self.arch, step_config(self.config), rows)
         phases = {"load": {"weights": self.total.weights, "adapters": self.total.adapters}}
@@ -138,7 +138,7 @@ class Predictor:
         return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
 
     def _row(self, parts: dict[str, int]) -> dict[str, int]:
-        """A row of the table in the order of its components: the static bytes, and the `parts` on top of them."""
+        """Bytes by component of one phase: the static bytes plus `parts`, in the order of COMPONENTS."""
         total = self.total
         row = {"weights": total.weights, "adapters": total.adapters}
         if "gradients" in parts:
@@ -150,14 +150,18 @@ class Predictor:
         return row
 
     def _evaluation(self, config: MemoryConfig, rows: int, length: int) -> dict[str, int]:
-        """Bytes of evaluation above the static bytes; rank 0 evaluates, with whole sequences."""
+        """Bytes of evaluation by component, above the static bytes, on rank 0.
+
+        With sequence parallelism, rank 0 evaluates fewer sequences at once, but whole ones.
+        """
         shape = shape_of(self._rows_alone(rows, length), length, self.config.chunk_tokens)
         spread = shards(self.arch, self.config, self.layout)
         size = highest_value(evaluation(self.arch, config), shape)
         return {"activations": size, "buffers": spread.evaluate() if spread else 0}
 
     def _rows_alone(self, rows: int, length: int) -> int:
-        """Sequences that rank 0 evaluates at once within the bytes of `rows` that several ranks share."""
+        """How many whole sequences rank 0 evaluates at once: the most that cost it no more than its part of a training
+        micro-batch of `rows` shared sequences; at least 1."""
         sequence = self.layout.sequence
         if sequence == 1:
             return rows
@@ -169,13 +173,13 @@ class Predictor:
         return next(fitting, 1)
 
     def _generation(self, length: int) -> dict[str, int]:
-        """Bytes of generation above the static bytes, with as many answers at once as there is room for."""
+        """Bytes of generation by component, above the static bytes, with as many answers at once as capacity allows."""
         rows, new_tokens = self.generation_rows(length), self.recipe.generate.max_new_tokens
         spread = shards(self.arch, self.config, self.layout)
         size = generation_bytes(self.arch, self.config, rows=rows, prompt=length, new_tokens=new_tokens)
         return {"activations": size, "buffers": spread.generate() if spread else 0}
 
     def generation_rows(self, length: int) -> int:
-        """How many answers to prompts of `length` tokens are written at once."""
+        """How many answers to prompts of `length` tokens the engine generates at once."""
         room_bytes = self.capacity_bytes - self.total.static
         return generation_rows(self.arch, self.config, self.recipe, length=length, room_bytes=room_bytes)

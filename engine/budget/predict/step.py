@@ -1,9 +1,8 @@
-"""One micro-batch, phase by phase: traces of one layer of each kind and of the model's end, put together for all
-layers.
+"""Combines the traces of single layers and of the model's end to the phases of one micro-batch.
 
-Every phase is a set of candidate live sizes above the static bytes; its peak at a shape is the largest of them there.
-Between phases only arithmetic is needed: while a layer is differentiated, those before it hold what they saved and
-those after it hold their gradients.
+Each phase is a list of live bytes above the static bytes, one entry per moment that may be the peak; the largest at a
+shape is the phase's peak. While one layer runs backward, the layers before it still have the tensors they saved, and
+the layers after it have their gradients.
 
 Try: `python -m pytest tests/budget/test_predict.py`
 """
@@ -26,14 +25,14 @@ from engine.budget.trace.operations import FLOAT, INDEX
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, PAIR, POSITION, SQUARE, TOKEN, BytesPolynomial
 
 INPUT_BYTES = 24
-"""Per token: input ids, labels and the targets among them, int64."""
+"""Bytes per token of input ids, labels and targets, int64 each."""
 
 
 @lru_cache(maxsize=256)
 def step_cost(
     arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout = SINGLE_DEVICE
 ) -> Phases:
-    """Phases of one micro-batch; `accumulating` when an earlier one of the same step has left gradients."""
+    """The phases of one micro-batch; `accumulating`: gradients of an earlier micro-batch of the same step exist."""
     phases = _Step(arch, config, accumulating, layout).phases()
     if config.image_patches:
         phases = _with_vision(phases, arch, config, accumulating, layout)
@@ -41,30 +40,30 @@ def step_cost(
 
 
 class _Step:
-    """The phases of a micro-batch without images, and what they have in common."""
+    """Computes the phases of a micro-batch, without the vision encoder."""
 
     def __init__(self, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> None:
         self.arch, self.config, self.accumulating = arch, config, accumulating
         self.static, self.shards = static_bytes(arch, config), shards(arch, config, layout)
-        # Where weights are sharded, only shards accumulate: a layer's gradients are made anew in every micro-batch.
+        # Sharded gradients accumulate only after reduction: each micro-batch allocates a layer's full gradients anew.
         self.adding = accumulating and self.shards is None
         self.stack = layer_stack(arch, config)
         self.ahead = {kind: layer_forward(arch, config, kind) for kind in self.stack.kinds}
         self.everything = static_of_a_rank(arch, config, layout).gradients
         self.held = self.everything if accumulating else 0
-        # A tied table gets its gradient from both ends; autograd keeps the head's until the embedding's has come.
+        # A tied table gets gradients from head and embedding; autograd keeps the head's until the embedding's exists.
         self.waiting = self.static.embedding_gradient if arch.tied else 0
         self.label = "recompute" if config.checkpointing else "activations"
 
     def phases(self) -> Phases:
-        """The phases from forward to the embedding's backward pass."""
+        """All phases of the micro-batch, from forward to the embedding's backward pass."""
         phases = {"forward": self._forward(), "loss_backward": (self._head(),)} | self._backward()
         if self.static.embedding_gradient:
             phases["embedding_backward"] = (self._embedding(),)
         return phases
 
     def _forward(self) -> tuple[PhaseCost, ...]:
-        """The last layer of each kind, behind all that those before it keep."""
+        """The forward pass of the last layer of each kind, when all layers before it have saved their tensors."""
         batch = inputs(self.arch, self.config, masks_of(self.config, self.stack.kinds))
         embeddings = embeddings_held(self.arch, self.config)
         return tuple(
@@ -80,7 +79,7 @@ class _Step:
         )
 
     def _head(self) -> PhaseCost:
-        """From the last layer's output to the loss and back."""
+        """The phase from the last layer's output to the loss and back to that output's gradient."""
         layers = self.arch.layers
         kept = self._kept(layers) + self._casts(layers)
         working = head_step(self.arch, self.config, self.adding)
@@ -88,8 +87,11 @@ class _Step:
         return PhaseCost(self.held, kept, working, "loss", self._batch(layers), buffers)
 
     def _backward(self) -> Phases:
-        """The first and the last layer of each kind that backward reaches; in shards also the layer after each of the
-        first, which is the first to find gradients on their way out."""
+        """The backward passes that may be the peak (`LayerStack.ends`).
+
+        With sharded weights, also those one layer further into backward: there the previous layer's gradients are still
+        in the reduce buffer.
+        """
         ends = self.stack.ends(checkpointed=self.config.checkpointing)
         if self.shards:
             after = {layer - 1: name for layer, name in ends.items() if name == "layer_first" and layer}
@@ -100,7 +102,7 @@ class _Step:
         return phases
 
     def _backward_of(self, layer: int) -> PhaseCost:
-        """One layer's backward pass, when those after it and the head have made their gradients."""
+        """The backward pass of one layer, when the head and all layers after it have their gradients."""
         gradients = self.held + self.waiting
         if not self.accumulating:
             gradients += self._made_after(layer)
@@ -109,7 +111,7 @@ class _Step:
         return PhaseCost(gradients, self._kept(layer), working, self.label, self._batch(layer + 1), buffers)
 
     def _made_after(self, layer: int) -> int:
-        """Gradients of the head and of the layers that come to their backward before this one."""
+        """Bytes of the gradients of the head and of all layers after `layer`."""
         if self.shards:
             head = self.shards.head.held.gradients if self.shards.head else 0
             return head + sum(group.held.gradients for group in self.shards.layers[layer + 1 :])
@@ -118,7 +120,7 @@ class _Step:
         return self.static.head_gradient + sum(made)
 
     def _embedding(self) -> PhaseCost:
-        """Tied: the head's gradient, the embedding's, and their sum are live at once."""
+        """The backward pass of the embedding; if tied, the head's gradient, the embedding's and their sum coexist."""
         arch, table = self.arch, self.static.embedding_gradient
         before = self.everything - (self.shards.table.held.gradients if self.shards else table)
         if self.accumulating:
@@ -129,19 +131,19 @@ class _Step:
         return PhaseCost(before + self.waiting, NO_BYTES, (working,), "gradients", batch, buffers)
 
     def _kept(self, layer: int) -> BytesPolynomial:
-        """Bytes that the layers below one keep for backward; none where checkpoints wait on the host."""
+        """Bytes that all layers before `layer` have saved for backward; 0 if checkpoints are offloaded to the host."""
         if self.config.activation_offload and self.config.checkpointing:
             return NO_BYTES
         counts = self.stack.counts(0, layer).items()
         return sum([count * self.ahead[kind].saved for kind, count in counts], NO_BYTES)
 
     def _casts(self, layer: int) -> BytesPolynomial:
-        """Bytes of the cast weights that autocast keeps of the layers below one until the loss."""
+        """Bytes of the cast weights of all layers before `layer`, which autocast caches until the loss."""
         counts = self.stack.counts(0, layer).items()
         return sum([count * self.ahead[kind].casts for kind, count in counts], NO_BYTES)
 
     def _batch(self, layers: int) -> BytesPolynomial:
-        """The batch, and masks for as many layers as will run again."""
+        """Bytes of the batch, and of the masks that the first `layers` layers need for recomputation."""
         again = self.stack.layers[:layers] if self.config.checkpointing else ()
         return inputs(self.arch, self.config, masks_of(self.config, {kind for kind in again if kind.learns}))
 
@@ -149,8 +151,12 @@ class _Step:
 def _with_vision(
     phases: Phases, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout
 ) -> Phases:
-    """Add images: the vision encoder goes first, its output and what it keeps are held meanwhile, and its backward pass
-    comes when gradients have reached the decoder's input, where they wait if the embeddings learn, too."""
+    """Add the vision encoder to the decoder's phases.
+
+    The encoder runs forward before the decoder and backward after it. During the decoder's phases, its output and the
+    tensors it saved stay allocated. If the embeddings are trained, so does the gradient of the decoder's input during
+    the encoder's backward pass.
+    """
     static, encoder = static_bytes(arch, config), vision_cost(arch, config, accumulating)
     images = encoder.inputs + (INDEX if sees_images_both_ways(arch, config) else 3 * INDEX) * TOKEN
     around: Phases = {}
@@ -182,11 +188,13 @@ def _with_vision(
 
 
 def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool = True) -> BytesPolynomial:
-    """The embedding's output, which the model's frame holds until all layers are done, unless the first layer saves it
-    anyway."""
+    """Bytes of the embedding's output: a local variable of the model's forward refers to it until all layers are done.
+
+    Zero if the first layer saves it for backward, where it is already counted.
+    """
     follows = layer_stack(arch, config).layers[0].follows
     saved = learning and (config.checkpointing or (follows and config.base_bytes == FLOAT))
-    summed = arch.layout == "gpt2"  # positions are added: the sum goes in, and the frame holds both parts
+    summed = arch.layout == "gpt2"  # layers get the sum with positions; local variables refer to both summands
     size = arch.hidden * config.base_bytes
     if summed and config.packed:
         return 2 * size * TOKEN
@@ -194,15 +202,16 @@ def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool 
 
 
 def masks_of(config: MemoryConfig, kinds: Iterable[LayerKind]) -> int:
-    """How many masks there are: one for each way of attending."""
+    """How many different attention masks these kinds of layers need."""
     return len({_mask_of(config, kind) for kind in kinds} - {None})
 
 
 @lru_cache(maxsize=256)
 def inputs(arch: Architecture, config: MemoryConfig, masks: int) -> BytesPolynomial:
-    """Bytes of a batch: ids and targets, positions and their rotary tables, and so many masks.
+    """Bytes of a batch: ids, labels and targets, position ids, rotary tables, and `masks` attention masks.
 
-    Rows share positions and masks, unless rows are packed or, for masks, attention is eager.
+    All rows share one set of positions and masks, except that packed rows have their own, and rows in eager attention
+    have their own masks.
     """
     shared = INPUT_BYTES * TOKEN
     if config.attention == "eager":
@@ -216,14 +225,14 @@ def inputs(arch: Architecture, config: MemoryConfig, masks: int) -> BytesPolynom
 
 
 def _mask_of(config: MemoryConfig, kind: LayerKind) -> bool | None:
-    """Which mask a layer attends through: the full one (False), the window's (True), or none."""
+    """The mask that a layer uses: the full one (False), the sliding window's (True), or no mask (None)."""
     if config.attention == "flash" or not (config.attention == "eager" or kind.masked):
         return None
     return kind.slides
 
 
 def _rotary_bytes(arch: Architecture, config: MemoryConfig) -> int:
-    """Bytes per position of the rotary tables, cos and sin, of all kinds of layers that have their own."""
+    """Bytes per position of all rotary tables (cos and sin); some families have a pair for each kind of layer."""
     turned = int(arch.head_dim * arch.rotary_share)
     width = {"gpt2": 0, "gpt_oss": turned // 2}.get(arch.layout, turned)
     return 2 * width * config.base_bytes * arch.rotary_tables

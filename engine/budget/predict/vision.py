@@ -1,9 +1,7 @@
-"""A vision encoder in a micro-batch: what its layers and its merger hold, in bytes per row with an image of a known
-size.
+"""Memory of a vision encoder in a micro-batch, in bytes per row, where each row has one image of known size.
 
-A memory trace goes through them with a patch as its token. The result is `VisionCost`; `engine.budget.predict.step`
-puts it around the decoder, which begins when the encoder is done and whose backward pass ends before the encoder's
-begins.
+Layers and merger are traced with a patch as the token. The result is a `VisionCost`. `engine.budget.predict.step` adds
+it to the decoder's phases: the encoder runs forward before the decoder, and backward after the decoder's backward.
 
 Try: `python -m pytest tests/budget/test_vision.py`
 """
@@ -31,7 +29,11 @@ from engine.budget.trace.weights import Weights
 
 @dataclass(frozen=True)
 class VisionBackward:
-    """A moment of the encoder's backward pass: gradients made so far, what is still kept, what it works with."""
+    """Bytes while one layer or the merger of the encoder runs backward.
+
+    `gradients`: of parameters that backward has already reached; `kept`: saved by the layers before this one;
+    `working`: of the layer itself, at its local maxima.
+    """
 
     gradients: int
     kept: BytesPolynomial
@@ -40,21 +42,22 @@ class VisionBackward:
 
 @dataclass(frozen=True)
 class VisionCost:
-    """Bytes of one pass through the encoder; everything but `inputs` comes on top of them."""
+    """Bytes of the encoder in one micro-batch; the other fields do not include `inputs`."""
 
     inputs: BytesPolynomial
-    """Pixels in fp32, as a processor gives them."""
+    """Pixels in fp32, as a transformers image processor returns them."""
     forward: Sizes
     held: BytesPolynomial
-    """Its output, and what else the model's frame refers to until the decoder is done."""
+    """The encoder's output, and other tensors that local variables of the model refer to until the decoder is done."""
     kept: BytesPolynomial
-    """Saved for the encoder's own backward pass."""
+    """Tensors that the encoder has saved for its backward pass."""
     backward: tuple[VisionBackward, ...]
 
 
 @lru_cache(maxsize=256)
 def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *, learning: bool = True) -> VisionCost:
-    """The encoder of `arch` at `config.image_patches` patches a row; without `learning` nothing is kept."""
+    """The cost of the encoder of `arch` at `config.image_patches` patches a row; without `learning`, nothing is saved
+    for backward."""
     encoder = arch.vision_encoder
     assert encoder is not None
     by_layer = vision_trainable_by_layer(encoder, config.patterns)
@@ -85,7 +88,7 @@ def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *,
 
 
 def _is_behind(name: str) -> bool:
-    """Whether a parameter outside the layers is used after them."""
+    """Whether a parameter outside the encoder's layers is used after them, not before."""
     return "merger" in name or "projector" in name or "post_layernorm" in name
 
 
@@ -97,7 +100,7 @@ def _backward(
     kept: BytesPolynomial,
     layers: list[tuple[VisionLayerTrace, BytesPolynomial, int]],
 ) -> tuple[VisionBackward, ...]:
-    """The merger, then the layers from the last to the first that learns."""
+    """The backward passes of the merger, then of the layers from the last to the first that backward reaches."""
     moments = [VisionBackward(0, kept, merger.backward)]
     gradients = sum(p.elements * config.base_bytes for p in vision_end_parameters(encoder) if p.name in ends.trained)
     for found, below, made in reversed(layers):
@@ -109,7 +112,7 @@ def _backward(
 
 
 def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """Bytes that the encoder's frames refer to from its first layer to its last."""
+    """Bytes to which local variables of the encoder's forward refer while its layers run."""
     if encoder.kind == "siglip":  # the embeddings of patches, which the first layer gets
         return encoder.hidden * config.base_bytes * config.image_patches * ROW
     return _tables(encoder, config) + _cast_pixels(encoder, config)
@@ -118,7 +121,7 @@ def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
 def _kept_around(
     encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, layers: Sequence[Trainable]
 ) -> BytesPolynomial:
-    """Bytes saved outside the layers: pixels for the patch embedding's gradient, tables for the rotary embedding's."""
+    """Bytes saved for backward outside the layers: pixels for the patch embedding, tables for the rotary embedding."""
     first = vision_end_parameters(encoder)[0].name in ends.trained
     kept = _cast_pixels(encoder, config) if first else NO_BYTES
     turned = encoder.kind != "siglip" and (first or any(layer.trained or layer.adapted for layer in layers))
@@ -126,18 +129,18 @@ def _kept_around(
 
 
 def _cast_pixels(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """Pixels cast to the encoder's dtype; none where it is fp32, as theirs."""
+    """Bytes of the pixels cast to the encoder's dtype; zero if that is fp32, which needs no cast."""
     itemsize = 0 if config.base_bytes == FLOAT else config.base_bytes
     return itemsize * encoder.patch_values * config.image_patches * ROW
 
 
 def _tables(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """Rotary tables of all patches in fp32."""
+    """Bytes of the fp32 rotary tables of all patches."""
     return 2 * FLOAT * encoder.hidden // encoder.heads * config.image_patches * ROW
 
 
 class VisionLayerTrace(NamedTuple):
-    """One layer's bytes: at its forward's maxima, kept after it, and at its backward's maxima."""
+    """Bytes of one layer: at the local maxima of forward, saved for backward, at the local maxima of backward."""
 
     forward: Sizes
     saved: BytesPolynomial
@@ -154,7 +157,7 @@ def _layer_trace(
     accumulating: bool,
     learning: bool,
 ) -> VisionLayerTrace:
-    """Trace the forward and backward pass of one layer by itself."""
+    """Trace the forward and backward pass of one layer."""
     learns = learning and (follows or bool(trainable.trained or trainable.adapted))
     window = encoder.window if windowed else None
     in_turn = encoder.kind != "siglip" and not learns
@@ -177,7 +180,7 @@ def _layer_trace(
         trace.casts.clear()
     else:
         trace = MemoryTrace(metered=config.metered, autocast=config.autocast)
-        x = _encoder_input(trace, encoder, config, follows)  # held until the layer's backward is over
+        x = _encoder_input(trace, encoder, config, follows)  # stays allocated until the layer's backward is over
         output = trace.checkpoint(lambda: VisionLayer(trace, encoder, config, trainable).forward(x))
     assert output.node is not None
     saved, size, node = trace.live - output.size, output.size, output.node
@@ -195,9 +198,10 @@ def _encoder_input(trace: MemoryTrace, encoder: VisionEncoder, config: MemoryCon
 
 
 def _by_row(size: BytesPolynomial, patches: int, window: int | None, *, one_by_one: bool = False) -> BytesPolynomial:
-    """Bytes per patch, per pair of patches that see each other, and per position, as bytes per row.
+    """Convert a trace's size, whose tokens are patches, to bytes per row of `patches` patches.
 
-    `one_by_one`: images, or windows, come one after the other, and no pair of the one before is left by then.
+    A patch attends to the patches of its window (None: of its image). `one_by_one`: attention handles images or windows
+    one after the other and frees each one's scores before the next.
     """
     seen = min(window or patches, patches)
     fixed = (size.fixed + size.per_position * patches) * BYTE
@@ -208,11 +212,11 @@ def _by_row(size: BytesPolynomial, patches: int, window: int | None, *, one_by_o
 
 @dataclass(frozen=True)
 class MergerTrace:
-    """Bytes from the last layer's output to the decoder's tokens."""
+    """Bytes of the merger, which turns the last layer's output into tokens of the decoder."""
 
     forward: Sizes
     held: BytesPolynomial
-    """What the model's frame refers to while the decoder runs and the merger has not saved."""
+    """Bytes to which local variables of the model refer while the decoder runs, without those in `saved`."""
     saved: BytesPolynomial
     backward: Sizes
 
@@ -220,7 +224,8 @@ class MergerTrace:
 def _merger_trace(
     encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, follows: bool, accumulating: bool, learning: bool
 ) -> MergerTrace:
-    """Trace the merger's forward and backward pass; its gradient is copied out of the decoder's input gradient."""
+    """Trace the merger's forward and backward pass; the gradient of its output is copied out of the gradient of the
+    decoder's input."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learning)
     weights = Weights(trace, config, ends, vision_end_parameters(encoder), transposed=False)
     merge = _siglip_merger if encoder.kind == "siglip" else _qwen_merger
@@ -245,19 +250,25 @@ def _merger_trace(
 
 
 def _qwen_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> list[TracedTensor]:
-    """`PatchMerger`, in Qwen2.5-VL put back into order, and the tokens of all images joined into a copy."""
+    """Trace Qwen's `PatchMerger`, which joins the tokens of all images in a copy; Qwen2.5-VL also reorders them.
+
+    Returns the tensors to which the model refers while the decoder runs, the encoder's output last.
+    """
     trace, merged = weights.trace, encoder.merge**2
     hidden = norm_of(weights, "model.visual.merger.ln_q", x)
     hidden = weights.linear("model.visual.merger.mlp.0", hidden, merged)
     hidden = activation(trace, hidden)
     hidden = weights.linear("model.visual.merger.mlp.2", hidden, merged)
     if encoder.window is not None:
-        hidden = gather(trace, hidden, None, hidden.elements)  # the index outlives the encoder
+        hidden = gather(trace, hidden, None, hidden.elements)  # None: the index stays allocated anyway
     return [x, hidden, copy(trace, hidden)]
 
 
 def _siglip_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> list[TracedTensor]:
-    """The encoder's last norm, then `Gemma3MultiModalProjector`: pooled, normed in fp32, projected."""
+    """Trace the encoder's last norm, then `Gemma3MultiModalProjector`: average pooling, norm in fp32, projection.
+
+    Returns the tensors to which the model refers while the decoder runs, the encoder's output last.
+    """
     trace = weights.trace
     last = norm_of(weights, "model.vision_tower.post_layernorm", x)
     del x
@@ -271,6 +282,6 @@ def _siglip_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) ->
 
 
 def _pooled(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """`avg_pool2d`: saves its input."""
+    """Trace `avg_pool2d` with an output of `elements` elements; the input is saved for backward."""
     saved = trace.save(x) if x.node is not None else None
     return trace.unary(x, elements, x.itemsize, saved)

@@ -55,8 +55,7 @@ def linear(
 def half_linear(
     trace: MemoryTrace, x: TracedTensor, outputs: int, elements: int, trained: bool, bias: int = 0
 ) -> TracedTensor:
-    """Trace `F.linear` under autocast: the input and the fp32 weight of `elements` values are cast to half precision.
-    """
+    """Trace `F.linear` under autocast: input and fp32 weight (of `elements` values) are cast to half precision."""
     x = cast(trace, x, HALF)
     size, wanted, weight = x.size, x.node is not None, _half_weight(trace, elements, trained)
 
@@ -251,8 +250,7 @@ def _reciprocal_root_mean_square(trace: MemoryTrace, x: TracedTensor, rows: Byte
 
 
 def power(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `torch.pow(x, n)`: `x` is saved; backward computes x^(n-1), n · x^(n-1), and its product with the gradient.
-    """
+    """Trace `torch.pow(x, n)`: `x` is saved; backward computes x^(n-1), n · x^(n-1), and that times the gradient."""
     size = x.size
 
     def backward(gradient: Storage) -> list[Storage | None]:

@@ -41,8 +41,7 @@ def to_heads(
 
 
 def to_positions(trace: MemoryTrace, output: TracedTensor) -> TracedTensor:
-    """Trace the all-to-all after attention: the output is sent back and copied so that a position's heads are adjacent.
-    """
+    """Trace the all-to-all after attention: the output is sent back, then copied so that heads are adjacent."""
     size = output.size
 
     def back(gradient: Storage) -> list[Storage | None]:
