@@ -1,8 +1,8 @@
 """A run whose ranks another launcher started: torchrun, `accelerate launch`, srun (`engine.launch.launcher_rank`).
 
 Each of the launcher's processes is a rank. Rank 0 makes the run, or finds the one that an earlier start of the same job
-began, and tells the others where it is; it keeps the journal, and a child of it shows the run on its own stdout.
-The launcher is the supervisor: it ends all ranks when one fails, and starts them again if it was told to.
+began, and tells the others where it is; it writes the journal, and its child process shows the run on rank 0's stdout.
+The launcher is the supervisor: it ends all ranks when one fails, and restarts them if it was told to.
 
 Try: `torchrun --nproc-per-node 2 -m tunedeck train -p demo-2 -r demo`
 """
@@ -55,23 +55,24 @@ LAST_WORDS_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Task:
-    """What to train, as rank 0 tells it."""
+    """What the ranks train: rank 0 decides it and broadcasts it."""
 
     path: str
     resume: bool = False
     from_step: int | None = None
     ended: int | None = None
-    """Exit code of a run that an earlier start has brought to its end."""
+    """Exit code of the run, if it has ended already."""
     token: str = ""
-    """In the run's `launch.json`, so that every machine can tell whether it sees the same folder."""
+    """A random word in the run's `launch.json`, by which every machine checks that it sees the same folder."""
 
 
 class RefusedError(TunedeckError):
-    """Rank 0 cannot begin and has reported why."""
+    """Raised on the other ranks when rank 0 cannot begin; rank 0 reports the reason."""
 
 
 def train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
-    """Be one rank of the run that `settle` makes on rank 0; returns this process's exit code. Raises TunedeckError."""
+    """Train as one rank of the run that `settle` chooses on rank 0; returns this process's exit code. Raises
+    TunedeckError."""
     launcher_rank.export_environment()
     log_to_stderr()
     problems: list[TunedeckError] = []
@@ -96,13 +97,14 @@ def train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[
     if problems and launcher_rank.is_rank0:
         raise problems[0]
     if code in (LOST_CODE, BEYOND_REPAIR_CODE):
-        # Only a launcher that starts the ranks again has a use for codes that ask for it.
+        # Exit codes that ask for a restart are of use only to a launcher that restarts ranks.
         exit_without_cleanup(code if launcher_rank.restarts_left else 1)
     return code
 
 
 def begin_or_go_on(launcher_rank: LauncherRank, folder: Path, make: Callable[[], RunDirectory]) -> Task:
-    """The run that an earlier start of this job began in `folder`, else a new one. On rank 0."""
+    """On rank 0: the task to resume the run that an earlier start of this job began in `folder`, else to begin the run
+    that `make` creates."""
     place = next((place for place in list_runs(folder) if worked_on(launcher_rank, place)), None)
     if place is None:
         return take_up(launcher_rank, make(), resume=False)
@@ -118,8 +120,9 @@ def worked_on(launcher_rank: LauncherRank, place: RunDirectory) -> bool:
 
 
 def take_up(launcher_rank: LauncherRank, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
-    """Work on `place`, noted there as this job's. A run that ended is not begun again by a restart of its ranks, but by
-    a job that was queued again."""
+    """Record in the run directory that this job works on it; returns the task. If only the ranks were restarted and the
+    run has ended since the job's start, the task is to exit with the recorded code; a job that was queued again
+    trains."""
     restarted = launcher_rank.restarts > 0 and worked_on(launcher_rank, place)
     offset = int(_note(place).get("from_byte", 0)) if restarted else end_of_events(place.events)
     ended = _ended(place, offset) if restarted else None
@@ -138,7 +141,7 @@ def _note(place: RunDirectory) -> dict[str, Any]:
 
 
 def _ended(place: RunDirectory, offset: int) -> int | None:
-    """The exit code of the end that is recorded after byte `offset` of the events; None when there is none."""
+    """The exit code of the run's end, if it was recorded after byte `offset` of the events; else None."""
     ends = [event for event in EventTail(place.events, offset=offset).poll() if event["kind"] == "run_finished"]
     return int(ends[-1]["exit_code"]) if ends else None
 
@@ -187,7 +190,7 @@ def require_shared(
 
 
 def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: Task, as_json: bool) -> int:
-    """Rank 0: the claim, the journal, and what the user sees."""
+    """Run rank 0: hold the claim, write the journal and show the run to the user; returns the exit code."""
     spec = load_run_spec(place.run_toml, own=True)
     with _shown(place, as_json), claim(place):
         if task.resume and launcher_rank.may_resume:
@@ -202,7 +205,7 @@ def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: 
         if status in EXIT_CODES:
             _leave_together(ranks)
     run_on_finish(spec, place, status)
-    # An elastic agent takes every other code for a failure, and would start the ranks of a stopped run again.
+    # An elastic agent takes every code but 0 for a failure, and would restart the ranks of a stopped run.
     return 0 if status in EXIT_CODES and launcher_rank.restarts_left else code
 
 
@@ -221,7 +224,7 @@ def _follow(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task
 
 
 def _leave_together(ranks: Ranks) -> None:
-    """Rank 0's process may serve the store that the others still read: nobody leaves before all have what they need."""
+    """Wait until all ranks are done, because rank 0's process may serve the store that the others still read."""
     with suppress(LostRankError):
         ranks.all_gather_object("over")
 
@@ -243,7 +246,8 @@ def _write_restart(place: RunDirectory, launcher_rank: LauncherRank) -> None:
 
 
 def _write_loss(place: RunDirectory, launcher_rank: LauncherRank, lost: LostRankError | torch.AcceleratorError) -> None:
-    """Write that a rank is lost; the end of the run where the launcher will not restart the ranks."""
+    """Record in the journal that a rank was lost: as a warning if the launcher will restart the ranks, else as the end
+    of the run."""
     text = lost.found if isinstance(lost, LostRankError) else f"rank 0's device needs a new process: {lost}"
     with EventWriter(place) as writer:
         if launcher_rank.restarts_left > 0:
@@ -255,7 +259,8 @@ def _write_loss(place: RunDirectory, launcher_rank: LauncherRank, lost: LostRank
 
 @contextmanager
 def _shown(place: RunDirectory, as_json: bool) -> Iterator[None]:
-    """While the block runs, a child shows the run on this process's stdout, whose own words go to the run's log."""
+    """While the block runs, a child process shows the run on this process's stdout; this process's own output goes to
+    the run's log."""
     flags = ["--from", str(end_of_events(place.events)), *(["--json"] if as_json else [])]
     # Nothing is ever written into the pipe: its end tells the child that this process is done, or dead.
     viewer = subprocess.Popen(
@@ -272,7 +277,7 @@ def _shown(place: RunDirectory, as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def _printing_to(path: Path) -> Iterator[None]:
-    """While the block runs, stdout and stderr of this process are the end of this file."""
+    """While the block runs, stdout and stderr of this process are appended to the file `path`."""
     kept = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
     with path.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):

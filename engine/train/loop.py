@@ -1,7 +1,7 @@
 """The training loop: steps, and what happens between them (evaluation, checkpoints, requests, growth).
 
-The loop owns the order of things and the journal's lines; how a step survives is `engine.train.step.transaction`'s
-affair.
+The loop decides the order and writes the journal; how a step recovers from failures is in
+`engine.train.step.transaction`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import CheckpointReloadRequired, StepOutcome, StepTransaction
 
 GPU_SECONDS = 10.0
-"""Between readings of the GPU's sensors."""
+"""Seconds between readings of the GPU's sensors."""
 
 GPU_FIELDS = ("index", "used_bytes", "utilisation_percent", "temperature_celsius", "power_watts")
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the loop ended: a status of the journal's vocabulary, and why."""
+    """How the loop ended: a status from the journal's vocabulary, and the reason."""
 
     status: str
     reason: str
@@ -63,7 +63,7 @@ class Training:
         self.sound = True
         """False when weights and optimizer state belong to no step: they must not be saved."""
         self.peak: Peak | None = None
-        """The step of this process that held most."""
+        """The step of this process with the highest memory peak."""
 
     def resume(self, from_step: int | None) -> None:
         """Resume from the newest undamaged checkpoint (at or before `from_step`), else from the beginning."""
@@ -91,12 +91,12 @@ class Training:
         return self._finish()
 
     def _asked_to_end(self) -> bool:
-        """Whether rank 0 was asked to end the run; on every rank."""
+        """Whether rank 0 was asked to end the run; all ranks get the same answer."""
         self.requests.poll()
         return self.requests.adopt(self.ranks.broadcast_object(self.requests.as_json()))
 
     def probe(self) -> None:
-        """Run the costliest micro-batch that the data can produce, before the first step."""
+        """Run the most expensive micro-batch that the data can produce, before the first step."""
         self.journal.phase("probing")
         lengths = self.context.data.lengths
         most = min(len(lengths), self.setup.spec.recipe.train.batch_size)
@@ -128,7 +128,7 @@ class Training:
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
 
     def _note_peak(self, outcome: StepOutcome) -> None:
-        # Of ranks that share sequences the one with most of the targets holds most.
+        # Of ranks that share sequences, the one with most target tokens has the highest peak.
         shared = [each["peak_bytes"] for each in outcome.ranks[: self.context.strategy.ranks_per_sample]]
         peak_bytes, costliest = max([self.transaction.work.peak_bytes, *shared]), outcome.costliest
         if costliest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
@@ -189,7 +189,7 @@ class Training:
         return self.context.device.kind == "cuda" and time.monotonic() - self._gpu_read_at >= GPU_SECONDS
 
     def _read_gpus(self) -> None:
-        """Write every rank's readings of its own GPU; on several machines GPUs are numbered by rank."""
+        """Write every rank's readings of its own GPU to the journal; on several machines GPUs are numbered by rank."""
         self._gpu_read_at = time.monotonic()
         here = [{name: getattr(reading, name) for name in GPU_FIELDS} for reading in self.context.device.readings()]
         several_machines = self.setup.spec.profile.nodes.count > 1
@@ -212,22 +212,22 @@ class Training:
         return Ending("done", "early stopping" if self._stop_early else "", result)
 
     def evaluate(self) -> None:
-        """Score the weights as they are; sets the flag for early stopping."""
+        """Score the current weights; sets the flag for early stopping."""
         if self.evaluator.evaluate():
             self._stop_early = self.evaluator.out_of_patience
 
     def _go_back_to(self, checkpoint: Checkpoint) -> None:
         same_length = self.checkpoints.restore_checkpoint(checkpoint)
-        # A run that is made longer after it stopped early goes on; one that was killed while it ended does not.
+        # A run that stopped early continues if it was made longer, but not if it was killed while it ended.
         self._stop_early = same_length and self.evaluator.out_of_patience
 
     @property
     def samples_lost(self) -> int:
-        """Sequences that a step should have learned from and did not (an fp16 overflow skips its step's)."""
+        """Sequences that steps should have trained on but did not, because an fp16 overflow skipped the step."""
         return self.state.samples_due - self.state.samples
 
     def measured(self) -> dict[str, Any]:
-        """What held memory at the highest peak so far, by component; warns where the prediction missed."""
+        """The highest memory peak so far, by component; warns if the prediction was off."""
         found = measured(self.context, self.peak)
         missed = prediction_error(found)
         if missed:

@@ -1,6 +1,6 @@
-"""The engine process: from a run directory to an exit code. Everything it tells goes into the journal and its log.
+"""The engine process: from a run directory to an exit code. All its output goes into the journal and its log.
 
-It knows nothing of who started it. Try: `tunedeck train -p demo -r demo --detach`, then `tunedeck log last`.
+It does not know which program started it. Try: `tunedeck train -p demo -r demo --detach`, then `tunedeck log last`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ log = logging.getLogger("tunedeck")
 
 
 def run(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
-    """Train the run in `directory`, or go on with it; returns the exit code."""
+    """Train the run in `directory`, or resume it; returns the exit code."""
     log_to_stderr()
     place = RunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
@@ -78,7 +78,8 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
 
 
 def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int | None) -> int:
-    """One rank of several. The run's exit code is in the journal; a rank's own only says whether to try again."""
+    """Train as one rank of several; returns an exit code that only says whether to try again. The exit code of the run
+    is in the journal."""
 
     def work(ranks: Ranks) -> int:
         start = RunStart(spec, place, ranks, resume, from_step)
@@ -123,7 +124,8 @@ def run_rank0(start: RunStart) -> tuple[str, int]:
 
 
 def run_other_rank(start: RunStart) -> int:
-    """Train as any rank but rank 0, which records the error that this one gives up for. Returns the exit code."""
+    """Train as a rank other than 0; an error that ends this rank is left for rank 0 to record. Returns the exit
+    code."""
     requests = RunRequests(None, None, None)
     try:
         with requests.handling_signals():
@@ -139,8 +141,8 @@ def run_other_rank(start: RunStart) -> int:
 
 
 def _train_and_record(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[str, int]:
-    """Train, and write `run_finished` however it ends; returns (status, exit code). A lost rank does not end the run,
-    unless it noted the error that it gave up for."""
+    """Train, and write `run_finished` however it ends; returns (status, exit code). If a rank is lost, LostRankError is
+    raised and nothing recorded, unless that rank noted the error that ended it."""
     ending = Ending("failed", "")
     error: str | None = None
     facts: dict[str, Any] = {}
@@ -185,7 +187,7 @@ def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
 
 
 def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[Ending, dict[str, Any]]:
-    """Train to an end; returns it with the fields of `run_finished` that were measured."""
+    """Train to the end; returns how the run ended, and the fields of `run_finished` that were measured."""
     spec, place, ranks = start.spec, start.directory, start.ranks
     device = _open(spec_of_rank(spec, ranks.local_rank), journal, requests, ranks)
     _write_run_started(start, journal, device)
@@ -209,8 +211,8 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
 
 
 def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) -> Device:
-    """The device; with `--wait`, asked for again until it is free on every rank, the time is up, or a stop is
-    requested. Ranks whose device is free wait for the others."""
+    """Open the device. With `--wait`, try again until it is free on every rank, the time is up, or a stop is requested.
+    Ranks whose device is free wait for the others."""
     deadline = time.monotonic() + (spec.limits.wait_seconds or 0.0)
     device: Device | None = None
     while True:
@@ -230,7 +232,7 @@ def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) 
 
 
 def all_gather_busy(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
-    """(Which ranks' devices are busy, as a sentence; whether rank 0 has waited long enough.) A vote of all ranks."""
+    """Gather from all ranks (a sentence on which devices are busy, whether rank 0 has waited long enough)."""
     gathered = ranks.all_gather_object([busy.found if busy else "", over])
     words = [f"rank {rank}: {found}" if ranks.size > 1 else found for rank, (found, _) in enumerate(gathered) if found]
     return "; ".join(words), gathered[0][1]
@@ -238,7 +240,7 @@ def all_gather_busy(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> t
 
 @contextmanager
 def _checkpoint_on_failure(training: Training, ranks: Ranks) -> Iterator[None]:
-    """Keep the last finished step when a run ends for want of memory or because it diverged."""
+    """If the block runs out of memory or diverges, save a checkpoint of the last finished step."""
     try:
         yield
     except (MemoryExhaustedError, DivergedError):
@@ -283,7 +285,7 @@ def _write_stage_started(training: Training, journal: Journal) -> None:
 
 
 def log_to_stderr() -> None:
-    """stderr is engine.log. Warnings of libraries go there once each."""
+    """Send log messages to stderr, which is engine.log; each warning of a library once."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     warnings.simplefilter("default")

@@ -23,7 +23,7 @@ class RunRequests:
     """Collects requests; `ending` says how the run should end, if it should."""
 
     def __init__(self, inbox: ControlInbox | None, writer: EventWriter | None, max_hours: float | None) -> None:
-        """Without an inbox, on every rank but the first, requests come from `adopt` alone."""
+        """Without an inbox, as on every rank but rank 0, requests come from `adopt` alone."""
         self._inbox, self._writer = inbox, writer
         self._deadline = time.monotonic() + max_hours * 3600 if max_hours else None
         self._signals = 0
@@ -51,7 +51,7 @@ class RunRequests:
         return self.ending is not None
 
     def as_json(self) -> dict[str, Any]:
-        """For the other ranks."""
+        """The requests as JSON, which rank 0 broadcasts to the other ranks."""
         return {"ending": self.ending, "reason": self.reason, "checkpoint": self.checkpoint}
 
     def adopt(self, requests: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""Learning rate as a pure function of the step: nothing to save, nothing to restore.
+"""The learning rate as a pure function of the step, so a checkpoint need not save it.
 
 Step s (from 1) uses the factor of s - 1 finished steps, as transformers' schedulers do: with warm-up the first step has
-rate 0, and a run compared with one of theirs agrees step for step.
+rate 0, and runs of both can be compared step for step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.spec.schema.recipe import Train
 
 @dataclass(frozen=True)
 class Schedule:
-    """Shape of the learning rate over `total_steps`, for any peak."""
+    """The learning rate of each of `total_steps` steps, as a share of the peak rate."""
 
     kind: str
     total_steps: int
@@ -41,7 +41,8 @@ class Schedule:
         return self.floor_ratio + (1.0 - self.floor_ratio) * self._decay(progress)
 
     def _decay(self, progress: float) -> float:
-        """Decay without floor at `progress` in [0, 1] of the steps after warm-up."""
+        """The factor, from 1 down to 0, before the floor is applied, at the share `progress` of the steps after
+        warm-up."""
         if self.kind == "linear":
             return 1.0 - progress
         if self.kind == "cosine_with_restarts":

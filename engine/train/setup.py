@@ -44,7 +44,7 @@ from engine.train.strategy.load import load_strategy
 
 @dataclass
 class TrainingSetup:
-    """All that a run is made of, ready for its first step."""
+    """Everything that a run needs for its first step."""
 
     spec: RunSpec
     context: StepContext
@@ -112,7 +112,7 @@ def _step_context(
     report: Callable[[RecoveredOom], None],
     local_recoveries: LocalRecoveries,
 ) -> StepContext:
-    """The context of the steps, with the optimizer's state allocated."""
+    """Build the context that all steps share; allocates the optimizer's state."""
     train, backoff, loaded, loss = spec.recipe.train, spec.recipe.backoff, strategy.loaded, strategy.loss
     guard = retry_on_oom(
         lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, local_recoveries.note
@@ -171,7 +171,8 @@ def _guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> Ste
 
 
 def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
-    """The order of the kept samples, and the number of optimizer steps. One epoch when the recipe names no end."""
+    """The order of the kept samples, and the number of optimizer steps. One epoch if the recipe sets neither epochs nor
+    steps."""
     train = spec.recipe.train
     epochs = train.epochs if train.epochs or train.max_steps else 1.0
     order = SampleOrder(
@@ -187,8 +188,8 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
 def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, MicroBatchCost]:
     """Write the plan for the longest kept sequence to the journal; returns the spec that the run starts with.
 
-    A tight plan starts with its remedies, except on the metered device: there a run starts as it is written, to show
-    what happens, and nothing can be harmed.
+    A tight plan starts with its remedies, except on the metered device, where a run starts as it is written, to show
+    what happens.
     """
     micro_batches = micro_batch_cost(spec, longest)
     if micro_batches.plan is None:

@@ -1,4 +1,5 @@
-"""The best evaluation so far: what beats it, and how its mark beside the checkpoints is kept equal to the run state.
+"""The best evaluation so far: which results beat it, and how its record beside the checkpoints is made equal to the run
+state.
 
 Try: `pytest tests/train/test_best.py`
 """
@@ -21,10 +22,11 @@ def is_better(value: float, best: float | None, metric: str, threshold: float) -
 
 
 def agree(folder: Path, best: Best, metric: str) -> str | None:
-    """Make the mark in the folder of checkpoints agree with the state; a crash may have left them different.
+    """Make the record of the best checkpoint on disk equal to `best` from the run state; a crash may have left them
+    different.
 
-    A best whose checkpoint is gone or damaged is forgotten, and the next evaluation is the first to compare with;
-    returns the sentence to warn with, else None.
+    If the best checkpoint is missing or damaged, `best` is cleared, so that the next evaluation counts as the best.
+    Returns a sentence for a warning then, else None.
     """
     complaint = None
     if best.step is not None:

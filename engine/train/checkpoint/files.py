@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-00000100` with `weights/` (what `LoadedModel.save` writes, so it loads elsewhere too),
 `optimizer.safetensors`, `state.json`, and `manifest.json` with the size and SHA-256 of every file. It is written under
 another name, flushed to the disk and renamed. How checkpoints are found and checked is in
-`engine.journal.checkpoints_on_disk`, what a run keeps in them in `engine.train.checkpoint.run_state`.
+`engine.journal.checkpoints_on_disk`, what a run saves in them in `engine.train.checkpoint.run_state`.
 
 Try: `pytest tests/train/test_checkpoints.py`
 """
@@ -25,9 +25,10 @@ their own, or plain Exception, with this in the text."""
 
 
 def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> Checkpoint:
-    """Make checkpoint `step` in `folder`: `fill(path)` writes its files. An earlier one of that step is replaced.
+    """Make checkpoint `step` in `folder`: `fill(path)` writes its files. An existing checkpoint of that step is
+    replaced.
 
-    Raises OSError (a full disk, say) with nothing left behind that looks like a checkpoint.
+    Raises OSError (a full disk, say); nothing that looks like a checkpoint is left behind then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"{PREFIX}{step:08d}"
@@ -39,7 +40,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> C
         _write_manifest(draft, step)
         replaced = _step_aside(final)
         os.rename(draft, final)
-    except Exception as error:  # raised again: a draft is left by nothing, whatever the writers of formats raise
+    except Exception as error:  # raised again: no error of a file writer may leave a draft behind
         shutil.rmtree(draft, ignore_errors=True)
         found = OS_ERROR.search(str(error))
         if found is None or isinstance(error, OSError):
@@ -63,21 +64,22 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Remove checkpoints after `step`: the run goes on from there and will write its own."""
+    """Remove checkpoints of later steps than `step`: the run continues from `step` and will write its own."""
     for checkpoint in find_checkpoints(folder):
         if checkpoint.step > step:
             _remove(checkpoint.path)
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
-    """Note that checkpoint `step` is the best so far. A crash leaves the old note or the new one."""
+    """Record in a file that checkpoint `step` is the best so far. After a crash the file holds either the old or the
+    new record."""
     draft = folder / f".{BEST}"
     draft.write_text(json.dumps({"step": step, "metric": metric, "value": value}) + "\n", "utf-8")
     os.replace(draft, folder / BEST)
 
 
 def unmark_best(folder: Path) -> None:
-    """Note that no checkpoint is the best."""
+    """Remove the record of the best checkpoint."""
     (folder / BEST).unlink(missing_ok=True)
 
 
@@ -87,19 +89,21 @@ def size_bytes(path: Path) -> int:
 
 
 def place_result(checkpoint: Checkpoint, target: Path) -> None:
-    """Make `target` hold the checkpoint's weights, whole or not at all; large files are shared, not copied twice."""
+    """Replace `target` by the checkpoint's weights, completely or not at all; large files are hard-linked where
+    possible."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(checkpoint.weights, draft, copy_function=_share)
     _step_aside(target)
     os.rename(draft, target)
-    # What stepped aside, and drafts of processes that died.
+    # The replaced result, and drafts of processes that died.
     for debris in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(debris, ignore_errors=True)
 
 
 def _share(source: str, target: str) -> None:
-    """Hard-link a weight file, which nothing edits in place; copy anything else, and where links do not work."""
+    """Hard-link a weight file, because nothing edits it in place; copy other files, and all files where links do not
+    work."""
     if source.endswith(".safetensors"):
         try:
             os.link(source, target)
@@ -110,7 +114,8 @@ def _share(source: str, target: str) -> None:
 
 
 def _step_aside(path: Path) -> Path | None:
-    """Rename an existing folder out of the way, so that its successor can take the name in one rename."""
+    """Rename an existing folder, so that its successor can take the name in one rename; returns the new name, None if
+    there was no folder."""
     if not path.exists():
         return None
     aside = path.with_name(f".{path.name}.old.{os.getpid()}")
@@ -119,7 +124,7 @@ def _step_aside(path: Path) -> Path | None:
 
 
 def _remove(path: Path) -> None:
-    """Rename first: a removal cut short must not leave something that looks like a checkpoint."""
+    """Remove a checkpoint, renamed first so that an interrupted removal leaves nothing that looks like a checkpoint."""
     gone = path.with_name(f".{path.name}.gone.{os.getpid()}")
     os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The checkpoints of a running run: written, pruned, restored, and made the result at the end.
+"""Writes, prunes and restores the checkpoints of a running run, and makes one of them the result at the end.
 
 How a folder becomes a checkpoint is in `engine.train.checkpoint.files`, what it holds in
 `engine.train.checkpoint.run_state`. Rank 0 writes while the other ranks wait. Try: `pytest tests/train/test_resume.py
@@ -26,7 +26,8 @@ from engine.train.setup import TrainingSetup
 
 
 class CheckpointManager:
-    """Writes `state`, and everything else a resume needs, into the run's checkpoints; and reads it back into place."""
+    """Writes `state`, and everything else that a resume needs, into the run's checkpoints, and restores a run from
+    them."""
 
     def __init__(
         self,
@@ -50,10 +51,10 @@ class CheckpointManager:
         return time.monotonic() - self._saved_at
 
     def save(self, reason: str) -> None:
-        """Write a checkpoint of the state as it is, once per step; waits while the disk is full.
+        """Write a checkpoint of the current state, unless this step is saved already; waits while the disk is full.
 
         Raises:
-            MemoryExhaustedError: host memory for it ran out again and again.
+            MemoryExhaustedError: host memory ran out in every attempt.
         """
         if self.last_saved == self._state.step:
             return
@@ -61,7 +62,7 @@ class CheckpointManager:
         self.last_saved, self._saved_at = self._state.step, time.monotonic()
 
     def save_if_possible(self, reason: str) -> bool:
-        """Like `save`, but warns where host memory does not suffice, and the run goes on. True if saved."""
+        """Like `save`, but if host memory does not suffice, warn and return False, so that the run can continue."""
         if self.last_saved == self._state.step:
             return True
         if not self._ranks.run_on_rank0(lambda: self._write_if_possible(reason)):
@@ -70,7 +71,8 @@ class CheckpointManager:
         return True
 
     def newest(self, not_after: int | None = None) -> Checkpoint | None:
-        """The newest undamaged checkpoint that rank 0 finds, on all ranks; None where there is none."""
+        """The newest undamaged checkpoint of step `not_after` or before that rank 0 finds, on all ranks; None if there
+        is none."""
         checkpoint, complaints = newest_sound(self._directory.checkpoints, not_after=not_after)
         for complaint in complaints:
             self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
@@ -80,10 +82,10 @@ class CheckpointManager:
     def restore_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Restore weights, optimizer and counters from `checkpoint`, and remove later checkpoints.
 
-        Returns whether the run's length is still the one it was saved with.
+        Returns whether the run still has as many steps as when the checkpoint was saved.
 
         Raises:
-            UsageError: it belongs to other data, another tokenizer or seed, or other trainables.
+            UsageError: the checkpoint belongs to other data, another tokenizer or seed, or other trainables.
         """
         saved = checkpoint.state()["settings"]
         here = settings(self._setup.spec, self._setup.total_steps)
@@ -110,7 +112,8 @@ class CheckpointManager:
         return same_length
 
     def place_result(self) -> str:
-        """Make the last or the best checkpoint's weights, as the recipe asks, the result; returns its folder's name."""
+        """Make the weights of the last or the best checkpoint, as the recipe asks, the run's result; returns the name
+        of the result's folder."""
         step = self._state.step
         if self._setup.spec.recipe.checkpoint.result == "best" and self._state.best.step is not None:
             step = self._state.best.step
@@ -160,7 +163,7 @@ class CheckpointManager:
             )
 
     def _agree_on_the_best(self) -> dict[str, Any]:
-        """The best evaluation, after its mark and the run state were made to agree."""
+        """Make the recorded best checkpoint and the run state equal; returns the best evaluation as JSON."""
         best = self._state.best
         complaint = agree(self._directory.checkpoints, best, self._setup.spec.recipe.checkpoint.best_metric)
         if complaint:

@@ -28,7 +28,7 @@ BUFFERS = "buffers.safetensors"
 
 @dataclass
 class Best:
-    """The best evaluation so far, and how many came since."""
+    """The best evaluation so far, and the number of evaluations since."""
 
     step: int | None = None
     value: float | None = None
@@ -44,7 +44,7 @@ class RunState:
     samples_due: int = 0
     """Sequences that the steps so far should have consumed."""
     samples: int = 0
-    """Sequences that they did: every difference is one lost."""
+    """Sequences that the steps so far did consume; the difference to `samples_due` is lost."""
     skipped_steps: int = 0
     overflows: int = 0
     last_evaluated: int | None = None
@@ -53,17 +53,18 @@ class RunState:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> RunState:
-        """The state whose `asdict` was saved."""
+        """Rebuild the state from its saved `asdict`."""
         return cls(**{**saved, "best": Best(**saved["best"])})
 
     def become(self, other: RunState) -> None:
-        """Copy all counters of `other` into this object, which several others hold."""
+        """Copy all counters of `other` into this object, to which several other objects hold references."""
         vars(self).update(vars(other))
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be unchanged when a run resumes, so that it does not silently train something else."""
+    """Data, tokenizer and seed of a run. They must be unchanged on a resume, so that a run does not silently train
+    something else."""
 
     data_fingerprint: str
     tokenizer_hash: str
@@ -101,7 +102,8 @@ def fill_checkpoint(
     identity: Identity,
     settings: dict[str, Any],
 ) -> None:
-    """Write everything a resume needs into `path`, with `settings` beside it. Raises OSError where the disk is full."""
+    """Write everything that a resume needs into the folder `path`, with `settings` in its `state.json`. Raises OSError
+    if the disk is full."""
     with storage.gathered():
         context.loaded.save(path / "weights")
     storage.write_optimizer(path)
@@ -126,7 +128,7 @@ def restore(
     """Restore a checkpoint into `context`; returns the counters.
 
     With `same_memory` false (another profile, or other memory settings in the recipe) the learned budget and the active
-    remedies are not restored: they belong to the other memory.
+    remedies are not restored, because they were learned under other conditions.
 
     Raises:
         UsageError: the checkpoint belongs to other data, another tokenizer or seed, or another set of trainables.

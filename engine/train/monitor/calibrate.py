@@ -1,9 +1,10 @@
-"""The end of a run on CUDA measures what torch did not allocate, for the next plan on this machine.
+"""At the end of a run on CUDA, measures memory that plans cannot compute, for later plans on this machine.
 
-The context is what the driver counts for this process beside what torch reserved; without NVML's word nothing is
-recorded. cuBLAS' workspace is taken from torch's allocator, so it is told by giving it back.
+The size of the CUDA context is what the driver counts for this process minus what torch reserved; if NVML does not
+report this count, nothing is recorded. cuBLAS takes its workspace from torch's allocator, so it is measured by freeing
+it.
 
-Runs on CUDA only; what it records is read by `engine.budget.calibration`.
+Runs on CUDA only; `engine.budget.calibration` reads what is recorded here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from engine.train.monitor.journal import Journal
 
 
 def calibrate(device: Device, profile: Profile, ranks: int, peak_bytes: int, journal: Journal) -> None:
-    """Record this run's residuals, where the device has any and the driver tells them."""
+    """Record this run's `Residuals` (CUDA context, workspace, fragmentation). Does nothing without CUDA or without the
+    driver's count."""
     driver = driver_version()
     if device.kind != "cuda" or not peak_bytes or driver is None:
         return
@@ -58,7 +60,8 @@ def _residuals(device: Device, peak_bytes: int) -> Residuals | None:
 
 
 def _used_by_this_process(device: Device) -> int | None:
-    """What the driver counts; None where it does not say, as inside containers that hide process ids."""
+    """Bytes that the driver counts for this process; None if the driver does not tell, as inside containers that hide
+    process ids."""
     for reading in device.readings():
         for process in reading.processes:
             if process.pid == os.getpid() and process.used_bytes is not None:

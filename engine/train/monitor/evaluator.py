@@ -1,7 +1,8 @@
-"""Evaluations during a run: scores the validation set, saves and marks the best, counts patience.
+"""Evaluations during a run: scores the validation set, saves and marks the best, counts evaluations without
+improvement.
 
-How a set is scored is in `engine.evaluate`. Rank 0 scores while the other ranks wait, or run what it requests.
-Try: `pytest tests/evaluate tests/train/test_best.py`
+How a set is scored is in `engine.evaluate`. Rank 0 scores while the other ranks wait, or run what it requests. Try:
+`pytest tests/evaluate tests/train/test_best.py`
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from engine.train.setup import TrainingSetup
 
 
 class Evaluator:
-    """Scores the run's weights as they are, and keeps `state.best`."""
+    """Scores the run's current weights and updates `state.best`."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Evaluator:
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is anything to score."""
+        """Whether there is a validation set."""
         return self._setup.prepared.validation is not None
 
     @property
@@ -49,7 +50,8 @@ class Evaluator:
         return patience is not None and self._state.best.since >= patience
 
     def evaluate(self) -> bool:
-        """Score the validation set; note the best and save it. False when it was ended early."""
+        """Score the validation set, and save a checkpoint if the result is the best so far. False when there is no
+        result."""
         metrics = self._ranks.run_on_rank0(self._score)
         if metrics is None:
             return False
@@ -60,7 +62,7 @@ class Evaluator:
         return True
 
     def _score(self) -> dict[str, float] | None:
-        """The metrics of the validation set; None when there is none, or the evaluation was ended early."""
+        """The metrics of the validation set; None if there is no validation set or the run should end."""
         validation, asked = self._setup.prepared.validation, self._asked
         if validation is None:
             return None

@@ -28,7 +28,7 @@ def until_there_is_room(
     on_full: Callable[[], None] = lambda: None,
 ) -> T:
     """Run `action`; while it fails for want of disk space, wait and run it again. `on_full` is called at the first
-    failure. Other errors pass through. Raises EnvironmentProblem when `interrupted` says that waiting is over."""
+    failure. Other errors pass through. Raises EnvironmentProblem if `interrupted` returns True meanwhile."""
     warned = False
     while True:
         try:
@@ -62,13 +62,13 @@ class Journal:
             until_there_is_room(lambda: writer.write(kind, **fields))
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Write what the engine is busy with, if it changed."""
+        """Write the phase that the engine is in, if it changed."""
         if self._phase != (name, detail):
             self._phase = name, detail
             self.write("phase", name=name, detail=detail)
 
     def warn_of_full_disk(self) -> None:
-        """Warn that the run waits for room. A few bytes often still fit; where they do not, engine.log has to do."""
+        """Warn that the run waits for room. A few bytes often still fit; if they do not, only engine.log says it."""
         fix = "make room and the run goes on by itself; or stop it, and resume later"
         if self.writer is None:
             return

@@ -1,8 +1,9 @@
 """What holds a device's memory at one moment: bytes by component, and the largest live tensors with their names.
 
-Plain values only, so that keeping them keeps no tensor alive. They are taken inside the handler of a failed allocation,
-while the memory is still held. Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte
-blocks that CUDA's caching allocator and the metered device hand out; the rest is activations and working memory.
+The result has plain values only, so it keeps no tensor in memory. It is taken inside the handler of a failed
+allocation, while the memory is still held. Parameters, gradients and optimizer state are added up tensor by tensor, in
+the 512-byte blocks that CUDA's caching allocator and the metered device hand out; the rest is activations and working
+memory.
 
 Try: `pytest tests/train/recovery/test_oom_report.py`
 """
@@ -19,11 +20,11 @@ from engine.model.loaded import LoadedModel
 from engine.train.step.optimizer import StepGuard, state_tensors
 
 LARGEST = 12
-"""Live tensors that are named one by one."""
+"""Number of live tensors that are listed one by one."""
 
 
 def memory_breakdown(loaded: LoadedModel, guard: StepGuard, device: Device) -> MemoryBreakdown:
-    """What the device holds now. Allocates nothing on it."""
+    """Measure the bytes by component and the largest live tensors on the device. Allocates nothing on it."""
     named = loaded.local_parameters()
     learning = loaded.trainable()
     state = [] if guard.host_state.on else list(state_tensors(guard.optimizer, learning))

@@ -1,8 +1,9 @@
-"""Measured memory of a run by component, beside the prediction for the micro-batch that held most.
+"""Compares the measured memory peak of a run, by component, with the prediction for the same micro-batch.
 
 Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte blocks that CUDA's caching
-allocator and the metered device hand out; what the peak holds beyond them were activations and working memory. The
-prediction is divided in the same way. It is not the plan's: that one is for the longest sequences the data may have.
+allocator and the metered device hand out; the rest of the peak counts as activations and working memory. The prediction
+is divided in the same way. It is not the prediction of the plan, which assumes the longest sequences that the data may
+have.
 
 Try: `tunedeck show last` after a run has ended.
 """
@@ -31,7 +32,8 @@ UNPLANNED = ("chunk_loss", "max_length")
 
 @dataclass(frozen=True)
 class Peak:
-    """The step that held most: how much, its costliest micro-batch, and the run as it stood."""
+    """The step with the highest memory peak: the peak, the size of the most expensive micro-batch, and the run spec in
+    force."""
 
     peak_bytes: int
     rows: int
@@ -43,7 +45,7 @@ class Peak:
 def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
     """`{"peak_bytes", "components", "sequences", "length", "predicted"}` for the largest peak of the run's steps.
 
-    `predicted` holds the same components and their sum; it is left out where the budget has no closed form.
+    `predicted` holds the predicted peak and components; it is left out where nothing can be predicted.
     """
     trainable = context.loaded.trainable()
     on_host = context.guard.host_state.on
@@ -78,7 +80,8 @@ def _predicted(peak: Peak) -> dict[str, Any] | None:
 
 
 def prediction_error(found: dict[str, Any]) -> tuple[str, str] | None:
-    """What `measured` found in words, and what to do, where the prediction was off by more than MISS; else None."""
+    """If the prediction in `found`, which `measured` returned, was off by more than MISS: (a sentence that says so,
+    advice). Else None."""
     foretold = found.get("predicted")
     if not foretold or abs(foretold["peak_bytes"] - found["peak_bytes"]) <= MISS * found["peak_bytes"]:
         return None

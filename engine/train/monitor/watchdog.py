@@ -1,9 +1,9 @@
-"""Notices work that does not end (a step, a stretch of an evaluation, the writing of a checkpoint): says so in the
-journal, once, and writes what every thread is doing to the log.
+"""Detects work that does not end (a step, a part of an evaluation, the writing of a checkpoint): warns once in the
+journal, and writes the stacks of all threads to the log.
 
-It ends nothing. A run of several devices is started again when a rank does not answer the others in time; a run of one
-may be waiting for a file system or a debugger, and only its user can know. Ranks that wait behind rank 0 while it works
-alone wait as long as its process lives, so there it is this warning that tells.
+The watchdog ends nothing. In a run of several devices, ranks are restarted when one does not answer the others in time;
+a run of one device may be waiting for a file system or a debugger, which only its user can know. While rank 0 works
+alone, the other ranks wait as long as its process lives, so there this warning is the only sign.
 
 Try: `pytest tests/train/test_watchdog.py`
 """
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from engine.train.monitor.journal import Journal
 
 SHARE_OF_PATIENCE = 0.5
-"""Of the time that ranks wait for each other: the stacks are in the log before the stuck process is ended."""
+"""Share of the ranks' time limit after which to warn: the stacks are logged before a stuck process is ended."""
 
 TIMES_THE_LONGEST = 10.0
-"""What takes this many times the longest of its kind so far is not like the others."""
+"""Work that takes this many times as long as the longest of its kind so far counts as stuck."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Work:
 
 
 class Watchdog:
-    """Watches one piece of work after another."""
+    """Measures the time of each piece of work and warns if it is too long."""
 
     def __init__(
         self, journal: Journal, patience_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -46,13 +46,13 @@ class Watchdog:
         self._journal, self._clock = journal, clock
         self._least_seconds = SHARE_OF_PATIENCE * patience_seconds
         self._longest_seconds: dict[str, float] = {}
-        """Of each kind."""
+        """The longest duration so far, by kind of work."""
         self._watched: Work | None = None
         self._told: Work | None = None
 
     @contextmanager
     def over(self, kind: str, name: str) -> Iterator[None]:
-        """Inside, work of this kind is in progress."""
+        """Context manager around a piece of work of this kind."""
         self._watched = Work(kind, name, self._clock())
         try:
             yield
@@ -61,7 +61,7 @@ class Watchdog:
             self._watched = None
 
     def goes_on(self) -> None:
-        """Note progress of the present work; from here on its next piece is watched."""
+        """Note progress of the current work: its time is measured from now on."""
         if self._watched is not None:
             work, now = self._watched, self._clock()
             longest = self._longest_seconds.get(work.kind, 0.0)
@@ -70,7 +70,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While the block runs, work is watched."""
+        """While the block runs, a thread checks the current work and warns if it takes too long."""
         over = threading.Event()
         thread = threading.Thread(target=self._watch, args=(over,), name="watchdog", daemon=True)
         thread.start()
@@ -85,7 +85,7 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Write a warning if the present work takes too long, once."""
+        """Write a warning, once, if the current work takes too long."""
         work, now = self._watched, self._clock()
         if work is None or work == self._told:
             return

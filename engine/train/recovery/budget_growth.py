@@ -1,6 +1,6 @@
 """Larger micro-batches and fewer remedies when memory is available again; smaller ones when the allocator thrashes.
 
-Called after each step, when none of its tensors is alive any more. How far a budget may grow is decided in
+Called after each step, when the step's tensors are freed. How far a budget may grow is decided in
 `engine.batching.budget`.
 
 Try: `pytest tests/train/recovery/test_budget_growth.py`
@@ -19,16 +19,16 @@ from engine.train.step.context import StepContext
 
 
 class BudgetGrowth:
-    """Compares the available memory with what is used, after each step."""
+    """After each step, adapts the micro-batch budget to the available memory, and lifts remedies."""
 
     def __init__(self, context: StepContext, journal: Journal) -> None:
         self.context, self.journal = context, journal
         self._retries = context.device.memory().alloc_retries
 
     def after_step(self, step: int, *, clean: bool) -> None:
-        """Take note of a finished step; `clean` when no allocation failed in it and it was applied."""
+        """Adapt the budget after a finished step; `clean` if no allocation failed in it and it was applied."""
         context = self.context
-        # A failure empties the cache as well, so what it adds to the count is no sign of thrashing.
+        # A failed allocation empties the cache, too, so the retries that it adds are no sign of thrashing.
         before, self._retries = self._retries, context.device.memory().alloc_retries
         room_here = context.device.available_bytes - context.static_bytes
         received = context.ranks.all_gather_object([self._retries - before, room_here])
@@ -42,7 +42,8 @@ class BudgetGrowth:
             self._lift(step, context.active_remedies.pop())
 
     def _slowed_down(self, retries: int) -> bool:
-        """Whether the budget was lowered because the allocator emptied its cache in several steps in a row."""
+        """Lower the budget if the allocator emptied its cache in several steps in a row; returns whether it was
+        lowered."""
         budget = self.context.budget
         before = budget.budget_bytes
         if not budget.record_thrashing(retries):
@@ -56,8 +57,8 @@ class BudgetGrowth:
         return True
 
     def _may_lift(self, remedy: ActiveRemedy, room_bytes: int) -> bool:
-        """Whether a remedy that a co-tenant made necessary has the room again that was missing then. What it takes was
-        measured by the budget of that time."""
+        """Whether the memory whose lack made `remedy` necessary is available again. Only for remedies whose cause was
+        temporary; the bytes needed come from the budget's measurements before the remedy."""
         if not remedy.passing:
             return False
         now = self.context.budget
@@ -66,7 +67,7 @@ class BudgetGrowth:
         return budget_then.room_is_back(room_bytes - remedy.moved_bytes, remedy.failed_bytes, remedy.room_bytes)
 
     def _lift(self, step: int, remedy: ActiveRemedy) -> None:
-        """Undo the remedy on every rank, or on none: optimizer state may find no room on the device to come back to."""
+        """Undo the remedy on all ranks, or on none if optimizer state does not fit back on the device of some rank."""
         context = self.context
         settings = current_settings(context)
         lifted = settings.with_value(remedy.name, remedy.before)

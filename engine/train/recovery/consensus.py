@@ -1,6 +1,6 @@
-"""What the ranks of a run exchange about memory: who failed in a stage, and what was measured in a step.
+"""What the ranks of a run exchange about memory: which ranks failed in a stage, and what they measured in a step.
 
-The failure of the cheapest micro-batch is the one that is acted upon, because what fits there fits elsewhere
+Ranks act on the failure of the cheapest micro-batch, because a remedy that suffices there suffices elsewhere
 (`engine.train.recovery.ladder`). A run of one process makes the same calls.
 
 Try: `pytest tests/distributed/test_rank_faults.py`
@@ -23,7 +23,8 @@ from engine.train.recovery.records import RankOom
 def gather_failures(
     ranks: Ranks, failure: OutOfMemory | None, micro_batch: MicroBatch | None, device: Device
 ) -> list[RankOom]:
-    """The failures of all ranks in this stage of the step; empty when it succeeded everywhere. A vote of all ranks."""
+    """Gather the failures of all ranks in the stage that just ran; empty if it succeeded everywhere. All ranks call
+    it."""
     here = None
     if failure is not None:
         elsewhere_bytes = device.capacity_bytes - device.available_bytes
@@ -31,18 +32,18 @@ def gather_failures(
     if ranks.size == 1:
         return [here] if here else []
     failed = [RankOom.from_json(sent) for sent in ranks.all_gather_object(here and here.as_json()) if sent is not None]
-    # This rank's own record holds more than it sent: the allocator's snapshot.
+    # This rank's own record also holds the allocator's snapshot, which is not sent.
     return [here if here and oom.rank == ranks.rank else oom for oom in failed]
 
 
 def smallest_failed(failed: Sequence[RankOom]) -> RankOom:
-    """The failure that is acted upon: that of the cheapest micro-batch, and among equals of the lowest rank."""
+    """The failure that the ranks act on: that of the cheapest micro-batch, and among equals that of the lowest rank."""
     return min(failed, key=lambda oom: (oom.cost_bytes if oom.micro_batch else float("inf"), oom.rank))
 
 
 def all_gather_step_stats(ranks: Ranks, budget: MicroBatchBudget, stats: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's `stats` of a step without failure. In `budget`, a cost counts as proven if it succeeded on every
-    rank, and the largest measurement of any rank counts."""
+    """Gather every rank's `stats` of work that succeeded. Also merges what ranks learned into `budget`: a cost counts
+    as proven if it succeeded on every rank, and the largest measurement of any rank counts."""
     if ranks.size == 1:
         return [stats]
     sent = {"proven": budget.proven_bytes, "since_cut": budget.since_cut_bytes, "slope": budget.slope, "stats": stats}
@@ -54,7 +55,7 @@ def all_gather_step_stats(ranks: Ranks, budget: MicroBatchBudget, stats: dict[st
 
 
 def memory_exhausted(oom: RankOom, advice: str) -> MemoryExhaustedError:
-    """The error when no remedy is left; the same on every rank."""
+    """The error to raise when no remedy is left; all ranks build the same."""
     failure = oom.failure
     where = f" on rank {oom.rank}" if oom.rank else ""
     if failure.kind != "device":

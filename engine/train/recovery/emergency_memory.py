@@ -1,4 +1,4 @@
-"""Host memory kept back for checkpoints: a run that ends for want of memory can still write its last one.
+"""Reserves host memory for checkpoints, so that a run that ends out of memory can still write its last one.
 
 The libraries that write files are partly Rust, which ends the process when an allocation fails (seen under a limit on
 address space); no `except` helps against that. So room is reserved from the start, and released before they are called.
@@ -20,11 +20,11 @@ RESERVE_BYTES = 12 * 2**20
 """Never touched, so it costs address space and no memory. safetensors writes through a buffer of 1 MiB; hashing, JSON
 and the tokenizer's files come to a few more."""
 NEEDED_BYTES = 4 * 2**20
-"""Must be free when a checkpoint is begun."""
+"""Bytes that must be available when a checkpoint is begun."""
 
 
 class EmergencyHostMemory:
-    """Address space that no other allocation can take until it is released."""
+    """A reserved range of address space, which no other allocation can take until it is released."""
 
     def __init__(self) -> None:
         self._reserved: mmap.mmap | None = None
@@ -32,15 +32,16 @@ class EmergencyHostMemory:
 
     @contextmanager
     def released(self, device: Device) -> Iterator[None]:
-        """While the block runs, its allocations may use the reserved memory. It is reserved again afterwards, where it
-        is still available.
+        """While the block runs, its allocations may use the reserved memory. It is reserved again afterwards, if it is
+        still available.
 
-        Raises RuntimeError, as any failed host allocation does, where even with it too little is left to go on.
+        Raises RuntimeError, like any failed host allocation, if even the released memory is not enough to begin a
+        checkpoint.
         """
         self._release()
         try:
             with device.host_region():
-                torch.empty(NEEDED_BYTES, dtype=torch.uint8)  # allocated and dropped: what follows finds it free
+                torch.empty(NEEDED_BYTES, dtype=torch.uint8)  # freed at once: a check that this much is available
             yield
         finally:
             self._reserve()

@@ -33,12 +33,12 @@ SHORTEST_TOKENS = 16
 
 @dataclass(frozen=True)
 class BackoffContext:
-    """What a rung may look at."""
+    """The information on which a rung decides."""
 
     oom: RankOom
     settings: MemorySettings
     budget: MicroBatchBudget
-    """Only to be read."""
+    """Rungs must not change it."""
     tried: Sequence[str]
     """Remedies already tried in this step for failures of the same rank."""
     available_bytes: int
@@ -52,18 +52,18 @@ class BackoffContext:
 
     @property
     def room_bytes(self) -> int:
-        """What the step could allocate above the static level now."""
+        """Bytes that a step could allocate now beside `static_bytes`."""
         return self.available_bytes - self.static_bytes
 
     @property
     def beside_co_tenant(self) -> bool:
-        """Whether another process is seen to hold memory of the device."""
+        """Whether another process holds memory of the device now."""
         return self.available_bytes < self.oom.capacity_bytes
 
 
 def retry(now: BackoffContext) -> MemorySettings | None:
-    """Once per step and rank, repeat unchanged what has succeeded before: the cause was passing. Not beside a co-tenant
-    that holds the memory it needs."""
+    """Once per step and rank, repeat unchanged a micro-batch whose cost has succeeded before: the shortage was
+    temporary. Not if a co-tenant now holds the memory that the micro-batch needs."""
     cost_bytes = now.oom.cost_bytes
     if "retry" in now.tried or cost_bytes > now.budget.proven_bytes:
         return None
@@ -85,14 +85,14 @@ def defragment(now: BackoffContext) -> MemorySettings | None:
 
 
 def cut(now: BackoffContext) -> MemorySettings | None:
-    """A smaller micro-batch budget: fewer sequences at a time, down to one."""
+    """Lower the micro-batch budget: fewer sequences at a time, down to one."""
     if now.oom.rows <= 1:
         return None
     return replace(now.settings, micro_batch_budget=now.budget.bytes_after_failure(now.oom.cost_bytes, now.room_bytes))
 
 
 def checkpointing(now: BackoffContext) -> MemorySettings | None:
-    """Recompute activations in backward instead of keeping them."""
+    """Recompute activations in backward instead of storing them."""
     if now.oom.micro_batch is None or now.settings.checkpointing or not now.can_checkpoint:
         return None
     return replace(now.settings, checkpointing=True)
@@ -103,7 +103,7 @@ def chunk_loss(now: BackoffContext) -> MemorySettings | None:
     before, micro_batch = now.settings.chunk_tokens, now.oom.micro_batch
     if micro_batch is None or before <= SMALLEST_CHUNK_TOKENS:
         return None
-    # A chunk larger than the micro-batch is no chunk: halving it would change nothing.
+    # Halving a chunk that is larger than the micro-batch would change nothing.
     used = min(before, micro_batch.rows * micro_batch.length)
     return replace(now.settings, chunk_tokens=max(SMALLEST_CHUNK_TOKENS, used // 2))
 
@@ -123,7 +123,8 @@ def optimizer_offload(now: BackoffContext) -> MemorySettings | None:
 
 
 def max_length(now: BackoffContext) -> MemorySettings | None:
-    """End every sequence a quarter earlier. It changes what is learned, so the recipe must allow it."""
+    """Truncate all sequences to three quarters of the length that failed. This changes what is learned, so the recipe
+    must allow it."""
     micro_batch = now.oom.micro_batch
     if micro_batch is None or micro_batch.rows > 1 or micro_batch.length <= SHORTEST_TOKENS:
         return None
@@ -145,9 +146,9 @@ RUNGS: dict[str, Callable[[BackoffContext], MemorySettings | None]] = {
 def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySettings] | None:
     """The first rung of the recipe's ladder with something to offer, and its settings; None when no remedy is left.
 
-    Where nothing is left to make smaller, the same is tried again a few times before giving up: a passing shortage may
-    cause two failures in a row. Likewise where host memory ran out beside a device with memory of its own: every other
-    rung makes room on the device.
+    If no rung has anything left to offer, the step is retried unchanged a few times before giving up, because a
+    temporary shortage may cause two failures in a row. If host memory ran out on a machine with device memory, only
+    retries are offered, because every other rung frees device memory.
     """
     for name in ladder:
         if name in RUNGS and (now.oom.failure.kind == "device" or name == "retry"):
@@ -159,8 +160,8 @@ def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySetti
 
 
 def back_off(context: StepContext, oom: RankOom, tried: Sequence[str]) -> str | None:
-    """Choose a remedy for `oom` on the rank that failed, and put its settings in force on all ranks; the remedy's name,
-    or None when no remedy is left. All ranks call it."""
+    """Choose a remedy for `oom` on the rank that failed, and apply its settings on all ranks; returns the remedy's
+    name, or None when no remedy is left. All ranks call it."""
     ranks = context.ranks
     remedy = _choose_and_apply(context, oom, tried) if ranks.rank == oom.rank else None
     if ranks.size > 1:
@@ -187,7 +188,7 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
     if chosen is None:
         return None
     name, settings = chosen
-    if name == "cut":  # undone by the growth of the budget, not by lifting it
+    if name == "cut":  # undone when the budget grows, so it is no active remedy
         context.budget.cut(oom.cost_bytes, now.room_bytes, beside_co_tenant=now.beside_co_tenant)
     apply_settings(context, settings)
     if settings != now.settings and name != "cut":
@@ -196,10 +197,11 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
 
 
 def _active_remedy(name: str, now: BackoffContext, settings: MemorySettings, context: StepContext) -> ActiveRemedy:
-    """The record of a remedy that was just applied. The budget forgets its measurements, which hold no longer.
+    """Build the record of a remedy that was just applied. The budget's measurements are reset, because they are no
+    longer valid.
 
-    A failure outside micro-batches (clipping, the optimizer step) had room before beside the most expensive
-    micro-batch, if any step was ever finished.
+    For a failure outside micro-batches (clipping, the optimizer step), `failed_bytes` is the largest cost that
+    succeeded, and the shortage counts as temporary if any step was finished before.
     """
     succeeded_bytes = max(now.budget.proven_bytes, now.budget.known_bytes)
     if now.oom.micro_batch is None:

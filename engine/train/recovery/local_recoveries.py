@@ -23,15 +23,15 @@ TEXT_CHARACTERS = 400
 
 
 class LocalRecoveries:
-    """This rank's own failures, on their way to the journal."""
+    """Collects the failures that this rank recovered from alone, until rank 0 has written them to the journal."""
 
     def __init__(self, ranks: Ranks, record: Callable[[RecoveredOom], None]) -> None:
-        """`record` writes the journal's line; it is called on rank 0 alone."""
+        """`record` writes a failure to the journal; it is called on rank 0 alone."""
         self._ranks, self._record = ranks, record
         self._kept: list[RecoveredOom] = []
 
     def note(self, failure: OutOfMemory, remedy: str, attempt: int, *, step: int = 0) -> None:
-        """Record a failure on this rank, in the attempt of this number, and the remedy that followed it."""
+        """Record a failure on this rank, the number of the attempt that failed, and the remedy."""
         recovered = RecoveredOom(step, RankOom(failure, self._ranks.rank), remedy, attempt, rows_after=0)
         if self._ranks.is_rank0:
             self._record(recovered)
@@ -39,12 +39,12 @@ class LocalRecoveries:
             self._kept.append(recovered)
 
     def take(self) -> list[dict[str, Any]]:
-        """The failures to send now, as JSON; they are not kept any longer."""
+        """Remove and return, as JSON, the failures to send in the next exchange."""
         now, self._kept = self._kept[:MOST], self._kept[MOST:]
         return [_as_json(recovered) for recovered in now]
 
     def record(self, received: Sequence[list[dict[str, Any]]]) -> None:
-        """On rank 0, write what every rank sent, in the order of ranks."""
+        """On rank 0: write the failures that every rank sent to the journal, in the order of ranks."""
         if self._ranks.is_rank0:
             for sent in (each for failures in received for each in failures):
                 self._record(RecoveredOom(**{**sent, "oom": RankOom.from_json(sent["oom"])}))

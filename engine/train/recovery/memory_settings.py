@@ -29,7 +29,7 @@ SETTING_OF_REMEDY = {
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How much memory a step takes, apart from its data and model."""
+    """The settings that decide how much memory a step needs for given data and a given model."""
 
     micro_batch_budget: int
     """Predicted bytes that a micro-batch may cost."""
@@ -38,7 +38,7 @@ class MemorySettings:
     chunk_tokens: int
     """Tokens that a chunked loss is computed over at a time."""
     activation_offload: bool
-    """Whether activations wait for backward in host memory."""
+    """Whether activations are kept in host memory until backward."""
     optimizer_offload: bool
     """Whether optimizer state lies in host memory between steps."""
     max_length: int | None
@@ -53,7 +53,7 @@ class MemorySettings:
         return replace(self, **{SETTING_OF_REMEDY[remedy]: value})
 
     def recipe_values(self) -> dict[str, Any]:
-        """The recipe keys that stand for these settings, where there are such keys."""
+        """These settings as values of recipe keys; settings that have no recipe key are left out."""
         return {
             "train.gradient_checkpointing": self.checkpointing,
             "train.activation_offload": self.activation_offload,
@@ -76,8 +76,8 @@ def current_settings(context: StepContext) -> MemorySettings:
 def apply_settings(context: StepContext, settings: MemorySettings) -> None:
     """Put `settings` in force on this rank.
 
-    Optimizer state that comes back to the device may find no room. This then raises torch.OutOfMemoryError, with all
-    other settings applied and the state still on the host.
+    Raises torch.OutOfMemoryError if optimizer state does not fit back on the device; all other settings are applied
+    then, and the state is still on the host.
     """
     context.budget.budget_bytes = settings.micro_batch_budget
     if context.loaded.checkpointing != settings.checkpointing:
@@ -98,10 +98,9 @@ def effective_spec(spec: RunSpec, context: StepContext) -> RunSpec:
 
 
 def memory_as_json(context: StepContext) -> dict[str, Any]:
-    """The settings, the learned micro-batch budget and the active remedies, as checkpoints and the other ranks get
-    them."""
+    """The settings, the learned micro-batch budget and the active remedies as JSON, for checkpoints and other ranks."""
     settings = asdict(current_settings(context))
-    del settings["micro_batch_budget"]  # it is part of the budget
+    del settings["micro_batch_budget"]  # the budget has it already
     return {
         "budget": context.budget.as_json(),
         "remedies": settings,
@@ -110,7 +109,7 @@ def memory_as_json(context: StepContext) -> dict[str, Any]:
 
 
 def adopt_memory(context: StepContext, saved: dict[str, Any]) -> None:
-    """Put in force what `memory_as_json` described, on another rank or before a resume."""
+    """Apply what `memory_as_json` returned on another rank or before a checkpoint."""
     vars(context.budget).update(saved["budget"])
     apply_settings(context, MemorySettings(saved["budget"]["budget_bytes"], **saved["remedies"]))
     context.active_remedies[:] = [ActiveRemedy(**remedy) for remedy in saved["standing"]]

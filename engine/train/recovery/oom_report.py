@@ -1,8 +1,8 @@
 """What is written about each allocation failure: the event `backoff`, and a report on what held the memory.
 
 The report lies in `oom/` of the run directory. It is written after recovery, from plain values taken at the moment of
-failure. It must never cost a run: reports are few, and a full disk leaves them out. The page that people read is made
-from it in `engine.journal.oom_page`.
+failure. It must never end a run: the number of reports is limited, and on a full disk they are left out. The page that
+people read is made from it in `engine.journal.oom_page`.
 
 Try: `tunedeck train -p demo -r demo`, then `tunedeck show last --oom`
 """
@@ -28,17 +28,17 @@ from engine.train.monitor.journal import Journal
 from engine.train.recovery.records import RankOom, RecoveredOom
 
 MOST_REPORTS = 20
-"""Of one engine process: a co-tenant that comes and goes all night must not fill the disk."""
+"""Limit for one engine process: a co-tenant that comes and goes all night must not fill the disk."""
 
 MOST_SNAPSHOTS = 3
-"""Of the allocator, which are megabytes each."""
+"""Limit for snapshots of the allocator, which are megabytes each."""
 
 
 def oom_reporter(
     journal: Journal, device: Device, reports: OomReports | None = None
 ) -> Callable[[RecoveredOom], None]:
-    """The function to call with each failure: it writes the event, a warning if the remedy changes what is learned, and
-    a report if there are `reports`."""
+    """Return the function to call with each failure: it writes the event, a warning if the remedy changes what is
+    learned, and a report if `reports` is given."""
 
     def report(recovered: RecoveredOom) -> None:
         oom, failure = recovered.oom, recovered.oom.failure
@@ -72,7 +72,7 @@ def oom_reporter(
 
 
 class OomReports:
-    """The writer of one engine process's reports."""
+    """Writes the reports of one engine process."""
 
     def __init__(self, directory: RunDirectory, device: Device, spec: Callable[[], RunSpec]) -> None:
         self._directory, self._device = directory, device
@@ -81,7 +81,8 @@ class OomReports:
         self._written = 0
 
     def write(self, recovered: RecoveredOom) -> str | None:
-        """Write a report; its path in the run directory, or None where there are enough, or no room on the disk."""
+        """Write a report; returns its path in the run directory, or None if the limit is reached or the disk is
+        full."""
         if self._written == MOST_REPORTS:
             return None
         folder, failure = self._directory.oom, recovered.oom.failure
@@ -137,9 +138,9 @@ def _remedy(recovered: RecoveredOom) -> dict[str, Any]:
 
 
 def suggested_fixes(spec: RunSpec, oom: RankOom) -> dict[str, Any]:
-    """What the memory prediction says of a failure: `plan` for the micro-batch's length under `spec`, and `avoided_by`,
-    changes of the recipe with the peak that each would have. Both are empty where host memory ran out, or where nothing
-    can be predicted."""
+    """What the memory prediction says about a failure. `plan`: the plan for the micro-batch's length under `spec`.
+    `avoided_by`: changes of the recipe that would avoid the failure, each with its predicted peak. Both are empty if
+    host memory ran out or nothing can be predicted."""
     nothing: dict[str, Any] = {"plan": {}, "avoided_by": []}
     if oom.failure.kind != "device":
         return nothing
@@ -180,7 +181,7 @@ def _micro_batch(micro_batch: MicroBatch | None) -> dict[str, int] | None:
 
 
 def _free(folder: Path, stem: str) -> Path:
-    """A file name that is not taken yet: a step may be repeated after a resume."""
+    """A path that is not taken yet: a step may be repeated after a resume."""
     path, number = folder / f"{stem}.json", 2
     while path.exists():
         path, number = folder / f"{stem}-{number}.json", number + 1

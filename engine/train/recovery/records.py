@@ -1,4 +1,4 @@
-"""The records of an allocation failure above the device: what happened on a rank, what was done, what stays on.
+"""Records of an allocation failure: what happened on a rank, what was done about it, and which remedies stay in force.
 
 Plain values. The failure itself, as the device reports it, is `engine.device.oom.OutOfMemory`.
 
@@ -19,16 +19,16 @@ TEXT_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class RankOom:
-    """An allocation failure on one rank, as every rank knows it."""
+    """An allocation failure on one rank, in the form that ranks exchange."""
 
     failure: OutOfMemory
     rank: int = 0
     micro_batch: MicroBatch | None = None
     """The micro-batch that was being computed; None outside micro-batches."""
     capacity_bytes: int = 0
-    """Of that rank's device."""
+    """Capacity of that rank's device."""
     elsewhere_bytes: int = 0
-    """Held on that device by other processes."""
+    """Bytes that other processes hold on that device."""
 
     @property
     def rows(self) -> int:
@@ -41,7 +41,8 @@ class RankOom:
         return self.micro_batch.cost_bytes if self.micro_batch else 0
 
     def as_json(self) -> dict[str, Any]:
-        """What the other ranks get: everything but the allocator's snapshot."""
+        """The record as JSON for other ranks: without the allocator's snapshot, and with a message of limited
+        length."""
         failure, held = self.failure, self.failure.held
         plain = asdict(replace(self, failure=replace(failure, held=None, text=failure.text[:TEXT_CHARACTERS])))
         plain["failure"]["held"] = held and {"components": held.components, "largest": held.largest}
@@ -49,7 +50,7 @@ class RankOom:
 
     @classmethod
     def from_json(cls, sent: dict[str, Any]) -> RankOom:
-        """The record that `as_json` described."""
+        """Rebuild a record from the result of `as_json`."""
         held, group = sent["failure"]["held"], sent["micro_batch"]
         breakdown = MemoryBreakdown(**held, snapshot=None) if held else None
         micro_batch = MicroBatch(tuple(group["members"]), group["length"], group["cost_bytes"]) if group else None
@@ -77,7 +78,7 @@ class RecoveredOom:
 
 @dataclass(frozen=True)
 class ActiveRemedy:
-    """A remedy that stays on, and what must be known to lift it again. Checkpoints keep these fields."""
+    """A remedy in force, and what is needed to lift it later. Checkpoints save these fields."""
 
     name: str
     before: Any
@@ -87,9 +88,9 @@ class ActiveRemedy:
     failed_bytes: int
     """Predicted cost of the micro-batch that failed."""
     room_bytes: int
-    """Room above the static level when it failed."""
+    """Bytes that were available for the step, beside weights and optimizer state, when it failed."""
     passing: bool
-    """Whether a co-tenant caused the failure, so that the remedy may be lifted later."""
+    """Whether the cause was temporary (a co-tenant, say), so that the remedy may be lifted later."""
     learned: dict[str, Any]
     """The micro-batch budget before the remedy, as JSON."""
     moved_bytes: int = 0

@@ -24,7 +24,7 @@ from engine.train.step.context import StepContext
 
 
 class StepComputation:
-    """The stages of a step; holds the loss, the norm and the peak of the attempt in progress."""
+    """The stages of a step, and the loss, gradient norm and memory peak of the attempt in progress."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -33,9 +33,9 @@ class StepComputation:
         self.in_flight: MicroBatch | None = None
         """The micro-batch being worked on; None outside forward and backward."""
         self.mean_loss = 0.0
-        """Over the step's target tokens; this rank's share of it until the ranks have met."""
+        """Mean over the step's target tokens; until `prepare_gradients`, only this rank's share of it."""
         self.grad_norm = 0.0
-        """Before clipping."""
+        """Norm of the gradients before clipping."""
         self.busy_seconds = 0.0
         self.data_wait_seconds = 0.0
         self.peak_bytes = 0
@@ -48,13 +48,14 @@ class StepComputation:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step's loss and gradients are numbers that can be learned from."""
+        """Whether the step's loss and gradient norm are finite."""
         return bool(np.isfinite(self.mean_loss) and np.isfinite(self.grad_norm))
 
     def accumulate(
         self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
     ) -> None:
-        """Accumulate the gradients of this rank's micro-batches, and its share of the step's loss in `mean_loss`."""
+        """Accumulate the gradients of this rank's micro-batches; sets `mean_loss` to this rank's share of the step's
+        loss."""
         began = time.perf_counter()
         # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
         total: torch.Tensor | None = None
@@ -70,7 +71,7 @@ class StepComputation:
         self.busy_seconds = time.perf_counter() - began
 
     def prepare_gradients(self, _plan: list[MicroBatch]) -> None:
-        """Make the gradients of all ranks ready to be summed; the step's loss is known from here on."""
+        """Prepare gradients to be summed over ranks, and sum `mean_loss` over ranks."""
         self.phase = "reduce"
         self.mean_loss = self.context.strategy.prepare_gradients(self.mean_loss)
 
@@ -116,7 +117,8 @@ class StepComputation:
         return loss.detach()
 
     def _dummy_micro_batch(self, step: int) -> None:
-        """Run the shortest sequence at zero weight, to join the collectives of a micro-batch that only others have."""
+        """Run the shortest sequence at zero weight, to join the collectives of a micro-batch that only other ranks
+        have."""
         context = self.context
         self.phase, self.in_flight = "forward", None
         batch = self._load(np.array([context.data.lengths.argmin()]))
@@ -125,7 +127,7 @@ class StepComputation:
 
     @contextmanager
     def _around(self, step: int, batch: Batch) -> Iterator[None]:
-        """Forward and backward of a micro-batch, with its dropout masks."""
+        """Context for forward and backward of a micro-batch: its dropout masks, and what the strategy needs."""
         context = self.context
         dropout_masks = keyed(
             self._dropouts,

@@ -1,4 +1,4 @@
-"""What a step works on, made once per run.
+"""The objects that a step works on, created once per run.
 
 Plain data: built by `engine.train.setup`, used by the step transaction, checkpoints and evaluation.
 """
@@ -27,7 +27,7 @@ from engine.train.strategy.base import Strategy
 
 @dataclass
 class StepContext:
-    """What the steps of a run share."""
+    """Objects and settings that all steps of a run use."""
 
     device: Device
     ranks: Ranks

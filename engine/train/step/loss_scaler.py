@@ -17,7 +17,7 @@ broken. torch's scaler would halve for ever."""
 
 @dataclass
 class LossScaler:
-    """`scale` multiplies the loss before backward; 1.0 and never moved when `enabled` is false."""
+    """`scale` multiplies the loss before backward; it is always 1.0 if `enabled` is false."""
 
     enabled: bool
     scale: float = 1.0
@@ -25,12 +25,12 @@ class LossScaler:
 
     @classmethod
     def start(cls, enabled: bool) -> LossScaler:
-        """A fresh scaler."""
+        """A scaler at its initial scale."""
         return cls(enabled, 2.0**16 if enabled else 1.0)
 
     @property
     def can_back_off(self) -> bool:
-        """Whether a smaller scale may make the gradients finite."""
+        """Whether the scale can be lowered, which may make the gradients finite."""
         return self.enabled and self.scale > SMALLEST_SCALE
 
     def overflowed(self) -> None:
@@ -44,5 +44,5 @@ class LossScaler:
             self.scale, self.clean_steps = self.scale * 2, 0
 
     def as_json(self) -> dict[str, Any]:
-        """The scaler's numbers, for a checkpoint."""
+        """The scaler's fields, for a checkpoint."""
         return asdict(self)

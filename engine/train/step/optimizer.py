@@ -21,7 +21,7 @@ from engine.train.step.optimizer_offload import HostState
 
 SNAPSHOT_LIMIT_BYTES = 512 * 2**20
 """Trainables plus state up to this size are copied to the host before a step that may allocate: 0.5 GiB takes about
-10 ms over PCIe 5 (64 GB/s, datasheet). Above it the last checkpoint is what a failed step goes back to."""
+10 ms over PCIe 5 (64 GB/s, datasheet). Above it a failed step goes back to the last checkpoint."""
 
 
 def build_optimizer(train: Train, named: Sequence[tuple[str, Parameter]]) -> torch.optim.Optimizer:
@@ -69,8 +69,8 @@ def allocate_state(
 
 
 def _allocate_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Parameter) -> None:
-    """Allocate one parameter's state, through the optimizer's own `_init_group` with a zero gradient, so shapes, dtypes
-    and devices are its own.
+    """Allocate one parameter's state, through the optimizer's own `_init_group` with a zero gradient, so that the
+    optimizer chooses shapes, dtypes and devices.
 
     SGD makes its momentum on the first step only: zeros there give that first step the same value.
     """
@@ -97,7 +97,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float
 def state_tensors(
     optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(`parameter name::state name`, tensor) of all tensor state, in a fixed order."""
+    """Yield (`parameter name::state name`, tensor) for all optimizer state that is a tensor, in a fixed order."""
     for name, parameter in named:
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
@@ -108,8 +108,9 @@ class StepGuard:
     """Makes `optimizer.step()` all or nothing.
 
     torch's fused AdamW and SGD allocate nothing once their state exists (a test counts), so for them no copy is taken.
-    Others are copied to the host first when small enough. What is left, a large model under an optimizer that
-    allocates, has no copy: `restore` returns False after a failure and the caller goes back to the last checkpoint.
+    For other optimizers, weights and state are copied to the host first if they are small enough. For a large model
+    under an optimizer that allocates there is no copy: `restore` returns False after a failure and the caller goes back
+    to the last checkpoint.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class StepGuard:
         self._copies: list[torch.Tensor] = []
         self._stepping = False
         self.steps = 0
-        """Taken and accepted in this process."""
+        """Steps taken and accepted in this process."""
         self._counters: list[float] = []
         self.read_counters()
 
@@ -135,22 +136,22 @@ class StepGuard:
         return self.takes_copy or self.never_allocates
 
     def read_counters(self) -> None:
-        """Remember the present step counters; call after state was read from a checkpoint."""
+        """Remember the current step counters; call after state was read from a checkpoint."""
         self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
 
     def prepare(self) -> None:
-        """Take the copies and the room that `step` needs; nothing has changed when that fails. With several ranks none
-        steps before all are prepared: what one has applied only a copy, or a checkpoint, takes back."""
+        """Copy weights and state if needed, and allocate the buffers that `step` needs; if this fails, nothing has
+        changed. No rank may step before all ranks are prepared, because only a copy or a checkpoint can undo a step."""
         self._copies = [self.device.download(tensor) for tensor in self._tensors()] if self.takes_copy else []
         self.host_state.make_room()
 
     def step(self) -> None:
-        """`optimizer.step()`. Call `prepare` before. Until `accept`, `restore` says whether it could be undone."""
+        """Call `optimizer.step()`; needs `prepare` first. Until `accept`, `restore` can try to undo the step."""
         self._stepping = True
         self.host_state.step()
 
     def accept(self) -> None:
-        """The step, if one was taken, is final: it went through on every rank."""
+        """Make the step, if one was taken, final, after it succeeded on every rank."""
         if self._stepping:
             self.steps += 1
             self._counters = [
@@ -160,11 +161,11 @@ class StepGuard:
         self._let_go()
 
     def restore(self) -> bool:
-        """Undo a step that raised, or that failed on another rank. True when weights and state are exactly as before
-        it; may be repeated.
+        """Undo a step that raised, or that failed on another rank. True if weights and state are exactly as before the
+        step; may be repeated.
 
-        Without a copy the step counters tell: fused optimizers advance them before they touch a weight, so
-        counters that stand where they stood mean that nothing was applied.
+        Without a copy the step counters decide: fused optimizers advance them before they change a weight, so if the
+        counters are unchanged, nothing was applied.
         """
         if self._stepping and self.takes_copy:
             with torch.no_grad():
@@ -191,7 +192,7 @@ class StepGuard:
         return now != self._counters
 
     def forget(self) -> None:
-        """Forget the failed step, after weights and state were read from a checkpoint."""
+        """Discard the copies and buffers of the failed step, after weights and state were read from a checkpoint."""
         self._let_go()
         self.read_counters()
 

@@ -19,7 +19,7 @@ from engine.budget.predict.static import STAGE_BYTES
 from engine.device.base import Device
 
 ALIGNMENT = 512
-"""Bytes: what the allocators align to, so that kernels meet the alignment that they are used to."""
+"""Bytes to which allocators align tensors; tensors in the staging buffer are aligned alike."""
 
 
 class HostState:
@@ -36,7 +36,8 @@ class HostState:
         return not any(state for state in self.optimizer.state.values())
 
     def move(self, *, to_host: bool) -> None:
-        """Move all state to the host, or back to the device. If memory runs out there, it stays on the host."""
+        """Move all state to the host, or back to the device. If memory runs out on the device, all state stays on the
+        host."""
         if to_host == self.on:
             return
         carry = self.device.download if to_host else self.device.upload
@@ -51,13 +52,14 @@ class HostState:
         self.on = to_host
 
     def make_room(self) -> None:
-        """Take the room that the coming step needs. Raises torch.OutOfMemoryError; nothing has changed then."""
+        """Allocate the staging buffer that the next step needs. Raises torch.OutOfMemoryError; nothing has changed
+        then."""
         if self.on and self._stage is None:
             most = max((sum(map(_room, self._tensors(batch))) for batch in self._batches()), default=0)
             self._stage = torch.empty(most, dtype=torch.uint8, device=self.device.torch_device)
 
     def step(self) -> None:
-        """`optimizer.step()`, and the room given back. Call `make_room` before."""
+        """Call `optimizer.step()`, then free the staging buffer. Call `make_room` before."""
         try:
             if not self.on:
                 self.optimizer.step()
@@ -74,7 +76,8 @@ class HostState:
 
     @contextmanager
     def _on_device(self, batch: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the batch's state is in the staging buffer; it is copied back only if the block raises nothing."""
+        """While the block runs, the batch's state is in the staging buffer; it is copied back to the host if the block
+        raises nothing."""
         assert self._stage is not None
         staged: list[tuple[dict[str, Tensor], str, Tensor, Tensor]] = []
         offset = 0
@@ -98,7 +101,7 @@ class HostState:
 
     @contextmanager
     def _only(self, batch: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the optimizer steps these parameters and no others."""
+        """While the block runs, the optimizer steps only the parameters in `batch`."""
         wanted = {id(parameter) for parameter in batch}
         groups = self.optimizer.param_groups
         before = [group["params"] for group in groups]
@@ -111,7 +114,8 @@ class HostState:
                 group["params"] = parameters
 
     def _batches(self) -> list[list[Tensor]]:
-        """Parameters whose state is at most STAGE_BYTES together; one with more stands alone."""
+        """Split the parameters into batches whose state takes at most STAGE_BYTES; a parameter with more state is a
+        batch of its own."""
         batches: list[list[Tensor]] = []
         room = 0
         for parameter in self.optimizer.state:

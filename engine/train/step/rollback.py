@@ -1,8 +1,8 @@
 """Restores random state and buffers, which a step changes beside weights, when the step is redone or not applied.
 
-Randomness is a function of (seed, step): it is set at the start of every attempt, so a retry, and a resume, draw what
-the undisturbed run drew. Buffers (BatchNorm statistics, router biases) are copied to the host before a step where they
-may have changed since the last copy.
+Randomness is a function of (seed, step): it is set at the start of every attempt, so a retry or a resume draws the same
+numbers as an undisturbed run. Buffers (BatchNorm statistics, router biases) are copied to the host before a step where
+they may have changed since the last copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Buffer:
 
     @property
     def moves(self) -> bool:
-        """Whether the buffer changed, or may have, since the model was loaded."""
+        """Whether the buffer may have changed since the model was loaded."""
         return self.changes_unseen or self.was_replaced or self.tensor._version != self.first_version
 
     def refresh(self, device: Device) -> None:
@@ -49,7 +49,7 @@ class _Buffer:
             self.copy, self.version = device.download(self.tensor), self.tensor._version
 
     def restore(self) -> None:
-        """Restore the tensor and its values."""
+        """Put the original tensor back into the module, with the copied values."""
         if self.copy is None:
             return
         self.module._buffers[self.key] = self.tensor
@@ -57,7 +57,8 @@ class _Buffer:
 
 
 class Rollback:
-    """State at the start of a step: `take` before it, `restore` as often as need be."""
+    """Restores buffers and random state as they were at the start of a step: `take` records them, `restore` may be
+    called repeatedly."""
 
     def __init__(self, model: torch.nn.Module, device: Device, seed: int) -> None:
         self.device, self.seed = device, seed
@@ -84,14 +85,15 @@ class Rollback:
         _seed_generators(self._drawn_from)
 
     def moving(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, live tensor) of the buffers that training changes, for checkpoints."""
+        """Yield (name, live tensor) for the buffers that training may have changed; checkpoints save them."""
         for buffer in self._buffers:
             tensor = buffer.module._buffers[buffer.key]
             if buffer.moves and tensor is not None:
                 yield buffer.name, tensor
 
     def load(self, saved: dict[str, torch.Tensor]) -> None:
-        """Restore the buffers that `moving` yielded. Raises KeyError for a name this model does not have."""
+        """Restore buffers that a checkpoint saved from `moving`. Raises KeyError for a name that this model does not
+        have."""
         known = {buffer.name: buffer for buffer in self._buffers}
         with torch.no_grad():
             for name, value in saved.items():
@@ -105,10 +107,10 @@ class Rollback:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed torch's generators of the host and of CUDA where it runs.
+    """Seed torch's random generators of the host, and of CUDA if it is in use.
 
-    `torch.manual_seed` also leaves a call and a stack trace in a list for every kind of device that is not in use: a
-    third of a millisecond a step, and memory that is never given back.
+    `torch.manual_seed` is not used, because for every kind of device that is not in use it also queues a call and a
+    stack trace, which takes a third of a millisecond a step and memory that is never freed.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -116,5 +118,6 @@ def _seed_generators(seed: int) -> None:
 
 
 def _mixed(seed: int, step: int) -> int:
-    """A 63-bit seed from two numbers, distant for neighbouring ones (a multiplicative hash, Knuth vol. 3, 6.4)."""
+    """A 63-bit seed from `seed` and `step`; neighbouring steps get distant seeds (a multiplicative hash, Knuth vol. 3,
+    6.4)."""
     return ((seed + 1) * 0x9E3779B97F4A7C15 ^ step * 0xBF58476D1CE4E5B9) & (2**63 - 1)

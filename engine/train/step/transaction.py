@@ -40,7 +40,8 @@ from engine.train.step.context import StepContext
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One finished step. `loss` is the mean over its target tokens; `applied` is false when nothing was learned."""
+    """One finished step. `loss` is the mean over its target tokens; `applied` is false if the weights were not
+    changed."""
 
     loss: float
     grad_norm: float
@@ -49,14 +50,14 @@ class StepOutcome:
     micro_batches: int
     micro_batch_rows: int
     samples: int
-    """Sequences that were learned from, or held nothing to learn."""
+    """Sequences that were trained on, or had no target tokens."""
     data_wait_seconds: float
     applied: bool
     costliest: MicroBatch | None = None
     """This rank's costliest micro-batch."""
     overflowed: bool = False
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """What each rank says of the step; empty in a run of one process."""
+    """Each rank's measurements of the step; empty in a run of one process."""
 
 
 class CheckpointReloadRequired(Exception):
@@ -64,11 +65,11 @@ class CheckpointReloadRequired(Exception):
 
 
 Stage = Callable[[list[MicroBatch]], None]
-"""A part of a step, over this rank's micro-batches."""
+"""A part of a step; its argument is this rank's plan of micro-batches."""
 
 
 Tried = list[tuple[int, str]]
-"""In an optimizer step: the ranks whose failures were acted upon, and the remedies."""
+"""For each failed attempt at a step: the rank whose failure was acted upon, and the remedy."""
 
 
 class StepTransaction:
@@ -121,9 +122,9 @@ class StepTransaction:
         )
 
     def probe(self, step: int, samples: NDArray[np.int64]) -> None:
-        """Run the costliest micro-batch that `samples` allow, forward and backward, and drop its gradients.
+        """Run the most expensive micro-batch that `samples` allow, forward and backward, and drop its gradients.
 
-        What would run out of memory hours later does so now, and the budget is learned before the first step.
+        A shortage of memory that would show hours later shows now, and the budget is learned before the first step.
         """
         own_samples = self._share(samples)
 
@@ -157,7 +158,8 @@ class StepTransaction:
     def _run_with_recovery(
         self, step: int, samples: NDArray[np.int64], stages: Sequence[Stage], phase_prefix: str = ""
     ) -> list[MicroBatch]:
-        """Plan and run `stages` over this rank's `samples` until memory suffices on all ranks; returns the plan."""
+        """Plan and run `stages` over this rank's `samples`, repeated with remedies until no rank runs out of memory;
+        returns the last plan."""
         context = self.context
         tried: Tried = []
         retry_on_oom(lambda: context.rollback.take(step), "snapshot", context.device, self._reporter(step))
@@ -189,7 +191,7 @@ class StepTransaction:
         return int(self.context.data.target_counts[samples].sum())
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the step's samples that this rank works on."""
+        """The samples of the step that this rank works on."""
         return samples[self.context.strategy.assign_samples(self.context.data.lengths[samples])]
 
     def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[RankOom]:
@@ -233,8 +235,8 @@ class StepTransaction:
         return True
 
     def _recover(self, step: int, failed: Sequence[RankOom], attempts: int) -> None:
-        """After a failure, outside its handler: nothing of the attempt stays alive and all state is as before it, on
-        every rank. Memory may run out in here, too; each part of it may be repeated.
+        """Free the tensors of a failed attempt and restore all state as it was before, on every rank. Called outside
+        the exception handler, which would keep tensors in memory. If memory runs out here, too, it is repeated.
 
         Raises:
             CheckpointReloadRequired: the optimizer step cannot be undone, here or elsewhere.
@@ -269,8 +271,8 @@ class StepTransaction:
         return memory_breakdown(self.context.loaded, self.context.guard, self.context.device)
 
     def _back_off(self, step: int, failed: Sequence[RankOom], tried: Tried) -> str:
-        """Change the memory settings on all ranks, as the rank with the smallest failed micro-batch chooses; the name
-        of the remedy."""
+        """Change the memory settings on all ranks, by the remedy that the rank with the cheapest failed micro-batch
+        chooses; returns the remedy's name."""
         context, smallest = self.context, smallest_failed(failed)
         # A passing shortage on one device says nothing about another, so each rank has retries of its own.
         remedy = back_off(context, smallest, [name for rank, name in tried if rank == smallest.rank])

@@ -29,7 +29,8 @@ from engine.train.strategy.checkpoint_storage import CheckpointStorage, LocalSto
 
 
 class Strategy(ABC):
-    """How the ranks of a run share it. The methods do what a rank does by itself; subclasses add what takes others."""
+    """How the ranks of a run share its work. The methods here involve this rank alone; subclasses override those that
+    need other ranks."""
 
     ranks_per_sample = 1
     """Ranks that share each sequence."""
@@ -44,7 +45,8 @@ class Strategy(ABC):
         """What the optimizer updates on this rank."""
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
-        """Positions in `lengths`, one for each sample of the step, that this rank works on."""
+        """Positions in `lengths`, which has one entry for each sample of the step, of the samples that this rank works
+        on."""
         return assign_samples(lengths, self.ranks.size)[self.ranks.rank]
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
@@ -52,7 +54,7 @@ class Strategy(ABC):
         return plan
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Run one stage of a step; where it holds collectives, it ends on all ranks when another rank fails in it."""
+        """Run one stage of a step. If the stage contains collectives and fails on one rank, it ends on all of them."""
         stage()
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
@@ -60,23 +62,24 @@ class Strategy(ABC):
         return batch
 
     def micro_batch(self) -> AbstractContextManager[None]:
-        """Around forward and backward of every micro-batch."""
+        """Context manager around forward and backward of every micro-batch."""
         return nullcontext()
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch that `pad_plan` added."""
+        """Context manager around forward and backward of a micro-batch that `pad_plan` added."""
         return nullcontext()
 
     @abstractmethod
     def prepare_gradients(self, loss: float) -> float:
-        """Agree on which parameters have a gradient, and make room for them; returns the sum of all ranks' `loss`."""
+        """Agree on which parameters have a gradient on any rank, and allocate missing ones; returns the sum of all
+        ranks' `loss`."""
 
     @abstractmethod
     def sync_gradients(self) -> None:
         """Make every gradient the sum over all ranks. Allocates nothing."""
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient by `factor`."""
         torch._foreach_mul_(self._gradients(), factor)
 
     def clip_gradients(self, max_norm: float) -> float:
@@ -92,23 +95,24 @@ class Strategy(ABC):
             parameter.grad = None
 
     def recover(self) -> None:
-        """Put the model in order after a failed attempt at a step. Allocates nothing.
+        """Restore the model's internal state after a failed attempt at a step. Allocates nothing.
 
         Raises:
-            LostRankError: that takes a restart of all ranks.
+            LostRankError: recovery needs a restart of all ranks.
         """
         return
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """What writes weights and the state of `optimizer` into checkpoints, and reads it. All ranks make one."""
+        """The object that writes weights and the state of `optimizer` into checkpoints and reads the state back. All
+        ranks call this."""
         return LocalStorage(self.loaded, optimizer)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Around forward passes on all ranks that no backward follows."""
+        """Context manager around forward passes on all ranks that no backward follows."""
         return nullcontext()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
-        """Where no rank can evaluate alone, have all ranks take part in rank 0's evaluation of `data`."""
+        """If no rank can evaluate alone, make all ranks take part in rank 0's evaluation of `data`."""
         return
 
     def evaluation_cost(self, cost: Cost) -> Cost:
@@ -120,12 +124,12 @@ class Strategy(ABC):
 
 
 class SingleDevice(Strategy):
-    """One process holds everything and learns from every sample."""
+    """The strategy of one process, which holds the whole model and trains on every sample."""
 
     def prepare_gradients(self, loss: float) -> float:
-        """The same loss: there is no other rank."""
+        """Return `loss` unchanged: there is no other rank."""
         return loss
 
     def sync_gradients(self) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
         return

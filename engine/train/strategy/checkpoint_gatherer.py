@@ -34,7 +34,8 @@ from engine.train.strategy.checkpoint_storage import OPTIMIZER_FOLDER, read_part
 
 
 class CheckpointGatherer:
-    """Gathers what a checkpoint holds. Every rank makes one; rank 0 requests what the others do."""
+    """Gathers weights on rank 0 for a checkpoint, and has every rank write its optimizer state. Every rank creates one;
+    rank 0 requests what the others do."""
 
     def __init__(
         self, loaded: LoadedModel, optimizer: torch.optim.Optimizer, ranks: Ranks, sharded: ShardedModel
@@ -49,7 +50,7 @@ class CheckpointGatherer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """On rank 0: inside, `LoadedModel.save` finds whole weights in host memory."""
+        """On rank 0: context in which `LoadedModel.save` finds whole weights, gathered in host memory."""
         self._asked("gather")
         self._loaded.stage = self._staged
         try:
@@ -59,11 +60,12 @@ class CheckpointGatherer:
             self._wholes.clear()
 
     def write_optimizer(self, checkpoint: Path) -> None:
-        """On rank 0: every rank writes its part of the optimizer state. Raises OSError: a full disk."""
+        """On rank 0: have every rank write its part of the optimizer state. Raises OSError, for example on a full
+        disk."""
         self._asked("write_optimizer", folder=str(checkpoint / OPTIMIZER_FOLDER))
 
     def read_optimizer(self, checkpoint: Path) -> None:
-        """On all ranks: each reads its part of the state, whoever wrote it."""
+        """On all ranks: load this rank's part of the optimizer state, from files of any number of ranks."""
         with self._device.host_region(), torch.no_grad():
             read_parts(checkpoint, self._as_parts_of_wholes(), on_all_ranks=True)
 
@@ -86,7 +88,8 @@ class CheckpointGatherer:
             self._problem = MemoryError(smallest_failed(failed).failure.text)
 
     def _wanted(self) -> Iterator[tuple[int, Tensor]]:
-        """(address here, tensor) of everything that is saved: adapters, and the base where it exists nowhere else."""
+        """Yield (data pointer of this rank's part, parameter) for each parameter to save: the trainable ones, or all of
+        them in full fine-tuning or if the base model is stored nowhere else."""
         everything = self._loaded.kind == "model" or not self._loaded.base_exists_elsewhere
         for _, parameter in self._loaded.model.named_parameters():
             if everything or parameter.requires_grad:
@@ -104,12 +107,12 @@ class CheckpointGatherer:
             try:
                 save(state, storage_writer=writer)
             except CheckpointException as error:
-                # Told to all ranks by torch; rank 0 decides what is done about it.
+                # torch raises this on all ranks; rank 0 decides what to do about it.
                 self._problem = next(iter(error.failures.values()))[0]
 
     def _as_parts_of_wholes(self, host_mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-        """Optimizer state by name, the tensors that belong to a part of a parameter as parts of a whole: copies on the
-        host with `host_mesh`, else the live tensors."""
+        """Optimizer state by name. State of a part of a parameter becomes a DTensor with the parameter's full shape: on
+        copies in host memory with `host_mesh`, else on the live tensors."""
         wholes = self._sharded.full_parameters().values()
         state: dict[str, Tensor] = {}
         for (name, part), whole in zip(self._loaded.trainable(), wholes, strict=True):

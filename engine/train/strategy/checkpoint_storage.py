@@ -1,8 +1,8 @@
-"""How weights and optimizer state get into a checkpoint and how the state comes back, where one rank holds all of them.
+"""Writes weights and optimizer state into checkpoints and reads the state back, where one rank holds all of it.
 
 Optimizer state of one process is one file, `optimizer.safetensors`; that of weights spread over ranks is a folder,
-`optimizer/`, to which every rank writes (`engine.train.strategy.checkpoint_gatherer`). Either is read whichever way the
-run goes on.
+`optimizer/`, to which every rank writes (`engine.train.strategy.checkpoint_gatherer`). Both forms can be read by a
+resumed run on any number of ranks.
 
 Try: `pytest tests/train/test_resume.py tests/distributed/test_sharded_runs.py`
 """
@@ -31,41 +31,43 @@ OPTIMIZER_FOLDER = "optimizer"
 
 
 class CheckpointStorage(Protocol):
-    """Writes weights and optimizer state on rank 0, with the help of the other ranks where it takes them."""
+    """Writes weights and optimizer state into checkpoints and reads the state back. Rank 0 writes, with the help of the
+    other ranks if they hold parts."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """On rank 0: inside, `LoadedModel.save` finds whole weights."""
+        """On rank 0: context in which `LoadedModel.save` finds whole weights."""
 
     def write_optimizer(self, checkpoint: Path) -> None:
-        """On rank 0: write the optimizer state into the folder of a checkpoint. Raises OSError: a full disk."""
+        """On rank 0: write the optimizer state into the folder of a checkpoint. Raises OSError, for example on a full
+        disk."""
 
     def read_optimizer(self, checkpoint: Path) -> None:
-        """On all ranks: read the state that `write_optimizer` wrote, of any number of ranks, into the optimizer.
+        """On all ranks: load into the optimizer the state that `write_optimizer` wrote, on any number of ranks.
 
         Raises:
-            UsageError: it is that of other parameters.
+            UsageError: the saved state belongs to other parameters.
         """
 
 
 class LocalStorage:
-    """For a process that holds whole weights and the whole optimizer state."""
+    """The checkpoint storage of a process that holds whole weights and the whole optimizer state."""
 
     def __init__(self, loaded: LoadedModel, optimizer: torch.optim.Optimizer) -> None:
         self._loaded, self._optimizer = loaded, optimizer
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Weights are whole already."""
+        """Do nothing: weights are whole already."""
         return nullcontext()
 
     def write_optimizer(self, checkpoint: Path) -> None:
-        """Write the state into one file."""
+        """Write the optimizer state into one file."""
         device = self._loaded.device
         with device.host_region():
             tensors = {name: device.staged(tensor) for name, tensor in self._state().items()}
             save_file(tensors, checkpoint / OPTIMIZER_FILE)
 
     def read_optimizer(self, checkpoint: Path) -> None:
-        """Read the state from one file, or from the parts that ranks wrote."""
+        """Load the optimizer state from one file, or from a folder to which several ranks wrote."""
         if (checkpoint / OPTIMIZER_FOLDER).is_dir():
             with self._loaded.device.host_region():
                 read_parts(checkpoint, self._state(), on_all_ranks=False)
@@ -86,11 +88,11 @@ def read_parts(checkpoint: Path, present: dict[str, Tensor], *, on_all_ranks: bo
     """Read a checkpoint's optimizer state, in one file or many, into the tensors of `present`.
 
     Raises:
-        UsageError: it is that of other parameters.
+        UsageError: the saved state belongs to other parameters.
     """
     folder = checkpoint / OPTIMIZER_FOLDER
     reader = HuggingFaceStorageReader(str(folder if folder.is_dir() else checkpoint))
-    # Beside the state of a run on one device lie its buffers.
+    # A checkpoint of a run on one device has its buffers in the same folder.
     saved = {name for name in reader.read_metadata().state_dict_metadata if "::" in name}
     require_same_parameters(checkpoint, saved, set(present))
     with torch.no_grad():
@@ -98,7 +100,8 @@ def read_parts(checkpoint: Path, present: dict[str, Tensor], *, on_all_ranks: bo
 
 
 def require_same_parameters(checkpoint: Path, saved: set[str], present: set[str]) -> None:
-    """Raise UsageError unless the names of the saved optimizer state are those of the present one."""
+    """Raise UsageError unless `saved` and `present`, the names of the saved and the current optimizer state, are
+    equal."""
     if saved != present:
         raise UsageError(
             f"checkpoint {checkpoint.name} holds optimizer state for other parameters",

@@ -1,4 +1,4 @@
-"""Chooses the strategy of a run and loads the model in the way that it takes.
+"""Chooses the strategy of a run and loads the model as that strategy needs it.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded --set parallel.sequence=2`
 """
@@ -33,7 +33,8 @@ def load_strategy(
 ) -> Strategy:
     """The strategy that the profile asks for, with the model and its loss. All ranks call it.
 
-    `report` is told of allocation failures that all ranks know of, `report_retry` of those of this rank alone.
+    `report` is called with allocation failures that all ranks know of, `report_retry` with those that only this rank
+    knows of.
 
     Raises:
         MemoryExhaustedError: memory ran out again and again.

@@ -1,7 +1,7 @@
 """Loads the model of a run whose ranks each hold a part of the weights.
 
-Rank 0 reads or makes the model in its host memory and spreads it, group by group; the others build the same model
-without memory.
+Rank 0 loads or initialises the model in its host memory and distributes it group by group; the other ranks build the
+same model from meta tensors.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
 """
@@ -44,14 +44,14 @@ def load_sharded(
     report: Callable[[RecoveredOom], None],
     report_retry: Callable[[OutOfMemory, str, int], None],
 ) -> Sharded:
-    """The model in shards and its loss; begun anew on all ranks where memory runs out on one, a few times.
+    """Load the model in shards, with its loss. If memory runs out on one rank, all ranks start again, a few times.
 
-    `report` is told of failures that all ranks know of, `report_retry` of those of this rank alone.
+    `report` is called with failures that all ranks know of, `report_retry` with those that only this rank knows of.
 
     Raises:
         MemoryExhaustedError: memory ran out each time.
-        UsageError, EnvironmentProblem: see `load_model`; on rank 0.
-        EnvironmentProblem: torch is too old for shards; on all of them.
+        UsageError, EnvironmentProblem: see `load_model`; raised on rank 0.
+        EnvironmentProblem: torch is too old for shards; raised on all ranks.
         LostRankError: another rank could not go on.
     """
     require_shards()
@@ -82,7 +82,7 @@ def _built(
     ranks: Ranks,
     report_retry: Callable[[OutOfMemory, str, int], None],
 ) -> LoadedModel:
-    """The whole model in rank 0's host memory, without memory elsewhere."""
+    """The whole model in host memory on rank 0, the same model of meta tensors on the other ranks."""
     read: list[LoadedModel] = []
 
     def read_first() -> None:

@@ -19,7 +19,7 @@ from engine.train.strategy.base import Strategy
 
 
 class Replicated(Strategy):
-    """Ranks that are replicas of each other."""
+    """The strategy in which every rank holds the whole model."""
 
     def __init__(
         self,
@@ -29,7 +29,8 @@ class Replicated(Strategy):
         device: Device,
         report_retry: Callable[[OutOfMemory, str, int], None],
     ) -> None:
-        """Give every rank rank 0's trainable weights and buffers, and allocate the buffer that gradients are summed in.
+        """Copy rank 0's trainable weights and buffers to every rank, and allocate the buffer in which gradients are
+        summed.
 
         Raises:
             MemoryExhaustedError: there is no room for the buffer.
@@ -40,12 +41,13 @@ class Replicated(Strategy):
         self._all_reduce = retry_on_oom(lambda: GradientAllReduce(self.parameters), "load", device, report_retry)
 
     def prepare_gradients(self, loss: float) -> float:
-        """Zeros for the gradients that only other ranks have."""
+        """Give a zero gradient to parameters that have one only on other ranks; returns the sum of all ranks'
+        `loss`."""
         missing = self._all_reduce.agree()
         total: float = sum(self.ranks.all_gather_object(loss))
         self._all_reduce.fill(missing)
         return total
 
     def sync_gradients(self) -> None:
-        """One all-reduce for each bucket of gradients."""
+        """Sum gradients over ranks, with one all-reduce for each bucket."""
         self._all_reduce.sum()

@@ -28,13 +28,14 @@ from engine.train.strategy.checkpoint_storage import CheckpointStorage
 
 
 class SequenceParallel(Strategy):
-    """`inner` with each sequence shared by `parallel.sequence` ranks."""
+    """Wraps the strategy `inner` so that `parallel.sequence` ranks share each sequence."""
 
     def __init__(self, inner: Strategy, spec: RunSpec) -> None:
-        """Make the groups of ranks, and see that the model computes the same with them. All ranks call it.
+        """Make the groups of ranks, and check that sharing sequences leaves the model's result unchanged. All ranks
+        call it.
 
         Raises:
-            UsageError: the model computes something else when its sequences are shared.
+            UsageError: the model's result changes when sequences are shared.
         """
         super().__init__(inner.loaded, inner.loss, inner.ranks)
         self.inner, self._spec = inner, spec
@@ -46,62 +47,63 @@ class SequenceParallel(Strategy):
         self.voted_group = self._votes = self._attention.group.voted_group
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
-        """The samples of this rank's group."""
+        """Positions in `lengths` of the samples that this rank's group works on."""
         groups = self.ranks.size // self.ranks_per_sample
         return assign_samples(lengths, groups)[self.ranks.rank // self.ranks_per_sample]
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Attention holds collectives, which the ranks of the group vote on."""
+        """Run one stage of a step. Ranks vote before each exchange in attention, so that a failure on one rank ends the
+        stage on all that share its exchanges."""
         self._votes.run_together(stage)
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
-        """This rank's positions of every row."""
+        """The positions of every row that this rank computes."""
         return self._attention.slice_of(batch, pad_id=pad_id)
 
     def micro_batch(self) -> AbstractContextManager[None]:
-        """Attention exchanges heads for positions."""
+        """Context in which attention exchanges heads for positions with the other ranks of the group."""
         return self._attention.installed()
 
     def evaluation_cost(self, cost: Cost) -> Cost:
-        """Evaluation runs whole sequences."""
+        """The cost on one device: in evaluation sequences are not shared between ranks."""
         return cost_on_one_device(self._spec)
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         return self.inner.pad_plan(plan)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         return self.inner.dummy_micro_batch()
 
     def prepare_gradients(self, loss: float) -> float:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         return self.inner.prepare_gradients(loss)
 
     def sync_gradients(self) -> None:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         self.inner.sync_gradients()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         return self.inner.clip_gradients(max_norm)
 
     def drop_gradients(self) -> None:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         self.inner.drop_gradients()
 
     def recover(self) -> None:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         self.inner.recover()
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         return self.inner.checkpoint_storage(optimizer)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         return self.inner.forward_only()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
-        """The inner strategy's."""
+        """Delegate to the inner strategy."""
         self.inner.join_evaluation(context, data)

@@ -1,7 +1,7 @@
 """The strategy "sharded": every rank holds a part of the weights, of their gradients and of the optimizer state.
 
-Every pass gathers weights on all ranks, so all of them run as many micro-batches, evaluate together and save together.
-How a model is loaded in this way is in `engine.train.strategy.load_sharded`, how torch shards it in
+Every pass gathers weights on all ranks, so all ranks run the same number of micro-batches, evaluate together and save
+together. How a model is loaded in this way is in `engine.train.strategy.load_sharded`, how torch shards it in
 `engine.distributed.sharded`.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
@@ -32,7 +32,7 @@ NORM_EPSILON = 1e-6
 
 
 class Sharded(Strategy):
-    """Ranks that each hold a part of the weights."""
+    """The strategy in which every rank holds a part of the weights."""
 
     all_ranks_save = True
 
@@ -44,29 +44,31 @@ class Sharded(Strategy):
         self.voted_group = self._votes = votes
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """As many micro-batches as the rank with most of them has."""
+        """Append dummy micro-batches until this rank has as many micro-batches as the rank with most."""
         return plan + [DUMMY_MICRO_BATCH] * (max(self.ranks.all_gather_object(len(plan))) - len(plan))
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Each gathering of weights is voted on."""
+        """Run one stage of a step. Ranks vote before each collective on weights and gradients, so that a failure on one
+        rank ends the stage on all."""
         self._votes.run_together(stage)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Its gradients, all zero, do not count as present."""
+        """Context for a dummy micro-batch: its zero gradients do not count as present."""
         return self.model.dummy_micro_batch()
 
     def prepare_gradients(self, loss: float) -> float:
-        """Gradients were summed during backward; this gives each part that has one on any rank its own."""
+        """Assign to each local part its part of the gradients that backward summed over ranks; returns the sum of all
+        ranks' `loss`."""
         total: float = sum(self.ranks.all_gather_object(loss))
         self.model.sync_gradients()
         return total
 
     def sync_gradients(self) -> None:
-        """They were summed during backward."""
+        """Do nothing: gradients were summed over ranks during backward."""
         return
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip to the norm over all parts on all ranks."""
+        """Clip gradients by their norm over all parts on all ranks; returns this norm."""
         gradients = self._gradients()
         norm = self.model.global_norm(float(torch.nn.utils.get_total_norm(gradients)))
         if max_norm and norm > max_norm and gradients:
@@ -79,17 +81,17 @@ class Sharded(Strategy):
         self.model.drop_gradients()
 
     def recover(self) -> None:
-        """Free what the failed attempt had gathered or left in flight."""
+        """Free the weights and gradients that a failed attempt gathered, computed or left in flight."""
         self.model.recover()
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """Weights are gathered on rank 0; every rank writes its part of the optimizer state."""
+        """A storage that gathers weights on rank 0 and has every rank write its part of the optimizer state."""
         return CheckpointGatherer(self.loaded, optimizer, self.ranks, self.model)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Weights are dropped after their use."""
+        """Context for forward passes without a backward: gathered weights are freed after use."""
         return self.model.forward_only()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
-        """Every rank runs the passes that rank 0 asks for."""
+        """Make every rank run the forward passes that rank 0 requests."""
         CollectiveEvaluation(context, data, self.ranks, self.model)
