@@ -1,1 +1,1 @@
-"""The Textual console. Imports light rooms of the engine only: no torch in its process, ever."""
+"""The Textual console. Imports only those parts of the engine that do not import torch."""

@@ -74,7 +74,7 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen(HOME)
 
     def open_screen(self, name: str, argument: object = None) -> None:
-        """Show a screen of the table. A kept screen replaces all that are open; any other is put on top of them."""
+        """Show a screen of `tui.screens.table`. A kept screen replaces all open screens; others are put on top."""
         row = screen_row(name)
         screen = self._get_or_create(row)
         screen.set_argument(argument)
@@ -124,7 +124,7 @@ class TunedeckApp(SequentialKeysApp):
         self.open_screen(name)
 
     def action_help_quit(self) -> None:
-        """Name the key that leaves, when Ctrl-C is pressed. Ctrl-C itself ends nothing."""
+        """Show which key leaves the console when Ctrl-C is pressed, because Ctrl-C does not."""
         self.show_message("q leaves the console; training goes on")
 
     def show_message(self, text: str, style: str = "") -> None:
@@ -149,7 +149,7 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen(self._visited[-1] if self._visited else HOME)
 
     def do_leave(self) -> None:
-        """Leave the console. Engine processes go on."""
+        """Leave the console. Engine processes continue."""
         self.exit()
 
     def do_palette(self) -> None:

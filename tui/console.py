@@ -22,7 +22,7 @@ class Console(Protocol):
     ascii_only: bool
 
     def open_screen(self, name: str, argument: object = None) -> None:
-        """Show a screen of the table; `argument` is handed to it."""
+        """Show a screen of `tui.screens.table`; `argument` is passed to its `set_argument`."""
 
     def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
         """Start an engine process on a run and show a message; False when it cannot be started."""

@@ -37,7 +37,7 @@ def budget_lines(
     evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, width: int, height: int,
     *, letters: bool, ascii_only: bool,
 ) -> list[Content]:  # fmt: skip
-    """Exactly `height` lines. While `evaluated` has no plan, the plan of `last_valid` is shown, muted.
+    """The budget as exactly `height` lines; if `evaluated` has no plan, the plan of `last_valid`, muted.
 
     `letters` writes the component's letter into every cell of the bars.
     """
@@ -72,8 +72,8 @@ def _bar_labels(evaluated: EvaluatedChoice, max_bars: int) -> list[str]:
 
 
 def status_line(evaluated: EvaluatedChoice, *, ascii_only: bool) -> Content:
-    """The first that applies: what keeps the run from starting, a notice, the remedies that make it fit, how the batch
-    is divided."""
+    """The status line. It shows the first that applies: why the run cannot start, a notice, the remedies that make it
+    fit, how the batch is divided."""
     plan, split = evaluated.plan, evaluated.batch_split
     if evaluated.problems:
         more = f" (and {len(evaluated.problems) - 1} more)" if len(evaluated.problems) > 1 else ""
@@ -93,7 +93,7 @@ def status_line(evaluated: EvaluatedChoice, *, ascii_only: bool) -> Content:
 
 
 def decimal_bytes(count: int) -> str:
-    """Bytes for a reader: MiB below 10 GiB, else GiB."""
+    """Format bytes as text: in MiB below 10 GiB, else in GiB."""
     return f"{count / 2**20:,.1f} MiB" if abs(count) < 10 * 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
@@ -185,7 +185,7 @@ def verdict_text(verdict: str, *, ascii_only: bool) -> Content:
 
 
 def verdict_line(plan: Plan, width: int, *, ascii_only: bool) -> Content:
-    """The verdict, the predicted peak of the capacity, what is left or missing, and the phase that has the peak."""
+    """The verdict, the predicted peak and the capacity, the bytes left or missing, and the phase with the peak."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     left = f"{decimal_bytes(abs(margin))} {'left' if margin >= 0 else 'missing'}"
     phase = PHASES.get(plan.prediction.deciding_phase, plan.prediction.deciding_phase)

@@ -17,7 +17,7 @@ from tui.launch.fields import DEVICES, NAME, overrides_from, row_of_key
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen profile and recipe, as names or paths, and the values typed over theirs."""
+    """The chosen profile and recipe, as names or paths, and the values that the user typed to override theirs."""
 
     profile: str
     recipe: str
@@ -33,7 +33,7 @@ class Choice:
 
     @property
     def options(self) -> dict[str, str]:
-        """The values of the two fields that are command-line flags and no keys of a file."""
+        """The values of --devices and --name, the two fields that are flags and not keys of a file."""
         return {DEVICES: self.devices, NAME: self.name}
 
     def with_field(self, row: str, text: str) -> Choice:

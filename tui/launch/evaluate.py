@@ -88,12 +88,12 @@ class BatchSplit(NamedTuple):
 
     @property
     def formula(self) -> str:
-        """In numbers: 8 × 4 × 1 = 32."""
+        """The split in numbers: 8 × 4 × 1 = 32."""
         return f"{self.micro_batch} × {self.accumulation} × {self.devices} {self._equals} {self.batch}"
 
     @property
     def sentence(self) -> str:
-        """In words."""
+        """The split in words."""
         return (
             f"{self.micro_batch} micro-batch × {self.accumulation} accumulation × {self.devices} device"
             f"{'s' * (self.devices > 1)} {self._equals} {self.batch} sequences per step"
@@ -150,7 +150,7 @@ def _field_problem(problem: str) -> FieldProblem:
 
 
 def _unsupported(spec: RunSpec) -> list[FieldProblem]:
-    """Combinations that this version refuses, and runs over several machines, which the console cannot start."""
+    """Problems of settings that this version refuses, and of runs over several machines, which cannot start here."""
     try:
         refuse_unsupported(spec)
     except SpecError as error:
@@ -165,7 +165,7 @@ def _unsupported(spec: RunSpec) -> list[FieldProblem]:
 
 
 def _missing_data(spec: RunSpec) -> list[FieldProblem]:
-    """Data files that do not exist. The engine itself would notice only after it has loaded the model."""
+    """A problem for each data file that does not exist. The engine would notice only after loading the model."""
     paths = [(source.name, source.path) for source in spec.recipe.data.sources if source.enabled and source.path]
     return [FieldProblem(SOURCES + name, f"{NO_FILE}{path}") for name, path in paths if not _may_exist(path)]
 

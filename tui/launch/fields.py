@@ -107,8 +107,8 @@ def field_rows(
 ) -> list[FieldRow]:  # fmt: skip
     """Every row, for a spec that was resolved with these overrides; `options` are --devices and --name.
 
-    Keys with an override, an option or a problem always get a row. Without a spec these rows and the one for any other
-    key are all: enough to correct the mistake.
+    Keys with an override, an option or a problem always get a row. If `spec` is None, because it has errors, only these
+    rows and the row for typing any other key are returned.
     """
     needed = dict.fromkeys([*overrides, *with_problems, *(key for key, value in options.items() if value)])
     rows = [row for field in FIELDS for row in _rows_of_field(field, spec, overrides, options, cwd, needed)]

@@ -1,4 +1,4 @@
-"""The Launch screen's state: the choice, its evaluation, the changes before it, and the profile and recipe files.
+"""The Launch screen's state: the choice, its evaluation, earlier choices for undo, and the profile and recipe files.
 
 The screen calls the methods that change the choice; each ends in `_evaluate`. The widgets are given one
 `LaunchSnapshot`. Nothing here draws. `tui.launch.evaluate` says what a choice means.
@@ -176,7 +176,7 @@ class LaunchState:
         self._evaluate()
 
     def _file_value(self, without: Choice, key: str) -> str | None:
-        """A field's value without its override. Kept, because it is asked for at every letter typed there."""
+        """A field's value without its override; cached, because it is needed for every letter typed into the field."""
         if self._file_values is None or self._file_values[0] != without:
             spec = evaluate_choice(without).spec
             rows = field_rows(spec, without.overrides, without.options, working_directory()) if spec is not None else []

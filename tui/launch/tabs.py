@@ -40,7 +40,7 @@ class TabContents:
         return {FIXES: self._fix_lines, SAMPLES: self._sample_lines, COMMAND: self._command_lines}[tab](width)
 
     def _fix_lines(self, width: int) -> list[Content]:
-        """The advice. That of the choice before stays until there is new: a list that flickers cannot be read."""
+        """The advice as lines. Until it is computed, the advice for the previous choice is shown, to avoid flicker."""
         advice = self._state.advice()
         if self._state.evaluated.plan is None:
             self._fixes = []

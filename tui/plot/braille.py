@@ -27,7 +27,7 @@ ROWS_PER_TICK = 3
 
 @dataclass(frozen=True)
 class PlotCurve:
-    """One curve with a column for each dot: two for each cell of the plot's width."""
+    """One curve as dot columns; each cell of the plot is two dot columns wide."""
 
     columns: Sequence[PlotColumn | None]
     style: str

@@ -44,7 +44,7 @@ class RunCurve:
         return self._series[axis]
 
     def read_more(self, *, seconds: float) -> bool:
-        """Read what was added, for about this long; whether anything changed."""
+        """Read what was added to the journal, for about `seconds`; returns whether anything changed."""
         deadline, count, before = time.monotonic() + seconds, 0, self.read_error
         try:
             for count, line in enumerate(self._tail.lines(), 1):
@@ -86,8 +86,10 @@ class RunCurve:
             self._places, self._losses = [], []
 
     def _cut_after(self, step: float) -> None:
-        """Remove the steps after this one, which a resumed run repeats. All axes have the same points in the same
-        buckets, and whole buckets are removed: in a long run that is less than a dot of the plot too much."""
+        """Remove the steps after `step` from the series of all axes, because a resumed run repeats them.
+
+        Whole buckets are removed; in a long run the steps removed in excess are less than a dot of the plot.
+        """
         steps, tokens, seconds = (self._series[axis] for axis in AXES)
         steps.cut_after(step)
         tokens.keep(len(steps))

@@ -69,7 +69,7 @@ class BoundedSeries:
             at += len(taken)
 
     def cut_after(self, x: float) -> None:
-        """Remove every point beyond `x`, with the whole bucket that reaches beyond it: at most one dot of a plot."""
+        """Remove every point beyond `x`, and all of a bucket that extends beyond `x`: at most one dot of a plot."""
         self.keep(bisect_right(self._last, x))
 
     def keep(self, kept: int) -> None:

@@ -39,7 +39,7 @@ class RunEntry:
 
     @property
     def is_read(self) -> bool:
-        """Whether it was read to its end, or cannot be read."""
+        """Whether the run's journal was read to its end, or cannot be read."""
         return self.summary is not None or bool(self.read_error)
 
 
@@ -68,7 +68,7 @@ class RunList:
         return sum(not entry.is_read for entry in self._entries.values())
 
     def refresh(self, *, seconds: float) -> bool:
-        """List the runs again, and read those that changed, for about this long; whether anything changed."""
+        """List the runs again, and read changed ones for about `seconds`; returns whether anything changed."""
         changed = self._relist()
         deadline = time.monotonic() + seconds
         for entry in self._entries_to_read():

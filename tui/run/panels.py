@@ -1,4 +1,4 @@
-"""The text of the Run screen's panes: functions from a `RunWatch` to lines. They read no file and know no widget.
+"""The text of the Run screen's panes: functions from a `RunWatch` to lines. They read no files and use no widgets.
 
 Try: `[line.plain for line in figure_lines(watch, str, ascii_only=True)]`
 """

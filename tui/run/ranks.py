@@ -60,7 +60,7 @@ class RankSummary:
 
     @property
     def is_noteworthy(self) -> bool:
-        """Whether it is slow, or was out of memory lately."""
+        """Whether the rank is slow, or recently ran out of memory."""
         return bool(self.times_slower or self.failed_lately)
 
 

@@ -1,4 +1,4 @@
-"""What can be done with an existing run: resume it, or open the Launch screen with its settings.
+"""Reuses an existing run: whether it can be resumed, and its settings for the Launch screen.
 
 Try: `launch_settings(resolve_run("last", None))`
 """

@@ -90,7 +90,7 @@ class RunWatch:
         self._peeked: Event | None = None
 
     def read_more(self, *, seconds: float) -> bool:
-        """Read what was added, for about this long; whether anything changed."""
+        """Read what was added to the journal, for about `seconds`; returns whether anything changed."""
         summary: RunSummary | None
         try:
             if not self.version:
@@ -174,7 +174,7 @@ class RunWatch:
         self.state.fold_steps(decode_event(batch.first), latest[-1])
 
     def _read_event(self, line: bytes) -> None:
-        """Read a line that is no step, or one that cannot be read as such."""
+        """Process a journal line that is not a step, or a step that cannot be parsed as one."""
         event = decode_event(line)
         try:
             text = None if event is None else self._apply(event, line)
@@ -271,7 +271,7 @@ class LogTail:
         self.lines: list[str] = []
 
     def refresh(self) -> bool:
-        """Read the end again if the file has changed; whether it had."""
+        """Read the end again if the file has changed; returns whether it had."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())

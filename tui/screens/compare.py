@@ -66,7 +66,7 @@ class CompareScreen(BaseScreen):
         yield RowList(id="differences", classes="pane")
 
     def set_argument(self, argument: object) -> None:
-        """Take the runs to compare; without an argument the runs of the last time stay."""
+        """Take the runs to compare; without an argument, the runs shown before are shown again."""
         if argument:
             runs = cast("Sequence[RunDirectory]", argument)
             self._curves, self._readers = [RunCurve(run) for run in runs], [SummaryReader(run) for run in runs]
@@ -86,7 +86,7 @@ class CompareScreen(BaseScreen):
         self.set_timer(CATCH_UP_SECONDS if busy else POLL_SECONDS, self._poll)
 
     def _read(self) -> bool:
-        """Read what was added to the runs, within READ_SECONDS for all of them; whether anything was."""
+        """Read what was added to the runs' journals, for READ_SECONDS in all; returns whether anything was added."""
         each = READ_SECONDS / max(1, 2 * len(self._curves))
         news = [curve.read_more(seconds=each) for curve in self._curves]
         if self._curves and time.monotonic() >= self._table_due:
@@ -158,7 +158,7 @@ class CompareScreen(BaseScreen):
         return f"{len(self._curves)} runs" if self._curves else ""
 
     def disabled_reason(self, action: str) -> str | None:
-        """No key has an effect without runs."""
+        """Why a key has no effect: no runs are marked, or both panes are shown already; None when it has one."""
         if action == "next_pane" and not self.has_class("-one-pane"):
             return "plot and table are both shown"
         return None if self._curves else "no run is marked: space on the Runs screen marks one"

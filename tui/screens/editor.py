@@ -128,11 +128,11 @@ class EditorScreen(BaseScreen):
             box.show(problems_below(self._problems, cursor, width, height, ascii_only=ascii_only))
 
     def key_rows(self) -> list[Key]:
-        """The keys that are no letters; letters are typed into the text."""
+        """The keys of this screen that are not letters, since letters are typed into the text."""
         return [*keys.of_screen(self.screen_name), Key(keys.EVERYWHERE, "escape", "back", "back", ""), HELP]
 
     def disabled_reason(self, action: str) -> str | None:
-        """The next problem cannot be shown where there is none."""
+        """Why a key has no effect: the key for the next problem, when the text has no problems; else None."""
         return "there are no problems" if action == "next_problem" and not self._problems else None
 
     def do_next_problem(self) -> None:

@@ -35,7 +35,7 @@ MAX_PROBLEM_LINES = 6
 
 @dataclass(frozen=True)
 class Item:
-    """A row of the list: a file, or with no entry the heading over the files of its kind."""
+    """A row of the list: a file; or, if `entry` is None, the heading above the profiles or the recipes."""
 
     kind: SpecKind
     entry: FileEntry | None = None
@@ -123,7 +123,7 @@ class LibraryScreen(BaseScreen):
         return self._items[self.query_one("#files", RowList).cursor]
 
     def disabled_reason(self, action: str) -> str | None:
-        """The keys that need a file are disabled on a heading."""
+        """Why a key has no effect: keys that need a file are disabled on a heading."""
         if action in ("edit", "use", "new", "export_file") and (not self._items or self.chosen.entry is None):
             return "choose a profile or a recipe"
         return None
@@ -152,7 +152,7 @@ class LibraryScreen(BaseScreen):
         return item.kind, item.entry
 
     def do_edit(self) -> None:
-        """Edit the file; of a shipped or detected one, a copy in the user's own folder."""
+        """Edit the file; if it is a shipped or detected one, edit a copy in the user's folder."""
         kind, entry = self._entry()
         shipped = entry.origin in ("shipped", "detected")
         target = user_files.user_file_folder(kind) / entry.path.name if shipped else entry.path

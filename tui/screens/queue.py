@@ -139,7 +139,7 @@ class QueueScreen(BaseScreen):
         return f"{len(self._order.waiting)} waiting"
 
     def disabled_reason(self, action: str) -> str | None:
-        """Only waiting runs are moved and removed; only a queue that is not started can be started."""
+        """Why a key has no effect: only waiting runs can be moved and removed, only a stopped queue started."""
         if action == "start":
             if self._order.worker is not None:
                 return "the queue is started already"

@@ -205,7 +205,7 @@ class RunScreen(BaseScreen):
             tabs.show([_tabs(switched, chosen)])
 
     def disabled_reason(self, action: str) -> str | None:
-        """The run's state decides which keys have an effect."""
+        """Why a key has no effect in the run's present state; None when it has one."""
         status = self.status
         summary = self.run_watch.summary
         if action in ("checkpoint", "pause", "stop") and status != "running":

@@ -115,7 +115,7 @@ class RunsScreen(BaseScreen):
         return f"{shown} of {total}" if self._filter else str(total)
 
     def disabled_reason(self, action: str) -> str | None:
-        """The run under the cursor decides which keys have an effect."""
+        """Why a key has no effect on the run under the cursor; None when it has one."""
         entry = self.chosen
         if action in ("open", "resume", "clone", "delete", "mark") and entry is None:
             return "there is no run here"

@@ -1,6 +1,6 @@
 """The table of screens. A screen's module is imported when the screen is first opened, so none slows the start.
 
-A kept screen stays in memory while another is shown, and is found as it was left.
+A kept screen stays in memory while another is shown, so it returns in the state in which it was left.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The widgets that screens are made of. They read no file: screens give them values, and they draw them."""
+"""The widgets that screens are made of. Widgets read no files; they draw the values that screens pass to them."""

@@ -138,7 +138,7 @@ class RowList(TextLines):
         self._scroll()
 
     def _scroll(self) -> bool:
-        """Scroll so that the cursor is visible; whether that moved the rows."""
+        """Scroll so that the cursor is visible; returns whether the rows moved."""
         height = max(1, self.size.height)
         top = min(self.top, self.cursor, max(0, len(self._lines) - height))
         top = max(top, self.cursor - height + 1, 0)

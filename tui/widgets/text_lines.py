@@ -1,7 +1,7 @@
 """A widget of text lines that repaints only what changed: the base of most widgets of the console.
 
-`TextLines` draws one `Content` per line, keeps what it has drawn, and when it is given new lines repaints only those
-that changed. It never asks for a layout pass, wraps nothing and reads no markup; that is for whoever makes the lines. A
+`TextLines` draws one `Content` per line and stores the drawn lines; given new lines, it repaints only those that
+changed. It never requests a layout pass, does not wrap lines and does not parse markup; the caller makes the lines. A
 run that is watched at 120x36 repaints most of its screen twice a second. With Textual's `Static` that took several per
 cent of a core, because there every update is a layout pass and every span a style with its own offset.
 """
@@ -42,7 +42,7 @@ class TextLines(Widget):
 
     @property
     def text(self) -> str:
-        """What it shows, as plain text."""
+        """The shown lines as plain text."""
         return "\n".join(line.plain for line in self._lines)
 
     def redraw(self, y: int) -> None:
@@ -87,7 +87,7 @@ class TextLines(Widget):
 
     @property
     def _cut(self) -> str:
-        """The mark at the end of a line that was cut."""
+        """The mark drawn at the end of a line that is cut at the widget's width."""
         return glyphs("…", ascii_only=getattr(self.app, "ascii_only", False))
 
     def on_resize(self) -> None:

@@ -86,8 +86,8 @@ class FooterBar(TextLines):
 
 
 def shorten_message(message: Content, width: int) -> list[Content]:
-    """A message in at most MESSAGE_LINES. Of a longer one, the sentences between the first and the last are left out,
-    then the end of the first; the last one, which says what to do, stays whole."""
+    """A message in at most MESSAGE_LINES lines. If it is longer, the sentences between the first and the last are left
+    out, then the end of the first one. The last sentence, which says what to do, is always complete."""
     wrapped = [sentence.wrap(width) for sentence in message.split("\n")]
     while len(wrapped) > 2 and sum(map(len, wrapped)) > MESSAGE_LINES:
         wrapped.pop(-2)
