@@ -143,7 +143,7 @@ class MicroBatchBudget:
         return given_back or self.clean_steps >= self.patience_steps
 
     def _recovers(self) -> bool:
-        """Whether no co-tenant is known, and the budget is below a cost that succeeded before one came."""
+        """Whether no failure beside a co-tenant is remembered, and the budget is below a cost that once succeeded."""
         return self.passing_bytes is None and self.budget_bytes < self.known_bytes
 
     def _limit(self, room_bytes: int) -> int:
