@@ -30,7 +30,7 @@ SOURCES = "data.sources."
 
 
 class LaunchField(NamedTuple):
-    """A key that has a row of its own, where `shown_for` holds."""
+    """A key of profile or recipe that has its own row, if `shown_for` is true of the run spec."""
 
     key: str
     label: str

@@ -24,7 +24,7 @@ def name_width(entries: Sequence[FileEntry]) -> int:
 
 
 def profile_row(entry: FileEntry, *, chosen: bool, name_width: int, ascii_only: bool) -> Content:
-    """A profile's name, and that it is this machine, why it does not match it, or its title."""
+    """A profile's name, and a note: that it is this machine, or why it does not match this machine, or its title."""
     mark, name = _mark_and_name(entry, chosen, name_width, ascii_only)
     if entry.broken or entry.problem:
         glyph = glyphs("✗" if entry.broken else "⚠", ascii_only=ascii_only)

@@ -47,7 +47,7 @@ class LaunchSnapshot:
 
 
 class LaunchState:
-    """The present choice and what follows from it."""
+    """The present choice, its evaluation, and the earlier choices for undo."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

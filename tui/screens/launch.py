@@ -187,7 +187,7 @@ class LaunchScreen(BaseScreen):
         self.state.remember()
 
     def _on_typed(self, key: str, text: str) -> None:
-        """Set a field at every letter typed in it; the row for any other key waits until it is left."""
+        """Set a field at every letter typed. The row for any other KEY=VALUE is applied only when editing ends."""
         if key != OTHER:
             self.state.set_field(key, text)
             self._show_without_lists()
