@@ -136,7 +136,8 @@ class StepTransaction:
         self._gather_stats({})
 
     def _gather_stats(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's `facts` of work that succeeded. Failures that a rank recovered from alone go to rank 0."""
+        """Gather every rank's `facts` of work that succeeded. Rank 0 also records the failures that ranks recovered
+        from alone."""
         recoveries = self.context.local_recoveries
         stats = {**facts, "local_recoveries": recoveries.take()}
         gathered = all_gather_step_stats(self.context.ranks, self.context.budget, stats)
