@@ -14,7 +14,7 @@ __all__ = ["tunedeck"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the samples of all runs in it."""
+    """A folder with the samples of all runs."""
     folder = tmp_path_factory.mktemp("runs")
     write_samples(folder / SAMPLES)
     return folder
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def curve(folder: Path) -> dict[int, float]:
-    """The losses of one process."""
+    """Losses of the run on one process, by step."""
     code, told = train(new_run(folder / "alone", with_ranks(folder, 1)))
     assert code == 0
     return losses(told)

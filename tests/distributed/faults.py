@@ -43,7 +43,7 @@ ELSEWHERE = "between steps"
 
 
 def place_of(frame: FrameType | None) -> str:
-    """What the engine is doing in `frame`."""
+    """The activity of the engine in `frame`, by name."""
     while frame is not None:
         place = PLACES.get(frame.f_code.co_qualname)
         if place is not None:
@@ -53,7 +53,7 @@ def place_of(frame: FrameType | None) -> str:
 
 
 class Witness(MeteredDevice):
-    """A metered device that remembers for which place each allocation was asked, and which were refused."""
+    """A metered device that records the place of each allocation, and which allocations were refused."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
@@ -75,15 +75,15 @@ class Witness(MeteredDevice):
 
 @dataclass(frozen=True)
 class Fault:
-    """The `allocation`-th request fails, then the `then`-th ones after each other; on the host instead of the device
-    the `allocation`-th host allocation."""
+    """Which allocations of a device to refuse: the `allocation`-th, then the `then`-th ones after each other. For a
+    fault on the host instead of the device, the `allocation`-th host allocation."""
 
     allocation: int
     then: tuple[int, ...] = ()
     on_host: bool = False
 
     def spring(self, device: MeteredDevice) -> None:
-        """Have `device` refuse them."""
+        """Make `device` refuse these allocations."""
         if self.on_host:
             device.fail_host_at(self.allocation)
         else:
@@ -96,14 +96,15 @@ Faults = dict[int, Fault]
 
 @dataclass(frozen=True)
 class Asked:
-    """What one rank's clean steps ask for: the numbers of device allocations by place, and how many on the host."""
+    """The allocations of one rank in steps without faults: the numbers of device allocations by place, and the number
+    of host allocations."""
 
     device: dict[str, list[int]]
     host: int
 
 
 def asked_by(work: RankWorkbench) -> Asked:
-    """Take clean steps and note what they ask for. All ranks call it."""
+    """Take steps without faults; returns the allocations that they request. All ranks call it."""
     work.reset()
     first, first_on_host = len(work.device.asked), work.device.host_allocations
     work.steps()
@@ -116,7 +117,7 @@ def asked_by(work: RankWorkbench) -> Asked:
 
 
 def sample_of_faults(asked: Sequence[Asked], count: int, seed: int) -> list[Faults]:
-    """`count` faults anywhere: on one rank, another, and on several at once, in turn."""
+    """`count` random faults, in turn on each rank alone and on all ranks at once."""
     drawn = random.Random(seed)
     every = list(range(len(asked)))
     who = [[rank] for rank in every] + [every]
@@ -127,7 +128,8 @@ def sample_of_faults(asked: Sequence[Asked], count: int, seed: int) -> list[Faul
 
 
 def sweep_of_faults(asked: Sequence[Asked], seed: str) -> Iterator[Faults]:
-    """At every place: on each rank alone, on all at once, on one of them again soon after. Then on the host."""
+    """Faults at every place where memory is requested: on each rank alone, on all at once, and on one of them again
+    soon after; then host allocations."""
     drawn = random.Random(seed)
     every = range(len(asked))
     for place in sorted({place for rank in asked for place in rank.device}):
@@ -144,8 +146,8 @@ def sweep_of_faults(asked: Sequence[Asked], seed: str) -> Iterator[Faults]:
 
 
 def faulty_steps(work: RankWorkbench, faults: Faults) -> dict[str, Any]:
-    """The first steps with `faults`. Beside what they come to: the places where allocations were refused here, what was
-    told, and bytes left over. All ranks call it."""
+    """Take the first steps with `faults`. Returns their results, the places where allocations were refused on this
+    rank, the reported failures, and the bytes left over. All ranks call it."""
     work.reset()
     work.ranks.all_gather_object("reset")
     held, refused = work.device.memory().allocated_bytes, len(work.device.refused)
@@ -166,13 +168,13 @@ Tried = list[tuple[Faults, dict[str, Any]]]
 
 
 def sampled(work: RankWorkbench, count: int, seed: int) -> Tried:
-    """Steps under each of `count` faults. All ranks call it."""
+    """Take steps under each of `count` random faults. All ranks call it."""
     asked = [Asked(**each) for each in work.ranks.all_gather_object(asdict(asked_by(work)))]
     return [(faults, faulty_steps(work, faults)) for faults in sample_of_faults(asked, count, seed)]
 
 
 def wrong_among(by_rank: Sequence[Tried], expected: dict[str, Any]) -> list[tuple[Faults, list[str]]]:
-    """The faults after which something was wrong, and what."""
+    """The faults after which something was wrong, each with the complaints."""
     found = []
     for everywhere in zip(*by_rank, strict=True):
         results = [result for _, result in everywhere]
@@ -182,7 +184,8 @@ def wrong_among(by_rank: Sequence[Tried], expected: dict[str, Any]) -> list[tupl
 
 
 def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """In what two runs of the steps differ by more than 1e-5; gradients as a whole, relative to their size, too."""
+    """Names of the results that differ between two runs of the steps by more than 1e-5; gradients are also compared as
+    a whole, relative to their norm."""
     found = [name for name in ("losses", "norms") if here[name] != pytest.approx(there[name], rel=1e-5)]
     if here["samples"] != there["samples"]:
         found.append("samples")
@@ -196,12 +199,12 @@ def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
 
 
 def close(here: Tensor, there: Tensor) -> bool:
-    """Equal to fp32's rounding, value by value."""
+    """Whether the tensors are equal, value by value, up to the rounding of fp32."""
     return torch.allclose(here, there, rtol=1e-5, atol=1e-6)
 
 
 def complaints(results: Sequence[dict[str, Any]], differing: Sequence[list[str]]) -> list[str]:
-    """What is wrong with steps that outlived faults, by what all ranks say of them; empty when all promises hold."""
+    """What is wrong with steps that survived faults, from the results of all ranks; empty if nothing is."""
     found = [f"rank {rank}: {', '.join(words)} differ" for rank, words in enumerate(differing) if words]
     found += [
         f"rank {rank}: {result['left_bytes']} bytes left over"

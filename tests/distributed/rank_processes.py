@@ -45,7 +45,7 @@ def run_ranks(
 
 
 def name_of(case: Case) -> str:
-    """The function's own."""
+    """The name of the case's function."""
     return str((case.func if isinstance(case, partial) else case).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Optimizer steps on a crew of ranks: what the tests and the torture of ranks share.
+"""Optimizer steps on several ranks: shared by the tests and the torture of ranks.
 
 Not a test module. Every rank builds the setup of the real engine on a metered device of its own. How allocations are
 made to fail there is in `tests.distributed.faults`.
@@ -69,7 +69,7 @@ def sharded(kind: dict[str, Any], shard: str, *, tied: bool = False, **train: An
 
 
 def small_model(folder: Path, tables: dict[str, Any], *, layers: int = 2, width: int = 16) -> dict[str, Any]:
-    """The same tables with a model in `folder` that is small enough for many steps."""
+    """`tables` with a model in `folder` that is small enough for many steps."""
     tied = tables["tied"]
     model = {"id": str(write_model(folder / f"model-{layers}-{width}-{tied}", layers, width, tied=tied))}
     return {**{name: table for name, table in tables.items() if name != "tied"}, "model": model}
@@ -83,7 +83,7 @@ def write_equal_samples(path: Path, count: int) -> None:
 
 
 class RankWorkbench:
-    """A setup on one rank that can be put back to its first state and stepped again."""
+    """A training setup on one rank that can be reset to its first state, to take the same steps again."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class RankWorkbench:
             self._memory = deepcopy(memory_as_json(self.setup.context))
 
     def close(self) -> None:
-        """Leave the device."""
+        """Deactivate the device."""
         self._active.__exit__(None, None, None)
 
     def reset(self) -> None:
-        """As it was after set-up."""
+        """Restore the state after set-up."""
         context = self.setup.context
         with self.device.host_region(), torch.no_grad():
             for parameter, first in zip(self.setup.context.strategy.parameters, self._weights, strict=True):
@@ -184,7 +184,7 @@ class RankWorkbench:
             self._applied = [None if grad is None else grad.detach().clone() for grad in grads]
 
     def _whole(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Tensors of all parameters that learn, put together from all ranks, in one row."""
+        """All trainable parameters' tensors, gathered from all ranks and concatenated into one vector."""
         strategy = self.setup.context.strategy
         weights = strategy.inner if isinstance(strategy, SequenceParallel) else strategy
         with self.device.host_region(), torch.no_grad():
@@ -197,8 +197,8 @@ class RankWorkbench:
 
 
 def planned_memory(ranks: Ranks, folder: Path, cases: Mapping[Any, dict[str, Any]]) -> dict[Any, tuple[int, int]]:
-    """Case = (planned, measured) peak bytes of this rank, for tables of recipes, where every sequence is as long as the
-    longest. All ranks call it."""
+    """For each case: (planned, measured) peak bytes of this rank, for recipe tables where every sequence has the
+    maximum length. All ranks call it."""
     equal = folder / "equal.jsonl"
     if ranks.is_rank0:
         write_equal_samples(equal, 64)
@@ -213,8 +213,8 @@ def planned_memory(ranks: Ranks, folder: Path, cases: Mapping[Any, dict[str, Any
 
 
 def on_uneven_devices(ranks: Ranks, folder: Path, tables: dict[str, Any]) -> dict[str, Any]:
-    """Steps where rank 1 has room for much smaller micro-batches than the others. Beside what they come to: the ranks
-    that failed, with the remedies, and the budget afterwards. All ranks call it."""
+    """Take steps where rank 1 has room for much smaller micro-batches than the others. Returns their results, the ranks
+    that failed, the remedies, and the budget afterwards. All ranks call it."""
     peaks = []
     for rows in (1, 5):
         tables = {**tables, "train": {"micro_batch": rows}}
@@ -232,8 +232,8 @@ def on_uneven_devices(ranks: Ranks, folder: Path, tables: dict[str, Any]) -> dic
 
 
 def wrong_on_uneven_devices(by_rank: Sequence[dict[str, Any]], expected: dict[str, Any]) -> list[str]:
-    """What is wrong with such steps: it has to be rank 1 alone that failed, and what it learned has to be the budget of
-    all."""
+    """What is wrong with the results of `on_uneven_devices`: rank 1 alone must have failed, and all ranks must have the
+    budget that it learned."""
     first = by_rank[0]
     found = [f"rank {rank} failed" for rank, _ in first["told"] if rank != 1]
     found += [] if first["told"] else ["no rank failed"]

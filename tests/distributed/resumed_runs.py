@@ -1,4 +1,4 @@
-"""Runs in legs: one lot of ranks goes to some step, and another goes on from there. Not a test module."""
+"""Runs in legs: some ranks train to a step, and a different number of ranks resumes from there. Not a test module."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tests.distributed.rank_workbench import spec_of
 def resumed_spec(
     folder: Path, ranks: int, tables: dict[str, Any], last_step: int, evaluation: dict[str, Any]
 ) -> RunSpec:
-    """To `last_step` at a constant learning rate, so that the curve does not depend on where a leg ends."""
+    """The spec of a run to `last_step`, at a constant learning rate, so that the losses do not depend on where a leg
+    ends."""
     train = {**tables["train"], "max_steps": last_step, "scheduler": "constant", "warmup_steps": 0}
     asked = {"data": {"valid_fraction": 0.2}, "eval": evaluation, "generate": {"max_new_tokens": 3}}
     return spec_of(folder, ranks, {**tables, "train": train, **asked})
 
 
 def run_on_ranks(ranks: Ranks, folder: Path, specs: Mapping[str, RunSpec], *, resume: bool) -> list[str]:
-    """Every spec's run, in the folder of its name, by these ranks; how each ended, on rank 0."""
+    """Run each of `specs` on these ranks, in the folder of its name; returns on rank 0 how each ended."""
     ended = []
     for name, spec in specs.items():
         place = RunDirectory(folder / name)

@@ -60,7 +60,7 @@ def wait_for_step(place: RunDirectory, step: int, limit_seconds: float = LIMIT_S
 
 
 def wait_for_lines(place: RunDirectory, count: int) -> None:
-    """Until the journal has so many lines."""
+    """Wait until the journal has `count` lines."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while len(events(place)) < count:
         assert time.monotonic() < deadline
@@ -84,7 +84,7 @@ def rank_process(place: RunDirectory, rank: int) -> psutil.Process:
 
 
 def first_process(place: RunDirectory, rank: int) -> psutil.Process:
-    """This rank's process, as soon as it is there."""
+    """The process of this rank; waits until it exists."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline:
         with suppress(AssertionError):
@@ -105,7 +105,7 @@ def with_ranks(
 
 
 def ask_to_stop(place: RunDirectory) -> None:
-    """As a scheduler does: TERM to the supervisor."""
+    """Send SIGTERM to the supervisor, as a scheduler does."""
     os.kill(rank_process(place, 0).ppid(), signal.SIGTERM)
 
 
@@ -114,7 +114,7 @@ def restarts(place: RunDirectory) -> list[str]:
 
 
 def finish_alone(place: RunDirectory, folder: Path) -> dict[int, float]:
-    """Go on with one process to the end; returns the losses of the whole run."""
+    """Resume the run on one process and train to the end; returns the losses of the whole run."""
     place.run_toml.write_text(dump_run_spec(with_ranks(folder, 1)))
     code, told = train(place, resume=True)
     assert code == 0

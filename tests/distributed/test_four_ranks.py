@@ -1,4 +1,4 @@
-"""Four ranks learn what one process learns, however they share the work, and hold what the plan predicts for each."""
+"""Four ranks learn what one process learns with every strategy, and use the memory that the plan predicts for each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURED = ("replicated", "weights in shards", "gradients in shards")
 
 
 def clean_steps(ranks: Ranks, folder: Path) -> Any:
-    """Every way of sharing, without a fault."""
+    """Take steps with every strategy, without a fault."""
     found = {}
     for sharing, cell in product(SHARING, DIAGONAL):
         work = RankWorkbench(folder, ranks, cell.tables(folder, sharing))

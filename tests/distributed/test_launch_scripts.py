@@ -1,4 +1,4 @@
-"""`tunedeck launch`: the scripts' commands, run on this machine as two "nodes" that meet over loopback."""
+"""The scripts of `tunedeck launch`, run on this machine as two "nodes" that connect over loopback."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """$PATH with the stand-ins first."""
+    """A $PATH whose first folder has the scripts that replace the launchers' programs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in COMMANDS.items():
@@ -79,7 +79,7 @@ def job_number() -> dict[str, str]:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """Of the only run there is."""
+    """Events of the only run in the folder."""
     found = list((folder / "runs").glob("2*/events.jsonl"))
     assert len(found) <= 1
     return list(read_events(found[0])) if found else []

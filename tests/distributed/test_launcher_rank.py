@@ -1,4 +1,4 @@
-"""Which seat an environment gives a process, as torchrun, srun and plain variables write it."""
+"""Which launcher rank an environment gives a process, as torchrun, srun and plain variables write it."""
 
 from __future__ import annotations
 

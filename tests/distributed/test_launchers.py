@@ -28,7 +28,7 @@ TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-no
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Of `tunedeck train` on two CPU devices."""
+    """Arguments of `tunedeck train` on two CPU devices."""
     recipe = write_recipe(tmp_path, ("max_steps = 2", "max_steps = 30"), ("every_steps = 1", "every_steps = 5"))
     both = "memory_gib = 8.0\ncount = 2\n\n[parallel]\nstrategy = \"replicated\"\ntimeout_seconds = 60\n"
     profile = write_profile(tmp_path, ("memory_gib = 8.0\n", both))
@@ -46,7 +46,7 @@ def started(command: list[str], folder: Path, **environment: str) -> subprocess.
 
 
 def the_run(folder: Path) -> RunDirectory:
-    """The only run in the folder, once it is there."""
+    """The only run in the folder; waits until it exists."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while not (found := list((folder / "runs").glob("2*/events.jsonl"))):
         assert time.monotonic() < deadline
@@ -67,7 +67,7 @@ def wait_for_step(place: RunDirectory, step: int) -> None:
 
 
 def pids_of_ranks(launcher: subprocess.Popen[str]) -> dict[int, int]:
-    """Rank = pid, of torchrun's children."""
+    """The process id of each rank, from torchrun's child processes."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
     return {
@@ -84,7 +84,7 @@ def torchrun(tmp_path: Path, arguments: list[str]) -> Iterator[subprocess.Popen[
 
 
 def srun(command: list[str], folder: Path) -> list[int]:
-    """As srun starts two tasks of a job step; their exit codes."""
+    """Start the command as two tasks of a job step, as srun does; returns their exit codes."""
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
     ranks = [
         started(command, folder, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_STEP_NUM_TASKS="2", **job)

@@ -36,7 +36,7 @@ ALLOCATING = {"kind": "AdamW", "foreach": True, "eps": 1e-4}
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained, in which pieces."""
+    """A kind of training, and how its steps are divided into micro-batches."""
 
     kind: str
     checkpointing: bool
@@ -44,7 +44,7 @@ class Cell:
     """Micro-batches of two sequences, several a step; else as many as the step has for a rank."""
 
     def tables(self, folder: Path, sharing: str) -> dict[str, Any]:
-        """Of a recipe, on a small model; LoRA on one whose head is tied."""
+        """Recipe tables of this cell on a small model; LoRA trains one with a tied head."""
         train = {"gradient_checkpointing": self.checkpointing, "micro_batch": 2 if self.several else 10}
         tables = {**{"full": FULL, "lora": LORA}[self.kind], "train": train, "backoff": LADDER}
         tables |= {} if self.several else {"torch_optimizer": ALLOCATING}
@@ -65,7 +65,7 @@ def alike(folder: Path, sharing: str, cell: Cell, ranks: int) -> dict[str, Any]:
 
 
 def alone(folder: Path, tables: dict[Cell, dict[str, Any]]) -> dict[Cell, dict[str, Any]]:
-    """What one process comes to."""
+    """The results of one process, for each cell."""
     found = {}
     for cell, asked in tables.items():
         work = RankWorkbench(folder, SINGLE_PROCESS, asked)

@@ -1,4 +1,4 @@
-"""Votes, errands of rank 0, and summed gradients on two real processes."""
+"""Votes, requests of rank 0, and summed gradients on two real processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def gradients(ranks: Ranks, _folder: Path) -> Any:
 
 
 def half_gradients(ranks: Ranks, _folder: Path) -> Any:
-    """A bf16 parameter beside an fp32 one."""
+    """Sum the gradients of a bf16 parameter and an fp32 one."""
     parameters = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
@@ -90,7 +90,7 @@ def replicas(ranks: Ranks, _folder: Path) -> Any:
 
 
 def blind_rank(ranks: Ranks, folder: Path) -> Any:
-    """Rank 1 looks for the run where there is none."""
+    """Rank 1 looks for the run in a folder where there is none."""
     here = folder / ("here" if ranks.is_rank0 else "elsewhere")
     here.mkdir(exist_ok=True)
     if ranks.is_rank0:
@@ -105,7 +105,7 @@ def blind_rank(ranks: Ranks, folder: Path) -> Any:
 
 
 def busy_devices(ranks: Ranks, _folder: Path) -> Any:
-    """Rank 1's device is in use; rank 0 alone keeps the time."""
+    """Gather which devices are busy, with rank 1's in use: only rank 0 decides that the wait is over."""
     busy = DeviceBusyError("held by pid 7") if ranks.rank == 1 else None
     return [all_gather_busy(ranks, busy, over=ranks.is_rank0), all_gather_busy(ranks, None, over=not ranks.is_rank0)]
 

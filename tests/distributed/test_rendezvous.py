@@ -1,4 +1,4 @@
-"""Ranks meet under a name of their own, also in a store that an earlier start has left its words in."""
+"""Ranks find each other under a new name, also in a store that has the keys of an earlier start."""
 
 from __future__ import annotations
 

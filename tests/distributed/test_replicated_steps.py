@@ -1,4 +1,4 @@
-"""Steps on two ranks equal steps on one, whatever fails on either of them."""
+"""Steps on two ranks equal steps on one, also when allocations fail on either of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
 
 
 def shortage_at_start(ranks: Ranks, folder: Path) -> Any:
-    """What is told where rank 1 cannot load the model at once."""
+    """The failures that are reported if rank 1 runs out of memory while it loads the model."""
     work = RankWorkbench(folder, ranks, FULL, at_start=Fault(3) if ranks.rank == 1 else None)
     told = [(each.oom.rank, each.oom.failure.phase, each.remedy) for each in work.told]
     work.close()

@@ -1,4 +1,5 @@
-"""Four ranks that share sequences, by twos and all together, learn what one process learns, whatever fails on them."""
+"""Four ranks that share sequences, in pairs and all together, learn what one process learns, also when allocations
+fail."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def shared(tables: dict[str, Any], sequence: int, strategy: str = "replicated") 
 
 
 def small(folder: Path, kind: str) -> dict[str, Any]:
-    """Tables of a kind, on a model that is small enough for many steps."""
+    """Recipe tables for this kind of training, on a model that is small enough for many steps."""
     return {**KINDS[kind], "model": {"id": str(write_model(folder / "model", layers=2, width=32, heads=RANKS))}}
 
 
@@ -140,12 +141,12 @@ def families(ranks: Ranks, folder: Path) -> Any:
 
 
 def in_shards(ranks: Ranks, folder: Path) -> Any:
-    """Two pairs that share sequences, the weights in shards over all four ranks."""
+    """Take steps on two pairs of ranks that share sequences, with the weights in shards over all four ranks."""
     return steps_of(folder, ranks, shared(small(folder, IN_SHARDS), 2, "sharded"))
 
 
 def faults(ranks: Ranks, folder: Path) -> Any:
-    """Steps with failing allocations, on ranks that share sequences by twos."""
+    """Take steps with failing allocations, on pairs of ranks that share sequences."""
     work = RankWorkbench(folder, ranks, {**shared(small(folder, IN_SHARDS), 2), "backoff": LADDER})
     work.steps()
     tried = sampled(work, FAULTS, seed=11)
@@ -172,7 +173,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(folder: Path) -> None:
-    """Folders with random weights. Ranks could not write them: transformers saves on the first rank alone."""
+    """Write model folders with random weights. Ranks cannot write them, because transformers saves on the first rank
+    alone."""
     for family in FAMILIES:
         write_family(folder / family, family)
     config = AutoConfig.for_model(CONVOLUTION, **SIZES["qwen2"], layer_types=["conv", "full_attention"])

@@ -1,4 +1,5 @@
-"""A whole run on two ranks that share every sequence: the curve of one process, which can go on with it."""
+"""A whole run on two ranks that share every sequence: it has the losses of one process, and one process can resume
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SHORT = (
 
 
 def sharing_by_the_command_line(runs: Path) -> RunDirectory:
-    """Eight steps of the demo on two devices."""
+    """Train eight steps of the demo on two devices that share sequences, started by the command line; returns its
+    run."""
     command = [sys.executable, "-P", str(Path(tunedeck.__file__)), "train", "-p", "demo-2", "-r", "demo"]
     command += ["--runs", str(runs), *(part for each in SHORT for part in ("--set", each))]
     command += ["--set", "train.max_steps=8", "--set", "parallel.sequence=2"]

@@ -1,4 +1,4 @@
-"""Mixtures of experts in shards: a rank whose tokens leave experts idle gathers and reduces with the others as ever."""
+"""Mixtures of experts in shards: a rank whose tokens use only some experts still takes part in all collectives."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def every_case(ranks: Ranks, folder: Path) -> Any:
 
 
 class Router:
-    """Watches which experts a router sends tokens to, until it is asked."""
+    """Records to which experts a router sends tokens."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._used = torch.zeros(EXPERTS, dtype=torch.bool)
@@ -68,7 +68,7 @@ class Router:
         self._used[output[2].flatten()] = True
 
     def used(self) -> torch.Tensor:
-        """Which experts had anything to do."""
+        """For each expert, whether it received tokens. Stops recording."""
         self._watch.remove()
         return self._used
 

@@ -1,4 +1,4 @@
-"""Which modules travel together, and what of torch the sharding of weights relies on."""
+"""Which modules are sharded as one group, and which private parts of torch sharding relies on."""
 
 from __future__ import annotations
 

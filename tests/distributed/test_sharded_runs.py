@@ -1,4 +1,4 @@
-"""Whole runs in shards: evaluated, saved, and gone on with by other numbers of ranks, on the curve of one process."""
+"""Whole runs in shards are evaluated, saved, and resumed by other numbers of ranks, with the losses of one process."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
 
 
 def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str) -> RunSpec:
-    """Of one case on one of its legs."""
+    """The run spec of `case` for one leg of the run: on `ranks` ranks up to `last_step`."""
     tables = {**small_model(folder, CASES[case]), **(REPLICATED if strategy == "replicated" else {})}
     evaluation = {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1}
     return resumed_spec(folder, ranks, tables, last_step, evaluation)
 
 
 def go_on(ranks: Ranks, folder: Path, leg: int) -> list[str]:
-    """Every case's run, on this leg of it; how each ended."""
+    """Continue every case's run on this leg; returns how each ended."""
     size, last_step, strategy = LEGS[leg]
     specs = {case: spec_for(folder, case, size, last_step, strategy) for case in CASES}
     return run_on_ranks(ranks, folder, specs, resume=leg > 0)
@@ -74,7 +74,7 @@ def straight(folder: Path, case: str) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, tuple[RunDirectory, RunDirectory]]:
-    """By case: the run in three legs, and the straight one."""
+    """For each case: the run in three legs, and the same run on one process."""
     for case in CASES:
         os.rename(new_run(folder, spec_for(folder, case, 1, 1, "alone")).path, folder / case)
     assert run_ranks([first_leg], folder)["first_leg"][0] == ["done"] * len(CASES)

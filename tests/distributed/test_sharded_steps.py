@@ -1,4 +1,5 @@
-"""Steps on ranks that each hold a part of the weights equal steps on one process, whatever fails on any of them."""
+"""Steps on ranks that each hold a part of the weights equal steps on one process, also when allocations fail on any of
+them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def every_case(ranks: Ranks, folder: Path) -> Any:
 
 
 def precisions(ranks: Ranks, folder: Path) -> Any:
-    """Steps in mixed precision, and the dtypes of what learns."""
+    """Take steps in mixed precision; returns their results and the dtypes of the trainable parameters."""
     found = {}
     for name, (dtype, tables) in PRECISIONS.items():
         tables = small_model(folder, tables)

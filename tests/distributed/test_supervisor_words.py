@@ -1,4 +1,4 @@
-"""What the supervisor says of the ends of ranks, as torch's agent reports them."""
+"""How the supervisor describes the ends of ranks that torch's agent reports."""
 
 from __future__ import annotations
 

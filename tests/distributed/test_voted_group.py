@@ -1,4 +1,4 @@
-"""A rank that fails on its way to a collective is heard by those who would have waited in it."""
+"""If a rank fails before a collective, the ranks that would wait in it learn of the failure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def failures(ranks: Ranks, _folder: Path) -> Any:
 
 
 def left_on(device: MeteredDevice) -> int:
-    """Bytes still there once gloo's own thread has let go of the last collective's tensor, soon after it returned."""
+    """Bytes still allocated once gloo's own thread has freed the last collective's tensor, shortly after it
+    returned."""
     patience = time.monotonic() + 5.0
     while device.memory().allocated_bytes and time.monotonic() < patience:
         time.sleep(0.001)
@@ -55,7 +56,7 @@ def left_on(device: MeteredDevice) -> int:
 
 
 def tokens(ranks: Ranks, _folder: Path) -> Any:
-    """What each rank goes on with where rounding has two rows of scores come out differently."""
+    """The tokens with which each rank continues if rounding makes two rows of scores differ."""
     device = MeteredDevice(2**20)
     scores_BV = torch.tensor([[0.0, 1.0, 1.0], [5.0, 2.0, 5.0]])
     scores_BV[:, 2] += 1e-3 * (ranks.rank - 0.5)

@@ -124,7 +124,7 @@ def _die_at(operation: int, roots: tuple[str, ...], counter: int) -> None:
 
 
 def _await(child: int, place: Path, death: Death) -> int:
-    """Wait for the engine, killing it when its time has come; returns its exit code."""
+    """Wait for the engine, and kill it at the given moment; returns its exit code."""
     began = time.monotonic()
     left_behind = set(place.glob(death.seen)) if death.seen else set()
     while True:

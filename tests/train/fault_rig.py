@@ -1,4 +1,4 @@
-"""A rig: a small model in a real training loop whose state can be put back, to repeat one unit of its work.
+"""A rig: a small model in a real training loop whose state can be restored, to repeat one unit of work.
 
 Not a test module; `tests.train.torture` disturbs what is performed here.
 """
@@ -105,7 +105,7 @@ class Witness(Journal):
         self.events: list[dict[str, Any]] = []
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Write the event, and keep it."""
+        """Write the event, and remember it."""
         held_bytes = self.device.memory().allocated_bytes
         counts = (self.device.allocations, self.device.host_allocations)
         self.events.append({"kind": kind, "held_bytes": held_bytes, "counts": counts, **fields})
@@ -113,13 +113,13 @@ class Witness(Journal):
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """The lines about memory so far."""
+        """The events about memory so far."""
         return [event for event in self.events if event["kind"] == "backoff"]
 
 
 @dataclass
 class Result:
-    """What a unit of work left behind."""
+    """State, results and allocation failures of a unit of work."""
 
     tensors: dict[str, torch.Tensor]
     """Weights, optimizer state and buffers."""
@@ -161,7 +161,7 @@ UNITS = (
 
 
 class Rig:
-    """A training loop whose state can be put back, to repeat one unit of work."""
+    """A training loop whose state can be restored, to repeat one unit of work."""
 
     def __init__(self, setup: TrainingSetup, place: RunDirectory, journal: Witness, writer: EventWriter) -> None:
         self.context, self.place, self.journal = setup.context, place, journal
@@ -191,12 +191,12 @@ class Rig:
 
     @property
     def optimizer_bytes(self) -> int:
-        """What optimizer state takes on the device."""
+        """Bytes of optimizer state on the device."""
         state = state_tensors(self.context.optimizer, self.context.loaded.trainable())
         return sum(round_to_blocks(tensor.untyped_storage().nbytes()) for _, tensor in state)
 
     def reset(self) -> None:
-        """Everything as it was after the probe."""
+        """Restore all state as it was after the probe."""
         context, training = self.context, self.training
         with torch.no_grad():
             for name, tensor in self._live():
@@ -264,7 +264,7 @@ def rigged(
 
 
 def replace_optimizer(setup: TrainingSetup, options: dict[str, Any]) -> None:
-    """An optimizer that no recipe asks for, to fail inside it: torch's `kind`, with other arguments."""
+    """Replace the optimizer by one that no recipe can choose, to test failures inside it: torch's `options["kind"]`."""
     context = setup.context
     options = dict(options)
     kind = options.pop("kind")

@@ -76,7 +76,7 @@ def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def losses(events: list[dict[str, Any]]) -> dict[int, float]:
-    """Step = loss; a later line of the same step counts."""
+    """Losses by step; if a step has several events, the last one counts."""
     return {event["step"]: event["loss"] for event in of_kind(events, "step")}
 
 
@@ -101,5 +101,5 @@ class Workshop:
         self._active.__exit__(*raised)
 
     def events(self) -> list[dict[str, Any]]:
-        """What was written."""
+        """The events written so far."""
         return list(read_events(self.place.events))

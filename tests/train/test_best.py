@@ -1,4 +1,4 @@
-"""The best checkpoint: what beats it, and that state and mark agree after whatever cut them short."""
+"""The best checkpoint: which results beat it, and that run state and record agree after an interruption."""
 
 from __future__ import annotations
 

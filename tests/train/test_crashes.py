@@ -42,7 +42,7 @@ IN_A_CHECKPOINT = ("checkpoints/.step-*", "checkpoints/.step-*/weights/*", "chec
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """The run that nobody touched."""
+    """The run that was not disturbed."""
 
     spec: RunSpec
     losses: dict[int, float]
@@ -78,7 +78,8 @@ def scores(events: list[Event]) -> dict[int, float]:
 
 
 def assert_as_if_nothing_happened(place: RunDirectory, undisturbed: Undisturbed) -> None:
-    """Losses, scores and weights to the bit, every step once, and nothing half-written left."""
+    """Assert that losses, scores and weights are equal to the bit, every step has one event, and no file is left
+    half-written."""
     events = list(read_events(place.events))
     assert losses(events) == undisturbed.losses
     assert scores(events) == undisturbed.scores
@@ -94,7 +95,7 @@ def assert_as_if_nothing_happened(place: RunDirectory, undisturbed: Undisturbed)
 
 
 def counted(events: list[Event]) -> list[Event]:
-    """The events that count: `resumed` voids earlier ones of a later step."""
+    """The events that remain valid: `resumed` voids earlier events of later steps."""
     kept: list[Event] = []
     for event in events:
         if event["kind"] == "resumed":

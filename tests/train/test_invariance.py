@@ -1,6 +1,6 @@
 """The step's gradient does not depend on how the step is cut into micro-batches, nor on how often memory ran out.
 
-Made from the table of promises: with SGD at rate 1 and no clipping, the change of the weights is the gradient.
+With SGD at rate 1 and no clipping, the change of the weights is the gradient.
 """
 
 from __future__ import annotations

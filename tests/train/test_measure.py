@@ -1,4 +1,4 @@
-"""At its end a run sets measured memory beside what is predicted for what ran, and names the component that missed."""
+"""At its end a run compares measured memory with the prediction, and names the component that differs most."""
 
 from __future__ import annotations
 

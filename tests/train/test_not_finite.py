@@ -14,7 +14,7 @@ from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A model that a run of no consequence has trained, in a folder."""
+    """A folder with a model that a short run has trained."""
     samples = write_samples(tmp_path / "first.jsonl")
     place = new_run(tmp_path / "first", make_spec(samples, train={"max_steps": 1}))
     assert train(place)[0] == 0
@@ -22,7 +22,7 @@ def model(tmp_path) -> Path:
 
 
 def change(model: Path, name: str, factor: float) -> None:
-    """Multiply one tensor of the folder's weights."""
+    """Multiply the tensor `name` of the folder's weights by `factor`."""
     path = model / "model.safetensors"
     weights = load_file(path)
     weights[name] = weights[name] * factor
@@ -36,7 +36,7 @@ def spec_of(tmp_path: Path, model: Path, dtype: str, **tables):
 
 
 def steep(tmp_path: Path, model: Path, **tables):
-    """An fp16 run whose gradients are too large for the scale that it starts with."""
+    """An fp16 run whose gradients overflow at the initial loss scale."""
     change(model, "model.norm.weight", 60.0)
     return spec_of(tmp_path, model, "float16", checkpoint={"every_steps": 1, "keep": 99}, **tables)
 

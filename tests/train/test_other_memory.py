@@ -32,7 +32,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """(samples, losses) of a run with room enough that nobody touched."""
+    """(samples, losses) of a run with enough memory that was not disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     samples = write_samples(folder / "samples.jsonl")
     code, events = train(new_run(folder / "runs", make_spec(samples, memory_gib=ROOMY, **TABLES)))

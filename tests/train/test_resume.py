@@ -25,7 +25,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """(spec, losses, weights) of a run nobody touched."""
+    """(spec, losses, weights) of a run that was not disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     spec = make_spec(write_samples(folder / "samples.jsonl"), **TABLES)
     place = new_run(folder / "runs", spec)

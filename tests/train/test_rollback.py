@@ -1,4 +1,4 @@
-"""What a step changes beside gradients and weights goes back with it: statistics, router biases, random state."""
+"""Everything that a step changes beside gradients and weights is restored: statistics, router biases, random state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that does not end is told of once, with what every thread was doing; work that ends is not."""
+"""Work that does not end causes one warning, with the stacks of all threads; work that ends causes none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def writer(place: RunDirectory) -> Iterator[EventWriter]:
 
 
 class Clock:
-    """Shows what it is set to."""
+    """A clock that shows the time it is set to."""
 
     now = 0.0
 

@@ -66,7 +66,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 class Watched:
-    """The steps of a running engine, as they come."""
+    """The step events of a running engine, as they are written."""
 
     def __init__(self, place: RunDirectory) -> None:
         self.tail, self.events = EventTail(place.events), list[Event]()
@@ -86,7 +86,8 @@ class Watched:
 
 
 def even_samples(path: Path, length: int) -> Path:
-    """Of one length: then every step has the same shape, and its micro-batches only follow the memory."""
+    """Write samples of one length, so that every step has the same shape and micro-batches depend on the memory
+    alone."""
     drawn = random.Random(0)
     texts = ["".join(drawn.choices("abcdefgh ijkl", k=length)) for _ in range(64)]
     path.write_text("".join(json.dumps({"prompt": text[:20], "completion": text[20:]}) + "\n" for text in texts))
@@ -132,7 +133,7 @@ def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedByteCount:
-    """What a co-tenant of this process's own device holds."""
+    """The bytes that a co-tenant holds on this process's device."""
     count = SharedByteCount.create(tmp_path / "co-tenant")
     monkeypatch.setenv(CO_TENANT_VARIABLE, str(tmp_path / "co-tenant"))
     return count

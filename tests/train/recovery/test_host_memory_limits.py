@@ -26,7 +26,7 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**30), "MAL
 
 @dataclass
 class Limited:
-    """How an engine fared under a limit."""
+    """How an engine ended under a limit."""
 
     mib: int
     code: int

@@ -1,4 +1,4 @@
-"""Failures that one rank recovered from by itself, on their way to the journal."""
+"""Failures that one rank recovered from alone are written to the journal by rank 0."""
 
 from __future__ import annotations
 

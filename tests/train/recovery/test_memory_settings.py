@@ -28,7 +28,7 @@ def setup(tmp_path: Path) -> Iterator[TrainingSetup]:
 
 
 def other(settings: MemorySettings) -> MemorySettings:
-    """Settings of which each differs from that in `settings`."""
+    """Settings that all differ from those in `settings`."""
     return MemorySettings(
         settings.micro_batch_budget // 2, not settings.checkpointing, settings.chunk_tokens // 2,
         not settings.activation_offload, not settings.optimizer_offload, 24,
