@@ -1,10 +1,10 @@
-"""Non-torch memory as earlier runs on this machine measured it: a small file, one entry per kind of device and
-software.
+"""The calibration file: non-torch memory as earlier runs on this machine measured it.
 
-Calibration corrects non-torch memory alone, never a prediction of tensors: the CUDA context with other libraries'
-memory (NCCL with several ranks), cuBLAS' workspace, and reserved over allocated memory. An entry is for one kind of
-GPU, driver, torch version, number of ranks, and whether segments expand; the worst of its last runs counts. A run on
-CUDA adds to the file when it ends (`engine.train.monitor.calibrate`). Host memory has no residuals, simulated or not.
+Calibration corrects only the prediction of non-torch memory, never that of tensors: the CUDA context with other
+libraries' memory (NCCL with several ranks), cuBLAS' workspace, and fragmentation. The file has an entry for each
+combination of GPU, driver, torch version, number of ranks, and expandable segments or not; the largest values of the
+entry's last runs count. A run on CUDA adds its measurement when it ends (`engine.train.monitor.calibrate`). Runs in
+host memory are not calibrated.
 
 Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
 """
@@ -45,16 +45,16 @@ class CalibrationKey:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Non-torch memory of one run, or the worst of several runs, on one device."""
+    """Non-torch memory of one device in one run, or the largest values of several runs."""
 
     context_bytes: int
     workspace_bytes: int
     fragmented_share: float
-    """Reserved over allocated memory at the peak, less one."""
+    """Fragmentation: reserved divided by allocated memory at the peak, minus one."""
 
 
 def residuals_for(profile: Profile) -> Residuals | None:
-    """The worst of what earlier runs with this profile's kind of device measured; None without such runs."""
+    """The largest values that earlier runs on this profile's kind of device measured; None without such runs."""
     if profile.device.kind != "cuda":
         return None
     file = calibration_file()
@@ -65,7 +65,7 @@ def residuals_for(profile: Profile) -> Residuals | None:
 
 
 def record(key: CalibrationKey, residuals: Residuals) -> None:
-    """Add one run. Raises OSError where the state folder cannot be written."""
+    """Add one run's measurement to the file. Raises OSError if the state folder cannot be written."""
     path = calibration_file()
     entries = _read(path)
     entry = next((entry for entry in entries if entry["setting"] == asdict(key)), None)
@@ -109,7 +109,7 @@ def _worst(found: list[Residuals]) -> Residuals:
 
 @lru_cache(maxsize=4)
 def _entries(path: Path, _stamp: int) -> list[tuple[CalibrationKey, Residuals]]:
-    """Each key with the worst of its runs; read again when the file has changed."""
+    """Each key of the file with the largest values of its runs; `_stamp` makes the cache miss when the file changes."""
     return [
         (CalibrationKey(**entry["setting"]), _worst([Residuals(**run) for run in entry["runs"]]))
         for entry in _read(path)
@@ -118,7 +118,8 @@ def _entries(path: Path, _stamp: int) -> list[tuple[CalibrationKey, Residuals]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The entries; none where the file is missing, damaged or of another version. The next run replaces such a file."""
+    """The file's entries; none if it is missing, damaged or of another version, in which case the next run replaces
+    it."""
     try:
         found = json.loads(path.read_text("utf-8"))
         entries = found["entries"] if found["version"] == 1 else []
@@ -133,7 +134,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 @cache
 def _driver_text() -> str:
-    """The version text of the loaded NVIDIA driver; empty without one."""
+    """The version text of the loaded NVIDIA driver; empty if none is loaded."""
     try:
         return DRIVER.read_text("utf-8", errors="replace")
     except OSError:

@@ -17,7 +17,7 @@ def installed(package: str) -> str:
 
 
 def older(found: str, release: str) -> bool:
-    """Whether a version is of an older release than this "major.minor"; an empty one is not."""
+    """Whether the version `found` is older than `release` ("major.minor"); False if `found` is empty."""
     return bool(found) and _release(found) < _release(release)
 
 

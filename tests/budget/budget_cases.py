@@ -1,4 +1,4 @@
-"""The cases that predictions are compared on: small models of every family, each trained in many ways."""
+"""The cases for which predictions are compared with real steps: small models of every family, trained in many ways."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ WAYS: dict[str, Way] = {
 
 
 def applies(family: str, way: str) -> bool:
-    """Whether the family can be trained so: Gemma 2 caps its logits, GPT-2 names its attention otherwise."""
+    """Whether this family can be trained in this way: Gemma 2 caps its logits, GPT-2 has other names."""
     return not (family in NO_FUSED and "fused" in way) and not (family == "gpt2" and way == "full, attention only")
 
 
@@ -97,7 +97,7 @@ def spec_of(family: str, way: str, folder: Path, batch: int) -> RunSpec:
 
 
 def error(family: str, way: str, folder: Path, *, rows: int = 2, length: int = 200, micro_batches: int = 1) -> float:
-    """Predicted over measured peak of torch's allocations, less one."""
+    """Predicted divided by measured peak of torch's allocations, minus one."""
     spec = spec_of(family, way, folder, rows * micro_batches)
     predicted = predict(find_architecture(spec), spec, rows=rows, length=length).peak_bytes
     return predicted / measured_step(spec, rows, length, micro_batches)[1] - 1

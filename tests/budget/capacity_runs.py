@@ -1,4 +1,4 @@
-"""Real runs on the metered device with one per cent more memory than predicted, and with one per cent less.
+"""Trains on the metered device with one per cent more memory than predicted, and with one per cent less.
 
 Each case is a small model of a family with dimensions drawn at random, a way to train it and a shape. The whole engine
 trains it for two steps of two micro-batches: with the predicted peak + 1 % nothing may run out of memory, with - 1 %
@@ -44,25 +44,28 @@ class CapacityCase:
 
 @dataclass(frozen=True)
 class CapacityResult:
-    """Allocation failures in each of the two runs, whether both ended well, and the prediction beside the peak of the
-    roomier run."""
+    """The allocation failures of both runs, whether both finished, and the predicted peak beside the measured one.
+
+    The measured peak is that of the run with more memory.
+    """
 
     with_more: int
     with_less: int
     finished: bool
     missed_predictions: int
-    """Warnings that the prediction was off, which here it is not, also for smaller micro-batches after a failure."""
+    """Number of warnings that a prediction was wrong; none are expected, even after a failure."""
     predicted_bytes: int
     measured_bytes: int
 
     @property
     def right(self) -> bool:
-        """Nothing failed with one per cent more, something did with one less, no run died of it, none complained."""
+        """Whether nothing failed with one per cent more memory, something failed with one per cent less, both runs
+        finished, and neither warned about its prediction."""
         return self.finished and not self.with_more and self.with_less > 0 and not self.missed_predictions
 
 
 def capacity_cases(count: int = CASES, seed: int = SEED) -> Iterator[CapacityCase]:
-    """Random cases: each family and each way about equally often."""
+    """Yield random cases, with each family and each way about equally often."""
     drawn = random.Random(seed)
     families, ways = list(FAMILIES), list(WAYS)
     for number in range(count):
@@ -103,7 +106,7 @@ def _run(case: CapacityCase, folder: Path, capacity_bytes: float) -> tuple[int, 
 
 
 def _resized(config: dict[str, Any], drawn: random.Random) -> dict[str, Any]:
-    """Other depth, vocabulary and width of the feed-forward part."""
+    """The config with random depth, vocabulary and feed-forward width."""
     changed = {"vocab_size": drawn.randrange(300, 4000)}
     for key in config:
         if key in LAYERS:
@@ -114,7 +117,7 @@ def _resized(config: dict[str, Any], drawn: random.Random) -> dict[str, Any]:
 
 
 def _spec(case: CapacityCase, folder: Path, capacity_bytes: float) -> RunSpec:
-    """Texts of exactly the case's length; packed, two documents to a row."""
+    """The run spec of a case, on texts of exactly the case's length; if packed, two documents per row."""
     way = WAYS[case.way]
     folder.mkdir(parents=True, exist_ok=True)
     batch = case.rows * MICRO_BATCHES
@@ -140,7 +143,7 @@ def _spec(case: CapacityCase, folder: Path, capacity_bytes: float) -> RunSpec:
 
 
 def texts(folder: Path, count: int, length: int) -> Path:
-    """A file of samples of exactly `length` tokens for the byte tokenizer, all of them to be learned."""
+    """Write a file of samples of exactly `length` tokens for the byte tokenizer, all of them targets."""
     drawn = random.Random(0)
     path = folder / "samples.jsonl"
     # One token is the end of the text.

@@ -1,5 +1,4 @@
-"""One optimizer step of the engine's own parts on a real device, the metered one as a rule, for comparison with
-predictions."""
+"""Runs single optimizer steps of the engine on a device, usually the metered one, for comparison with predictions."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ WITH_TOWER: dict[str, dict[str, Any]] = {
 
 
 def run_spec(start: str | Path = "builtin:tiny", device: dict[str, Any] | None = None, **tables: Any) -> RunSpec:
-    """A run spec with any of the recipe's tables, on a roomy metered device."""
+    """A run spec with these tables of the recipe, by default on a metered device with plenty of memory."""
     recipe = {
         "name": "cell",
         "model": {"id": str(start), "tokenizer": "builtin:bytes", "init": "random", **tables.pop("model", {})},
@@ -108,7 +107,7 @@ def run_spec(start: str | Path = "builtin:tiny", device: dict[str, Any] | None =
 
 
 def folder_of(config: dict[str, Any], folder: Path) -> Path:
-    """A model folder that holds a config and nothing else."""
+    """Write a model folder that contains only a config."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
@@ -171,14 +170,14 @@ class LoadedStep:
     static_bytes: int
 
     def keyed(self, batch: Any) -> AbstractContextManager[None]:
-        """The draw of dropout masks for this batch."""
+        """A context in which dropout draws the masks of this batch."""
         from engine.model.dropout import keyed, keyed_dropouts
 
         return keyed(keyed_dropouts(self.loaded.model), seed=0, step=1, sample_ids=batch.sample_ids)
 
     def step(self, rows: int, length: int, micro_batches: int) -> None:
-        """An optimizer step of `micro_batches` × `rows` sequences, all but one token a target; packed rows hold two
-        documents each."""
+        """Run an optimizer step on `micro_batches` × `rows` sequences; all tokens but one are targets, and packed rows
+        have two documents each."""
         for _ in range(micro_batches):
             batch = self.batch(rows, length)
             with self.keyed(batch):
@@ -211,7 +210,8 @@ class LoadedStep:
         )
 
     def images(self, ids: Any) -> dict[str, Any]:
-        """Where the recipe has images: one of the largest size at the end of each row, its tokens put into `ids`."""
+        """Image inputs of a batch, empty without images: one image of the largest size per row, whose tokens are
+        written to the end of each row of `ids`."""
         from engine.budget.architecture.lookup import find_architecture
         from engine.budget.trace.memory_config import image_patches
         from engine.simulate.images import images_of

@@ -1,7 +1,7 @@
-"""The closed form against the engine's own step on the metered device, over families and ways to train.
+"""Compares predictions with real steps on the metered device, for all families and ways to train.
 
-`python -m benchmarks.budget_error` prints the whole table; here every way meets two families, and every family the
-two commonest ways.
+`python -m benchmarks.budget_error` prints the whole table. Here every way is tested with two families, and every family
+with the two most common ways.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_rows_so_long_that_scores_decide_are_predicted(family: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mixtral"])
 def test_activations_that_wait_on_the_host_come_back_for_one_operation_at_a_time(family: str, tmp_path: Path) -> None:
-    """Kept without checkpoints. Families with small tensors or masks, which stay, are further on the safe side."""
+    """Without checkpointing. For families with small tensors or masks, which are not offloaded, errors are larger."""
 
     train = {"gradient_checkpointing": False, "activation_offload": True, "batch_size": 4}
     folder = folder_of(FAMILIES[family], tmp_path)
@@ -67,7 +67,7 @@ def test_several_chunks_of_the_loss_are_predicted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_phi3s_eager_attention_keeps_the_joint_projection_of_a_single_sequence(rows: int, tmp_path: Path) -> None:
-    """Of several it keeps a copy of the values, where there are as many heads of them as of queries."""
+    """For several sequences it saves a copy of the values instead, if there are as many value heads as query heads."""
     spec = run_spec(
         folder_of({**PHI3, "num_key_value_heads": PHI3["num_attention_heads"]}, tmp_path),
         method={"rank": 8}, model={"dtype": "float32", "attention": "eager"},

@@ -1,4 +1,4 @@
-"""What runs on a card showed beside torch's tensors is believed by the next plan for such a card, and for no other."""
+"""Non-torch memory that runs measured on a card is used by later plans for such a card, and for no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def profile(**changes: Any) -> Profile:
 
 @pytest.fixture(autouse=True)
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The driver's own account of itself, as Linux shows it, and a state folder of the test's own."""
+    """Replace the driver's version file and the state folder by those of this test; return the version file."""
     monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "state"))
     path = tmp_path / "version"
     path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1  Release Build\n")

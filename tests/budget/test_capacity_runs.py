@@ -1,4 +1,4 @@
-"""A part of the cells of `python -m benchmarks.capacity_runs`: 1 % more than predicted is enough, 1 % less is not."""
+"""Some cases of `python -m benchmarks.capacity_runs`: 1 % more memory than predicted suffices, 1 % less does not."""
 
 from __future__ import annotations
 

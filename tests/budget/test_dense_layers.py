@@ -1,4 +1,4 @@
-"""Models whose layers are not all alike: plain feed-forward layers among layers of experts."""
+"""Tests of models that have plain feed-forward layers among layers of experts."""
 
 from __future__ import annotations
 

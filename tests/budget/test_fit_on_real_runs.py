@@ -1,7 +1,4 @@
-"""`fit` on ten runs that do not fit: the first suggestion, applied, fits, as the metered device proves with a real run.
-
-The twins are small; the search and the prediction behind it are those of real sizes.
-"""
+"""Tests `fit` on ten small runs that do not fit: with the first suggestion, a run on the metered device succeeds."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ ROWS, LENGTH = 4, 300
 
 @dataclass(frozen=True)
 class Twin:
-    """A small run, and the share of its predicted peak that there is memory for."""
+    """A small run, and its memory as a share of its predicted peak."""
 
     family: str
     share: float
@@ -33,7 +30,7 @@ class Twin:
     train: dict[str, Any]
     micro_batch: int | str = ROWS
     wide: dict[str, Any] = field(default_factory=dict)
-    """Dimensions that make one component large."""
+    """Dimensions of the model that make one component large."""
 
     def __str__(self) -> str:
         return f"{self.family}, {self.share} of {self.method.get('kind', 'lora')}"
@@ -67,19 +64,19 @@ def test_the_first_suggestion_applied_fits(twin: Twin, tmp_path: Path) -> None:
 
 
 def changed(spec: RunSpec, advice: Advice) -> RunSpec:
-    """The spec with the first suggestion in it."""
+    """The run spec with the changes of the first suggestion."""
     return with_changes(spec, {key: after for key, (_, after) in advice.suggestions[0].changes.items()})
 
 
 def failures(spec: RunSpec, runs: Path) -> int:
-    """Allocations that failed in a real run of two steps, all of its own remedies left out but smaller pieces."""
+    """Run two steps, with smaller micro-batches as the only rung allowed; return the number of failed allocations."""
     code, events = train(new_run(runs, spec))
     assert code in (0, 4)
     return len(of_kind(events, "backoff"))
 
 
 def spec_of(twin: Twin, folder: Path, capacity_bytes: float) -> RunSpec:
-    """Two steps of two micro-batches over texts of one length."""
+    """The run spec of a twin: two steps of two micro-batches over texts of one length."""
     recipe = {
         "name": "twin",
         "model": {

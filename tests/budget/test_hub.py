@@ -1,4 +1,4 @@
-"""A model that is neither here nor shipped: its config comes from a hub, which a small server stands in for."""
+"""Tests that the config of an unknown model is fetched from the hub, which a small local server replaces."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.budget.metered_step import QWEN2
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 VALUES = 1000 * 128 + 4 * (3 * 128 * 384 + 2 * 128 * 128 + 2 * 128 * 64 + 256 + 2 * 128) + 128
-"""Parameters of QWEN2, worked out by hand."""
+"""Number of parameters of QWEN2, computed by hand."""
 
 
 def safetensors_header(dtype: str, values: int) -> bytes:
-    """The beginning of a file with one tensor."""
+    """The header of a safetensors file with one tensor."""
     header = json.dumps({"all": {"dtype": dtype, "shape": [values], "data_offsets": [0, 2 * values]}}).encode()
     return struct.pack("<Q", len(header)) + header
 
@@ -73,7 +73,7 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def plan(place: Path, endpoint: str, model: str = "owner/model", **environment: str) -> Ended:
-    """`tunedeck plan` with a hub cache of its own."""
+    """Run `tunedeck plan` with a hub cache of its own under `place`."""
     return subprocess.run(
         [sys.executable, "-P", str(ROOT / "tunedeck.py"), "plan", "-p", "24gb", "-r", "lora", "--json",
          "--set", f"model.id={model}"],

@@ -1,4 +1,4 @@
-"""Evaluation and generation: against the metered device, and in the table and the verdict of a run."""
+"""Compares predictions of evaluation and generation with the metered device, and tests their part in a run's plan."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_generation_holds_what_the_metered_device_counts(
 def test_prompts_of_several_rows_repeat_heads_while_they_are_answered_before_transformers_5_23(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What one release holds is measured above; of the others a release is known only by its number."""
+    """The tests above measure the installed release; the behaviour of earlier ones is only switched on here."""
     arch = from_config(QWEN2)
 
     def held(rows: int, *, repeats: bool) -> int:

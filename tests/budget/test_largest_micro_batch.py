@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: the same as by trying every number of sequences."""
+"""Tests that the largest micro-batch that fits is the one that trying every number of sequences finds."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_the_planned_micro_batch_is_the_largest_of_all(profile: str, recipe: str
 
 
 def with_capacity(spec: RunSpec, capacity_bytes: int) -> RunSpec:
-    """The same run on devices of so many bytes."""
+    """The same run on devices of `capacity_bytes`."""
     device = spec.profile.device.model_copy(update={"memory_gib": capacity_bytes / 2**30, "reserve_gib": 0.0})
     return spec.model_copy(update={"profile": spec.profile.model_copy(update={"device": device})})

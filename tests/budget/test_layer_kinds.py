@@ -1,4 +1,4 @@
-"""Layers told apart by what learns in them, their attention mask, and where gradients stop."""
+"""Tests that layers are sorted into kinds by trained weights, attention mask, and where gradients stop."""
 
 from __future__ import annotations
 

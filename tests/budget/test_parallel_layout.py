@@ -1,4 +1,4 @@
-"""What each of several devices holds."""
+"""Tests the predicted bytes of each of several devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_sharding_makes_a_full_fine_tuning_fit() -> None:
 
 
 def test_each_rank_holds_an_equal_part() -> None:
-    """But for blocks of 512 bytes, which parts of small tensors fill less well."""
+    """Small differences are allowed, because parts of small tensors are rounded up to blocks of 512 bytes."""
     alone, quarter = (plan_for(count, parallel, **FULL).prediction.phases["optimizer_step"]
                       for count, parallel in ((1, {}), (4, SHARDED)))
     for part in ("weights", "gradients", "optimizer"):

@@ -1,4 +1,4 @@
-"""Parameter names and shapes, against the real classes of transformers on the meta device (no memory, no download)."""
+"""Compares parameter names and shapes with transformers' classes on the meta device (no memory, no download)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def meta_model(config: dict[str, Any]) -> Any:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What we say the parameters are."""
+    """Shapes by name of the parameters that the budget counts for a config."""
     arch = from_config(config)
     named = {parameter.name: parameter.shape for parameter in outer_parameters(arch)}
     for layer in range(arch.layers):

@@ -1,4 +1,4 @@
-"""The closed form: against BUDGET.md's formulas, and against the engine's own step on the metered device."""
+"""Compares predictions with published formulas, and with the engine's own step on the metered device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = from_config(builtin_config("builtin:tiny"))
 
 
 def published_window(arch: Architecture, method: str, rank: int) -> int:
-    """BUDGET.md: bytes per token while a layer is recomputed and differentiated in bf16, its input included."""
+    """Bytes per token, by formula, while a bf16 layer is recomputed and runs backward, its input included."""
     f, h, q, k = arch.intermediate, arch.hidden, arch.query_width, arch.kv_width
     tail = 4 * arch.heads + 8 + 2 * h
     return {

@@ -1,4 +1,4 @@
-"""Profiles that share sequences are refused, before anything is loaded, where slices would compute something else."""
+"""Tests that sequence parallelism is refused, before anything is loaded, for models it would compute wrongly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.errors import UsageError
 from engine.spec.schema.run import RunSpec
 
 TINY = find_config("builtin:tiny")
-"""Four heads, two of them for keys and values."""
+"""The config of a model with four query heads and two key heads."""
 GPT_OSS = find_config("openai/gpt-oss-20b")
 
 

@@ -1,4 +1,4 @@
-"""Vision-language models: the closed form against the engine's own step on the metered device."""
+"""Compares predictions for vision-language models with the engine's own step on the metered device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def with_images(family: str, way: str, folder: Path, tokens: int, device: dict[str, Any] | None = None) -> RunSpec:
-    """A recipe with images of so many tokens, where their number is not the model's own."""
+    """A run spec with images; each has `tokens` tokens if the model takes images of any size."""
     method, train, model = WAYS[way]
     if "freeze" in method:
         towers = {"gemma3": ["model.vision_tower", "model.multi_modal_projector"]}
@@ -84,7 +84,7 @@ def with_images(family: str, way: str, folder: Path, tokens: int, device: dict[s
 def test_the_peak_of_training_on_images_is_predicted(family: str, way: str, tmp_path: Path) -> None:
     spec = with_images(family, way, tmp_path, tokens=80)
     predicted = predict(find_architecture(spec), spec, rows=2, length=120).peak_bytes
-    # Eager attention takes images one after the other, and what it makes for one is not worked out to the last tensor.
+    # Eager attention handles images one after the other, and the prediction of its temporaries is approximate.
     assert -0.005 <= predicted / measured_step(spec, 2, 120, 2)[1] - 1 <= (0.03 if "eager" in way else 0.01)
 
 

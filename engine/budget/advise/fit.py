@@ -1,8 +1,8 @@
-"""The changes that make a run fit, cheapest first; or what the room that a run leaves could be used for.
+"""Searches for changes that make a run fit, cheapest first; for a run that fits, for uses of its unused memory.
 
-A lever is data: which recipe key changes, to what, and the cost in speed and quality. The search takes sets of levers
-in order of their cost and keeps those whose plan fits, unless a smaller set in them fits already. Costs in speed are
-rough, for ranking, from common practice on GPUs; they are not measurements.
+A lever is a change of recipe keys with its cost in speed and quality. The search tries sets of levers in order of cost
+and returns those whose plan fits, except sets that contain a smaller one that fits. Costs in speed are rough estimates
+from common practice on GPUs, good enough for ranking; they are not measurements.
 
 Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
 """
@@ -21,7 +21,7 @@ from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 
 LEARNING_COST = 100.0
-"""Added to the cost of every lever that changes what is learned: such advice comes after all that does not."""
+"""Added to the cost of every lever that changes what is learned, so that such advice comes last."""
 MAX_LEVERS = 4
 MAX_SUGGESTIONS = 5
 FEWEST_IMAGE_TOKENS = 64
@@ -32,29 +32,29 @@ SHORTEST = 256
 
 @dataclass(frozen=True, eq=False)
 class Lever:
-    """One change of recipe keys. Levers are compared by identity, because values may be lists."""
+    """One change of recipe keys and its cost. Levers are compared by identity, because values may be lists."""
 
     changes: tuple[tuple[str, Any], ...]
     slower_percent: float
     note: str
     changes_learning: bool = False
     quality: float = 0.0
-    """Rank among changes of equal speed: how much it may cost in quality."""
+    """How much quality the change may cost; ranks levers of equal cost in speed."""
 
     @property
     def cost(self) -> float:
-        """What the search sorts by."""
+        """The cost by which the search sorts levers."""
         return self.slower_percent + self.quality + (LEARNING_COST if self.changes_learning else 0.0)
 
     @property
     def keys(self) -> frozenset[str]:
-        """The recipe keys it changes."""
+        """The recipe keys that the lever changes."""
         return frozenset(key for key, _ in self.changes)
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Levers that together make the run fit (or use its room), and the plan with them."""
+    """Levers that together make the run fit (or use its unused memory), and the plan with these changes."""
 
     levers: tuple[Lever, ...]
     changes: dict[str, tuple[Any, Any]]
@@ -63,7 +63,7 @@ class Suggestion:
 
     @property
     def changes_learning(self) -> bool:
-        """Whether the run learns something else, or on other data."""
+        """Whether the changes affect what the run learns, or the data it learns from."""
         return any(lever.changes_learning for lever in self.levers)
 
     def as_json(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Advice:
-    """The plan of a run, suggestions that make it fit, and suggestions that use its room."""
+    """The plan of a run, suggestions that make it fit, and suggestions that use its unused memory."""
 
     plan: Plan
     suggestions: list[Suggestion]
@@ -97,7 +97,7 @@ class Advice:
 
 
 def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
-    """Search the levers. Raises what `make_plan` raises."""
+    """Plan a run and search for suggestions. Raises the errors of `make_plan`."""
     plan = make_plan(spec, longest=longest)
     if plan.verdict == "fits":
         return Advice(plan, [], list(_room(spec, longest)))
@@ -155,7 +155,7 @@ def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Levers that change what is learned: always after the others, always marked."""
+    """Levers that change what is learned; they cost more than all others and are marked in the advice."""
     method, longest = spec.recipe.method, spec.recipe.data.max_length
     if method.kind == "full":
         changes: list[tuple[str, Any]] = [("method.kind", "lora"), ("method.train_only", []), ("method.freeze", [])]
@@ -174,7 +174,7 @@ def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Levers for smaller images, where a model takes images of any size."""
+    """Levers for smaller images, if the model takes images of any size."""
     encoder = find_architecture(spec).vision_encoder
     if encoder is None or encoder.patches is not None:
         return
@@ -187,7 +187,7 @@ def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _search(spec: RunSpec, levers: list[Lever], longest: int | None) -> list[Suggestion]:
-    """The first sets of levers, in order of cost, whose plan fits; none that contains an earlier one."""
+    """The cheapest sets of levers whose plan fits, in order of cost; a set that contains an earlier one is skipped."""
     found: list[tuple[frozenset[Lever], Suggestion]] = []
     for chosen in _sets_by_cost(levers):
         if len(found) == MAX_SUGGESTIONS or any(earlier <= set(chosen) for earlier, _ in found):
@@ -199,7 +199,7 @@ def _search(spec: RunSpec, levers: list[Lever], longest: int | None) -> list[Sug
 
 
 def _sets_by_cost(levers: list[Lever]) -> list[tuple[Lever, ...]]:
-    """Every set of up to MAX_LEVERS levers that move different keys."""
+    """Every set of up to MAX_LEVERS levers that change different keys, in order of cost."""
     sets = [
         chosen
         for count in range(1, MAX_LEVERS + 1)
@@ -210,7 +210,7 @@ def _sets_by_cost(levers: list[Lever]) -> list[tuple[Lever, ...]]:
 
 
 def _try(spec: RunSpec, levers: tuple[Lever, ...], longest: int | None) -> Suggestion:
-    """The plan with these levers applied."""
+    """Apply these levers and plan the run again."""
     changes = {key: value for lever in levers for key, value in lever.changes}
     changed = with_changes(spec, changes)
     length = min(longest, changed.recipe.data.max_length) if longest else None
@@ -227,7 +227,7 @@ def _room(spec: RunSpec, longest: int | None) -> Iterator[Suggestion]:
 
 
 def _room_levers(spec: RunSpec) -> Iterator[Lever]:
-    """The levers that use room, each tried by itself."""
+    """The levers that use unused memory; each is tried alone."""
     recipe = spec.recipe
     if recipe.train.gradient_checkpointing:
         yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")

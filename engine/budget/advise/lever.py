@@ -1,4 +1,4 @@
-"""The recipe key that lowers the peak of a plan, shown beside the deciding phase.
+"""Names the recipe change that lowers the peak of a plan, shown beside the deciding phase.
 
 Sets of changes that make a run fit, and their costs, are searched in `engine.budget.advise.fit`.
 
@@ -12,7 +12,10 @@ from engine.spec.schema.run import RunSpec
 
 
 def lever_of(plan: Plan, spec: RunSpec) -> str:
-    """The change that lowers the largest component of the peak: of weights only where they alone exceed capacity."""
+    """The change, as text, that lowers the largest component of the peak.
+
+    It lowers weights only if they alone exceed capacity, or if adapters or buffers are the largest other component.
+    """
     row = plan.prediction.phases[plan.prediction.deciding_phase]
     if plan.prediction.deciding_phase == "generate":
         return "eval.samples = 0 without exact_match, or a lower generate.max_new_tokens"

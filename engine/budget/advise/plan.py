@@ -1,4 +1,4 @@
-"""The plan of a run: the micro-batch to start from, the verdict, and the table behind them.
+"""Plans a run: the micro-batch to start with, the verdict, and the memory prediction they are based on.
 
 Verdicts: fits, tight (only a smaller micro-batch or a remedy that leaves learning unchanged fits),
 does_not_fit (one sequence with every such remedy exceeds capacity).
@@ -23,7 +23,7 @@ Verdict = Literal["fits", "tight", "does_not_fit"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The predicted memory of a run, and how its batch is cut."""
+    """The predicted memory of a run, and its division of the batch into micro-batches."""
 
     verdict: Verdict
     capacity_bytes: int
@@ -34,7 +34,7 @@ class Plan:
     config: MemoryConfig
     simulated: bool
     ranks: int
-    """Devices the run is spread over; bytes are those of one."""
+    """Number of devices of the run; all bytes are those of one device."""
     image_tokens: int
     """Tokens of the image that each sequence is planned with; 0 for text alone."""
     remedies: dict[str, Any]
@@ -42,12 +42,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """What torch allocates at the peak."""
+        """Bytes that torch allocates at the peak."""
         return self.prediction.peak_bytes
 
     @property
     def margin_bytes(self) -> int:
-        """Capacity left at the peak; negative where it does not fit."""
+        """Bytes of capacity left at the peak; negative if the run does not fit."""
         return self.capacity_bytes - self.prediction.device_bytes
 
     @property
@@ -104,8 +104,8 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
 
 
 def _largest_that_fits(predictor: Predictor, length: int) -> int:
-    """The most sequences, up to the batch, whose peak is within capacity; 0 when not even one is."""
-    # The whole batch at once finds no gradients of earlier micro-batches: it may fit where a little less does not.
+    """The largest number of sequences, at most the batch, whose peak is within capacity; 0 if even one is too many."""
+    # The whole batch as one micro-batch has no earlier gradients beside it, so it may fit where a smaller one does not.
     if predictor.fits(predictor.batch, length):
         return predictor.batch
     low, high = 0, predictor.batch - 1
@@ -134,13 +134,13 @@ def _verdict(
 
 
 def remedies(spec: RunSpec) -> Iterator[RunSpec]:
-    """The spec with each set of remedies that changes nothing about what is learned, cheapest first; the first set is
-    empty."""
+    """Yield the spec with ever more remedies that do not change what is learned, cheapest first; the first is the spec
+    itself."""
     return (_with_train(spec, changes) for changes in _remedies(spec))
 
 
 def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
-    """The remedies as changes of the train table, cheapest first, each on top of the ones before."""
+    """Yield the remedies as changes of the recipe's train table, cheapest first; each includes those before it."""
     changes: dict[str, Any] = {}
     yield {}
     if not spec.recipe.train.gradient_checkpointing:
@@ -158,6 +158,6 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
 
 
 def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
-    """The run spec with other values in its train table."""
+    """The run spec with these changes of its train table."""
     train = spec.recipe.train.model_copy(update=changes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})})

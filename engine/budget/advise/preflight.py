@@ -1,6 +1,6 @@
-"""Warnings before a run starts, each with what was found and the fix; and the refusal of runs that would train wrongly.
+"""Warns before a run starts, each time with the reason and a fix, and refuses runs that would train wrongly.
 
-A warning does not keep a run from starting. What a device cannot do is refused in `engine.spec.check.hardware_rules`.
+A warning does not stop a run. Settings that a device cannot do are refused in `engine.spec.check.hardware_rules`.
 
 Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 """
@@ -36,7 +36,7 @@ SHORT_ANSWER_TOKENS = 32
 def warnings_of(
     arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None, torch_version: str | None = None
 ) -> list[str]:
-    """All warnings of a run; about the disk only where its free bytes are known. `torch_version` is by default the
+    """All warnings of a run; those about disk space only if `free_disk_bytes` is given. `torch_version` defaults to the
     installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
     found += _shards(spec, torch_version or installed("torch"))
@@ -46,10 +46,10 @@ def warnings_of(
 
 
 def checkpoints_bytes(arch: Architecture, spec: RunSpec) -> int:
-    """Disk that a run's checkpoints take at most: those kept, the best, and one that is being written."""
+    """Most bytes of disk that a run's checkpoints take: those that are kept, the best, and one being written."""
     config = memory_config_of(arch, spec)
     total = static_bytes(arch, replace(config, optimizer_offload=False, image_patches=1)).total
-    # A gradient is as large as its weight: together they are the size of all trained weights, vision included.
+    # A gradient is as large as its weight: all gradients together have the size of all trained weights.
     return (total.gradients + total.optimizer) * (spec.recipe.checkpoint.keep + 2)
 
 
@@ -67,7 +67,7 @@ def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn of images that no sequence has room for, or that the model cannot see."""
+    """Warn of images that fit into no sequence, and of image settings for a model without a vision encoder."""
     key, data = image_key(spec.recipe), spec.recipe.data
     if key is None:
         return
@@ -101,7 +101,7 @@ def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn where a run fits without offloading: every layer then waits for its input to be copied there and back."""
+    """Warn if a run would fit without offloading its checkpoints, which makes every layer wait for copies."""
     train = spec.recipe.train.model_copy(update={"activation_offload": False})
     plan = make_plan(spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})}))
     if plan.verdict != "fits":
@@ -115,7 +115,7 @@ def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def refuse_unsafe(spec: RunSpec) -> None:
-    """Raise UsageError for runs that would train wrongly, as far as the model's config is on this machine."""
+    """Raise UsageError for runs that would train wrongly; only checked if the model's config is on this machine."""
     try:
         facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
     except ConfigNotHereError:
@@ -159,7 +159,7 @@ def _disk(arch: Architecture, spec: RunSpec, free_bytes: int) -> Iterator[str]:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Free bytes of the disk of `folder`, which need not exist yet; None where they are unknown."""
+    """Free bytes of the disk of `folder`, which need not exist yet; None if unknown."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     try:
         return shutil.disk_usage(existing).free

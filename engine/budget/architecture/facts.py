@@ -56,18 +56,18 @@ class Architecture:
     rotary_tables: int = 1
     """Pairs of rotary tables that a forward pass makes: one for all layers, or one for each kind of layer."""
     buffers: int = 2
-    """Small tensors that are not parameters: frequencies of the rotary tables, twice each, and Gemma's scale."""
+    """Number of small tensors that are not parameters: two of rotary frequencies per table, and Gemma's scale."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     positions: int | None = None
     """Rows of a learned position table (GPT-2)."""
     experts: Experts | None = None
     dense_layers: tuple[bool, ...] = ()
-    """For each layer, whether it has a plain feed-forward half among layers of experts; empty where none has."""
+    """For each layer of a mixture-of-experts model, whether it has no experts; empty if all have."""
     vision_encoder: VisionEncoder | None = None
-    """The vision encoder of a vision-language model, whose other facts are those of its decoder."""
+    """The vision encoder of a vision-language model; all other fields describe the decoder."""
     rotary_by_row: bool = False
-    """Every row has rotary tables of its own."""
+    """Each row of a batch has rotary tables of its own."""
     default_attention: str = "sdpa"
     max_length: int | None = None
     """Longest sequence the model was made for."""
@@ -128,7 +128,7 @@ def _with_vision_encoder(model_type: str, config: Mapping[str, Any]) -> Architec
 
 
 def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) -> Architecture:
-    """Families whose configs share Llama's key names."""
+    """Read a config of a family that shares Llama's key names."""
     try:
         heads, hidden = int(facts["num_attention_heads"]), int(facts["hidden_size"])
         tables = max(1, len(set(_sliding_layers(family, facts)))) if family.rotary_by_kind else 1
@@ -179,7 +179,10 @@ def _window(facts: Mapping[str, Any]) -> int | None:
 
 
 def _sliding_layers(family: Family, facts: Mapping[str, Any]) -> tuple[bool, ...]:
-    """`layer_types` where the config has them; else by the family's pattern. Qwen slides from max_window_layers on."""
+    """For each layer, whether it has a sliding window: by `layer_types` of the config, else by the family's pattern.
+
+    Qwen's layers slide from max_window_layers on.
+    """
     layers = range(int(facts["num_hidden_layers"]))
     if _window(facts) is None:
         return ()

@@ -1,4 +1,4 @@
-"""What each model family of transformers is made of, where its `config.json` does not say so itself.
+"""Facts about the model families of transformers that a model's `config.json` does not contain.
 
 One row per `model_type`: a family that is built from known parts is added as a row. Only facts live here; a config is
 read in `engine.budget.architecture.facts`, parameters are named in `engine.budget.architecture.parameters`. Source of
@@ -33,13 +33,13 @@ class Family:
     wide_norm: bool = False
     """RMSNorm multiplies by its weight in fp32, before the cast."""
     full_every: int | None = None
-    """In a model with a sliding window, one layer in so many attends to all positions; None: no layer does."""
+    """With a sliding window, every `full_every`-th layer attends to all positions; None: no layer does."""
     rotary_by_kind: bool = False
     """Full and sliding layers have rotary tables of their own."""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by a number, which is a buffer."""
+    """Embeddings are multiplied by a number that is stored as a buffer."""
     rotary_by_row: bool = False
-    """Every row has rotary tables of its own, because images give positions three axes."""
+    """Each row of a batch has rotary tables of its own, because positions in images have three axes."""
     default_attention: Literal["sdpa", "eager"] = "sdpa"
     """The kernel that transformers chooses by default: gpt-oss has no sdpa path."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""The config of a model that is neither on this machine nor shipped: fetched from the hub, compared with its weights.
+"""Fetches the config of a model that is neither on this machine nor shipped, and compares it with the model's weights.
 
-It is kept in the hub's own cache, where `engine.budget.architecture.lookup` finds it from then on. Of the weights only
-the headers are read. Only commands fetch: a screen that plans while someone types must not wait for a network.
+The config goes into huggingface_hub's own cache, where `engine.budget.architecture.lookup` finds it from then on. Of
+the weights only the file headers are read. Only commands fetch: a screen that plans while someone types must not wait
+for the network.
 
 Try: `tunedeck plan -p 24gb -r lora --set model.id=OWNER/NAME`
 """
@@ -37,17 +38,17 @@ def bring_config(spec: RunSpec) -> list[str]:
 
 
 def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> None:
-    """Download config.json into the hub cache. A single request comes first: the client would retry for half a
-    minute."""
-    # Imported here: a tenth of a second that only a model from the hub is worth. HTTPError is that of its HTTP client.
+    """Download config.json into the hub cache. One plain request comes first: if the hub cannot be reached, it fails
+    at once, where the hub's client would retry for half a minute."""
+    # Imported here because it takes a tenth of a second. HTTPError is the base error of the hub's HTTP client.
     from huggingface_hub import constants, get_session, hf_hub_download
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # huggingface_hub re-exports these names lazily
         HFValidationError,
         HTTPError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
     )
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # re-exported lazily
 
     disable_progress_bars()
     try:
@@ -62,7 +63,7 @@ def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> Non
 
 
 def _refused(error: BaseException, model: str) -> TunedeckError | None:
-    """The error for what the hub answered; None where it did not answer."""
+    """The error to raise for the hub's refusal; None if the hub did not answer at all."""
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     answer = next((link for link in (error, error.__cause__) if isinstance(link, HfHubHTTPError)), None)
@@ -88,9 +89,9 @@ def _refused(error: BaseException, model: str) -> TunedeckError | None:
 
 
 def _compared(model: str, revision: str | None) -> list[str]:
-    """Notices where the headers of the weight files do not agree with the config."""
+    """Compare the headers of the weight files with the config; return a notice if they differ or cannot be compared."""
     from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # huggingface_hub re-exports these names lazily
         HTTPError,
         NotASafetensorsRepoError,
         SafetensorsParsingError,

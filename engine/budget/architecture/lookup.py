@@ -47,7 +47,7 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _config_file(model: str, revision: str | None) -> Path | None:
-    """Where a config is read from; None for a model that is built in or that nothing but a shipped entry describes."""
+    """The file of a model's config; None for a built-in model, and for one that only a shipped entry describes."""
     if model.startswith(BUILTIN_PREFIX):
         return None
     local = os.path.expanduser(model) if model.startswith("~") else model
@@ -73,12 +73,12 @@ def _shipped_config(model: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _shipped_architecture(model: str) -> Architecture:
-    """The facts of a shipped entry, which does not change while a process runs."""
+    """The facts of a shipped model; cached, because shipped entries do not change while a process runs."""
     return from_config(_shipped_config(model))
 
 
 def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """The model behind "run:RUN" and its revision; the result of a run has the shape of the model it started from."""
+    """Replace "run:RUN" by the model and revision that the run started from; both models have the same shapes."""
     while model.startswith(RUN_PREFIX):
         text = model.removeprefix(RUN_PREFIX).partition("@")[0]
         start = load_run_spec(resolve_run(text, None).run_toml).recipe.model
@@ -87,7 +87,7 @@ def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def builtin_config(name: str) -> dict[str, Any]:
-    """The config of "builtin:NAME": the one place its numbers are kept is profiles/models/builtin-NAME.toml."""
+    """The config of "builtin:NAME", read from profiles/models/builtin-NAME.toml."""
     config = shipped_configs().get(name)
     if config is None or not name.startswith(BUILTIN_PREFIX):
         known = ", ".join(sorted(key for key in shipped_configs() if key.startswith(BUILTIN_PREFIX)))
@@ -113,7 +113,10 @@ def shipped_entries() -> Iterator[dict[str, Any]]:
 
 
 def _cached_config(model: str, revision: str | None) -> Path | None:
-    """config.json in the hub cache's layout: models--OWNER--NAME/refs/REVISION names the folder under snapshots/."""
+    """Path of a model's config.json in the hub cache, None if absent there.
+
+    `models--OWNER--NAME/refs/REVISION` contains the name of the folder under `snapshots/`.
+    """
     repository = f"{_hub_cache()}/models--{model.replace('/', '--')}"
     if not os.path.isdir(repository):
         return None

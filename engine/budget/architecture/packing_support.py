@@ -1,9 +1,9 @@
-"""Whether documents packed into one row are kept apart: which families and kernels do, by a model's config alone.
+"""Which model families and attention kernels keep packed documents from seeing each other, by a model's config alone.
 
 Facts of transformers 5.23: `masking_utils.find_packed_sequence_indices` builds a block mask from restarting position
 ids, for any batch size, when there is no attention mask; `modeling_flash_attention_utils._is_packed_sequence` does so
-only for a batch of one, so `engine.model.loss` flattens packed batches under flash. tests/model/test_packing.py holds
-it against real models.
+only for a batch of one, so `engine.model.loss` flattens packed batches under flash. tests/model/test_packing.py checks
+this with real models.
 
 Try: `python -m pytest tests/model/test_packing.py`
 """
@@ -17,7 +17,7 @@ from engine.errors import UsageError
 from engine.spec.schema.run import RunSpec
 
 STATEFUL_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "ssm", "moe_mamba", "hybrid")
-"""Layer types that carry a state from token to token, which restarting position ids do not reset."""
+"""Layer types with a state that passes from token to token, which restarting position ids do not reset."""
 STATEFUL_FAMILIES = frozenset(
     {
         "mamba",

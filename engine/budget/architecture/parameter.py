@@ -9,7 +9,7 @@ from math import prod
 
 
 class Parameter:
-    """One tensor, never changed. `linear` marks the weight of a linear layer, which an adapter can be put beside."""
+    """One tensor of a model. `linear` marks the weight of a linear layer, which can get an adapter."""
 
     __slots__ = ("elements", "linear", "name", "shape")
 
@@ -21,16 +21,16 @@ class Parameter:
 
     @property
     def module(self) -> str:
-        """Dotted name of the module that owns it."""
+        """Dotted name of the module that the parameter belongs to."""
         return self.name.rpartition(".")[0]
 
 
 def linear(name: str, inputs: int, outputs: int, bias: bool) -> list[Parameter]:
-    """A torch Linear: weight [outputs, inputs] and, where there is one, its bias."""
+    """The parameters of a `torch.nn.Linear`: weight [outputs, inputs] and, if `bias`, the bias."""
     weight = Parameter(f"{name}.weight", (outputs, inputs), linear=True)
     return [weight, Parameter(f"{name}.bias", (outputs,))] if bias else [weight]
 
 
 def vectors(name: str, size: int, *, bias: bool) -> list[Parameter]:
-    """A norm: its weight and, for a layer norm, its bias."""
+    """The parameters of a norm: weight and, if `bias`, the bias of a layer norm."""
     return [Parameter(f"{name}.{part}", (size,)) for part in (("weight", "bias") if bias else ("weight",))]

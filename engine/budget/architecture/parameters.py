@@ -21,7 +21,7 @@ HEAD = "lm_head.weight"
 
 @lru_cache(maxsize=64)
 def layer_parameters(arch: Architecture, dense: bool) -> tuple[Parameter, ...]:
-    """Parameters of one decoder layer, with experts or `dense`, by names relative to it ("self_attn.q_proj.weight")."""
+    """Parameters of one decoder layer, named relative to the layer ("self_attn.q_proj.weight"); `dense`: no experts."""
     if arch.layout == "gpt2":
         return tuple(_gpt2_layer(arch))
     return (*_attention(arch), *_feed_forward(arch, dense), *_norms(arch))
@@ -49,7 +49,7 @@ def layer_prefix(arch: Architecture, layer: int) -> str:
 
 
 def parameter_count(arch: Architecture) -> int:
-    """Parameters of the whole model, a tied head counted once."""
+    """Number of parameters of the whole model; a tied head is counted once."""
     layers = (layer_parameters(arch, arch.is_dense(layer)) for layer in range(arch.layers))
     total = sum(map(elements, layers)) + elements(outer_parameters(arch))
     if arch.vision_encoder is None:
@@ -62,12 +62,12 @@ def parameter_count(arch: Architecture) -> int:
 
 
 def elements(parameters: Iterable[Parameter]) -> int:
-    """Number of values of several tensors."""
+    """Total number of values in these tensors."""
     return sum(parameter.elements for parameter in parameters)
 
 
 def _attention(arch: Architecture) -> list[Parameter]:
-    """Projections, and what some families add to them: norms on queries and keys, sinks."""
+    """Parameters of attention: projections and, in some families, norms of queries and keys, or sinks."""
     hidden, query, kv = arch.hidden, arch.query_width, arch.kv_width
     if arch.layout == "phi3":
         projections = linear("self_attn.qkv_proj", hidden, query + 2 * kv, False)
@@ -84,7 +84,7 @@ def _attention(arch: Architecture) -> list[Parameter]:
 
 
 def _feed_forward(arch: Architecture, dense: bool) -> list[Parameter]:
-    """A gated feed-forward block, or a router and its experts (kept fused by transformers 5)."""
+    """Parameters of a gated feed-forward block, or of a router and its experts (fused in transformers 5)."""
     hidden, width = arch.hidden, arch.intermediate
     if arch.layout == "phi3":
         return [
@@ -101,7 +101,7 @@ def _feed_forward(arch: Architecture, dense: bool) -> list[Parameter]:
 
 
 def _expert_parameters(arch: Architecture) -> list[Parameter]:
-    """Fused experts: one tensor for all gate and up projections, one for all down projections."""
+    """Router, and fused experts: one tensor for all gate and up projections, one for all down projections."""
     assert arch.experts is not None
     count, width, hidden = arch.experts.count, arch.experts.intermediate, arch.hidden
     if arch.layout == "gpt_oss":  # stored transposed, with biases, and a router that is a layer of its own
@@ -121,7 +121,7 @@ def _expert_parameters(arch: Architecture) -> list[Parameter]:
 
 
 def _norms(arch: Architecture) -> list[Parameter]:
-    """Two norms a layer, or the four that Gemma 2 and 3 put around both halves."""
+    """Weights of a layer's norms: two, or in Gemma 2 and 3 four."""
     names = ["input_layernorm", "post_attention_layernorm"]
     if arch.norms_per_layer == 4:
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -129,7 +129,7 @@ def _norms(arch: Architecture) -> list[Parameter]:
 
 
 def _gpt2_layer(arch: Architecture) -> list[Parameter]:
-    """GPT-2 keeps its weights as Conv1D, [inputs, outputs]; norms have biases."""
+    """Parameters of a GPT-2 layer: weights of linear layers are Conv1D, [inputs, outputs]; norms have biases."""
     hidden, width = arch.hidden, arch.intermediate
     shapes = {
         "attn.c_attn": (hidden, 3 * hidden),

@@ -1,9 +1,11 @@
 """Whether several ranks can share sequences (`parallel.sequence`), judged by the model's config and the recipe alone.
 
-A rank holds a slice of each sequence. A slice cannot have a mask, which would be as long as the sequence, squared, on
-every rank (packed documents, images whose tokens see each other, a sliding window except in flash attention); nor
-anything per head outside the projections (gpt-oss' sinks); nor a state that goes from token to token. And heads must
-divide over the ranks; where there are fewer key heads than ranks, several ranks get the same one.
+Each rank has a slice of each sequence. Models are refused if they need
+- an attention mask, which would take length² on every rank: packed documents, images whose tokens see each other,
+  sliding windows except in flash attention;
+- parameters per head outside the projections (gpt-oss' sinks);
+- a state that passes from token to token.
+Heads must divide evenly over the ranks. If there are fewer key heads than ranks, several ranks get the same key head.
 
 The engine checks the model itself, too (`engine.model.ulysses_attention.verify_ulysses_attention`).
 
@@ -22,21 +24,24 @@ from engine.spec.check.images import image_key
 from engine.spec.schema.run import RunSpec
 
 SINK_FAMILIES = frozenset({"gpt_oss"})
-"""Model types whose heads each have a sink, a parameter beside keys and values."""
+"""Model types with a sink for each head: a parameter beside keys and values."""
 
 SLICEABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types that look at other positions in attention only, through a causal mask or a window."""
 
 
 class Obstacle(NamedTuple):
-    """A reason against sharing sequences, and its fix."""
+    """A reason why sequences cannot be shared, and how to fix it."""
 
     found: str
     fix: str
 
 
 def refuse_sequence_parallel(facts: Mapping[str, Any], spec: RunSpec) -> None:
-    """Raise UsageError where a profile shares sequences that cannot be shared; `facts` are the model's config."""
+    """Raise UsageError if the profile asks for sequence parallelism and the model or recipe does not allow it.
+
+    `facts` are the model's config.
+    """
     size = spec.profile.parallel.sequence
     if size == 1:
         return
@@ -113,8 +118,8 @@ def _heads(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
 
 
 def can_be_dealt(heads: int, key_heads: int, size: int) -> bool:
-    """Whether `size` ranks can have the same number of heads, each with its key heads: several of them, or one that
-    several ranks share."""
+    """Whether `size` ranks can get equal numbers of heads, and each the key heads of its heads: a whole number of key
+    heads per rank, or one that several ranks share."""
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
 
 

@@ -1,8 +1,8 @@
 """The facts of a vision encoder that decide its memory, and how many tokens it makes of an image.
 
 An encoder cuts an image into patches, runs them through its layers and merges `merge` × `merge` of them into one token
-of the decoder. Source: the vision configs of transformers 5.23 (`src/transformers/models/<model_type>/`); defaults
-stand where published configs leave a key out. Names of parameters: `engine.budget.architecture.vision_parameters`;
+of the decoder. Source: the vision configs of transformers 5.23 (`src/transformers/models/<model_type>/`), with their
+defaults for missing keys. Names of parameters: `engine.budget.architecture.vision_parameters`;
 bytes: `engine.budget.predict.vision`.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-VL-7B-Instruct --set data.image_max_pixels=1003520`
@@ -31,17 +31,17 @@ class VisionEncoder:
     patch_side: int
     """Pixels along a side of a patch."""
     patch_shape: tuple[int, ...]
-    """What a patch is made of: channels, frames where there are several, and its two sides."""
+    """The dimensions of a patch: channels, frames (if the encoder takes several), height and width."""
     merge: int
-    """Patches along each side that become one token."""
+    """`merge` × `merge` patches become one token."""
     output: int
-    """Width of what the decoder gets."""
+    """Width of the encoder's output, which is the decoder's hidden size."""
     patches: int | None = None
-    """Patches of every image where all are resized to one size; None where they depend on the image's pixels."""
+    """Patches per image if all images are resized to one size; None if the number depends on the image's size."""
     most_pixels: int | None = None
-    """Largest image that the published processor lets through; only where sizes differ."""
+    """Pixels of the largest image that the published processor returns; only for encoders of images of any size."""
     window: int | None = None
-    """Patches in an attention window, in the layers that have one."""
+    """Patches per attention window, in layers with windows; None if no layer has one."""
     full_layers: tuple[int, ...] = ()
     """In an encoder with windows: the layers that attend to whole images."""
 
@@ -57,11 +57,11 @@ class VisionEncoder:
 
     @property
     def pixels_per_token(self) -> int:
-        """Pixels per token, of images whose size matters."""
+        """Pixels per token of an encoder that takes images of any size."""
         return (self.patch_side * self.merge) ** 2
 
     def patches_of(self, max_pixels: int | None) -> int:
-        """Patches of the largest image allowed: `data.image_max_pixels`, else what the processor lets through.
+        """Patches of the largest image allowed: of `data.image_max_pixels`, or else of the processor's own limit.
 
         A Qwen processor brings both sides to multiples of patch × merge and stays within the limit
         (`smart_resize` in transformers' image_processing_qwen2_vl.py).
@@ -72,7 +72,7 @@ class VisionEncoder:
         return max(1, pixels // self.pixels_per_token) * self.merge**2
 
     def tokens_of(self, max_pixels: int | None) -> int:
-        """Tokens that such an image takes in a sequence."""
+        """Tokens that the largest image allowed takes in a sequence."""
         return self.patches_of(max_pixels) // self.merge**2
 
 
@@ -81,7 +81,7 @@ QWEN_MOST_PIXELS = 12_845_056
 
 
 def _siglip(vision: Mapping[str, Any], config: Mapping[str, Any], output: int) -> VisionEncoder:
-    """Gemma 3: images of one size, pooled to mm_tokens_per_image tokens, then projected."""
+    """Read Gemma 3's encoder: images of one size, pooled to mm_tokens_per_image tokens, then projected."""
     patch, channels = int(vision.get("patch_size", 16)), int(vision.get("num_channels", 3))
     across, tokens = int(vision.get("image_size", 224)) // patch, int(config.get("mm_tokens_per_image", 256))
     return VisionEncoder(
@@ -145,7 +145,7 @@ VISION_ENCODERS: dict[str, tuple[str, Reader]] = {
     "qwen2_vl": ("qwen2_vl_text", _qwen2_vl),
     "qwen2_5_vl": ("qwen2_5_vl_text", _qwen2_5_vl),
 }
-"""model_type of a vision-language model = that of its decoder, and how to read its vision config."""
+"""For each model_type of a vision-language model: the model_type of its decoder, and a reader of its vision config."""
 
 
 def read_vision_encoder(config: Mapping[str, Any], output: int) -> VisionEncoder:

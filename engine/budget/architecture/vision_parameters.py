@@ -30,7 +30,7 @@ def vision_layer_prefix(encoder: VisionEncoder, layer: int) -> str:
 
 @lru_cache(maxsize=64)
 def vision_layer_parameters(encoder: VisionEncoder) -> tuple[Parameter, ...]:
-    """Parameters of one layer, named relative to it."""
+    """Parameters of one layer of a vision encoder, named relative to the layer."""
     hidden, width = encoder.hidden, encoder.intermediate
     if encoder.kind == "siglip":
         return (
@@ -55,7 +55,7 @@ def vision_layer_parameters(encoder: VisionEncoder) -> tuple[Parameter, ...]:
 
 @lru_cache(maxsize=64)
 def vision_end_parameters(encoder: VisionEncoder) -> tuple[Parameter, ...]:
-    """Parameters before and behind the layers: the patch embedding, which comes first, and the merger."""
+    """Parameters outside the encoder's layers; the first is the patch embedding's weight, the last are the merger's."""
     hidden = encoder.hidden
     if encoder.kind == "siglip":
         embeddings = "model.vision_tower.embeddings"

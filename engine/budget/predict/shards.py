@@ -1,7 +1,7 @@
-"""Memory of a rank where weights are sharded (torch's FSDP2), group by group.
+"""Memory of a rank with sharded weights (torch's FSDP2), group by group.
 
 A group's weights are gathered in a flat buffer and copied out of it, tensor by tensor. Its gradients are reduced in a
-flat fp32 buffer, and the rank keeps its part of them as one flat tensor. First dimensions are padded to equal parts.
+flat fp32 buffer; the rank's part of the result is one flat tensor. First dimensions are padded to equal parts.
 Which buffers are live at once follows `engine.distributed.sharded` and `torch/distributed/fsdp/_fully_shard` of torch
 2.13: in forward a gather buffer lives until the next group is gathered; in backward the next group is gathered while
 one is differentiated, and a reduce buffer lives until the next group's gradients are reduced.
@@ -29,39 +29,41 @@ from engine.budget.trace.trainable import trainable_outer
 from engine.errors import EnvironmentProblem
 
 KNOWN_TORCH = ("2.13",)
-"""Versions of torch whose `_fully_shard` folder was read for `engine.distributed.sharded`, and that it is tested with.
-With other versions weights are sharded too, but all ranks have to restart after an out-of-memory failure."""
+"""Versions of torch for whose `_fully_shard` folder `engine.distributed.sharded` was written and tested.
+With other versions sharding works, too, but all ranks have to restart after an out-of-memory failure."""
 
 SHARDS_SINCE = "2.13"
 """Earlier versions of `fully_shard` cannot reduce zero gradients for weights that only other ranks have used."""
 
 Value = tuple[tuple[int, ...], int, bool, bool]
-"""A tensor: shape, bytes per element, whether it is trained, whether it is part of an adapter."""
+"""A tensor: shape, bytes per value, whether it is trained, whether it is part of an adapter."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Bytes of one group of weights that are gathered together."""
+    """Bytes of one group: weights that are gathered together."""
 
     held: Tensors
     """Tensors of the rank with the largest part; its gradients are one flat tensor."""
     gathered: int
+    """The gathered weights as separate tensors."""
     flat: int
+    """The flat buffer that weights are gathered in."""
     reduced: int
     """The buffer that gradients are reduced in."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """All groups of a model."""
+    """All groups of a model, and the bytes of their gathered weights and buffers in each phase."""
 
     table: Group
-    """The embedding, with the head where that is tied to it."""
+    """The embedding, including a tied head."""
     layers: tuple[Group, ...]
     small: tuple[Group, ...]
-    """Small modules, each a group: position tables, and last the norm behind the layers."""
+    """Small modules, each a group of its own: position embeddings, and last the norm after the layers."""
     head: Group | None
-    """The head; None where it is tied."""
+    """The head; None if tied."""
     keeps: bool
     """Gathered weights stay from forward to backward (ZeRO-2)."""
 
@@ -87,18 +89,18 @@ class Shards:
         return self._kept_up_to(layer) + coming + behind + self._table_held
 
     def embedding(self) -> int:
-        """Gathered bytes and buffers while the table's gradient is made or reduced."""
+        """Gathered bytes and buffers while the embedding's gradient is computed or reduced."""
         return max(self.layers[0].reduced + self._table_held, self.table.reduced)
 
     def evaluate(self) -> int:
-        """Gathered bytes and buffers of an evaluation."""
+        """Peak gathered bytes and buffers of an evaluation."""
         layer = max(group.flat + group.gathered for group in self.layers)
         if self.head is None:
             return self.table.gathered + layer
         return max(layer, self.head.flat + self.head.gathered)
 
     def generate(self) -> int:
-        """Gathered bytes and buffers of generation, which keeps the head gathered."""
+        """Peak gathered bytes and buffers of generation, during which the head stays gathered."""
         ends = self.head or self.table
         return ends.gathered + max(group.flat + group.gathered for group in self.layers)
 
@@ -111,7 +113,7 @@ class Shards:
 
 
 def require_shards() -> None:
-    """Raise EnvironmentProblem where torch is too old to shard weights."""
+    """Raise EnvironmentProblem if torch is too old to shard weights."""
     if older(installed("torch"), SHARDS_SINCE):
         raise EnvironmentProblem(
             f'parallel.strategy = "sharded" needs torch {SHARDS_SINCE}, this is {installed("torch")}',
@@ -120,13 +122,13 @@ def require_shards() -> None:
 
 
 def recovers_with(torch_version: str) -> bool:
-    """Whether shards of this torch version can be recovered after an out-of-memory failure."""
+    """Whether, with this torch version, sharded ranks can go on after an out-of-memory failure without a restart."""
     return torch_version.startswith(KNOWN_TORCH)
 
 
 @lru_cache(maxsize=256)
 def shards_of(arch: Architecture, config: MemoryConfig, ranks: int, *, keeps: bool) -> Shards:
-    """The groups that `engine.distributed.sharded` makes of a model."""
+    """The groups into which `engine.distributed.sharded` divides a model."""
     stack = layer_stack(arch, config)
     of_kind = {kind: _group(_layer_values(arch, config, kind), config, ranks) for kind in stack.kinds}
     outer = {p.name: p for p in outer_parameters(arch)}
@@ -147,7 +149,7 @@ def shards_of(arch: Architecture, config: MemoryConfig, ranks: int, *, keeps: bo
 
 @lru_cache(maxsize=256)
 def held_by_a_rank(arch: Architecture, config: MemoryConfig, ranks: int) -> Tensors:
-    """Weights, adapters, optimizer state and complete gradients of one rank."""
+    """Bytes of one rank's part of weights, adapters, optimizer state and complete gradients."""
     total = Tensors(weights=BLOCK_BYTES * arch.buffers)
     spread = shards_of(arch, config, ranks, keeps=False)
     for group in (*spread.layers, *spread.outer):

@@ -1,4 +1,4 @@
-"""Bytes that stay for a whole run: weights, adapters, optimizer state; and gradients, which come with each step.
+"""Bytes of weights, adapters and optimizer state, which stay for the whole run, and of the gradients of each step.
 
 Each tensor is rounded up to whole blocks (`engine.budget.blocks`).
 
@@ -30,7 +30,7 @@ from engine.budget.trace.trainable import (
 )
 
 STAGE_BYTES = 32 * 2**20
-"""Optimizer state that is copied from the host at once: large enough that a copy over PCIe is bound by bandwidth."""
+"""Bytes of offloaded optimizer state copied to the device at a time: enough that PCIe bandwidth is the limit."""
 
 
 class Tensors(NamedTuple):
@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
     optimizer: int = 0
 
     def plus(self, other: Tensors, times: int = 1) -> Tensors:
-        """The sum of this group and `times` another."""
+        """The sum of this group and `times` the group `other`."""
         return Tensors(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
     @property
@@ -52,11 +52,11 @@ class Tensors(NamedTuple):
 
 
 class StaticBytes(NamedTuple):
-    """The whole model's tensors, and those of its parts that a phase asks for."""
+    """Bytes of the whole model's tensors, and of the parts that single phases need."""
 
     embedding_gradient: int
     head_gradient: int
-    """Gradient of an untied head; a tied one shares the embedding's."""
+    """Bytes of an untied head's gradient; 0 for a tied head, which shares the embedding's."""
     vision: Tensors
     """Tensors of a vision encoder. It has gradients only where there are images."""
     total: Tensors
@@ -64,7 +64,8 @@ class StaticBytes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def static_config(config: MemoryConfig) -> MemoryConfig:
-    """The config without the choices that change nothing for static bytes, so that remedies share them."""
+    """The config with choices that do not matter to static bytes set to fixed values, so that more configs share a
+    result."""
     return replace(config, checkpointing=False, activation_offload=False, loss="plain")
 
 
@@ -92,7 +93,7 @@ def _static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
 
 @lru_cache(maxsize=256)
 def vision_tensors(vision: VisionEncoder, config: MemoryConfig) -> Tensors:
-    """Bytes of a vision encoder: its layers, its ends, and its buffers."""
+    """Bytes of a vision encoder: its layers, the parameters outside them, and its buffers."""
     ends = trainable_vision_ends(vision, config.patterns)
     total = _tensors(vision_end_parameters(vision), ends, config)
     for trainable in vision_trainable_by_layer(vision, config.patterns):
@@ -119,7 +120,7 @@ def _layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainabl
 
 
 def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: MemoryConfig) -> Tensors:
-    """Add up parameters, some of which are trained in full, or have an adapter beside them."""
+    """Add up the bytes of parameters and of their adapters, gradients and optimizer state."""
     weights = adapters = 0
     learning: list[tuple[tuple[int, ...], int]] = []
     for parameter in parameters:
@@ -140,8 +141,10 @@ def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: Memo
 
 @lru_cache(maxsize=256)
 def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
-    """Bytes that the optimizer's step allocates and frees: none by fused optimizers, the update of one tensor by
-    adafactor, and the staging buffer of state that lives on the host."""
+    """Bytes that the optimizer's step allocates temporarily.
+
+    Fused optimizers need none; adafactor needs the largest tensor's update; optimizer offload adds its staging buffer.
+    """
     if not config.optimizer_offload and config.optimizer != "adafactor":
         return 0
     shapes = set(_learning_shapes(arch, config))
@@ -166,7 +169,7 @@ def _learning_shapes(arch: Architecture, config: MemoryConfig) -> list[tuple[tup
 
 
 def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Parameter, ...], set[Trainable]]]:
-    """Parameters that adapters may stand beside, with what is trainable of them in the layers that have them."""
+    """Yield the parameters of each sort of layer, with the different ways in which layers of that sort are trained."""
     layers = set(trainable_by_layer(arch, config.patterns))
     for dense in {layer.dense for layer in layers}:
         yield layer_parameters(arch, dense), {layer for layer in layers if layer.dense == dense}
@@ -179,14 +182,15 @@ def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Pa
 
 
 def _stage(arch: Architecture, config: MemoryConfig, shapes: set[tuple[tuple[int, ...], int]]) -> int:
-    """Staging buffer of `engine.train.step.optimizer_offload`: STAGE_BYTES, or the largest tensor's state if more."""
+    """Bytes of the staging buffer of `engine.train.step.optimizer_offload`: STAGE_BYTES or the largest tensor's state,
+    whichever is larger, but no more than all state."""
     kept = replace(config, optimizer_offload=False)
     largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
     return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
 
 
 def _nf4_bytes(elements: int) -> int:
-    """A linear layer's weight in 4 bits a value, with one fp32 scale per 64 values quantised again to 8 bits.
+    """Bytes of a linear layer's weight in nf4: 4 bits per value, and per 64 values a scale quantised to 8 bits.
 
     Source: bitsandbytes Params4bit, blocksize 64, nested blocks of 256 (QLoRA, arXiv 2305.14314, section 3).
     """
@@ -200,18 +204,18 @@ def _nf4_bytes(elements: int) -> int:
 
 
 def _adapter_shapes(parameter: Parameter, config: MemoryConfig) -> list[tuple[int, ...]]:
-    """A [rank, inputs] and B [outputs, rank] of one linear layer, and DoRA's magnitude vector [outputs]."""
+    """Shapes of an adapter's tensors: A [rank, inputs], B [outputs, rank] and, for DoRA, the magnitude [outputs]."""
     (outputs, inputs), rank = parameter.shape, config.rank
     return [(rank, inputs), (outputs, rank), (outputs,)] if config.dora else [(rank, inputs), (outputs, rank)]
 
 
 def state_bytes(shape: tuple[int, ...], dtype_bytes: int, config: MemoryConfig) -> int:
-    """Optimizer state of one tensor, each piece rounded up to whole blocks.
+    """Bytes of the optimizer state of one tensor on the device, each piece rounded up to whole blocks.
 
     adamw: two moments in the parameter's dtype and an fp32 step counter. adamw_8bit: two moments of one byte with an
     fp32 scale per 256 values (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column
-    factors in fp32 for matrices, a full variance for vectors. sgd: the momentum buffer, if any. Nothing on the device
-    where state is offloaded.
+    factors in fp32 for matrices, a full variance for vectors. sgd: the momentum buffer, if any. With optimizer offload
+    the result is 0.
     """
     if config.optimizer_offload:
         return 0
