@@ -109,7 +109,7 @@ def memory_as_json(context: StepContext) -> dict[str, Any]:
 
 
 def adopt_memory(context: StepContext, saved: dict[str, Any]) -> None:
-    """Apply what `memory_as_json` returned on another rank or before a checkpoint."""
+    """Apply what `memory_as_json` returned on another rank, or what a checkpoint saved of it."""
     vars(context.budget).update(saved["budget"])
     apply_settings(context, MemorySettings(saved["budget"]["budget_bytes"], **saved["remedies"]))
     context.active_remedies[:] = [ActiveRemedy(**remedy) for remedy in saved["standing"]]

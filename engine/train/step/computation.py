@@ -100,7 +100,8 @@ class StepComputation:
     def _micro_batch(
         self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int
     ) -> torch.Tensor:
-        """Forward and backward of one micro-batch, adding to the gradients; returns its share of the step's loss."""
+        """Run forward and backward of one micro-batch, adding to the gradients; returns its share of the step's
+        loss."""
         context = self.context
         self.phase, self.in_flight = "forward", group
         if context.measures:

@@ -72,7 +72,7 @@ def _allocate_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
     """Allocate one parameter's state, through the optimizer's own `_init_group` with a zero gradient, so that the
     optimizer chooses shapes, dtypes and devices.
 
-    SGD makes its momentum on the first step only: zeros there give that first step the same value.
+    SGD itself creates its momentum buffer in the first step; starting from zeros gives the same result.
     """
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"]:

@@ -124,7 +124,7 @@ class StepTransaction:
     def probe(self, step: int, samples: NDArray[np.int64]) -> None:
         """Run the most expensive micro-batch that `samples` allow, forward and backward, and drop its gradients.
 
-        A shortage of memory that would show hours later shows now, and the budget is learned before the first step.
+        A batch that would run out of memory hours later does so now, and the budget is learned before the first step.
         """
         own_samples = self._share(samples)
 
