@@ -69,7 +69,7 @@ def changed(spec: RunSpec, advice: Advice) -> RunSpec:
 
 
 def failures(spec: RunSpec, runs: Path) -> int:
-    """Run two steps, with smaller micro-batches as the only rung allowed; return the number of failed allocations."""
+    """Run two steps and return how often the run backed off; its ladder leaves only smaller micro-batches."""
     code, events = train(new_run(runs, spec))
     assert code in (0, 4)
     return len(of_kind(events, "backoff"))

@@ -169,7 +169,10 @@ def _learning_shapes(arch: Architecture, config: MemoryConfig) -> list[tuple[tup
 
 
 def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Parameter, ...], set[Trainable]]]:
-    """Yield the parameters of each sort of layer, with the different ways in which layers of that sort are trained."""
+    """Yield the parameters of one layer of each sort (dense, with experts, of the vision encoder, outside its layers).
+
+    Beside them stand the different `Trainable` of all layers of that sort.
+    """
     layers = set(trainable_by_layer(arch, config.patterns))
     for dense in {layer.dense for layer in layers}:
         yield layer_parameters(arch, dense), {layer for layer in layers if layer.dense == dense}
