@@ -167,7 +167,7 @@ def sft(job: Job, _device: Device, step_done: StepDone) -> None:
         arguments = SFTConfig(**their_arguments(job, folder), max_length=None, dataset_kwargs=prepared)
         rows = Dataset.from_list([{"input_ids": ids} for ids in job.sequences])
         tokenizer = load_tokenizer(RECIPE_MODEL)
-        callbacks = [StepEnd(step_done)]
+        callbacks: list[TrainerCallback] = [StepEnd(step_done)]
         quietly(
             SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks)
         )
