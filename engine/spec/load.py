@@ -1,4 +1,4 @@
-"""Resolving a profile, a recipe and overrides to one run spec; writing a run spec as `run.toml` and reading it back.
+"""Resolves a profile, a recipe and overrides to one run spec; writes a run spec as `run.toml` and reads it back.
 
 Precedence: defaults < recipe < stage < profile [overrides] < --set. Stages stay tables here: each is merged over the
 recipe when it starts. What a value may be is in `engine.spec.check`.
@@ -71,7 +71,7 @@ LEARNING_NEUTRAL_KEYS = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run spec, and notices for the user about how it came about."""
+    """A resolved run spec, and notices for the user that arose while it was resolved."""
 
     spec: RunSpec
     notices: list[str]
@@ -79,7 +79,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class _Layers:
-    """What a run spec is assembled from, before it is merged and checked."""
+    """The documents and overrides that are merged into a run spec."""
 
     profile: Document
     recipe: Document
@@ -91,7 +91,7 @@ class _Layers:
 
 
 def load_spec_file(kind: SpecKind, file: SpecFile, *, any_stem: bool = False) -> Table:
-    """One profile or recipe on its own. Raises SpecError with every problem of the file.
+    """Load and check one profile or recipe by itself. Raises SpecError with every problem of the file.
 
     `any_stem` accepts a file whose name differs from its `name` key.
     """
@@ -104,7 +104,7 @@ def load_spec_file(kind: SpecKind, file: SpecFile, *, any_stem: bool = False) ->
 
 
 def check_text(kind: SpecKind, text: str, stem: str, label: str) -> list[str]:
-    """The problems of a text that is to become the file STEM.toml, each as `label:line: ...`."""
+    """Check a text that is to become the file STEM.toml; returns its problems, each as `label:line: ...`."""
     try:
         document = parse_document(text, label)
     except SpecError as error:
@@ -129,7 +129,7 @@ def resolve(
     limits: Limits = Limits(),  # noqa: B008  (frozen)
     cwd: Path | None = None,
 ) -> Resolved:
-    """The run spec of a profile, a recipe and overrides. Raises SpecError with the problems of all three at once."""
+    """Resolve a profile, a recipe and overrides to a run spec. Raises one SpecError with the problems of all three."""
     cwd = (cwd or working_directory()).absolute()
     profile_file, recipe_file = _both(
         lambda: find_spec_file("profile", profile, cwd), lambda: find_spec_file("recipe", recipe, cwd)
@@ -165,10 +165,10 @@ def override(
     limits: Limits | None = None,
     cwd: Path | None = None,
 ) -> Resolved:
-    """A run spec with further overrides and, where given, another profile, name or limits.
+    """Apply further overrides to a run spec and, where given, another profile, name or limits.
 
-    Without another profile, the profile's own [overrides] stay as recorded and are not applied a second time. Raises
-    SpecError as `resolve` does.
+    Without another profile, the profile's own [overrides] are not applied a second time, because the recorded recipe
+    already contains them. Raises SpecError as `resolve` does.
     """
     cwd = (cwd or working_directory()).absolute()
     written = spec.model_dump(by_alias=True, exclude_none=True)
@@ -266,7 +266,8 @@ def _default(key: tuple[str, ...]) -> Any:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Installed versions by package, read from the packages' metadata without importing them."""
+    """Return the version of each installed package that a run spec records; reads package metadata and imports
+    nothing."""
     found = {}
     for package in PACKAGES:
         try:
@@ -290,6 +291,7 @@ def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
 
 
 def dump_run_spec(spec: RunSpec) -> str:
-    """The text of run.toml, defaults included; None is left out. `load_run_spec` reads an equal spec back."""
+    """Write a run spec as the text of run.toml, defaults included; keys whose value is None are left out.
+    `load_run_spec` reads an equal spec back."""
     data = spec.model_dump(by_alias=True, exclude_none=True)
     return tomlkit.dumps({key: value for key, value in data.items() if value != {}})

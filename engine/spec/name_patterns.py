@@ -1,4 +1,4 @@
-"""A recipe's patterns on dotted names of modules and parameters.
+"""Matches a recipe's patterns with the dotted names of modules and parameters.
 
 `*` stays within one part of a dotted name, `**` crosses dots, `?` and `[...]` match one character. A pattern may also
 name a module, which stands for all its parameters.

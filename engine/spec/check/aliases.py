@@ -1,8 +1,8 @@
 """Names that other tools use for our keys and choices, so that an error can say what to write instead.
 
-Two tables, and the functions that convert values between them. Sources: transformers' TrainingArguments, TRL's
-SFTConfig and ModelConfig, peft's LoraConfig, Axolotl's config reference, LLaMA-Factory's hparams, Unsloth's notebooks,
-torchtune's recipe configs.
+A table of choices, a table of keys, and functions that convert the other tools' values. Sources: transformers'
+TrainingArguments, TRL's SFTConfig and ModelConfig, peft's LoraConfig, Axolotl's config reference, LLaMA-Factory's
+hparams, Unsloth's notebooks, torchtune's recipe configs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ tool."""
 
 @dataclass(frozen=True)
 class Alias:
-    """What another tool's key corresponds to: the tool, our key, and our value for theirs (None: no equivalent)."""
+    """The Tunedeck key that another tool's key corresponds to: the tool's name, our key, and a function that
+    converts the tool's value to ours (it returns None if there is no equivalent)."""
 
     tool: str
     key: str
@@ -233,7 +234,7 @@ ZERO_STAGE = re.compile(r"z(?:ero)?[_-]?(?:stage)?[_-]?([23])", re.IGNORECASE)
 
 
 def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:
-    """(the tool, "our.key = value") for another tool's key; None for a key that no known tool has."""
+    """Translate another tool's key; returns (the tool, "our.key = value"), or None if no known tool has this key."""
     folded = key.lower().replace("-", "_")
     if folded in PER_DEVICE or folded in ACCUMULATION:
         return HF, _batch(siblings)
@@ -249,8 +250,8 @@ def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] |
 
 
 def _shard(value: Any) -> str:
-    """What is sharded ("gradients" or "parameters") at the ZeRO stage in a DeepSpeed key's value, which is a number, a
-    file name or a table. A value without a stage is taken as stage 3, which saves most memory."""
+    """Return what a DeepSpeed setting shards: "gradients" for ZeRO stage 2, else "parameters". `value` is the stage,
+    the name of a DeepSpeed file, or its content; without a stage in it, stage 3 is assumed, which saves most memory."""
     if isinstance(value, dict):
         inner = value.get("zero_optimization", value)
         value = inner.get("stage", inner.get("zero_stage")) if isinstance(inner, dict) else None
@@ -259,7 +260,8 @@ def _shard(value: Any) -> str:
 
 
 def _batch(siblings: Siblings) -> str:
-    """Our micro_batch and batch_size for one device, from Trainer's batch size per device and its accumulation."""
+    """Return, as text, the micro_batch and batch_size that equal the Trainer's batch size per device and gradient
+    accumulation in `siblings`."""
     rows = _first_number(siblings, PER_DEVICE)
     accumulation = _first_number(siblings, ACCUMULATION)
     if rows is None:

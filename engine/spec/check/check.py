@@ -78,7 +78,7 @@ MINIMAL_RECIPE: Data = {
 
 
 def check_table(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | None, list[Problem]]:
-    """The checked table, or None and every problem of `data`."""
+    """Check `data` as a table of type `model`; returns the table (None if there is any problem) and all problems."""
     if problems := _wrong_file(model, data):
         return None, problems
     data = _visible_notes(data)
@@ -92,7 +92,8 @@ def check_table(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | N
 
 
 def _wrong_file(model: type[Table], data: Data) -> list[Problem]:
-    """The problem of a file with a newer schema or of another kind; its other problems would only follow from this."""
+    """Return one problem if the file has a newer schema or is of another kind (profile, recipe or run), else none.
+    All other problems of such a file would only be consequences."""
     version, kind, expected = data.get("schema", SCHEMA_VERSION), data.get("kind"), model.model_fields["kind"].default
     if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
         return [
@@ -127,7 +128,7 @@ def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator
 
 
 def _validated(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | None, list[Problem]]:
-    """The table made from the valid part of `data`, and the problems of the other part."""
+    """Parse `data` as `model`; returns the table made from the valid keys, and a problem for each invalid key."""
     try:
         return model.model_validate(data), []
     except ValidationError as error:
@@ -138,7 +139,7 @@ def _validated(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | No
 
 
 def _place(location: Place, data: Any, kind: str) -> Place:
-    """pydantic's location without the names of union members, which are not in the file."""
+    """Convert the location in a pydantic error to a place in the file: names of union members are removed."""
     place: list[str | int] = []
     for index, part in enumerate(location):
         node = value_at(data, tuple(place))
@@ -214,7 +215,7 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
 
 
 def _scalars(node: Any) -> Data:
-    """All values of the file, by the last part of their keys."""
+    """All values of a nested table, by the last part of their dotted key in lower case with underscores."""
     found: Data = {}
     for key, value in node.items() if isinstance(node, dict) else ():
         found.update(_scalars(value) if isinstance(value, dict) else {key.lower().replace("-", "_"): value})
@@ -246,7 +247,8 @@ def _touches(place: Place, bad: set[Place]) -> bool:
 
 
 def _validated_remainder(model: type[CheckedTable], data: Data) -> CheckedTable | None:
-    """The table made from the valid part of `data`: wrong keys are left out, missing ones filled with placeholders."""
+    """Parse the valid part of `data`: invalid keys are removed, missing ones filled with placeholders. Returns None
+    if it is still invalid after a few rounds."""
     for _ in range(4):
         try:
             return model.model_validate(data)
@@ -272,7 +274,8 @@ def _with_placeholder(model: type[Table], data: Data, place: Place) -> Data:
 
 
 def _without(data: Data, place: Place) -> Data:
-    """`data` without the value at `place`. For a list entry the whole list goes, so that indices stay valid."""
+    """A copy of `data` without the value at `place`. If the value is an entry of a list, the whole list is removed,
+    because the other entries would change their indices."""
     whole = place[:-1] if isinstance(place[-1], int) else place
     return dict(_changed(data, whole, lambda node: node.pop(whole[-1], None)))
 
@@ -304,7 +307,7 @@ def _rule_problems(table: Table, data: Data) -> Iterator[Problem]:
 
 
 def _partial(base: Data, extra: Data) -> list[Problem]:
-    """Problems that the recipe `base` gets when `extra` is merged over it."""
+    """Check `extra`, a part of a recipe that is to be merged over `base`; returns the problems that it causes."""
     if not extra:
         return []
     unknown = [

@@ -10,7 +10,7 @@ from engine.spec.schema.run import RunSpec
 
 
 def parse_device_indices(text: str | None) -> list[int]:
-    """The indices in a text such as `2,3`; none for None. Raises UsageError for text that is not a list of indices."""
+    """Parse a list of device indices such as `2,3`; None gives an empty list. Raises UsageError for any other text."""
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]

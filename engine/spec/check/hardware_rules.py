@@ -67,8 +67,8 @@ def cuda_facts_are_cuda(profile: Profile) -> Problems:
 
 
 def words_for_launchers_are_plain(profile: Profile) -> Problems:
-    """Values of [nodes] that a job script will contain must be plain words: they become lines of a shell script, and a
-    profile may come from someone else."""
+    """Yield a problem for each value of [nodes] that is not a plain word: such values become lines of a shell
+    script, and a profile may come from someone else."""
     for key in ("partition", "account", "time_limit", "cloud", "accelerators"):
         value = getattr(profile.nodes, key)
         if value is not None and not PLAIN_WORD.fullmatch(value):

@@ -1,4 +1,4 @@
-"""Whether a recipe trains on images, according to its keys; data are not read.
+"""Finds out from a recipe's keys whether it trains on images; no data are read.
 
 Try: `python -m pytest tests/budget/test_vision.py`
 """
@@ -10,7 +10,8 @@ from engine.spec.schema.recipe import Recipe
 
 
 def image_key(recipe: Recipe) -> str | None:
-    """The first key, as written, by which a recipe says that it trains on images; None for text only."""
+    """The first key by which a recipe asks for training on images, as text for a message; None if it trains on text
+    only."""
     for place, source in sources_of(recipe):
         table = ".".join(str(part) for part in place if isinstance(part, str))
         if source.format == "image-chat":

@@ -61,7 +61,7 @@ def parse_overrides(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def _key_parts(key: str) -> tuple[str, ...] | None:
-    """The parts of a dotted key by TOML's rules, quotes included; None for text that is not a key."""
+    """Split a dotted key by TOML's rules, which allow quoted parts; returns None for text that is not a key."""
     try:
         node: Any = tomli.loads(f"{key} = 0") if "\n" not in key else {}
     except (ValueError, RecursionError):  # ValueError: not TOML, or a number of thousands of digits
@@ -74,7 +74,7 @@ def _key_parts(key: str) -> tuple[str, ...] | None:
 
 
 def _value(text: str) -> Any:
-    """The text parsed as a TOML value; the text itself where it is not TOML, UNSET where it is empty."""
+    """Parse `text` as a TOML value; returns the text itself if it is not valid TOML, UNSET if it is empty."""
     if not text:
         return UNSET
     try:
@@ -119,7 +119,8 @@ def _found(data: dict[str, Any], key: tuple[str, ...]) -> Place | None:
 
 
 def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]:
-    """The place of a dotted key, and an error message or "". A list entry is addressed by its `name` or its number."""
+    """Find the place of a dotted key in `data`; returns the place, and an error message or "". A list entry is
+    addressed by its `name` or its index."""
     place: Place = ()
     rest = key
     node: Any = data
@@ -139,8 +140,8 @@ def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]
 
 
 def _entry(entries: list[Any], rest: tuple[str, ...]) -> tuple[int | None, int]:
-    """The index of the list entry that the first parts of `rest` name, and how many parts the name uses, because names
-    may contain dots."""
+    """Find the list entry that the first parts of `rest` name; returns its index (None if there is none), and how
+    many parts the name consists of, because a name may contain dots."""
     for taken in range(len(rest), 0, -1):
         name = ".".join(rest[:taken])
         for index, entry in enumerate(entries):
@@ -188,7 +189,7 @@ def _forget(document: Document, place: Place) -> None:
 
 
 def leaf_items(table: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """(key, value) of every value in nested tables."""
+    """List (key, value) for every value in nested tables; a key is the tuple of its parts."""
     found: list[tuple[tuple[str, ...], Any]] = []
     for key, value in table.items():
         found += leaf_items(value, (*prefix, key)) if isinstance(value, dict) else [((*prefix, key), value)]

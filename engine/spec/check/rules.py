@@ -22,7 +22,7 @@ Problems = Iterator[Problem]
 
 
 def sources_of(recipe: Recipe) -> Iterator[tuple[Place, Source]]:
-    """(place, source) of every source in a recipe."""
+    """Yield (place, source) for every data source in a recipe."""
     lists = {
         ("data", "sources"): recipe.data.sources,
         ("data", "validation"): recipe.data.validation,

@@ -1,4 +1,4 @@
-"""Features whose keys are read and checked, but which this version does not have: refused, never ignored.
+"""Refuses features whose keys are in the schema but which this version does not implement; they are never ignored.
 
 One row per feature; the change that adds a feature deletes its row.
 """

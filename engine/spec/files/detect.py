@@ -1,4 +1,4 @@
-"""Facts about this machine for a new hardware profile: from NVML where there is a driver, else the host's memory.
+"""Detects the device of this machine for a new hardware profile: a GPU with NVML, else the CPU and host memory.
 
 Try: `tunedeck profiles new mine --detect`
 """
@@ -15,7 +15,8 @@ CUDA_RESERVE_GIB = 1.0
 
 
 def detect_device() -> tuple[dict[str, Any], str, str]:
-    """([device] table, title, notes) of the first GPU, or of the CPU where NVML finds no GPU."""
+    """Detect the first GPU, or the CPU if NVML finds no GPU; returns a profile's [device] table, its title and its
+    notes."""
     return _detect_gpu() or _detect_cpu()
 
 
@@ -68,9 +69,9 @@ def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
 
 
 def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
-    """NVML's total memory, and the part that programs can use: the driver keeps some hundreds of MiB.
+    """Return NVML's total memory, and the part of it that programs can use: the driver reserves some hundreds of MiB.
 
-    Drivers before 510 do not report how much they keep; for them both are the total.
+    Drivers before 510 do not report their reserve; then both numbers are the total.
     """
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)

@@ -38,7 +38,8 @@ FROM_COMMAND_LINE = "--set"
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its place, what was found, what is allowed; `beside` lists other places that contribute to it."""
+    """One problem: its place, what was found, what is allowed; `beside` lists other places that contribute to the
+    problem."""
 
     place: Place
     found: str
@@ -46,7 +47,8 @@ class Problem:
     beside: tuple[Place, ...] = ()
 
     def under(self, prefix: Place) -> Problem:
-        """This problem with `prefix` before its places, for a document that contains the checked one as a table."""
+        """A copy of this problem with `prefix` before its places, for a document that contains the checked one as a
+        table."""
         beside = tuple((*prefix, *place) for place in self.beside)
         return Problem((*prefix, *self.place), self.found, self.allowed, beside)
 
@@ -61,14 +63,16 @@ class Document:
     sha256: str = ""
 
     def written_at(self, place: Place) -> str:
-        """The label of this place, or of the nearest place above it that has one."""
+        """Where `place` was written ("file:line" or "--set"); if that is not recorded, where the nearest enclosing
+        table was."""
         for length in range(len(place), 0, -1):
             if place[:length] in self.where:
                 return self.where[place[:length]]
         return f"{self.label}:1"
 
     def render(self, problem: Problem) -> str:
-        """`file:line: key: found; allowed`, or `--set key: found; allowed` where the command line caused it."""
+        """Write a problem as one line: `file:line: key: found; allowed`, or `--set key: found; allowed` if the
+        command line caused it."""
         typed = [place for place in (problem.place, *problem.beside) if self.written_at(place) == FROM_COMMAND_LINE]
         place = typed[0] if typed else problem.place
         label, key = self.written_at(place), key_text(place, self.data)
@@ -95,13 +99,13 @@ def read_document(path: str | Path) -> Document:
 
 @lru_cache(maxsize=64)
 def _parsed(raw: bytes, label: str) -> Document:
-    """The document of a file's bytes, cached, because the console resolves the same files at every letter typed and
-    parsing takes longer than planning. The caller must not change it."""
+    """Parse the content of a TOML file. Cached, because the console resolves the same files at every keystroke, and
+    parsing takes longer than planning. The caller must not change the result."""
     return parse_document(_decode(raw, label), label, hashlib.sha256(raw).hexdigest())
 
 
 def _copied(node: Any, room: int = MAX_DEPTH) -> Any:
-    """A copy of nested tables and lists. Raises RecursionError if they are nested more than `room` levels deep."""
+    """Copy nested tables and lists. Raises RecursionError if they are nested more than `room` levels deep."""
     if not isinstance(node, (dict, list)):
         return node
     if not room:
@@ -141,7 +145,7 @@ def _read_bytes(path: Path, label: str) -> bytes:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Open without blocking: a FIFO would block until another process writes to it."""
+    """An `opener` for `open` that does not block: opening a FIFO would block until another process writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -170,7 +174,8 @@ def _syntax_problem(label: str, error: tomli.TOMLDecodeError, text: str) -> str:
 
 
 def key_text(place: Place, data: Any) -> str:
-    """A place as a dotted key, such as `data.sources.main.path`; list entries by name where they have one."""
+    """Write a place as a dotted key, such as `data.sources.main.path`; a list entry is written as its name if it has
+    one, else as its index."""
     words: list[str] = []
     node = data
     for part in place:
@@ -190,7 +195,7 @@ def _child(node: Any, part: str | int) -> Any:
 
 
 def value_at(data: Any, place: Place) -> Any:
-    """The value at a place, or None where nothing is written."""
+    """The value at a place in nested tables and lists; None if there is none."""
     for part in place:
         data = _child(data, part)
     return data

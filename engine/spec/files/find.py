@@ -1,4 +1,4 @@
-"""Which file a name stands for: the search path of profiles and recipes.
+"""Finds the file of a profile or recipe by its name on a search path.
 
 A name is searched in ./profiles, the user's own folder and the shipped files, in this order. A text with a slash, or
 one that ends in .toml, is a path. Files are not parsed here.
@@ -35,12 +35,12 @@ class SpecFile:
 
     @property
     def name(self) -> str:
-        """The file's stem."""
+        """The file's name without its suffix."""
         return self.path.stem
 
     @property
     def label(self) -> str:
-        """The file as a run's provenance names it: "shipped:NAME", else the absolute path."""
+        """The name by which a run's provenance records the file: "shipped:NAME", else the absolute path."""
         return f"shipped:{self.name}" if self.origin == "shipped" else str(self.path)
 
 
@@ -71,12 +71,13 @@ def list_spec_files(kind: SpecKind, cwd: Path | None = None) -> list[SpecFile]:
 
 
 def _origin(origin: str, folder: Path) -> str:
-    """The origin of a folder; inside Tunedeck's own checkout, ./profiles is the shipped folder."""
+    """`origin`, or "shipped" if `folder` is the folder of shipped files, as ./profiles is inside Tunedeck's own
+    checkout."""
     return "shipped" if folder.resolve().parent == SHIPPED_FOLDER else origin
 
 
 def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFile:
-    """The file of a name or path. Raises SpecError with the known names when there is none."""
+    """Find the file of a name or path. Raises SpecError, which lists the known names, if there is none."""
     cwd = (cwd or working_directory()).absolute()
     if "/" in text or os.sep in text or text.endswith(".toml"):
         path = cwd / Path(text).expanduser()

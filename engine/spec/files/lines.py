@@ -1,4 +1,4 @@
-"""Which line of a TOML text each key stands on.
+"""Finds the line of each key in a TOML text.
 
 Neither tomli nor pydantic reports lines. This scanner reads a text that tomli has already accepted, so it does not
 validate: it only tracks tables, arrays of tables, dotted and quoted keys, inline tables, arrays and long strings.
@@ -73,8 +73,8 @@ class _Scanner:
         return entry
 
     def _walk(self, keys: list[str], start: Place = (), line: int | None = None) -> Place:
-        """Record the line of each of the nested `keys` below `start`; returns the place of the last. A key of an array
-        of tables stands for its newest entry."""
+        """Record the line of each of the nested `keys` below `start`; returns the place of the last. A key that
+        names an array of tables refers to its newest entry."""
         place = start
         for key in keys:
             place = (*place, key)

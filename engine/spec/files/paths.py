@@ -1,4 +1,5 @@
-"""File paths in a recipe: which keys hold one, what they are relative to, and which a shared file may not contain.
+"""Handles file paths in a recipe: which keys contain paths, what these are relative to, and which a shared file may not
+contain.
 
 No file is opened; only whether a folder exists is checked, to tell a model folder from a hub id of the same spelling.
 """
@@ -40,7 +41,8 @@ def make_absolute(recipe: Document, folder: Path, cwd: Path) -> None:
 
 
 def absolute_path(key: str, text: str, base: Path) -> str:
-    """The absolute path of a text that is a path; built-ins, runs, URLs and hub ids stay as they are."""
+    """Make `text`, the value of `key`, absolute if it is a file path; names of built-ins, runs and hub models and
+    URLs are returned unchanged."""
     if text.startswith(NON_FILE_PREFIXES) or "://" in text or not text.strip():
         return text
     path = os.path.normpath(base / Path(text).expanduser())
@@ -57,7 +59,8 @@ def _is_template_file(text: str) -> bool:
 
 
 def unshareable_paths(data: dict[str, Any]) -> list[Problem]:
-    """A problem for each absolute or climbing path: on the importing machine it would name other people's files."""
+    """Return a problem for each path that is absolute or leaves the recipe's folder: on the importing machine such a
+    path would name other people's files."""
     return [
         Problem(place, f"{quoted(text)} {reason}", "a path below the recipe's own folder is allowed in a shared file")
         for place, text in path_values(data)

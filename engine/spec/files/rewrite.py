@@ -1,4 +1,4 @@
-"""The text of a profile or recipe file with other values: comments and order stay.
+"""Rewrites the text of a profile or recipe file with other values; comments and order are preserved.
 
 Used by `tunedeck fit --write` and when the console saves. Paths become absolute when the file moves to another folder.
 
@@ -73,7 +73,8 @@ def kind_of_table(table: str) -> SpecKind:
 
 
 def _update(node: Any, wanted: Any) -> None:
-    """Make a tomlkit table or array equal to plain data, changing only what differs."""
+    """Change a tomlkit table or array in place until it equals `wanted`; parts that are equal already are not
+    touched."""
     if isinstance(wanted, list):
         for index, value in enumerate(wanted):
             _update(node[index], value)

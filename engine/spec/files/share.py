@@ -24,7 +24,8 @@ from engine.spec.schema.base import NAME_PATTERN
 
 
 def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Path:
-    """Check a file that someone else wrote and copy it into the user's folder under its own name; returns the copy.
+    """Check a file that someone else wrote and copy it into the user's folder under the name that the file gives
+    itself; returns the path of the copy.
 
     Raises SpecError for every problem of the file and for paths that leave its folder, UsageError for a symbolic link
     or a name that is taken.
@@ -41,7 +42,7 @@ def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Pa
 
 
 def require_name(name: str) -> None:
-    """Raise UsageError unless `name` can be the name of a profile or recipe."""
+    """Raise UsageError unless `name` is valid as the name of a profile or recipe."""
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80:
         raise UsageError(
             f"{quoted(name)} is not a valid name", expected="lower-case letters, digits, '.', '_' and '-', 80 at most"

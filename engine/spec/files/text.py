@@ -18,7 +18,7 @@ UNSAFE = re.compile(
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """The text with every unsafe character as an escape such as \\x1b; characters in `keep` stay."""
+    """Replace every unsafe character by an escape such as \\x1b, except the characters in `keep`."""
     return UNSAFE.sub(lambda hit: hit[0] if hit[0] in keep else _escape(hit[0]), text)
 
 
@@ -28,7 +28,7 @@ def _escape(character: str) -> str:
 
 
 def quoted(value: Any, limit: int = 60) -> str:
-    """A TOML value on one line, as it is written in a file, cut at `limit` characters."""
+    """Write a TOML value on one line as in a file, cut at `limit` characters."""
     text = _literal(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -48,7 +48,7 @@ def _literal(value: Any) -> str:
 
 
 def closest_match(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that is spelled most like `word`; None where none is close."""
+    """The choice whose spelling is closest to `word`; None if none is similar."""
     by_folded = {choice.lower().replace("-", "_"): choice for choice in choices}
     folded = word.lower().replace("-", "_")
     matches = get_close_matches(folded, by_folded, n=1, cutoff=0.7)

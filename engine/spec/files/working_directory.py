@@ -1,7 +1,7 @@
-"""The working directory, also after it was deleted.
+"""Finds the working directory, also after it was deleted.
 
-A console stays open for days, and the folder that it was started in may be deleted meanwhile. Files are not found there
-any more, but the process goes on.
+A console may run for days, while the folder in which it was started is deleted. The process continues, but finds no
+files in that folder.
 
 Try: `python -m pytest tests/spec/test_working_directory.py`
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def working_directory() -> Path:
-    """The absolute path of the working directory; where it was deleted, $PWD, else the root."""
+    """The absolute path of the working directory; if it was deleted, the path in $PWD, else the root."""
     try:
         return Path.cwd()
     except FileNotFoundError:

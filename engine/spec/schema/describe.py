@@ -1,4 +1,4 @@
-"""What each key allows, in words, derived from the types in `profile.py`, `recipe.py` and `run.py`.
+"""Says in words what each key allows, derived from the types in `profile.py`, `recipe.py` and `run.py`.
 
 Try: `python -c "from engine.spec.schema import describe as d, recipe; print(d.allowed_at(recipe.Recipe, ('train',)))"`
 """
@@ -84,7 +84,7 @@ def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def choices_at(model: Any, place: Place) -> list[str]:
-    """The words that a key allows; empty where it allows other values than certain words."""
+    """The words that a key allows as its value; empty if the key is not restricted to certain words."""
     found = type_at(model, place)
     members = _members(found[0]) if found else []
     return [
@@ -103,7 +103,7 @@ def allowed_at(model: Any, place: Place) -> str:
 
 
 def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """A type and its constraints in words: "a whole number, 1 or more"."""
+    """Describe a type and its constraints in words, such as "a whole number, 1 or more"."""
     annotation, notes = _unwrap(annotation, list(metadata))
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(allowed(member) for member in _members(annotation))
@@ -126,7 +126,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _limits(notes: list[Any]) -> dict[str, str]:
-    """Constraints in words, by kind, each once."""
+    """Map the name of each constraint in `notes` to words, such as "ge" to "1 or more"; "name" maps to "" if the
+    value must match the pattern of names."""
     limits: dict[str, str] = {}
     words = {
         "ge": "{} or more",

@@ -34,7 +34,7 @@ class Device(Table):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes one device may hold for this run: memory minus reserve."""
+        """The capacity in bytes: the memory of one device minus the reserve."""
         return int((self.memory_gib - self.reserve_gib) * 2**30)
 
 

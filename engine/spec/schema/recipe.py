@@ -66,7 +66,7 @@ class Method(Table):
 
     @property
     def effective_alpha(self) -> float:
-        """alpha as written, else twice the rank."""
+        """The alpha of LoRA: the recipe's, or twice the rank if the recipe sets none."""
         return float(self.alpha if self.alpha is not None else 2 * self.rank)
 
 
