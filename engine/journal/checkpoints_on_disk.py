@@ -1,7 +1,8 @@
-"""A run's checkpoints on disk, read without torch: found, checked against their manifests, and which is the best.
+"""Finds a run's checkpoints on disk, checks them against their manifests and reads which one is the best, without
+torch.
 
 A checkpoint is a folder `step-00000100` with `weights/`, optimizer state, `state.json`, and `manifest.json` with the
-size and SHA-256 of every file. How they are written is in `engine.train.checkpoint.files`.
+size and SHA-256 of every file. Checkpoints are written by `engine.train.checkpoint.files`.
 
 Try: `tunedeck show last --json`
 """
@@ -50,7 +51,8 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def damage(checkpoint: Checkpoint) -> str | None:
-    """What is wrong with a checkpoint, in words; None when every file is there with its size and hash."""
+    """Describe what is wrong with a checkpoint; None if every file in its manifest exists with the recorded size and
+    hash."""
     try:
         manifest = json.loads((checkpoint.path / MANIFEST).read_text("utf-8"))
         listed = dict(manifest["files"])
@@ -68,7 +70,8 @@ def damage(checkpoint: Checkpoint) -> str | None:
 
 
 def newest_sound(folder: Path, *, not_after: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint without damage (of step `not_after` at the latest), and what was wrong with newer ones."""
+    """Return the newest undamaged checkpoint (of step `not_after` or earlier; None if there is none), and a message
+    for each newer one that is damaged."""
     complaints: list[str] = []
     for checkpoint in find_checkpoints(folder):
         if not_after is not None and checkpoint.step > not_after:
@@ -81,7 +84,7 @@ def newest_sound(folder: Path, *, not_after: int | None = None) -> tuple[Checkpo
 
 
 def best_step(folder: Path) -> int | None:
-    """The step of the checkpoint that is marked best; None where none is, or the mark cannot be read."""
+    """The step of the checkpoint that is marked as the best; None if no checkpoint is, or the mark cannot be read."""
     try:
         return int(json.loads((folder / BEST).read_text("utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -89,8 +92,8 @@ def best_step(folder: Path) -> int | None:
 
 
 def learned_memory(directory: RunDirectory) -> dict[str, Any] | None:
-    """What the newest readable checkpoint records about memory: its step, the LEARNED figures of the micro-batch
-    budget, and the remedies in force. None before the first checkpoint."""
+    """What the newest readable checkpoint records about memory: its step, the figures of the micro-batch budget that
+    LEARNED names, and the remedies in force. None if no checkpoint can be read."""
     for checkpoint in find_checkpoints(directory.checkpoints):
         try:
             state = checkpoint.state()

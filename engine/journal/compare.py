@@ -1,6 +1,6 @@
-"""Runs side by side: the settings that differ, the scores, and the best run for each score.
+"""Compares runs: the settings that differ, the scores, and the best run for each score.
 
-Pure: summaries and specs in, a `Comparison` out; the command line and the console draw it.
+Pure functions from summaries and specs to a `Comparison`, which the command line and the console display.
 
 Try: `tunedeck compare RUN RUN`
 """
@@ -86,7 +86,8 @@ UNRANKED = frozenset({"step", "backoffs", "samples_lost"})
 
 
 def _best(key: str, names: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """The runs with the best value; None stands for a run without a value."""
+    """Names of the runs with the best value for `key`; empty if fewer than two runs have a value, all values are
+    equal, or the key is not ranked."""
     known = [value for value in values if value is not None]
     if key in UNRANKED or len(known) < 2 or len(set(known)) == 1:
         return []
@@ -102,7 +103,7 @@ def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def flatten_settings(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting; entries of a list of tables are addressed by name, as --set does."""
+    """Yield (dotted key, value) for every setting; entries of a list of tables are addressed by name, as --set does."""
     for key, value in table.items():
         if key in NOT_COMPARED and prefix in ("", "profile."):
             continue
@@ -117,12 +118,12 @@ def flatten_settings(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def format_setting(value: Any) -> str:
-    """A setting in a table."""
+    """Format the value of a setting for a table; "-" for None."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def format_compared_score(key: str, value: float | None, best: bool) -> str:
-    """A score in a table: a star after the best, spaces after the others."""
+    """Format a score for a table: the best score is followed by a star, the others by spaces; "-" for None."""
     if value is None:
         return "-"
     return (format_bytes(int(value)) if key.endswith("_bytes") else format_number(value)) + (" *" if best else "  ")

@@ -1,4 +1,5 @@
-"""Requests to a running engine: a file each in the run's `control/`, taken once, answered by `control` events.
+"""Requests to a running engine: each is a file in the run's `control/`, which the engine reads once, deletes, and
+answers with `control` events.
 
 Unlike a signal, a file can be sent from another machine that shares the disk, and its sender may end right after. The
 engine reads requests between steps and answers them; this module only stores them.
@@ -45,7 +46,7 @@ def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
 def was_requested(directory: RunDirectory, name: str) -> bool:
     """Whether request `name` was sent to the present engine, even if the engine has read and deleted the request file.
 
-    A separate file records this, because no event tells of a request until the engine answers it.
+    A separate file records this, because no event reports a request before the engine answers it.
     """
     return (directory.control / f"{name}.asked").exists()
 
@@ -57,13 +58,14 @@ def clear_requests(directory: RunDirectory) -> None:
 
 
 class ControlInbox:
-    """The engine's reader of requests; it returns each request once."""
+    """Reads the requests to this engine; each is returned once."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._folder = directory.control
 
     def poll(self) -> list[Request]:
-        """The requests since the last call, oldest first. Lists one folder, which is cheap enough for every step."""
+        """Return the requests since the last call, oldest first. Lists one folder, which is cheap enough for every
+        step."""
         return list(self._taken())
 
     def _taken(self) -> Iterator[Request]:
@@ -79,7 +81,7 @@ class ControlInbox:
 
 
 def _parse(text: str) -> Request | None:
-    """The request in a file; None for text that is not a request, which is dropped."""
+    """Parse the content of a request file; returns None for text that is not a request, which is ignored."""
     try:
         found = json.loads(text)
         known = found["request"] in REQUESTS

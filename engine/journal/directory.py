@@ -35,32 +35,32 @@ class RunDirectory:
 
     @property
     def run_toml(self) -> Path:
-        """The resolved run spec."""
+        """The file with the resolved run spec."""
         return self.path / "run.toml"
 
     @property
     def plan_json(self) -> Path:
-        """The budget as it was predicted before the start."""
+        """The file with the plan, the prediction of memory that was made before the start."""
         return self.path / "plan.json"
 
     @property
     def events(self) -> Path:
-        """The record of the run, one JSON object per line."""
+        """The journal of the run, one JSON object per line."""
         return self.path / "events.jsonl"
 
     @property
     def log(self) -> Path:
-        """Everything the engine process printed, tracebacks included."""
+        """The file with everything the engine process printed, tracebacks included."""
         return self.path / "engine.log"
 
     @property
     def lock(self) -> Path:
-        """The lock file that the engine holds as long as it works on the run."""
+        """The lock file, which the engine locks as long as it works on the run."""
         return self.path / "engine.lock"
 
     @property
     def engine(self) -> Path:
-        """The identity of the engine process: pid, start time, host."""
+        """The file with the identity of the engine process: pid, start time, host."""
         return self.path / "engine.json"
 
     @property
@@ -70,7 +70,7 @@ class RunDirectory:
 
     @property
     def control(self) -> Path:
-        """Requests to the engine, one file each."""
+        """The folder of requests to the engine, one file each."""
         return self.path / "control"
 
     @property
@@ -89,21 +89,22 @@ class RunDirectory:
 
     @property
     def adapter(self) -> Path:
-        """The result of a LoRA run."""
+        """The folder of a LoRA run's result."""
         return self.path / "adapter"
 
     @property
     def model(self) -> Path:
-        """The result of a full fine-tuning."""
+        """The folder of the model that a full fine-tuning produces."""
         return self.path / "model"
 
     def exists(self) -> bool:
-        """Whether this is a run directory: its spec is there."""
+        """Whether this is a run directory: it contains a run spec."""
         return self.run_toml.is_file()
 
 
 def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
-    """Create the run directory `TIMESTAMP-NAME` (`-2` and so on where that exists); it appears complete or not at all.
+    """Create the run directory `TIMESTAMP-NAME` (with `-2` and so on if the name is taken); the directory appears
+    complete or not at all.
 
     Raises EnvironmentProblem where `runs_dir` cannot be written.
     """
@@ -134,7 +135,8 @@ def _fill(draft: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None
 
 
 def _settle(draft: RunDirectory, wanted: Path) -> RunDirectory:
-    """Rename the draft to the first free name; a rename never replaces a folder that is not empty."""
+    """Rename the draft to `wanted`, with a number if the name is taken; returns the new directory. A rename never
+    replaces a folder that is not empty."""
     for number in count(1):
         final = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:

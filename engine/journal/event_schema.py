@@ -68,7 +68,8 @@ EVENT_KINDS: dict[str, EventKind] = {
 
 
 def check_fields(kind: str, fields: frozenset[str]) -> None:
-    """Raise ValueError unless an event of this kind has exactly such fields: a defect of the code that writes it."""
+    """Raise ValueError if an event lacks a field that its kind requires, or has one that its kind does not know;
+    both are bugs of the code that writes it."""
     if kind not in EVENT_KINDS:
         raise ValueError(f"no such event kind: {kind!r}; add it to engine/journal/event_schema.py")
     missing = EVENT_KINDS[kind].required - fields

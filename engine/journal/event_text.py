@@ -1,4 +1,4 @@
-"""Events and figures as text for people. Pure functions; no printing, no colour, no state.
+"""Formats events and figures as text for people. Pure functions; no printing, no colour, no state.
 
 Everything that comes from a file (paths, model output, messages) passes `clean`: a run directory may come from someone
 else, and no text in it may move the cursor or act as markup.
@@ -49,19 +49,19 @@ RETRIED_PARTS = {
 
 
 def clean(text: object) -> str:
-    """The text on one line without control, format or bidirectional characters."""
+    """Write any value as text on one line without control, format or bidirectional characters."""
     return "".join(letter if letter.isprintable() else " " for letter in str(text)).strip()
 
 
 def format_bytes(count: float | None) -> str:
-    """Bytes in MiB below 10 GiB, else in GiB."""
+    """Format a number of bytes, in MiB below 10 GiB, else in GiB."""
     if count is None:
         return "an unknown amount"
     return f"{count / 2**20:,.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
 def format_number(value: object, digits: int = 4) -> str:
-    """A number as text; None is shown as "not finite", because a loss that is not finite is recorded as null."""
+    """Format a number; None becomes "not finite", because the journal records a loss that is not finite as null."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not finite" if value is None else clean(value)
     whole = isinstance(value, int) or abs(value) >= 10**digits
@@ -69,14 +69,14 @@ def format_number(value: object, digits: int = 4) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
+    """Format a duration as h:mm:ss, or m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def describe_event(event: Event) -> str | None:
-    """The line that an event leaves on the screen; None for kinds that only change the status block."""
+    """The line that is printed for an event; None for kinds of events that only change the status block."""
     describe = EVENT_DESCRIPTIONS.get(event["kind"])
     return None if describe is None else clean(describe(event))
 
@@ -86,7 +86,7 @@ def _scores(metrics: Event) -> str:
 
 
 def format_score(name: str, value: object) -> str:
-    """The value of a metric; exact_match, a share of correct answers, in percent."""
+    """Format the value of a metric; exact_match, the share of correct answers, is shown in percent."""
     if name == "exact_match" and isinstance(value, int | float):
         return f"{100 * value:.1f} %"
     return format_number(value)
@@ -97,7 +97,8 @@ def _eval(event: Event) -> str:
 
 
 def describe_backoff(event: Event) -> str:
-    """An out-of-memory error: where it happened, how much was held, the remedy, and how many samples were lost."""
+    """Describe an out-of-memory error: where it happened, how much memory was allocated, the remedy, and how many
+    samples were lost."""
     phase = str(event["phase"])
     where = PHASE_NAMES.get(phase, phase)
     what = RETRIED_PARTS.get(phase.split()[0] if phase else "", "the step")
@@ -117,8 +118,8 @@ def describe_backoff(event: Event) -> str:
 
 
 def _cut_size(event: Event) -> str:
-    """The size of the micro-batches after a cut: the new number of sequences where the event has it, else "fewer than"
-    the number that failed."""
+    """Describe how small micro-batches are after the remedy "cut": the new number of sequences if the event has one,
+    else "fewer than" the number that failed."""
     after, before = event.get("sequences_after"), event.get("sequences_before")
     if isinstance(after, int):
         return f"with at most {after} sequence{'s' if after != 1 else ''} at a time"
@@ -177,5 +178,5 @@ EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
 
 
 def describe_phase(event: Event) -> str:
-    """A phase, as the status block shows it: its name, progress and detail."""
+    """Describe a phase event for the status block: its name, progress and detail."""
     return clean(_phase(event))

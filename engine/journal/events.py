@@ -48,7 +48,8 @@ class EventWriter:
         self._last_write = time.monotonic()
 
     def write(self, kind: str, **fields: Any) -> Event:
-        """Append one event and return it. Raises ValueError for fields that its kind lacks, OSError on a full disk.
+        """Append one event and return it. Raises ValueError if the fields do not match the kind, OSError on a full
+        disk.
 
         After an OSError the file is as it was before, so the same event can be written again later.
         """
@@ -119,7 +120,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(line: bytes) -> Event | None:
-    """The event of one complete line; None for a damaged line (a power failure can leave zeros)."""
+    """Parse one complete line; returns None for a damaged line (a power failure can leave zeros)."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -128,7 +129,7 @@ def decode_event(line: bytes) -> Event | None:
 
 
 def _finite(value: Any) -> Any:
-    """The value with every NaN and infinity replaced by None."""
+    """A copy of `value` in which every NaN and infinity, also in nested tables and lists, is replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -160,7 +161,8 @@ def _cut_torn_tail(file: int) -> int:
 
 
 class EventTail:
-    """Reads what was added to an event file since the last call. Keeps a byte offset and no open file."""
+    """Reads the lines that were added to an event file since the last call. Between calls it stores a byte offset;
+    the file is closed."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path = path
@@ -181,7 +183,7 @@ class EventTail:
         return events
 
     def lines(self) -> Iterator[bytes]:
-        """The raw complete lines since the last call, newline included; the offset moves with them."""
+        """Yield the complete lines since the last call as bytes, newline included, and advance the offset past them."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:

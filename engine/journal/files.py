@@ -13,7 +13,8 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a crash, sees the old file or the new one. Raises OSError; leaves no debris."""
+    """Write `text` so that a reader, or a crash, sees the old file or the new one. Raises OSError; no temporary file
+    is left behind."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -31,8 +32,9 @@ def write_atomically(path: Path, text: str) -> None:
 def locked(path: Path, *, timeout_seconds: float = -1.0) -> Iterator[None]:
     """Hold the lock file `path` for this process until the block ends; a negative timeout waits without a limit.
 
-    The kernel releases the lock when the process ends, however it ends; the file itself stays. Forked children do not
-    hold it. Raises TimeoutError when another process holds it too long, other OSErrors where it cannot be locked.
+    The kernel releases the lock when the process ends for any reason; the file is not deleted. Forked children do not
+    hold the lock. Raises TimeoutError if another process holds the lock longer than the timeout, other OSErrors if the
+    file cannot be locked.
     """
     from filelock import FileLock  # imported here: it takes longer than most commands that never lock
 

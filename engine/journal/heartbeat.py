@@ -1,4 +1,4 @@
-"""Heartbeats of the engine: a `heartbeat` event whenever no other event was written for a while.
+"""Writes a `heartbeat` event whenever no other event was written for a while.
 
 Readers judge whether an engine lives by the age of the event file, so any event is a sign of life: a run that takes a
 step every second writes no heartbeat at all.

@@ -1,7 +1,8 @@
-"""The list of runs, and which run a RUN argument names.
+"""Lists runs, and finds the run that a RUN argument names.
 
-Every start is recorded in the user's state folder, so that a run can be named from any directory. These records are a
-convenience: the run directories decide, and where the state folder cannot be written there is only a warning.
+Every start is recorded in the user's state folder, so that a run can be named from any directory. The records are
+optional: if the state folder cannot be written, the user gets a warning, and runs are still found in the folder of
+runs.
 
 Try: `tunedeck show last`
 """
@@ -33,7 +34,7 @@ def runs_folder(given: str | Path | None) -> Path:
 
 
 def state_folder() -> Path:
-    """The folder of the recorded starts: $TUNEDECK_STATE, else the platform's folder for user state."""
+    """The folder in which starts of runs are recorded: $TUNEDECK_STATE, else the platform's folder for user state."""
     given = os.environ.get("TUNEDECK_STATE")
     if given:
         return Path(given).expanduser().absolute()
@@ -42,7 +43,8 @@ def state_folder() -> Path:
 
 @lru_cache(maxsize=8)
 def _platform_folder(home: str | None, state: str | None) -> Path:
-    """The platform's state folder, cached by the variables that decide it, because every plan asks for it."""
+    """The platform's folder for user state. Cached, because every plan asks for it; the arguments are the
+    environment variables on which the folder depends."""
     from platformdirs import user_state_dir
 
     return Path(user_state_dir("tunedeck", appauthor=False))
@@ -66,7 +68,7 @@ def record_start(directory: RunDirectory) -> str | None:
 
 
 def recorded_runs() -> list[RunDirectory]:
-    """The runs that this user has started and that still exist, newest first. Empty where no record can be read."""
+    """List the recorded runs of this user that still exist, newest first. Empty if no record can be read."""
     try:
         lines = (state_folder() / "runs.jsonl").read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -120,7 +122,8 @@ def run_name(directory: RunDirectory) -> str:
 
 
 def start_order(directory: RunDirectory) -> tuple[str, int]:
-    """Sort key by time of creation: the time in the name, then the time of `plan.json`, which is never rewritten."""
+    """A sort key for runs by their time of creation: the time in the directory's name, then the time of `plan.json`,
+    which is never rewritten."""
     try:
         written_ns = (directory.plan_json if directory.plan_json.exists() else directory.run_toml).stat().st_mtime_ns
     except OSError:
@@ -178,7 +181,7 @@ def _newest_first(runs: Iterable[RunDirectory]) -> list[RunDirectory]:
 
 
 def _recorded_path(line: str) -> Path | None:
-    """The path in one record; None for a damaged line."""
+    """Parse one record; returns the path of the run, or None if the record is damaged."""
     try:
         return Path(json.loads(line)["path"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The state of a run according to its journal: events are folded into it one by one.
+"""The state of a run according to its journal, computed by adding one event after the other.
 
 No other module interprets events. The summary of a run, which adds its files and its process, is in
 `engine.journal.summary`.
@@ -16,7 +16,7 @@ from engine.journal.events import Event
 
 @dataclass
 class JournalState:
-    """What the events so far say about a run."""
+    """The state of a run according to the events so far."""
 
     step: int = 0
     max_steps: int | None = None
@@ -36,14 +36,14 @@ class JournalState:
     peak_bytes: int = 0
 
     def fold(self, event: Event) -> None:
-        """Take one event into account."""
+        """Update the state with one event."""
         self.updated = event.get("time", self.updated)
         handler = _FOLDS.get(event["kind"])
         if handler is not None:
             handler(self, event)
 
     def fold_steps(self, first: Event | None, last: Event) -> None:
-        """Take consecutive step events into account, of which only the first and the last were parsed."""
+        """Update the state with consecutive step events, of which only the first and the last were parsed."""
         if self.first_step is None:
             self.first_step = first or last
         self.fold(last)
@@ -96,7 +96,7 @@ def _paused(state: JournalState, _event: Event) -> None:
 
 
 def _resumed(state: JournalState, event: Event) -> None:
-    """Drop what happened after the step from which the run continues."""
+    """Discard what happened after the step from which the run is resumed."""
     step = int(event["step"])
     for kept in (state.evals, state.backoffs):
         kept[:] = [earlier for earlier in kept if int(earlier["step"]) <= step]
@@ -131,7 +131,7 @@ _FOLDS = {
 
 
 def plan_digest(plan: dict[str, Any]) -> dict[str, Any]:
-    """The part of a plan (event or `plan.json`) that is compared with what was measured."""
+    """The predicted figures in a plan (event or `plan.json`) that are later compared with measured ones."""
     predicted = plan.get("predicted")
     inner = predicted if isinstance(predicted, dict) else {"peak_bytes": predicted} if predicted is not None else {}
     keys = ("peak_bytes", "capacity_bytes", "verdict", "deciding_phase", "components")

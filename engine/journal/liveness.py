@@ -1,9 +1,9 @@
-"""Which process works on a run, and whether it is still alive.
+"""Finds out which process works on a run, and whether that process is still alive.
 
 A pid alone proves nothing: pids are reused, and a zombie answers `kill -0`. Two identities are the same process when
 pid, start time and boot of the machine agree. A process that cannot be looked up from here (another host, another
 container) is judged by the age of the event file alone. A file lock keeps two engines off one run; the kernel releases
-it when its holder ends, so no crash leaves a run locked.
+the lock when the engine that holds it ends, so no crash leaves a run locked.
 
 Try: `cat runs/*/engine.json`
 """
@@ -37,7 +37,7 @@ ProcessState = Literal["alive", "gone", "remote"]
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identifies one process for good: a later process with the same pid compares unequal."""
+    """Identifies one process for all time: a later process with the same pid compares unequal."""
 
     pid: int
     started: str
@@ -46,7 +46,7 @@ class ProcessIdentity:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The identity of a living process on this machine; None when there is none, or only a zombie."""
+    """The identity of a running process on this machine; None if no process has this pid, or only a zombie."""
     started = _started(pid)
     return None if started is None else ProcessIdentity(pid, started, platform.node())
 
@@ -60,7 +60,7 @@ def identify_self() -> ProcessIdentity:
 
 
 def process_state(identity: ProcessIdentity) -> ProcessState:
-    """Whether the process is alive or gone on this machine, or remote: on a machine that cannot be looked at."""
+    """Return "alive" or "gone" for a process of this machine, "remote" for a process of another machine."""
     if identity.host != platform.node():
         return "remote"
     return "alive" if identify(identity.pid) == identity else "gone"
@@ -72,7 +72,8 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
-    """The recorded engine: it works on the run, or was killed on it. None when the last engine ended in order."""
+    """The recorded engine, which works on the run or was killed while it did. None if the last engine ended
+    normally."""
     try:
         found = json.loads(directory.engine.read_text("utf-8"))
         return ProcessIdentity(int(found["pid"]), str(found["started"]), str(found["host"]))
@@ -85,18 +86,18 @@ def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
 
 
 def record_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
-    """Record which process works on the run, so that others can see whether it lives and, if need be, kill it."""
+    """Record which process works on the run, so that others can check whether it is alive and, if need be, kill it."""
     write_atomically(directory.engine, json.dumps(asdict(identity)) + "\n")
 
 
 def clear_engine(directory: RunDirectory) -> None:
-    """Remove the record of the engine: it has ended in order."""
+    """Remove the record of the engine, because the engine ends normally."""
     directory.engine.unlink(missing_ok=True)
 
 
 @contextmanager
 def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
-    """Claim the run for this process until the block ends. Raises EnvironmentProblem when another process holds it.
+    """Claim the run for this process until the block ends. Raises EnvironmentProblem if another process has claimed it.
 
     This process's identity is recorded until the block ends; if the process is killed inside the block, the record
     stays.
@@ -112,22 +113,22 @@ def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
 
 @contextmanager
 def lock_after_engine(directory: RunDirectory) -> Iterator[None]:
-    """Hold the run's lock, to write the last event of an engine that is gone. Unlike `claim`, this does not change the
-    recorded identity of the engine."""
+    """Lock the run inside the block, so that the last event of an engine that is gone can be written. Unlike
+    `claim`, this does not change the recorded identity of the engine."""
     with _run_lock(directory):
         yield
 
 
 def refuse_if_claimed(directory: RunDirectory) -> None:
-    """Raise EnvironmentProblem when a process holds the run right now, on any machine that shares the lock."""
+    """Raise EnvironmentProblem if a process has locked the run right now, on any machine that shares the lock."""
     with _run_lock(directory, timeout_seconds=0.0):
         return
 
 
 @contextmanager
 def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Iterator[None]:
-    """Hold the run's lock file inside the block. By default tries for a second, because `refuse_if_claimed` in another
-    process may hold the lock for microseconds."""
+    """Lock the run's lock file inside the block. Waits up to a second by default, because `refuse_if_claimed` in
+    another process may hold the lock for microseconds."""
     lock = ExitStack()
     try:
         lock.enter_context(locked(directory.lock, timeout_seconds=timeout_seconds))
@@ -170,7 +171,8 @@ def _started(pid: int) -> str | None:
 
 
 def _started_linux(pid: int) -> str | None:
-    """Boot id, and start time in clock ticks since boot (field 22 of proc(5) stat): no clock change moves them."""
+    """The boot id, and the process's start time in clock ticks since boot (field 22 of proc(5) stat): changes of the
+    clock affect neither. None if the process does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

@@ -1,4 +1,4 @@
-"""An out-of-memory report as a page of text. Pure: the report as written to `oom/` in, lines out.
+"""Formats an out-of-memory report as a page of text. Pure: takes a report as written to `oom/`, returns lines.
 
 The command line prints the page and the console shows it. Text in a report comes from errors and models, so control
 characters in it are made visible.
@@ -21,7 +21,7 @@ BAR_CHARACTERS = 30
 
 
 def read_report(path: Path) -> dict[str, Any] | None:
-    """The report in a file; None where the file does not exist or is damaged."""
+    """Read the report in a file; returns None if the file does not exist or is damaged."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def _remedy(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _setting(remedy: str, value: Any) -> str:
-    """The setting that a remedy changed: for "cut" the micro-batch budget in bytes, else a value of the recipe."""
+    """Format the value that a remedy set: for "cut" the micro-batch budget in bytes, else the value of a recipe key."""
     return format_bytes(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
 
 

@@ -1,6 +1,6 @@
 """The progress of a run as text, computed from its events: the status block of `train` and `watch`. Pure.
 
-Drawing is the command line's part (`engine.commands.reporter`).
+`engine.commands.reporter` prints the text.
 
 Try: `tunedeck watch last`
 """
@@ -20,7 +20,7 @@ ETA_STEPS = 50
 
 @dataclass
 class Progress:
-    """The events of a run so far, and the lines that describe them."""
+    """Takes the events of a run, and describes the run's progress in lines of text."""
 
     title: str
     simulated: bool
@@ -30,7 +30,7 @@ class Progress:
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))
 
     def take(self, event: Event) -> None:
-        """Take one event into account."""
+        """Update the progress with one event."""
         self.state.fold(event)
         kind = event["kind"]
         if kind in ("run_started", "plan"):
@@ -71,7 +71,8 @@ class Progress:
         )
 
     def seconds_left(self) -> float | None:
-        """The time left, from the mean of recent steps; None when the number of steps is not known."""
+        """Estimate the seconds left from the mean of recent steps; None if the total number of steps is not known,
+        or no step was taken."""
         if not self.state.max_steps or not self._step_seconds:
             return None
         mean = sum(self._step_seconds) / len(self._step_seconds)

@@ -33,7 +33,7 @@ class QueueState:
 
 
 class Queue:
-    """The queue of one runs folder. Every method is one transaction; nothing is kept in memory between two."""
+    """The queue of one runs folder. Every method is one transaction; no state is kept in memory between calls."""
 
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir = runs_dir
@@ -41,7 +41,7 @@ class Queue:
 
     @property
     def log(self) -> Path:
-        """What the queue worker did, a line each."""
+        """The queue worker's log file, one line for each thing it did."""
         return self.folder / "keeper.log"
 
     def run(self, name: str) -> RunDirectory:
@@ -49,7 +49,7 @@ class Queue:
         return RunDirectory(self.runs_dir / name)
 
     def read(self) -> QueueState:
-        """The queue without runs that are gone or were started by hand, and without a dead worker."""
+        """Read the queue, without runs that are gone or were started by hand, and without a dead worker."""
         state = self._load()
         state.waiting = [name for name in state.waiting if self._still_waits(name)]
         if state.worker is not None and not is_alive(state.worker):
@@ -57,9 +57,9 @@ class Queue:
         return state
 
     def add(self, directory: RunDirectory, *, first: bool = False) -> QueueState:
-        """Put a run at the end, or at the front; returns the queue with it.
+        """Put a run at the end of the queue, or at the front; returns the new state of the queue.
 
-        Raises UsageError for a run of another folder, or one that has been started already.
+        Raises UsageError if the run is in another folder or has been started already.
         """
         if directory.path.parent.resolve() != self.runs_dir.resolve():
             raise UsageError(f"{directory.path} is not in {self.runs_dir}", fix="add it to the queue of its own folder")
@@ -74,15 +74,15 @@ class Queue:
         return self.read()
 
     def remove(self, name: str) -> None:
-        """Take a run out. Raises UsageError when it does not wait here."""
+        """Remove a run from the queue. Raises UsageError if the run does not wait in this queue."""
         with self._transaction() as state:
             self._require_waiting(state, name)
             state.waiting.remove(name)
 
     def move(self, name: str, position: int) -> None:
-        """Put a waiting run at `position`, counted from 1; beyond the end is the end.
+        """Move a waiting run to `position`, counted from 1; a position beyond the end means the end.
 
-        Raises UsageError when it does not wait here.
+        Raises UsageError if the run does not wait in this queue.
         """
         with self._transaction() as state:
             self._require_waiting(state, name)
@@ -90,7 +90,7 @@ class Queue:
             state.waiting.insert(max(0, position - 1), name)
 
     def take_next(self, worker: ProcessIdentity) -> RunDirectory | None:
-        """Make the first waiting run the current one and return it; without one, return None and record no worker.
+        """Make the first waiting run the current one and return it; if no run waits, return None and record no worker.
 
         Raises EnvironmentProblem when another worker is alive.
         """
@@ -106,7 +106,7 @@ class Queue:
             return self.run(state.current) if state.current else None
 
     def clear_worker(self) -> None:
-        """Record that no process works the queue any more; waiting runs stay."""
+        """Record that no process works the queue any more; waiting runs stay in the queue."""
         with self._transaction() as state:
             state.worker = None
 
@@ -142,7 +142,8 @@ class Queue:
 
     @contextmanager
     def _transaction(self) -> Iterator[QueueState]:
-        """The state under the lock; changes are written when the block ends without an exception."""
+        """Lock the queue and yield its state; changes of the state are written if the block ends without an
+        exception."""
         lock = ExitStack()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

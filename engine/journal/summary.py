@@ -1,7 +1,7 @@
 """The summary of a run: status, progress, scores and memory, from its events, its files and its process.
 
-`SummaryReader` keeps its place in the event file, so that each refresh reads only the new lines. Opening a long run is
-fast: nearly all of its lines are steps, and of consecutive steps only the first and the last are parsed.
+`SummaryReader` remembers its offset in the event file, so that each refresh reads only the new lines. Opening a long
+run is fast: nearly all of its lines are steps, and of consecutive steps only the first and the last are parsed.
 
 Try: `tunedeck show last --json`
 """
@@ -107,7 +107,7 @@ class SummaryReader:
         self._damaged = 0
 
     def refresh(self) -> RunSummary:
-        """Read all new lines and return the summary. Writes nothing."""
+        """Read all new lines and return the summary; no file is written."""
         self.read()
         return self.summary()
 
@@ -254,7 +254,7 @@ def _seconds(state: JournalState) -> float | None:
 
 
 def _samples_lost(state: JournalState) -> int:
-    """The number of lost samples: the engine's own count once it has finished, until then the sum over its backoffs."""
+    """The number of lost samples: the engine's total if the run has finished, else the sum over its backoff events."""
     total = (state.finished or {}).get("samples_lost")
     return int(total) if total is not None else sum(int(event.get("samples_lost") or 0) for event in state.backoffs)
 

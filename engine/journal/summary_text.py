@@ -15,7 +15,7 @@ Rows = list[tuple[str, str]]
 
 
 def result_rows(summary: RunSummary) -> Rows:
-    """How the run went: status, steps, scores, out-of-memory backoffs, memory, time and result."""
+    """Rows that say how the run went: status, steps, scores, out-of-memory backoffs, memory, time and result."""
     total = f" of {summary.max_steps:,}" if summary.max_steps else ""
     backoffs = {0: "never", 1: "once, survived"}.get(summary.backoffs, f"{summary.backoffs} times, survived")
     rows = [
@@ -35,13 +35,13 @@ def result_rows(summary: RunSummary) -> Rows:
 
 
 def status_text(summary: RunSummary) -> str:
-    """The status, whether the device is simulated, and the reason why the run ended where one is recorded."""
+    """The status, followed by a note if the device is simulated, and the recorded reason why the run ended."""
     reason = f": {clean(summary.reason)}" if summary.reason else ""
     return summary.status + (" (simulated device)" if summary.simulated else "") + reason
 
 
 def _score_rows(metrics: dict[str, Any]) -> Rows:
-    """The training loss and each metric, from its first value to its latest."""
+    """Rows with the first and the latest value of the training loss and of each metric."""
     first, rows = metrics.get("first", {}), []
     if "train_loss" in metrics:
         rows.append(("loss", f"{format_number(first.get('train_loss'))} -> {format_number(metrics['train_loss'])}"))
@@ -67,7 +67,7 @@ def _memory_rows(summary: RunSummary) -> Rows:
 
 
 def detail_rows(summary: RunSummary) -> Rows:
-    """What `show` adds: names, memory by component, warnings, the error and the folder."""
+    """Rows that only `tunedeck show` prints: names, memory by component, warnings, the error and the folder."""
     rows = [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
     measured = summary.measured.get("components", {})
     predicted = (summary.measured.get("predicted") or summary.predicted).get("components") or {}
@@ -83,7 +83,7 @@ def detail_rows(summary: RunSummary) -> Rows:
 
 
 def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] | None) -> Rows:
-    """The steps of the checkpoints on disk, and the micro-batch budget that the newest one has learned."""
+    """Rows with the steps of the checkpoints on disk, and the micro-batch budget in the newest one."""
     if not steps:
         return []
     rows = [("checkpoints", ", ".join(f"{step} (best)" if step == best else str(step) for step in steps))]
@@ -99,7 +99,7 @@ def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] 
 
 
 def next_steps(summary: RunSummary) -> Rows:
-    """The commands that a user may want to type next, by status."""
+    """Rows with the commands that a user may want to type next, depending on the status."""
     run = clean(summary.run)
     commands = {
         "done": [f"tunedeck show {run}", f"tunedeck eval {run}"],

@@ -1,4 +1,4 @@
-"""Deleting a run: its directory is moved into `.trash/` of its runs folder, from where a user can take it back.
+"""Deleting a run: its directory is moved into `.trash/` of its runs folder, from where a user can move it back.
 
 Try: `ls -a runs/.trash`
 """
@@ -20,7 +20,7 @@ TRASH = ".trash"
 def move_to_trash(directory: RunDirectory) -> Path:
     """Move a run into the trash; returns its new path.
 
-    Raises EnvironmentProblem when an engine works on it, or the folder cannot be written.
+    Raises EnvironmentProblem if an engine works on the run, or the folder cannot be written.
     """
     trash = directory.path.parent / TRASH
     try:
