@@ -1,4 +1,4 @@
-"""The text of a job for several machines: a Slurm batch script or a SkyPilot task, from a profile's `[nodes]`.
+"""Writes the text of a job for several machines: a Slurm batch script or a SkyPilot task, from a profile's `[nodes]`.
 
 On every machine the job starts a torchrun agent, with its rendezvous on the first machine. The agent starts one
 `tunedeck train --run-spec` for each device, and restarts all of them when a rank is lost. Pure functions of values:
@@ -26,7 +26,7 @@ CPUS_PER_DEVICE = 4
 
 @dataclass(frozen=True)
 class Job:
-    """The values that a script is written from."""
+    """The values from which a job script is written."""
 
     spec: RunSpec
     spec_file: Path
@@ -42,12 +42,12 @@ class Job:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether GPUs must be requested."""
+        """Whether the job must request GPUs."""
         return self.spec.profile.device.kind == "cuda"
 
 
 def slurm_script(job: Job) -> str:
-    """A batch script for `sbatch`."""
+    """The text of a batch script for `sbatch`."""
     profile = job.spec.profile
     devices, nodes = profile.device.count, profile.nodes
     options = {
@@ -108,7 +108,7 @@ srun --ntasks-per-node=1 --cpus-per-task={CPUS_PER_DEVICE * devices} "$PYTHON" -
 
 
 def skypilot_task(job: Job) -> str:
-    """A task for `sky jobs launch`. Strings are written as JSON, which is valid YAML."""
+    """The text of a task for `sky jobs launch`. Strings are written as JSON, which is valid YAML."""
     profile, nodes = job.spec.profile, job.spec.profile.nodes
     resources = {
         "cloud": nodes.cloud,
@@ -147,7 +147,7 @@ run: |
 
 
 def _agent(job: Job, endpoint: str) -> str:
-    """The arguments of torchrun, the last of which is the command that each rank runs."""
+    """The arguments of torchrun; the last of them is the command that each rank runs."""
     nodes = job.spec.profile.nodes
     lines = [
         f"--nnodes={nodes.count}",
@@ -170,7 +170,8 @@ def _setup(job: Job) -> str:
 
 
 def _mounts(job: Job) -> dict[str, str]:
-    """The files to copy to the machines, by their path there: the run spec, and local files that the recipe names."""
+    """Map the path on the machines of each file to copy there to its path on this one: the run spec, and the local
+    files that the recipe names."""
     recipe = job.spec.recipe
     sources = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
     wanted = [recipe.model.id, recipe.model.tokenizer, recipe.model.adapter, *sources]

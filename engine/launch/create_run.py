@@ -1,4 +1,4 @@
-"""Creating a run: the arguments of a start become a run spec, the spec is checked and planned, and its directory made.
+"""Creates a run: resolves the arguments of a start to a run spec, checks and plans the run, and makes its directory.
 
 Shared by `train`, `queue add`, `launch` and the console. Starting the engine is in `engine.launch.process`.
 
@@ -32,7 +32,7 @@ def command_line_limits(
     devices: str | None,
     trust_remote_code: bool,
 ) -> Limits:
-    """The limits of a start, from the options of the command line. Raises UsageError for bad device indices."""
+    """Collect the limits of a start from the options of the command line. Raises UsageError for bad device indices."""
     return Limits(
         max_hours=max_hours,
         wait_seconds=wait_seconds,
@@ -51,7 +51,7 @@ def resolve_start(
     name: str | None,
     limits: Limits,
 ) -> Resolved:
-    """The run spec of a start: from a profile and a recipe, or from an earlier run's run.toml.
+    """Resolve the run spec of a start: from a profile and a recipe, or from an earlier run's run.toml.
 
     Raises UsageError for arguments that do not go together, and SpecError for every problem of the files.
     """
@@ -73,7 +73,7 @@ def resolve_start(
 
 
 def fetch_config_if_reachable(spec: RunSpec) -> list[str]:
-    """Fetch the model's config, which the plan needs, where the hub can be reached; returns notices for the user.
+    """Fetch the model's config, which the plan needs, if the hub can be reached; returns notices for the user.
 
     An unreachable hub does not stop a start: `create_run` then reports that there is no plan.
     """
@@ -93,9 +93,9 @@ def create_run(
     A profile of several machines is accepted only where a launcher has started a process for each device (`launched`).
 
     Raises:
-        UsageError: the spec asks for what this version does not do, or for what would train wrongly.
+        UsageError: the spec needs a feature that this version lacks, or would train wrongly.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
-        EnvironmentProblem: the folder cannot be written, packages that train are not installed, or torch is too old for
+        EnvironmentProblem: the folder cannot be written, packages for training are missing, or torch is too old for
             sharded weights.
     """
     require_training_packages()
@@ -142,8 +142,8 @@ def require_launcher(spec: RunSpec) -> None:
 def drop_untrusted_limits(directory: RunDirectory) -> str | None:
     """Remove the limits from a run that this user did not start on this machine; returns a notice if any were removed.
 
-    To be called before such a run is continued: a run directory from elsewhere could bring a shell command of its own
-    (`on_finish`), or allow code that comes with a model.
+    Must be called before a run is continued: the limits in a run directory from someone else could contain a shell
+    command (`on_finish`), or allow code that comes with a model.
     """
     spec = load_run_spec(directory.run_toml, own=True)
     path = directory.path.resolve()

@@ -1,7 +1,7 @@
-"""The rank that a launcher gave this process: torchrun, accelerate launch, Slurm's srun, or RANK and WORLD_SIZE.
+"""Finds the rank that a launcher gave this process: torchrun, accelerate launch, Slurm's srun, or RANK and WORLD_SIZE.
 
 Reads the environment and nothing else, so torch is not needed. A process that was started alone, also inside a Slurm
-allocation, has no launcher rank: there a run of several devices starts its own ranks.
+allocation, has no launcher rank: if its run has several devices, it starts the ranks itself.
 
 Try: `torchrun --nproc-per-node 2 -m tunedeck train -p demo-2 -r demo`
 """
@@ -62,7 +62,7 @@ class LauncherRank:
 
 
 def find_launcher_rank(environment: Mapping[str, str] = os.environ) -> LauncherRank | None:
-    """The rank of this process; None when it was started alone. Raises UsageError for an incomplete environment."""
+    """Find the rank of this process; None if it was started alone. Raises UsageError for an incomplete environment."""
     # A job of one process counts, too: queued again, it continues its run.
     least = 1 if environment.get(JOB_VARIABLE) else 2
     if _number(environment, "WORLD_SIZE", 0) >= least and "RANK" in environment:
@@ -110,8 +110,8 @@ def _torchrun(environment: Mapping[str, str]) -> LauncherRank:
 
 
 def _elastic_job(run_id: str) -> str:
-    """An identity of the torchrun job: its run id, or where that is the default, which all jobs share, host, start time
-    and pid of the agent process."""
+    """Text that identifies the torchrun job: the run id; if that is the default, which all jobs share, then host,
+    start time and pid of the agent process."""
     if run_id not in ("", "none"):
         return f"torchrun {run_id}"
     agent = identify(os.getppid())
@@ -149,7 +149,8 @@ def _plain(
 
 
 def _slurm(environment: Mapping[str, str]) -> LauncherRank:
-    """The rank from srun's variables ("OUTPUT ENVIRONMENT VARIABLES" in srun(1)). A requeued job keeps its id."""
+    """Read the rank from srun's variables ("OUTPUT ENVIRONMENT VARIABLES" in srun(1)). A requeued job has the same
+    id as before, so it continues its run."""
     job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     address = environment.get("MASTER_ADDR") or first_host(nodes)
@@ -171,7 +172,7 @@ def _slurm(environment: Mapping[str, str]) -> LauncherRank:
 
 
 def first_host(node_list: str) -> str:
-    """The first machine of a Slurm node list: gpu03 of `gpu[03-06,9],big1`."""
+    """The first machine of a Slurm node list, such as gpu03 for `gpu[03-06,9],big1`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
 

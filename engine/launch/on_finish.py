@@ -1,4 +1,4 @@
-"""Running the user's --on-finish command when a run has ended. Imports no torch: the supervisor of ranks uses it, too.
+"""Runs the user's --on-finish command when a run has ended. Imports no torch: the supervisor of ranks uses this, too.
 
 Try: `tunedeck train -p demo -r demo --on-finish 'echo $TUNEDECK_STATUS'`
 """

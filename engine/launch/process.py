@@ -1,8 +1,8 @@
-"""Starting an engine process, following it, and ending it by force. No other module starts or kills an engine.
+"""Starts an engine process, follows it, and ends it by force. No other module starts or kills an engine.
 
 The engine runs in an OS session of its own, so neither a closed terminal nor a killed follower ends it; follower and
 engine share the run directory and nothing else. A follower asks for a stop with a control request, not a signal: a
-request works from another machine, is answered by an event, and is not lost while the engine still loads.
+request works from another machine, is answered by an event, and is not lost if it is sent while the engine still loads.
 
 Try: `tunedeck train -p demo -r demo`, then Ctrl-C.
 """
@@ -65,16 +65,16 @@ class FileOffsets:
 
     @classmethod
     def of(cls, directory: RunDirectory) -> FileOffsets:
-        """The present ends of `events.jsonl` and `engine.log`."""
+        """The current ends of `events.jsonl` and `engine.log`."""
         return cls(end_of_events(directory.events), directory.log.stat().st_size if directory.log.exists() else 0)
 
 
 def start_engine(
     directory: RunDirectory, *, resume_from: int | None = None, resume: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start an engine on this run, in an OS session of its own, its output in `engine.log`.
+    """Start an engine on this run, in an OS session of its own; its output goes to `engine.log`.
 
-    Raises EnvironmentProblem when another engine works on the run, packages that train are not installed, or the
+    Raises EnvironmentProblem when another engine works on the run, packages for training are not installed, or the
     process cannot be started.
     """
     require_training_packages()
@@ -107,7 +107,8 @@ def start_engine(
 
 
 def _engine_folder(directory: RunDirectory) -> Path:
-    """The engine's working directory: ours, or the run directory where ours was deleted (MKL ends a process there)."""
+    """The engine's working directory: this process's, or the run directory if this process's was deleted (MKL ends a
+    process in a deleted folder)."""
     cwd = working_directory()
     return cwd if cwd.is_dir() else directory.path
 
@@ -115,8 +116,8 @@ def _engine_folder(directory: RunDirectory) -> Path:
 def _environment() -> dict[str, str]:
     """The engine's environment: output is unbuffered, and the tokenizer's threads do not warn about forks.
 
-    PYTHONSAFEPATH passes -P on to Python processes that the engine starts. A user's PYTHONPATH stays: `tunedeck.py`
-    puts its own folder before it, and the user's data or model code may need it.
+    PYTHONSAFEPATH passes -P on to Python processes that the engine starts. A user's PYTHONPATH is left unchanged:
+    `tunedeck.py` puts its own folder before the others, and the user's data or model code may need them.
     """
     # Beside another busy process OpenMP's threads use up their time slices spinning for each other: on two cores, 40
     # demo steps next to a two-thread program took over 60 s, with a bounded spin 13 s, and alone 6 s either way.
@@ -131,7 +132,8 @@ def _environment() -> dict[str, str]:
 def wait_until_running(
     directory: RunDirectory, process: subprocess.Popen[bytes], *, start: FileOffsets = FileOffsets()
 ) -> None:
-    """Return when the engine has written its first event after `start`. Raises TunedeckError when it dies before."""
+    """Return when the engine has written its first event after `start`. Raises TunedeckError if the engine ends
+    before."""
     tail = EventTail(directory.events, offset=start.events)
     while not tail.poll():
         try:
@@ -155,9 +157,9 @@ def follow_engine(
     """Follow an engine to its end and return its exit code.
 
     `on_event` gets each event after `start`, `on_tick` is called about four times a second, `on_notice` gets sentences
-    for the user. Ctrl-C and TERM ask for a stop; a second one kills the engine, and the code is KILLED_CODE. HUP, or an
-    OSError of the callbacks because the reader of their output is gone, leaves the engine running and returns
-    DETACHED_CODE. Raises TunedeckError when the engine ended without recording how.
+    for the user. Ctrl-C and TERM ask the engine to stop; a second signal kills the engine, and KILLED_CODE is returned.
+    HUP, or an OSError of the callbacks because the reader of their output is gone, leaves the engine running and
+    returns DETACHED_CODE. Raises TunedeckError when the engine ended without recording how.
     """
     tail = EventTail(directory.events, offset=start.events)
     finished = False
@@ -207,7 +209,8 @@ def _ask_to_stop(
 
 
 def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> None:
-    """Kill our child's whole OS session. We have not waited for it, so its pid cannot have been reused."""
+    """Kill the whole OS session of `process`, a child of this process. Its pid cannot have been reused, because
+    nobody has waited for the child yet."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -215,7 +218,7 @@ def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> No
 
 
 def force_stop(directory: RunDirectory) -> None:
-    """Kill the engine of this run and everything it started, and record the end.
+    """Kill the engine of this run and everything it started, and record the end in the journal.
 
     Raises EnvironmentProblem when the engine is on another machine, or belongs to another user.
     """
@@ -235,7 +238,7 @@ def _require_on_this_machine(identity: ProcessIdentity) -> None:
 
 
 def _kill(identity: ProcessIdentity) -> None:
-    """SIGKILL exactly this process, and its group when it leads one, then wait until it is gone."""
+    """Send SIGKILL to exactly this process, and to its group if it leads one, then wait until it is gone."""
     try:
         handle = os.pidfd_open(identity.pid) if hasattr(os, "pidfd_open") else None
     except ProcessLookupError:
@@ -261,7 +264,8 @@ def _kill(identity: ProcessIdentity) -> None:
 
 
 def _wait_until_gone(identity: ProcessIdentity) -> None:
-    """Wait for a killed process to end. A driver may hold it for seconds; after half a minute this gives up."""
+    """Wait for a killed process to end, which a driver may delay by seconds. Raises EnvironmentProblem after half a
+    minute."""
     deadline = time.monotonic() + 30.0
     while is_alive(identity):
         if time.monotonic() > deadline:
@@ -273,7 +277,8 @@ def _wait_until_gone(identity: ProcessIdentity) -> None:
 
 
 def record_forced_stop(directory: RunDirectory) -> None:
-    """Write the last event for an engine that was killed. The run's lock keeps any other engine from writing."""
+    """Write the last event for an engine that was killed, under the run's lock, so that no other engine writes
+    meanwhile."""
     control.clear_requests(directory)
     with lock_after_engine(directory), EventWriter(directory) as writer:
         clear_engine(directory)
@@ -281,7 +286,7 @@ def record_forced_stop(directory: RunDirectory) -> None:
 
 
 def engine_died(directory: RunDirectory, code: int, *, log_start: int = 0) -> TunedeckError:
-    """The error for an engine that ended without recording why: its exit code, and the end of its log."""
+    """Make the error for an engine that ended without recording why: its exit code, and the end of its log."""
     tail = log_tail(directory, start=log_start)
     lines = "\n".join(["", f"last lines of {directory.log}:", *(f"  {line}" for line in tail)]) if tail else ""
     error = TunedeckError(
@@ -316,7 +321,7 @@ def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES)
 def _signals() -> Iterator[list[int]]:
     """Collect INT, TERM and HUP into a list while the block runs.
 
-    INT and HUP stay ignored where they were ignored at the start: that is what `nohup` and a shell's `&` ask for.
+    INT and HUP are not collected if they were ignored before: `nohup` and a shell's `&` start a process in this way.
     """
     received: list[int] = []
 

@@ -1,7 +1,7 @@
 """The queue worker: a small process that starts one waiting run after another, each as an engine process of its own.
 
-It holds no device and no state: where it is killed, nothing is lost and the run it started goes on. A run that fails,
-or cannot be started, is logged and the next one is started. The worker ends when no run waits.
+The worker uses no device and has no state: if it is killed, the queue is unchanged and the run that it started goes on.
+A run that fails, or cannot be started, is logged and the next one is started. The worker ends when no run waits.
 
 Try: `tunedeck queue start`, then `cat runs/.queue/keeper.log`
 """
@@ -31,7 +31,8 @@ POLL_SECONDS = 0.25
 
 
 def start_queue_worker(runs_dir: Path) -> int:
-    """Start a worker in an OS session of its own, unless one is at work already; returns its pid."""
+    """Start a worker in an OS session of its own, unless another worker is running already; returns the worker's
+    pid."""
     queue = Queue(runs_dir)
     worker = queue.read().worker
     if worker is not None:
@@ -92,7 +93,7 @@ def run_queue(runs_dir: Path) -> None:
 
 
 class _TerminatedError(BaseException):
-    """The worker received TERM."""
+    """Raised in the worker when it receives TERM."""
 
 
 def _raise_terminated(_number: int, _frame: FrameType | None) -> None:

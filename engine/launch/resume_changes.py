@@ -1,8 +1,9 @@
-"""Which keys of a run spec `tunedeck resume` may change. Data and pure functions; nothing is read or written here.
+"""Lists the keys of a run spec that `tunedeck resume` may change. Data and pure functions; nothing is read or written
+here.
 
-A resumed run stays the same run: the new spec must give the steps that were already taken. So a change of model, data,
-seed, batch size or optimizer is refused; memory, intervals and length may change freely; what only affects the steps to
-come may change with a notice.
+A resumed run stays the same run: the new spec must lead to the same steps as those already taken. So a change of model,
+data, seed, batch size or optimizer is refused; memory, intervals and length may change freely; what only affects the
+steps to come may change with a notice.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def find_changes(before: Any, after: Any, key: str = "") -> Changes:
 
 
 def refused_changes(changes: Changes) -> list[str]:
-    """One line for each change that a resumed run cannot take."""
+    """Return one line for each change that is not allowed when a run is resumed."""
     return [
         f"{key.removeprefix('recipe.')}: {old!r} -> {new!r}; a run keeps its model, data, seed and batch"
         for key, (old, new) in changes.items()
@@ -82,7 +83,7 @@ def refused_changes(changes: Changes) -> list[str]:
 
 
 def notices_of(changes: Changes) -> list[str]:
-    """One sentence for each change that alters what is learned from the resumed step on."""
+    """Return one sentence for each change that alters what is learned from the resumed step on."""
     return [
         f"{key.removeprefix('recipe.')} changes from {old!r} to {new!r}: the steps to come learn differently"
         for key, (old, new) in changes.items()
@@ -91,7 +92,7 @@ def notices_of(changes: Changes) -> list[str]:
 
 
 def makes_longer(changes: Changes) -> bool:
-    """Whether the changes give the run more steps than before; no limit counts as more than any limit."""
+    """Whether the changes give the run more steps than before; having no limit counts as more than any limit."""
     for key in ("recipe.train.epochs", "recipe.train.max_steps"):
         old, new = changes.get(key, (None, None))
         if old is not None and (new is None or new > old):

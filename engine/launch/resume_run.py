@@ -1,4 +1,4 @@
-"""Preparing a run to be resumed: the changed spec is checked and written into the run directory.
+"""Prepares a run to be resumed: checks the changed spec and writes it into the run directory.
 
 Starting the engine is in `engine.launch.process`; which keys may change is in `engine.launch.resume_changes`.
 
@@ -35,7 +35,7 @@ def prepare_resume(
     profile: str | None = None,
     from_step: int | None = None,
 ) -> list[str]:
-    """Check what is asked for and write it into the run; returns notices for the user.
+    """Check the requested changes and write the new spec into the run directory; returns notices for the user.
 
     `limits` holds the limits named on this command line; all others stay as they were at the last start.
 
@@ -71,7 +71,8 @@ def change_spec(
     profile: str | None = None,
     from_step: int | None = None,
 ) -> list[str]:
-    """Write the changed spec into the run, the old one beside it as run.N.toml; returns notices for the user."""
+    """Write the changed spec into the run directory, with a copy of the old one as run.N.toml; returns notices for the
+    user."""
     before = load_run_spec(directory.run_toml)
     resolved = override(before, overrides, profile=profile)
     changes = find_changes(before.model_dump(by_alias=True), resolved.spec.model_dump(by_alias=True))
@@ -103,7 +104,7 @@ def _refuse_if_done(directory: RunDirectory) -> None:
 
 
 def _with_limits(directory: RunDirectory, spec: RunSpec, limits: dict[str, Any]) -> tuple[RunSpec, list[str]]:
-    """Returns `spec` with the limits of the last start, updated by `limits`, and notices for the user."""
+    """Return `spec` with the limits of the last start, updated by `limits`, and notices for the user."""
     notice = drop_untrusted_limits(directory)
     notices = [notice] if notice else []
     earlier = load_run_spec(directory.run_toml, own=True).limits

@@ -1,4 +1,4 @@
-"""Whether the packages that train are installed.
+"""Checks that the packages that training needs are installed.
 
 `pip install tunedeck` installs the console and the commands that plan, which do without these packages;
 `tunedeck[train]` adds them. Code that needs them calls `require_training_packages` first, so that a user reads one
@@ -21,12 +21,12 @@ INSTALL_COMMAND = "pip install 'tunedeck[train]'"
 
 
 def missing_packages() -> list[str]:
-    """Training packages that are not installed. Imports none of them."""
+    """List the packages that training needs and that are not installed. Imports none of them."""
     return [name for name in TRAINING_PACKAGES if find_spec(name) is None]
 
 
 def require_training_packages() -> None:
-    """Raise EnvironmentProblem when a package that trains is not installed."""
+    """Raise EnvironmentProblem if a package that training needs is not installed."""
     missing = missing_packages()
     if missing:
         raise EnvironmentProblem(
