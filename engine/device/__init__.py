@@ -20,13 +20,13 @@ __all__ = ["open_device"]
 
 
 def open_device(spec: RunSpec) -> Device:
-    """Open the device that `spec.profile.device` names; the chosen indices are `spec.limits.devices`.
+    """Open the device that `spec.profile.device` describes; `spec.limits.devices` lists the CUDA indices to use.
 
     Raises EnvironmentProblem: the device does not exist, is busy, is not supported by this build of torch, or there are
     fewer devices than asked for.
     """
     kind = spec.profile.device.kind
-    # Imported per kind: a CUDA run must not load the metered device's patches of torch, nor a CPU run NVML.
+    # Imported here, so that a CUDA run does not load the metered device's patches of torch, and a CPU run not NVML.
     if kind == "cuda":
         from engine.device.cuda import open_cuda
 

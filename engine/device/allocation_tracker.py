@@ -1,10 +1,10 @@
-"""The metered device's record of live storages: their bytes, the peak, and the refusal of what exceeds the capacity.
+"""Counts the bytes of live storages for the metered device, tracks the peak, and refuses what exceeds the capacity.
 
-Bookkeeping only. How allocations are observed (dispatch mode, patches, threads) is in `engine.device.meter`.
+How allocations are observed (dispatch mode, patches, threads) is in `engine.device.meter`.
 
 Sizes are rounded up to 512 bytes, the block granularity of CUDA's caching allocator (`kMinBlockSize` in
-c10/cuda/CUDACachingAllocator.cpp), so that figures compare with predictions for a card. Workspace that an operation
-frees before it returns is not counted.
+c10/cuda/CUDACachingAllocator.cpp), so that totals can be compared with predictions for a GPU. Workspace that an
+operation frees before it returns is not counted.
 
 Try: `pytest tests/device/test_meter.py`.
 """
@@ -27,18 +27,18 @@ _NEVER = -1
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages of `tensors`, each rounded up to whole blocks."""
+    """Return the total bytes of the distinct storages of `tensors`, each rounded up to whole 512-byte blocks."""
     sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(map(round_to_blocks, sizes.values()))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Address of the tensor's storage object, the same as `LiveTensor.key`."""
+    """Return the address of the tensor's storage object; `LiveTensor.key` is the same address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Bytes as text in the units of CUDA's own message, such as "1.50 MiB"."""
+    """Format a number of bytes as CUDA's out-of-memory message does, such as "1.50 MiB"."""
     size: float = size_bytes
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
@@ -51,7 +51,7 @@ class _TrackedStorage(weakref.ref[Any]):
     """A weak reference to one storage, with the bytes counted for it.
 
     torch keeps a storage's Python object alive as long as C++ holds the storage (for a tensor saved for backward), so
-    the weak reference's callback runs exactly when the memory is freed, before its address can be reused.
+    the weak reference's callback runs exactly when the memory is freed, before the address can be reused.
     """
 
     __slots__ = ("dtype", "key", "operation", "shape", "size_bytes")
@@ -63,13 +63,13 @@ class _TrackedStorage(weakref.ref[Any]):
     dtype: Any
 
     def as_live_tensor(self) -> LiveTensor:
-        """The storage as a record for reports."""
+        """Convert to the `LiveTensor` record that reports use."""
         dtype = str(self.dtype).removeprefix("torch.")
         return LiveTensor(str(self.operation), tuple(self.shape), dtype, self.size_bytes, self.key)
 
 
 class AllocationTracker:
-    """Live storages by address, their total bytes, the peak of that total, and its limit."""
+    """Tracks live storages by address, their total bytes and the peak of the total, and limits the total."""
 
     def __init__(self, capacity_bytes: int, co_tenant: SharedByteCount | None = None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -106,24 +106,25 @@ class AllocationTracker:
         return release
 
     def fail_at(self, allocation: int | None, *then: int) -> None:
-        """Refuse the `allocation`-th request from now (1 is the next), once. Each of `then` is counted from the refusal
-        before it. None cancels all planned refusals."""
+        """Plan to refuse one allocation, the `allocation`-th from now (1 is the next). Each number in `then` plans
+        another refusal, counted from the previous refusal. None cancels all planned refusals."""
         self._fail_at = _NEVER if allocation is None else self.allocations + allocation
         self._then = then
 
     def fail_host_at(self, allocation: int | None) -> None:
-        """Refuse the `allocation`-th host allocation from now, once. None cancels that."""
+        """Plan to refuse one host allocation, the `allocation`-th from now. None cancels the planned refusal."""
         self._host_fail_at = _NEVER if allocation is None else self.host_allocations + allocation
 
     @property
     def available_bytes(self) -> int:
-        """The current limit: the capacity minus what the co-tenant holds."""
+        """The current limit: the capacity minus the bytes held by the co-tenant."""
         if self._co_tenant is None:
             return self.capacity_bytes
         return max(0, self.capacity_bytes - self._co_tenant.held_bytes)
 
     def _charge(self, size_bytes: int, operation: Any) -> None:
-        """Count a request of `size_bytes`, already rounded. Raises torch.OutOfMemoryError and counts no bytes."""
+        """Count an allocation of `size_bytes`, already rounded. Raises torch.OutOfMemoryError if it is refused; then no
+        bytes are counted."""
         self.allocations += 1
         total = self.allocated_bytes + size_bytes
         if total > self.available_bytes or self.allocations == self._fail_at:
@@ -150,7 +151,7 @@ class AllocationTracker:
         return error
 
     def add(self, storage: torch.UntypedStorage, size_bytes: int, operation: Any, shape: Any, dtype: Any) -> None:
-        """Count the new `storage` with `size_bytes`. Raises torch.OutOfMemoryError."""
+        """Count the new `storage` as `size_bytes` of device memory. Raises torch.OutOfMemoryError if it is refused."""
         size_bytes = round_to_blocks(size_bytes)
         with self._lock:
             self._charge(size_bytes, operation)
@@ -163,10 +164,10 @@ class AllocationTracker:
             self.live[key] = entry
 
     def add_host(self, storage: torch.UntypedStorage, *, is_new: bool = True) -> None:
-        """Record `storage` as host memory, which is never counted, whatever operation returns it later.
+        """Record `storage` as host memory, so that it is not counted when a later operation returns a tensor on it.
 
         `is_new` is False for memory that existed before and is only wrapped in a tensor. Raises RuntimeError, with the
-        message of torch's host allocator, where `fail_host_at` planned a failure.
+        message of torch's host allocator, if `fail_host_at` planned to refuse this allocation.
         """
         with self._lock:
             self.host_allocations += is_new
@@ -180,15 +181,15 @@ class AllocationTracker:
             self.host[entry.key] = entry
 
     def forget_host(self, storage: torch.UntypedStorage) -> None:
-        """Stop treating `storage` as host memory, before it is counted."""
+        """Stop treating `storage` as host memory, because it is counted as device memory from now on."""
         with self._lock:
             self.host.pop(storage._cdata, None)
 
     def resize(self, entry: _TrackedStorage, size_bytes: int, operation: Any) -> None:
-        """Change the size counted for a storage. Raises torch.OutOfMemoryError, and then keeps the old size.
+        """Change the size counted for a storage. Raises torch.OutOfMemoryError if refused; the old size then remains.
 
-        Counted as on CUDA (`resize_bytes_cuda`): a new block is allocated, the old one copied and then freed, so that
-        for a moment both are part of the peak.
+        This follows CUDA (`resize_bytes_cuda`): a new block is allocated, the old block is copied into it and then
+        freed, so the peak includes both blocks.
         """
         size_bytes = round_to_blocks(size_bytes)
         with self._lock:
@@ -223,7 +224,7 @@ class AllocationTracker:
             self.peak_bytes = self.allocated_bytes
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """The `count` largest live storages, largest first."""
+        """Return records of the `count` largest live storages, largest first."""
         with self._lock:
             entries = sorted(self.live.values(), key=lambda entry: entry.size_bytes, reverse=True)[:count]
         return [entry.as_live_tensor() for entry in entries]

@@ -1,4 +1,4 @@
-"""The protocol that every device implements, and the records it returns. No behaviour lives here.
+"""The protocol that every device implements, and the records that its methods return. Nothing is implemented here.
 
 Try: `python -c "from engine.device.base import MemoryReading; print(MemoryReading(1, 2, 3, 0))"`.
 """
@@ -16,16 +16,16 @@ if TYPE_CHECKING:  # NVML readings must work where torch does not import
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes that the device's allocator holds."""
+    """Memory statistics of a device's allocator at one moment."""
 
     allocated_bytes: int
-    """Held by live tensors."""
+    """Bytes of live tensors."""
     reserved_bytes: int
-    """Taken from the driver, free cached blocks included. Equals `allocated_bytes` on devices without a cache."""
+    """Bytes obtained from the driver, including free cached blocks; on devices without a cache, `allocated_bytes`."""
     peak_bytes: int
     """Largest `allocated_bytes` since the last `reset_peak()`."""
     alloc_retries: int
-    """Requests for which the allocator had to empty its cache first; a rising number means thrashing."""
+    """How many requests failed until the allocator had emptied its cache; a rising number means thrashing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class GpuProcess:
 
     pid: int
     used_bytes: int | None
-    """None where the driver does not report it (containers, WSL)."""
+    """Bytes that the process uses on the GPU; None where the driver does not report them (containers, WSL)."""
     name: str
 
 
@@ -62,20 +62,20 @@ class LiveTensor:
     dtype: str
     size_bytes: int
     key: int
-    """Address of its storage object (`_cdata`), which identifies the parameter or buffer that it belongs to."""
+    """Address of the storage object (`_cdata`), by which the parameter or buffer on it can be found."""
 
 
 class Device(Protocol):
-    """The memory that a run's tensors live in. The engine allocates only inside `activate()`."""
+    """The device on which a run's tensors are allocated. The engine allocates only inside `activate()`."""
 
     @property
     def kind(self) -> str:
-        """cuda, cpu or metered."""
+        """The kind of device: "cuda", "cpu" or "metered"."""
         ...
 
     @property
     def simulated(self) -> bool:
-        """True for the metered device; every display of its figures says that they are simulated."""
+        """True for the metered device, whose memory figures must be labelled as simulated wherever they are shown."""
         ...
 
     @property
@@ -90,17 +90,18 @@ class Device(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes the run may hold: the profile's memory minus its reserve."""
+        """Bytes that the run may allocate: the profile's memory minus its reserve."""
         ...
 
     @property
     def available_bytes(self) -> int:
-        """Bytes the run could hold now: the capacity, or less while other processes hold memory of this device."""
+        """Bytes that the run may have allocated in total now: the capacity, or less while other processes use memory of
+        this device."""
         ...
 
     @property
     def supports_bfloat16(self) -> bool:
-        """Whether bf16 arithmetic is native here."""
+        """Whether the device computes bf16 natively."""
         ...
 
     @property
@@ -117,7 +118,7 @@ class Device(Protocol):
         ...
 
     def memory(self) -> MemoryReading:
-        """The allocator's current figures."""
+        """Read the allocator's current statistics."""
         ...
 
     def reset_peak(self) -> None:
@@ -129,33 +130,34 @@ class Device(Protocol):
         ...
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Do not count allocations inside the block: they are host memory (snapshots, batches, offload)."""
+        """Inside the block, do not count allocations as device memory: they are host memory (snapshots, batches,
+        offload)."""
         ...
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a host tensor on the device, without its autograd history."""
+        """Copy a host tensor to the device. The copy has no autograd history."""
         ...
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a device tensor on the host, without its autograd history."""
+        """Copy a device tensor to the host. The copy has no autograd history."""
         ...
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor with the same values, for reading only: a copy, or on the plain CPU the tensor itself."""
+        """Return a host tensor with the same values, only for reading: a copy, or on a plain CPU the tensor itself."""
         ...
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count device tensors whose allocation the device could not observe, such as a memory-mapped file."""
+        """Count device tensors whose allocation the device could not observe, such as memory-mapped ones."""
         ...
 
     def readings(self) -> list[GpuReading]:
-        """NVML's readings of the run's GPUs; empty on devices that are not GPUs."""
+        """Return NVML's readings of the run's GPUs; an empty list on devices that are not GPUs."""
         ...
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """The largest live allocations; empty on devices that do not track single allocations."""
+        """Return the `count` largest live allocations; none on devices that do not track single allocations."""
         ...
 
     def snapshot(self) -> Any:
-        """The allocator's own snapshot of its blocks, for pytorch.org/memory_viz; None where it cannot take one."""
+        """Return the allocator's own snapshot of its blocks, for pytorch.org/memory_viz; None if it offers none."""
         ...

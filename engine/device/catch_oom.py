@@ -1,7 +1,7 @@
 """Catching an allocation failure without keeping any tensor of the failed attempt alive.
 
-An exception's traceback holds every frame between the raise and the handler, and with them the tensors of the failed
-attempt. So `catch_oom` turns the exception into plain values inside the handler, and everything else happens after it.
+An exception's traceback references every frame between the raise and the handler, and so the tensors of the failed
+attempt. Therefore `catch_oom` only turns the exception into plain values in the handler; recovery starts after it.
 
 `retry_on_oom` repeats whole actions (loading, writing a checkpoint). How an optimizer step is repeated is in
 `engine.train.step.transaction`.
@@ -24,7 +24,8 @@ from engine.errors import MemoryExhaustedError
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""How often an action is tried that cannot be made smaller: a passing shortage may cause two failures in a row."""
+"""How many times an action is tried that cannot be made smaller. A temporary shortage of memory may make the action
+fail twice in a row."""
 
 
 def catch_oom(
@@ -32,7 +33,7 @@ def catch_oom(
 ) -> OutOfMemory | None:
     """Run `action`. Returns the failure if memory ran out, else None; every other exception passes through.
 
-    `breakdown` is called at the moment of failure, while the memory is still held, to say what holds it.
+    `breakdown` is called before the memory of the failed attempt is freed; its result becomes `OutOfMemory.held`.
     """
     try:
         action()
@@ -81,12 +82,12 @@ def retry_on_oom(
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """While the block runs, garbage collections skip every object that existed before it. Objects that were frozen
-    earlier, after the imports (`engine.commands.importing`), stay frozen afterwards.
+    """Inside the block, garbage collection skips every object that existed before the block. After the block, nothing
+    is unfrozen if objects had been frozen earlier (by `engine.commands.importing`, after the imports).
 
-    A recovery collects garbage, so that only memory in use is counted. With torch and transformers imported and a model
-    built, a collection visits 430,000 objects and takes 250 to 450 ms, longer than many a micro-batch. Limited to the
-    objects of one step it takes 1 ms.
+    A recovery from an out-of-memory error collects garbage, so that only memory in use is counted. With torch and
+    transformers imported and a model built, a collection visits 430,000 objects and takes 250 to 450 ms, longer than
+    many micro-batches. Limited to the objects of one step, a collection takes 1 ms.
     """
     frozen_before = gc.get_freeze_count() > 0
     gc.collect()

@@ -1,8 +1,8 @@
-"""A simulated co-tenant of the metered device: another process that holds some of its memory.
+"""A simulated co-tenant of the metered device: another process that holds some of the device's memory.
 
-On a shared card, the memory available to a run changes with the other processes on the card. To rehearse that, the
-co-tenant writes the bytes it holds into a file of one number, and an engine whose $TUNEDECK_NEIGHBOUR names this file
-subtracts them from its capacity. This file knows neither torch nor the rest of the device.
+On a shared card, the memory available to a run changes with the other processes on the card. To simulate this, the
+co-tenant writes the number of bytes it holds into a file. If the environment variable TUNEDECK_NEIGHBOUR names this
+file, the engine subtracts that number from its capacity. This module imports neither torch nor other device code.
 
 Try: `python -m engine.device.co_tenant held-bytes`, and in another terminal
 `TUNEDECK_NEIGHBOUR=held-bytes tunedeck train -p demo -r demo`; then type 0.02 to hold 0.02 GiB, 0 to free it.
@@ -20,18 +20,19 @@ from engine.errors import EnvironmentProblem
 
 CO_TENANT_VARIABLE = "TUNEDECK_NEIGHBOUR"
 COUNT_BYTES = 8
-"""Size of the file: one little-endian unsigned number."""
+"""Size of the co-tenant's file, which contains one little-endian unsigned number."""
 
 
 class SharedByteCount:
-    """The bytes that the co-tenant holds, in memory mapped by both processes. Read at every allocation."""
+    """The number of bytes that the co-tenant holds, in a file that both processes map into memory. The metered device
+    reads the number at every allocation."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map an existing file. Raises EnvironmentProblem: no such file, or one of the wrong size."""
+        """Map an existing file. Raises EnvironmentProblem: the file does not exist, or has the wrong size."""
         try:
             with path.open("r+b") as file:
                 return cls(mmap.mmap(file.fileno(), COUNT_BYTES))
@@ -59,7 +60,7 @@ class SharedByteCount:
 
 
 def hold_amounts(path: Path, amounts: Iterable[str]) -> None:
-    """Hold each of `amounts` (GiB) until the next one is read; hold nothing after the last."""
+    """Set the bytes that the co-tenant holds to each of `amounts` (GiB) in turn, and to 0 after the last."""
     count = SharedByteCount.create(path)
     try:
         for amount in amounts:

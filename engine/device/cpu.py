@@ -1,4 +1,4 @@
-"""The plain CPU as a device: memory is neither capped nor counted by tensor; the process's resident memory is read.
+"""The plain CPU as a device. Memory is not capped, and the process's resident memory is read instead of tensor sizes.
 
 `allocated_bytes` is the resident memory that the process gained since the device was opened, so interpreter and
 libraries are left out. It is the operating system's figure: it may include freed tensors, and the peak is the largest
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class CpuDevice:
-    """Host memory as the device. See `engine.device.base.Device`."""
+    """The plain CPU, whose device memory is host memory. Implements `engine.device.base.Device`."""
 
     kind = "cpu"
     simulated = False
@@ -47,7 +47,7 @@ class CpuDevice:
 
     @property
     def available_bytes(self) -> int:
-        """The capacity. Free host memory says little: the operating system pages."""
+        """The capacity. Free host memory is not considered, because the operating system can swap."""
         return self.capacity_bytes
 
     @contextmanager
@@ -59,13 +59,13 @@ class CpuDevice:
         """Does nothing: operations on the CPU are not queued."""
 
     def memory(self) -> MemoryReading:
-        """Resident memory gained since the device was opened; the peak is the largest such reading."""
+        """Return the resident memory gained since the device was opened; the peak is the largest such reading."""
         gained_bytes = max(0, self._process.memory_info().rss - self._baseline_bytes)
         self._peak_bytes = max(self._peak_bytes, gained_bytes)
         return MemoryReading(gained_bytes, gained_bytes, self._peak_bytes, 0)
 
     def reset_peak(self) -> None:
-        """Forget the readings taken so far."""
+        """Restart peak tracking: readings taken so far no longer count."""
         self._peak_bytes = 0
 
     def release_cached(self) -> None:
@@ -78,32 +78,32 @@ class CpuDevice:
         yield
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy: the caller may change it without changing `tensor`."""
+        """Return a copy, which the caller may change without changing `tensor`."""
         return tensor.detach().clone()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy: the caller may change it without changing `tensor`."""
+        """Return a copy, which the caller may change without changing `tensor`."""
         return tensor.detach().clone()
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, so that writing a checkpoint needs no second copy of the model."""
+        """Return the tensor itself, so that writing a checkpoint needs no second copy of the model."""
         return tensor.detach()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Does nothing: single tensors are not counted."""
 
     def readings(self) -> list[GpuReading]:
-        """Empty: there is no GPU."""
+        """Return an empty list: there is no GPU."""
         return []
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """Empty: single tensors are not counted."""
+        """Return an empty list: single tensors are not counted."""
         return []
 
     def snapshot(self) -> None:
-        """None: the C library's allocator offers no snapshot."""
+        """Return None: the C library's allocator offers no snapshot."""
 
 
 def open_cpu(spec: RunSpec) -> CpuDevice:
-    """The CPU as a device. The profile's capacity is used for planning and not enforced."""
+    """Open the CPU as a device. The profile's capacity is used for planning, but not enforced."""
     return CpuDevice(spec.profile.device.capacity_bytes)

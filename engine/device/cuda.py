@@ -1,8 +1,8 @@
 """A CUDA card as a device: choosing it, capping its memory, and reading torch's allocator.
 
-The cap is `set_per_process_memory_fraction`, so a large card can rehearse a smaller profile. It limits only what
-torch's allocator takes from the driver; the CUDA context, NCCL and other libraries come on top, and the profile's
-`reserve_gib` leaves memory for them. MIG slices are used as they are, never reconfigured.
+The cap is set with `set_per_process_memory_fraction`, so that a large card can stand in for a smaller one. The cap
+limits only what torch's allocator takes from the driver. The CUDA context, NCCL and other libraries need additional
+memory, for which the profile sets `reserve_gib` aside. MIG slices are used as they are, never reconfigured.
 
 Try: `tunedeck doctor`.
 """
@@ -29,7 +29,7 @@ ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class CudaDevice:
-    """One CUDA card. See `engine.device.base.Device`."""
+    """One CUDA card. Implements `engine.device.base.Device`."""
 
     kind = "cuda"
     simulated = False
@@ -46,7 +46,7 @@ class CudaDevice:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that the allocator holds plus those that the driver has free, up to the cap."""
+        """Bytes reserved by torch's allocator plus the bytes that are free in the driver, at most the capacity."""
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
         return min(self.capacity_bytes, torch.cuda.memory_reserved(self.torch_device) + free_bytes)
 
@@ -57,7 +57,7 @@ class CudaDevice:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Make this the current CUDA device of the thread."""
+        """Inside the block, make this card the current CUDA device of the calling thread."""
         with torch.cuda.device(self.torch_device):
             yield
 
@@ -66,7 +66,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> MemoryReading:
-        """The caching allocator's figures."""
+        """Read the statistics of torch's caching allocator."""
         statistics = torch.cuda.memory_stats(self.torch_device)
         return MemoryReading(
             allocated_bytes=statistics.get("allocated_bytes.all.current", 0),
@@ -90,37 +90,37 @@ class CudaDevice:
         yield
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the card; asynchronous where the source is in pinned memory."""
+        """Copy `tensor` to the card; the copy is asynchronous if `tensor` is in pinned memory."""
         return tensor.detach().to(self.torch_device, non_blocking=tensor.is_pinned(), copy=True)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, complete on return."""
+        """Copy `tensor` to the host; the copy is complete on return."""
         return tensor.detach().to("cpu", copy=True)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same as `download`."""
+        """Copy `tensor` to the host, as `download` does."""
         return self.download(tensor)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Does nothing: the caching allocator counts every tensor on the card."""
 
     def readings(self) -> list[GpuReading]:
-        """NVML's reading of this card; empty where NVML does not find its UUID."""
+        """Return NVML's reading of this card; an empty list if NVML does not find the card's UUID."""
         return read_gpus([self._uuid])
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """Empty: the caching allocator tracks blocks, not tensors."""
+        """Return an empty list: the caching allocator tracks blocks, not tensors."""
         return []
 
     def snapshot(self) -> Any:
-        """Segments and blocks of the caching allocator, as `torch.cuda.memory._dump_snapshot` pickles them."""
+        """Return segments and blocks of the caching allocator, in the format of `torch.cuda.memory._dump_snapshot`."""
         return torch.cuda.memory._snapshot(self.torch_device)
 
 
 def open_cuda(spec: RunSpec) -> CudaDevice:
-    """Check that the profile's cards exist and the first of them is free, and open that one.
+    """Check that as many cards exist as the profile asks for and that the first is free, then open the first.
 
-    Raises EnvironmentProblem: no CUDA, fewer cards than asked for, or one whose memory others hold.
+    Raises EnvironmentProblem: no CUDA, fewer cards than asked for, or other processes hold memory of the first card.
     """
     table = spec.profile.device
     notices = choose_allocator(table.allocator)
@@ -136,7 +136,8 @@ def open_cuda(spec: RunSpec) -> CudaDevice:
 
 
 def choose_allocator(setting: str | None) -> list[str]:
-    """Set the profile's allocator setting in the environment, unless the user has set one. Call before CUDA starts."""
+    """Set the profile's allocator setting in the environment, or return a notice if the user has set another one. Call
+    before CUDA starts."""
     if not setting:
         return []
     present = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_ALLOC_CONF")
@@ -163,9 +164,9 @@ def _require_cuda() -> None:
 
 
 def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
-    """Indices of the `count` cards to use out of `present`: those asked for, else the first ones.
+    """Choose the indices of the `count` cards to use: the first of `asked`, or if that is empty, 0 to `count` - 1.
 
-    Raises EnvironmentProblem: fewer cards than `count`, or an index that does not exist.
+    Raises EnvironmentProblem: fewer indices than `count`, or an index outside the `present` cards of this machine.
     """
     indices = asked or list(range(count))
     missing = [index for index in indices if not 0 <= index < present]
@@ -179,7 +180,7 @@ def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
 
 
 def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
-    """Notices about other processes on a card; raises DeviceBusyError when they leave less than the capacity."""
+    """Return notices about other processes on a card. Raises DeviceBusyError if they leave too little memory."""
     others = [process for process in reading.processes if process.pid != os.getpid()]
     holders = ", ".join(f"pid {process.pid} ({process.name}, {_gib(process.used_bytes)})" for process in others)
     free_bytes = reading.total_bytes - reading.used_bytes
@@ -197,7 +198,7 @@ def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
 
 
 def compare_size(table: DeviceTable, name: str, total_bytes: int) -> list[str]:
-    """A notice if the card has less memory than the profile says."""
+    """Return a notice if the card has less memory than the profile says."""
     # A tenth of a GiB of slack: drivers report slightly different totals for the same card.
     if table.memory_gib <= total_bytes / 2**30 + 0.1:
         return []

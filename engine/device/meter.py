@@ -50,11 +50,11 @@ _c_resize = torch.UntypedStorage.resize_
 
 
 class _CountingMode(TorchDispatchMode):
-    """The dispatch mode of one thread. `state`: counting, in a host region, or switched off."""
+    """The dispatch mode that counts allocations of one thread. `state` is COUNTING, HOST (in a host region) or OFF."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Without it, torch wraps __torch_dispatch__ in a dynamo guard that costs more than the counting.
+        # Without this override, torch wraps __torch_dispatch__ in a dynamo guard that costs more than the counting.
         return False
 
     def __init__(self, tracker: AllocationTracker, state: int = COUNTING) -> None:
@@ -123,7 +123,7 @@ class _CountingMode(TorchDispatchMode):
                 self.count_result(func, item)
 
     def run_resizing(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that may resize or replace the storage of a tensor it writes to; undo that when refused."""
+        """Run an operation that may resize or replace a tensor's storage; if that is refused, restore the tensor."""
         states = [_StorageState(tensor) for tensor in written_tensors(func, args, kwargs)]
         result = func(*args, **kwargs)
         try:
@@ -175,7 +175,7 @@ class _StorageState:
 
 
 class Meter:
-    """Observes allocations while active, and counts them in its tracker."""
+    """Observes allocations inside `active()` and counts them in its `AllocationTracker`."""
 
     def __init__(self, capacity_bytes: int, co_tenant: SharedByteCount | None = None) -> None:
         self.tracker = AllocationTracker(capacity_bytes, co_tenant)
@@ -188,7 +188,7 @@ class Meter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Count in this thread and in threads started inside the block. May be nested."""
+        """Count allocations of this thread and of threads started inside the block. May be nested."""
         mode = self._thread_mode()
         with self._lock:
             self._active += 1
@@ -212,11 +212,11 @@ class Meter:
                             other.state = OFF
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Storages that this thread creates inside the block are host memory for their whole life."""
+        """Treat storages that this thread creates inside the block as host memory, which is never counted."""
         return self._in_state(HOST, instead_of=COUNTING)
 
     def counted_region(self) -> AbstractContextManager[None]:
-        """Count inside the block, even within a host region (for `upload`)."""
+        """Count allocations inside the block, even within a host region; `upload` uses this."""
         return self._in_state(COUNTING, instead_of=HOST)
 
     @contextmanager
@@ -231,7 +231,7 @@ class Meter:
             mode.state = before
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count those storages of `tensors` that are not counted yet. Raises torch.OutOfMemoryError."""
+        """Count those storages of `tensors` that are not counted yet. Raises torch.OutOfMemoryError if refused."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.tracker.live and storage.nbytes():
@@ -246,8 +246,8 @@ class Meter:
         return mode
 
     def _active_mode(self) -> _CountingMode | None:
-        """The dispatch mode of this thread; in autograd's worker threads, the mode of the thread that called
-        backward."""
+        """Return this meter's dispatch mode in the calling thread, or None. In autograd's worker threads, this is the
+        mode of the thread that called backward."""
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, _CountingMode) and mode.tracker is self.tracker:
                 return mode
@@ -307,7 +307,7 @@ class Meter:
         _patch(thread, "run", counted_run)
 
     def switch_off(self) -> None:
-        """Never count again (in a forked child)."""
+        """Stop counting for good; called in a forked child process."""
         self._active = 0
         for mode in self._modes:
             mode.state = OFF

@@ -2,8 +2,8 @@
 
 Every storage that torch creates inside `activate()` is counted in 512-byte blocks, and refused with
 torch.OutOfMemoryError above the capacity, in any phase: forward, backward, optimizer step, evaluation. Workspace inside
-one operation is not counted, so peaks are those of tensors, not of kernels. `engine.device.meter` observes allocations,
-`engine.device.allocation_tracker` counts them.
+one operation is not counted, so peaks leave out the temporary memory of kernels. `engine.device.meter` observes
+allocations, `engine.device.allocation_tracker` counts them.
 
 Try: `tunedeck train -p demo -r demo`.
 """
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class MeteredDevice:
-    """A simulated accelerator in host memory. See `engine.device.base.Device`."""
+    """A simulated accelerator in host memory. Implements `engine.device.base.Device`."""
 
     kind = "metered"
     simulated = True
     supports_bfloat16 = True
 
     def __init__(self, capacity_bytes: int, co_tenant: SharedByteCount | None = None) -> None:
-        """A device of `capacity_bytes`, minus what `co_tenant` holds at each moment."""
+        """Create a device of `capacity_bytes`, from which the bytes that `co_tenant` currently holds are subtracted."""
         self.name = "metered host memory (simulated)"
         self.torch_device = torch.device("cpu")
         self.notices: list[str] = []
@@ -43,12 +43,12 @@ class MeteredDevice:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that may be allocated at once."""
+        """Bytes that may be allocated at the same time while no co-tenant holds memory."""
         return self._meter.tracker.capacity_bytes
 
     @property
     def available_bytes(self) -> int:
-        """The capacity minus what the co-tenant holds."""
+        """The capacity minus the bytes held by the co-tenant."""
         return self._meter.tracker.available_bytes
 
     @property
@@ -63,7 +63,7 @@ class MeteredDevice:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Count in this thread and in threads started inside the block."""
+        """Count allocations of this thread and of threads started inside the block."""
         with _one_thread(), self._meter.active():
             yield
 
@@ -71,7 +71,7 @@ class MeteredDevice:
         """Does nothing: operations on the CPU are not queued."""
 
     def memory(self) -> MemoryReading:
-        """Allocated and peak as counted; there is no cache, so reserved equals allocated."""
+        """Return the counted allocated and peak bytes; reserved equals allocated, because there is no cache."""
         tracker = self._meter.tracker
         return MemoryReading(tracker.allocated_bytes, tracker.allocated_bytes, tracker.peak_bytes, 0)
 
@@ -84,53 +84,55 @@ class MeteredDevice:
         gc.collect()
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Storages created inside the block are host memory for their whole life and are never counted."""
+        """Treat storages created inside the block as host memory: they are not counted, not even after the block."""
         return self._meter.host_region()
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A counted copy. Raises torch.OutOfMemoryError."""
+        """Return a copy that is counted. Raises torch.OutOfMemoryError if the copy does not fit."""
         with self._meter.active(), self._meter.counted_region(), torch.no_grad():
             return tensor.detach().clone()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that is not counted."""
+        """Return a copy that is not counted."""
         with self._meter.active(), self._meter.host_region(), torch.no_grad():
             return tensor.detach().clone()
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same as `download`."""
+        """Return a copy that is not counted, as `download` does."""
         return self.download(tensor)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count storages that were created unobserved or in a host region. Raises torch.OutOfMemoryError."""
+        """Count the storages of `tensors` that are not counted yet, because torch created them without an operation or
+        in a host region. Raises torch.OutOfMemoryError if they do not fit."""
         self._meter.adopt(tensors)
 
     def readings(self) -> list[GpuReading]:
-        """Empty: there is no GPU."""
+        """Return an empty list: there is no GPU."""
         return []
 
     def fail_at(self, allocation: int | None, *then: int) -> None:
-        """Refuse the `allocation`-th request from now (1 is the next), once; each of `then` is counted from the refusal
-        before it. None cancels all. For fault-injection tests."""
+        """Plan to refuse one allocation, the `allocation`-th from now (1 is the next). Each number in `then` plans
+        another refusal, counted from the previous refusal. None cancels all. For fault-injection tests."""
         self._meter.tracker.fail_at(allocation, *then)
 
     def fail_host_at(self, allocation: int | None) -> None:
-        """Refuse the `allocation`-th host allocation from now, once; None cancels that. For fault-injection tests."""
+        """Plan to refuse one host allocation, the `allocation`-th from now; None cancels the plan. For fault-injection
+        tests."""
         self._meter.tracker.fail_host_at(allocation)
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """The largest counted allocations, largest first."""
+        """Return the `count` largest counted allocations, largest first."""
         return self._meter.tracker.largest(count)
 
     def snapshot(self) -> None:
-        """None: `largest` lists the single allocations."""
+        """Return None: `largest` already lists single allocations."""
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread, unless OMP_NUM_THREADS is set: a simulated run has the same bits on every machine.
+    """Compute on one thread, unless OMP_NUM_THREADS is set, so that results are bit-identical on every machine.
 
-    Small models gain little from a second thread: demo steps on two idle cores get a tenth faster, and with other
+    Small models gain little from a second thread: on two idle cores, demo steps become a tenth faster, and with other
     busy processes two to four times slower, because each thread waits for the other to be scheduled.
     """
     if "OMP_NUM_THREADS" in os.environ:
@@ -145,11 +147,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def open_metered(spec: RunSpec) -> MeteredDevice:
-    """The metered device with the profile's capacity, minus what a co-tenant holds.
+    """Open the metered device with the profile's capacity, minus the bytes that a co-tenant holds.
 
-    $TUNEDECK_NEIGHBOUR names the file that the co-tenant writes; without it there is none.
+    The environment variable TUNEDECK_NEIGHBOUR names the file that the co-tenant writes; if it is not set, there is no
+    co-tenant.
 
-    Raises EnvironmentProblem: no such file, or not one that a co-tenant wrote.
+    Raises EnvironmentProblem: the file does not exist, or was not written by a co-tenant.
     """
     shared = os.environ.get(CO_TENANT_VARIABLE)
     co_tenant = SharedByteCount.open(Path(shared)) if shared else None

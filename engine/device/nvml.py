@@ -20,12 +20,12 @@ Value = TypeVar("Value")
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, or None where there is no driver."""
+    """Return the NVIDIA driver's version, or None if there is no driver."""
     return _text(pynvml.nvmlSystemGetDriverVersion()) if _started() else None
 
 
 def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
-    """One reading per GPU, in NVML's order, or in the order of `uuids` where given; empty where there is no driver."""
+    """Read each GPU, in NVML's order, or in the order of `uuids` if given; an empty list if there is no driver."""
     if not _started():
         return []
     if uuids is None:
@@ -50,7 +50,7 @@ def _by_uuid(uuid: str) -> Any:
 
 
 def _query(call: Callable[[], Value]) -> Value | None:
-    """The result of an NVML call, or None where the driver, card or container does not support it."""
+    """Return the result of an NVML call, or None if the driver, card or container does not support the call."""
     try:
         return call()
     except pynvml.NVMLError:
@@ -65,7 +65,7 @@ def _read(handle: Any) -> GpuReading | None:
     memory = _query(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
     index = _query(lambda: pynvml.nvmlDeviceGetIndex(handle))
     if memory is None or index is None:
-        return None  # fallen off the bus, or not ours to ask about
+        return None  # the GPU does not respond, or this process may not query it
     milliwatts = _query(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
     utilisation = _query(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
     return GpuReading(

@@ -1,7 +1,7 @@
 """Recognising out-of-memory errors in every form that torch and its libraries raise, and errors that end the process.
 
-Tables of patterns, no policy. The patterns quote the sources named beside them; `tests/device/test_oom.py` holds whole
-messages from real runs. What to do about an OOM is decided in `engine.train`.
+This file contains patterns of messages, which quote the sources named beside them; `tests/device/test_oom.py` contains
+whole messages from real runs. What to do about an OOM is decided in `engine.train`.
 
 Try: `python -c "from engine.device.oom import classify; print(classify(MemoryError()))"`.
 """
@@ -73,14 +73,16 @@ _REQUEST_RE = re.compile(
     re.IGNORECASE,
 )
 REQUESTED_BYTES = "requested_bytes"
-"""Attribute of an error of the metered device with the exact size of the request, which its message rounds."""
+"""Name of the attribute in which an error of the metered device stores the exact size of the refused request. The text
+of the error contains only a rounded size."""
 
 _UNIT_BYTES = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """Bytes by component, the largest live tensors, and on CUDA the allocator's own snapshot."""
+    """What device memory contained at one moment: bytes by component, the largest live tensors, and on CUDA the
+    allocator's own snapshot."""
 
     components: dict[str, int]
     largest: list[dict[str, Any]]
@@ -89,27 +91,27 @@ class MemoryBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """One allocation failure. `classify` fills the first three fields, from the exception; `catch_oom` the others, with
-    what the device held at that moment."""
+    """One allocation failure. `classify` sets the first three fields from the exception; `catch_oom` sets the others
+    from the state of the device when the allocation failed."""
 
     kind: MemoryKind
-    """Which memory ran out. On the plain CPU, host memory is the device's."""
+    """Which memory ran out. On the plain CPU, whose device memory is host memory, `catch_oom` always sets "device"."""
     requested_bytes: int | None
-    """None where the message does not say."""
+    """Size of the failed request; None if the error message does not state a size."""
     text: str
     phase: str = ""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     held: MemoryBreakdown | None = None
-    """What held the memory; None where it was not recorded."""
+    """The contents of device memory at the failure; None if not recorded."""
 
 
 def classify(error: BaseException) -> OutOfMemory | None:
-    """The allocation failure that `error` reports, or None for any other error. Exceptions it was raised from are not
-    considered.
+    """Return the allocation failure that `error` reports, or None for any other error. The `__cause__` and
+    `__context__` of `error` are not examined.
 
-    A kernel that needs more shared memory than an SM has (Triton's OutOfResources) does not count: a smaller batch does
-    not help it. Neither does a sticky error (see `is_sticky`), even when its text mentions memory.
+    A kernel that needs more shared memory than an SM has (Triton's OutOfResources) is not an allocation failure,
+    because a smaller batch does not help. Nor is a sticky error (see `is_sticky`), even if its text mentions memory.
     """
     text = str(error)
     if is_sticky(error):
@@ -152,11 +154,11 @@ def is_sticky(error: BaseException) -> bool:
 
 
 def flush_autograd() -> None:
-    """Run a one-element backward pass, which makes the autograd engine free the graph of a failed one.
+    """Run a one-element backward pass, so that the autograd engine frees the graph of a failed backward pass.
 
     After an exception inside backward, the engine's queue holds the failed graph with all its saved activations until
-    the thread's next backward pass. Call it outside the `except` block. Its few bytes are allocated outside every
-    dispatch mode, so a full metered device cannot refuse them.
+    the thread's next backward pass. Call this function outside the `except` block. It allocates its few bytes outside
+    every dispatch mode, so a full metered device cannot refuse them.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True).add(0))

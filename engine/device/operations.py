@@ -1,6 +1,6 @@
-"""How an operator of torch can allocate memory, derived from its schema and cached.
+"""Determines from the schema of a torch operator how the operator can allocate memory, and caches the result.
 
-Facts about operators only; counting is in `engine.device.meter`.
+`engine.device.meter` counts the allocations.
 
 Try: `python -c "import torch; from engine.device.operations import behaviour as b; print(b(torch.ops.aten.mm.out))"`
 """
@@ -24,14 +24,14 @@ Python code; `_kept_alive` holds the overloads, so that an id is not reused."""
 _kept_alive: list[Any] = []
 
 _SWAPPERS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_"}
-# Views by their schema, but they return new storage: torch.tensor() and from_numpy() call them.
+# By their schema they return views, but the storage is new: torch.tensor() and from_numpy() call them.
 _FRESH_DESPITE_SCHEMA = {"aten::lift_fresh", "aten::lift"}
 WRAPPERS_OF_EXISTING_MEMORY = {*_FRESH_DESPITE_SCHEMA, "aten::set_"}
 """Operations that return a tensor over memory which was allocated before, outside of torch's operations."""
 
 
 def behaviour(func: Any) -> str:
-    """How an operator overload allocates: one of the constants above."""
+    """Return how an operator overload allocates, as one of the constants above, and cache the answer."""
     does = behaviours[id(func)] = _read(func)
     _kept_alive.append(func)
     return does
@@ -55,7 +55,7 @@ def _read(func: Any) -> str:
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among `args` and `kwargs` that the schema of `func` marks as written to."""
+    """Yield the tensors among `args` and `kwargs` that the schema of `func` marks as written to."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
