@@ -1,4 +1,4 @@
 """The commands of the command line, a file per subject: each parses its arguments, calls the engine, and prints.
 
-What takes long to import, `engine.spec` included, is imported inside the functions.
+Modules that take long to import, `engine.spec` included, are imported inside the functions.
 """

@@ -1,4 +1,4 @@
-"""`tunedeck compare`: runs side by side. What is compared, and how, is in `engine.journal.compare`.
+"""`tunedeck compare`: shows runs side by side. What is compared, and how, is in `engine.journal.compare`.
 
 Try: `tunedeck compare RUN RUN`
 """
@@ -37,7 +37,7 @@ def compare(targets: RunArguments, as_json: JsonOption = False, runs: RunsOption
 
 
 def _print(comparison: Comparison) -> None:
-    """Print settings and scores as rows, runs as columns; the best score of a row carries a star."""
+    """Print settings and scores as rows, runs as columns; the best score of a row is marked with a star."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`tunedeck stop`, `pause`, `checkpoint` and `wait`: requests to a running engine, from any terminal.
+"""`tunedeck stop`, `pause`, `checkpoint` and `wait`: send requests to a running engine, from any terminal.
 
 Try: `tunedeck stop last`
 """
@@ -63,7 +63,7 @@ def wait(run: RunArgument, runs: RunsOption = None) -> None:
 
 
 def _request(directory: RunDirectory, name: str, effect: str) -> None:
-    """Write a request for a run whose engine can still take it, and print what will happen."""
+    """Send request `name` to the run's engine, then print `effect`. Raises UsageError if the run is not running."""
     from engine.journal.control import send_request
     from engine.journal.summary import summarise
 

@@ -1,4 +1,5 @@
-"""`tunedeck data`: what a recipe's data become: tokens, loss mask, lengths, what was dropped and why.
+"""`tunedeck data`: shows what a recipe's data look like to the model: tokens, loss mask, lengths, what was dropped and
+why.
 
 Loads the tokenizer and no model. Text from the data is shown escaped and never parsed as markup.
 
@@ -69,7 +70,7 @@ def data(
 
 
 def report_document(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> dict[str, Any]:
-    """The JSON document: the fingerprint, the report and the first `show` samples."""
+    """A JSON document with the fingerprint, the report and the first `show` samples of prepared data."""
     rows = range(min(show, len(prepared.train)))
     return {
         "fingerprint": prepared.fingerprint,
@@ -134,7 +135,8 @@ def _print_part(console: Console, part: PartReport) -> None:
 
 
 def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
-    """One line per bar: the lengths it covers, the bar, the count. A bar above zero is at least one character long."""
+    """One line per bar: the lengths that the bar covers, the bar, the count. A bar for a count above zero is at
+    least one character long."""
     most = max(count for _, _, count in bars)
     digits = len(f"{max(last for _, last, _ in bars):,}")
     return [
@@ -144,7 +146,7 @@ def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
 
 
 def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """One row as a JSON table; its text in pieces, each either target tokens or masked."""
+    """One sample as a JSON table; its text is split into pieces that are either target tokens or masked."""
     example = rows[row]
     documents = example.segments if example.segments is not None else [0] * len(example.input_ids)
     keys = [(int(document), bool(label != -100)) for document, label in zip(documents, example.labels, strict=True)]
@@ -162,7 +164,7 @@ def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> di
 
 
 def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None) -> Text:
-    """The pieces as styled text, or with `marks` around the target tokens."""
+    """The pieces as one text: target tokens are styled, or enclosed in `marks` if these are given."""
     from rich.text import Text
 
     text, document = Text("  "), 0
@@ -181,7 +183,7 @@ def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None)
 
 
 def escape(text: str) -> str:
-    """The text with control, format and unassigned characters as escapes, so that none reaches a terminal."""
+    """Replace control, format and unassigned characters by escapes, so that none reaches a terminal."""
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter).startswith("C") else letter
         for letter in text

@@ -1,4 +1,4 @@
-"""`tunedeck doctor`: what this machine offers a run, what is missing, and what to do about it.
+"""`tunedeck doctor`: reports what this machine offers a run, what is missing, and what to do about it.
 
 Every check returns findings and never raises: a machine in a bad state is what this command is for. torch is imported
 inside the check that asks what it was built with.
@@ -66,7 +66,7 @@ def doctor(
 
 
 def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
-    """All findings. `runs` is the folder whose disk is checked."""
+    """Run all checks and return their findings. `runs` is the folder whose disk is checked."""
     findings = [_python(), *_versions(), *([] if "torch" in missing_packages() else _torch()), *_gpus()]
     findings += [_hub_token(), *([_hub_access()] if ask_hub else []), _tmux(), _disk(runs)]
     return findings
@@ -101,7 +101,7 @@ def _version(package: str) -> str | None:
 
 
 def _torch() -> list[Finding]:
-    """Whether torch imports, what it was built for, and which GPUs it finds."""
+    """Check whether torch imports, what it was built for, and which GPUs it finds."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a CUDA library that is missing or does not match
@@ -117,7 +117,7 @@ def _torch() -> list[Finding]:
 
 
 def _gpus() -> list[Finding]:
-    """The driver, and each GPU with the processes that hold its memory."""
+    """Report the driver version, and each GPU with the processes that use its memory."""
     try:
         from engine.device.nvml import driver_version, read_gpus
     except ImportError as error:
@@ -148,7 +148,8 @@ def _hub_token() -> Finding:
 
 
 def _hub_access() -> Finding:
-    """Whether the hub answers one small request in time: a firewall that drops packets must not delay the report."""
+    """Check whether the hub answers a small request within a time limit, so that a firewall that drops packets does
+    not delay the report."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return Finding("hub", "note", "HF_HUB_OFFLINE is set: only what is cached is used")
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -160,7 +161,7 @@ def _hub_access() -> Finding:
 
 
 def _ask(endpoint: str) -> str | None:
-    """Send the hub a request; returns None for any HTTP answer, else the reason why there was none."""
+    """Send the hub a request; returns None for any HTTP answer, else the reason why there was no answer."""
     try:
         if urlparse(endpoint).scheme not in ("http", "https"):
             return "HF_ENDPOINT is not an http address"
@@ -173,8 +174,8 @@ def _ask(endpoint: str) -> str | None:
 
 
 def within(seconds: float, question: Callable[[], str | None]) -> str | None:
-    """The result of `question`, or "no answer" after `seconds`. Runs in a thread, because a host name lookup has no
-    time limit."""
+    """Call `question` in a thread; returns its result, or "no answer" after `seconds`. In a thread, because a host
+    name lookup has no time limit."""
     import threading
 
     answers: list[str | None] = []
@@ -193,7 +194,7 @@ def _tmux() -> Finding:
 
 
 def _disk(runs: Path) -> Finding:
-    """Whether the folder of runs can be written, and how much space its disk has."""
+    """Check whether the folder of runs can be written, and how much space its disk has."""
     place = next(folder for folder in (runs, *runs.parents) if folder.exists())
     free_bytes = shutil.disk_usage(place).free
     text = f"{free_bytes / 2**30:.1f} GiB free for {runs}"

@@ -1,4 +1,4 @@
-"""`tunedeck eval`: scores of a run's checkpoints, or of a model, on held-out data.
+"""`tunedeck eval`: scores a run's checkpoints, or a model, on held-out data.
 
 Try: `tunedeck eval last --checkpoint all`
 """
@@ -86,6 +86,6 @@ def _print(results: list[tuple[int | None, Scores]]) -> None:
 
 
 def _short(text: str) -> str:
-    """The text on one line: quoted, control characters escaped, cut in the middle."""
+    """Quote the text on one line, with control characters escaped, and cut in the middle if it is long."""
     shown = repr(text)
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS // 2]}...{shown[-16:]}"

@@ -1,4 +1,5 @@
-"""A simulated plan as text: its table, and the closed form's prediction beside it, phase by phase.
+"""Formats a simulated plan as text: its table of phases, and for each phase the prediction of the closed form, which is
+the formula that a plan uses without `--exact`.
 
 Try: `tunedeck plan -p demo -r demo --exact`
 """

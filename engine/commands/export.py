@@ -1,4 +1,4 @@
-"""`tunedeck merge`: a LoRA adapter merged into its base model.
+"""`tunedeck merge`: merges a LoRA adapter into its base model.
 
 Try: `tunedeck merge last --out merged`
 """

@@ -1,4 +1,4 @@
-"""Starting an engine for a command and showing its run until it ends: shared by `train` and `resume`.
+"""Starts an engine for a command and shows its run until it ends: shared by `train` and `resume`.
 
 The commands decide which run is started; how a process is followed is in `engine.launch.process`.
 
@@ -35,7 +35,8 @@ from engine.launch.process import (
 def start_and_follow(
     directory: RunDirectory, *, resume: bool = False, from_step: int | None = None, detach: bool, as_json: bool
 ) -> None:
-    """Start the engine on this run; follow it, or return once it runs. Exits with the engine's code."""
+    """Start the engine on this run; then follow the run, or with `detach` return once it runs. Exits with the
+    engine's exit code."""
     start = FileOffsets.of(directory)
     process = start_engine(directory, resume=resume, resume_from=from_step)
     if detach:
@@ -49,7 +50,7 @@ def start_and_follow(
 def view_run(directory: RunDirectory, offset: int, *, as_json: bool) -> None:
     """Show the run from byte `offset` of its events on until stdin ends, beside a rank 0 that a launcher started.
 
-    The launcher's signals are meant for that rank, so this process ignores them and ends when its stdin is closed.
+    The launcher's signals are meant for rank 0, so this process ignores signals and ends when its stdin is closed.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -90,7 +91,7 @@ def _follow_with(
 
 
 def print_ending(directory: RunDirectory, *, as_json: bool) -> None:
-    """Print the table of results, what to type next, and on stderr the error that ended the run."""
+    """Print the table of results and the commands to type next, and on stderr the error that ended the run."""
     summary = summarise(directory)
     if not as_json:
         print_rows([*result_rows(summary), *next_steps(summary)])
@@ -113,7 +114,8 @@ def _print_detached(directory: RunDirectory, process: subprocess.Popen[bytes], a
 
 
 def _silence_output() -> None:
-    """Point stdout and stderr at the null device: their reader is gone, and the interpreter's last flush would fail."""
+    """Point stdout and stderr at the null device: the process that read them is gone, and the interpreter's last
+    flush would fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(null, descriptor)

@@ -1,8 +1,8 @@
-"""Importing the heavy libraries without garbage collection, in three quarters of the time.
+"""Imports the heavy libraries without garbage collection, which takes three quarters of the time.
 
-torch, transformers and what they import create 400,000 objects, all of which stay. Meanwhile the garbage collector
-scans them again and again: 1.3 s of the 4.8 s of processor time that the engine's imports take (measured with
-`gc.callbacks`), and 0.3 s for each full collection of a run.
+torch, transformers and what they import create 400,000 objects that are never freed. While they are created, the
+garbage collector scans them again and again: 1.3 s of the 4.8 s of processor time that the engine's imports take
+(measured with `gc.callbacks`), and 0.3 s for each full collection of a run.
 
 Try: `python -m pytest tests/test_importing.py`
 """
@@ -16,9 +16,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Switch garbage collection off while the block imports, and exempt what it created from all later collections.
+    """Switch garbage collection off while the block imports, and exempt the objects created in the block from all later
+    collections.
 
-    Raises EnvironmentProblem when packages that train are not installed.
+    Raises EnvironmentProblem if packages for training are not installed.
     """
     from engine.launch.training_packages import require_training_packages
 

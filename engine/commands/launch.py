@@ -1,4 +1,4 @@
-"""`tunedeck launch`: write the script that trains a recipe on several machines. Nothing is submitted.
+"""`tunedeck launch`: writes the script that trains a recipe on several machines. Nothing is submitted.
 
 The text of the script comes from `engine.launch.cluster_scripts`.
 
@@ -75,7 +75,8 @@ def launch(
 
 
 def _launcher(spec: RunSpec, slurm: bool, skypilot: bool) -> str:
-    """slurm or skypilot: from the options, else from the profile. Raises UsageError where neither says which."""
+    """The launcher to write a script for, slurm or skypilot: from the options, else from the profile. Raises
+    UsageError if neither names one."""
     asked = [name for name, given in (("slurm", slurm), ("skypilot", skypilot)) if given]
     if len(asked) > 1:
         raise UsageError("--slurm and --skypilot were both given", expected="one of them", fix="leave one out")
@@ -112,7 +113,7 @@ def _write(script: Path, text: str, job: Job) -> None:
 
 
 def _refuse_to_replace(script: Path, text: str) -> None:
-    """Raise UsageError where a different file exists: a user may have edited the script."""
+    """Raise UsageError if the script exists with a different text: a user may have edited it."""
     if script.exists() and script.read_text("utf-8", errors="replace") != text:
         raise UsageError(
             f"{script} exists already, and its text is different",

@@ -32,7 +32,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing 
 
 
 def make_group(kind: SpecKind, summary: str) -> typer.Typer:
-    """The group of commands for one kind of file."""
+    """Make the group of commands (`list`, `show`, ...) for profiles or for recipes."""
     group = typer.Typer(help=summary, no_args_is_help=True, rich_markup_mode=None)
 
     @group.command("list", help=f"List every {kind} that can be used by name.")

@@ -1,6 +1,6 @@
-"""Options and arguments that several commands share, each spelled once, and what they stand for.
+"""Options and arguments that several commands share, each defined once, and functions that resolve their values.
 
-Nothing of the engine is imported before a command runs: `tunedeck --help` reads this file, too.
+The engine's modules are imported inside the functions, because `tunedeck --help` imports this file, too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def runs_folder(given: Path | None) -> Path:
 
 
 def find_run(run: str, runs: Path | None) -> RunDirectory:
-    """The run that a RUN argument names. Raises UsageError when none matches, or several do."""
+    """Find the run that a RUN argument names. Raises UsageError if no run matches, or several do."""
     from engine.journal.index import resolve_run
 
     return resolve_run(run, runs_folder(runs))

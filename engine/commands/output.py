@@ -1,6 +1,6 @@
-"""How commands print: JSON documents and tables on standard output, notices on standard error.
+"""Prints for all commands: JSON documents and tables on standard output, notices on standard error.
 
-rich is imported inside the functions: `tunedeck --help` does not pay for it.
+rich is imported inside the functions, so that `tunedeck --help` does not wait for the import.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def print_json(document: object, *, indent: int | None = 2) -> None:
 
 
 def print_progress(text: str) -> None:
-    """Print what a command is doing on standard error."""
+    """Print on standard error what a command is doing."""
     sys.stderr.write(text + "\n")
 
 
@@ -38,19 +38,21 @@ def print_notices(notices: Iterable[str]) -> None:
 
 
 def make_console() -> Console:
-    """A rich console on standard output that reads no markup and raises BrokenPipeError when the pipe is closed."""
+    """Make a rich console on standard output that reads no markup and raises BrokenPipeError if the pipe is closed."""
     from rich.console import Console
 
     class PipeConsole(Console):
         def on_broken_pipe(self) -> None:
-            """Raise instead of ending the process, as rich would: a follower of a run has to detach first."""
+            """Raise BrokenPipeError, where rich would end the process: a command that follows a run has to detach
+            first."""
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     return PipeConsole(markup=False, emoji=False, highlight=False)
 
 
 def print_rows(rows: list[tuple[str, str]]) -> None:
-    """Print names and values in two columns: wrapped on a terminal, elsewhere one line each, to keep paths whole."""
+    """Print names and values in two columns: wrapped on a terminal, else one line per row, so that paths are not
+    broken."""
     if not sys.stdout.isatty():
         width = max(len(name) for name, _ in rows)
         sys.stdout.write("".join(f"{name:<{width}}  {value}".rstrip() + "\n" for name, value in rows))

@@ -1,6 +1,6 @@
 """`tunedeck plan` and `tunedeck fit`: how much memory a run needs, and the cheapest changes that make it fit.
 
-Printing only; the figures come from `engine.budget`. `--json` prints one document, in bytes.
+This file only prints; the figures come from `engine.budget`. `--json` prints one document, in bytes.
 
 Try: `tunedeck plan -p demo -r demo`, `tunedeck fit -p 24gb -r full --json`
 """
@@ -66,8 +66,8 @@ def plan(
 
 
 def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
-    """Print the warnings about a run. With `simulated`, print none for an architecture that the budget does not
-    know."""
+    """Print the warnings about a run. With `simulated`, print none if the budget does not know the model's
+    architecture."""
     from engine.budget.advise.preflight import free_bytes, warnings_of
     from engine.budget.architecture.lookup import find_architecture
     from engine.errors import UnknownArchitectureError
@@ -122,8 +122,8 @@ def fit(
 
 
 def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
-    """The run spec of profile, recipe and overrides. Refuses what `train` refuses, except features that can be planned
-    but not trained yet."""
+    """Resolve profile, recipe and overrides to a run spec. Refuses what `train` refuses, except features that can be
+    planned but not trained yet."""
     from engine.budget.advise.preflight import refuse_unsafe
     from engine.budget.architecture.hub import bring_config
     from engine.spec.check.unsupported import refuse_unsupported
@@ -162,7 +162,7 @@ def _print_plan(planned: Plan, spec: RunSpec) -> None:
 
 
 def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
-    """Print the plan in short, then each suggestion as a diff of the recipe."""
+    """Print a short form of the plan, then each suggestion as a diff of the recipe."""
     from engine.commands import plan_text as text
 
     width = shutil.get_terminal_size().columns
@@ -180,7 +180,7 @@ def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
 
 
 def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
-    """One suggestion: its memory and cost, then the recipe's lines before and after."""
+    """The lines of one suggestion: its memory and cost, then the recipe's lines before and after the change."""
     from engine.commands.plan_text import format_size, toml_text
 
     slower = sum(lever.slower_percent for lever in suggestion.levers)

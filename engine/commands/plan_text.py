@@ -1,4 +1,4 @@
-"""A plan as text: the capacity bar, the table of phases and components, the summary. Pure; nothing is printed.
+"""Formats a plan as text: the capacity bar, the table of phases and components, the summary. Pure; nothing is printed.
 
 Try: `tunedeck plan -p demo -r demo`
 """
@@ -37,7 +37,7 @@ VERDICTS = {
 
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
-    """Lines wrapped at spaces; continuation lines are indented."""
+    """Wrap lines at spaces; continuation lines are indented."""
     width = max(NARROWEST, width)
     return [
         piece
@@ -47,13 +47,14 @@ def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
 
 
 def title(planned: Plan, spec: RunSpec) -> str:
-    """The model, recipe and profile of the plan."""
+    """A title that names the model, recipe and profile of the plan."""
     simulated = " (simulated device)" if planned.simulated else ""
     return f"{visible(spec.recipe.model.id)}, recipe {spec.recipe.name} on profile {spec.profile.name}{simulated}"
 
 
 def capacity_bar(planned: Plan, width: int) -> list[str]:
-    """The used part of the capacity as a bar, a letter per component, and a legend. "!" marks an exceeded capacity."""
+    """A bar that shows how much of the capacity is used, with a letter per component, and a legend. If the capacity
+    is exceeded, "!" marks where it ends."""
     cells_wide = max(NARROWEST, width) - SHARE
     used = {name: size for name, size in planned.prediction.components.items() if size}
     scale = cells_wide / max(planned.capacity_bytes, planned.prediction.device_bytes)
@@ -72,8 +73,8 @@ def capacity_bar(planned: Plan, width: int) -> list[str]:
 
 
 def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
-    """A table with a row per phase and a column per component. Memory outside tensors is equal in all phases and left
-    out."""
+    """A table with a row per phase and a column per component. Memory outside of tensors is left out, because it is
+    equal in all phases."""
     names = [name for name in HEADS if any(parts.get(name) for parts in phases.values())]
     large = sum(phases[deciding].values()) >= GIB
     unit, digits = (GIB, 2) if large else (MIB, 1)
@@ -88,7 +89,7 @@ def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
 
 
 def _cell(size: float, digits: int) -> str:
-    """A number of a table; empty for zero, and "<0.1" for a number that would be rounded to zero."""
+    """Format a number for a table; empty for zero, and "<0.1" for a number that would be rounded to zero."""
     if not size:
         return ""
     text = f"{size:.{digits}f}"
@@ -134,14 +135,14 @@ def residual_lines(spec: RunSpec) -> Iterator[str]:
 
 
 def toml_text(value: Any) -> str:
-    """A value as it is written in a recipe."""
+    """Write a value as in a recipe."""
     import tomlkit
 
     return tomlkit.item(value).as_string() if value is not None else "(not set)"
 
 
 def format_size(size_bytes: int, beside_bytes: int) -> str:
-    """Bytes as text, in the unit that suits `beside_bytes`, so that both can be compared."""
+    """Format bytes in the unit that suits `beside_bytes`, so that both numbers can be compared."""
     if beside_bytes >= GIB:
         return f"{size_bytes / GIB:,.2f} GiB"
     return f"{size_bytes / MIB:,.1f} MiB"

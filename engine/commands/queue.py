@@ -1,6 +1,7 @@
-"""`tunedeck queue`: runs that wait for their turn and are started one after another, each as a process of its own.
+"""`tunedeck queue`: manages runs that wait for their turn and are started one after another, each as a process of its
+own.
 
-The queue itself is `engine.journal.queue`; the process that works it is `engine.launch.queue_worker`.
+The queue itself is `engine.journal.queue`; the process that starts the runs is `engine.launch.queue_worker`.
 
 Try: `tunedeck queue add -p demo -r demo`, then `tunedeck queue start`
 """
@@ -172,7 +173,7 @@ def queue_worker(folder: str) -> None:
 
 
 def _rows(waiting: Queue, state: QueueState) -> list[dict[str, Any]]:
-    """A table for each run in the queue: the running one at position 0, then the waiting runs, counted from 1."""
+    """A JSON table for each run in the queue: the running one at position 0, then the waiting runs, counted from 1."""
     from engine.journal.summary import summarise
 
     current = [(0, state.current)] if state.current and state.worker else []

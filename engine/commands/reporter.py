@@ -1,8 +1,8 @@
-"""Showing a run while it is followed: on a terminal, in a pipe, or as JSON lines.
+"""Shows a run while it is followed: on a terminal, in a pipe, or as JSON lines.
 
-On a terminal: a line for each event, and below these a status block of at most four lines, redrawn twice a second.
-Elsewhere: the events' lines, and a progress line every few seconds, without control codes. The text of the status block
-comes from `engine.journal.progress`.
+On a terminal: a line for each event, and below these a status block of at most four lines, redrawn twice a second. In a
+pipe or file: a line for each event, and a progress line every few seconds, without control codes. The text of the
+status block comes from `engine.journal.progress`.
 
 Try: `tunedeck train -p demo -r demo`, with and without `--json`, or piped into `cat`
 """
@@ -37,7 +37,7 @@ class Reporter(Protocol):
         """Show one event."""
 
     def tick(self) -> None:
-        """Redraw if it is time; called about four times a second."""
+        """Redraw the status if it is time; called about four times a second."""
 
     def notice(self, text: str) -> None:
         """Show a sentence that does not come from the run's events."""
@@ -56,7 +56,7 @@ class PlainReporter:
         self._shown_phase = ""
 
     def event(self, event: Event) -> None:
-        """Print the event's line at once, a progress line every PLAIN_SECONDS."""
+        """Print the event's line at once, and a progress line every PLAIN_SECONDS."""
         self._progress.take(event)
         text = describe_event(event)
         if text is not None:
@@ -126,7 +126,7 @@ class JsonReporter:
     """Prints each event as a line of JSON, and nothing else on standard output."""
 
     def event(self, event: Event) -> None:
-        """Print the event."""
+        """Print the event as one line of JSON."""
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
 
@@ -142,7 +142,7 @@ class JsonReporter:
 
 
 def make_reporter(summary: RunSummary, *, as_json: bool = False) -> Reporter:
-    """The reporter that suits --json and the kind of standard output."""
+    """Make the reporter for --json, a terminal, or other standard output."""
     if as_json:
         return JsonReporter()
     progress = Progress(clean(summary.run), summary.simulated)

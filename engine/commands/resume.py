@@ -1,6 +1,6 @@
-"""`tunedeck resume`: continuing a run, as it was or with what may change about it.
+"""`tunedeck resume`: continues a run, unchanged or with changed settings.
 
-What may change, and how it is written into the run, is in `engine.launch.resume_run`.
+`engine.launch.resume_run` decides which settings may change, and writes them into the run.
 
 Try: `tunedeck resume last`
 """
@@ -94,8 +94,8 @@ def _resume_as_rank(
     from_step: int | None,
     as_json: bool,
 ) -> int:
-    """Train as one rank of the resumed run. Only rank 0 calls `prepare`, and only at the first start of the launcher's
-    job."""
+    """Train as one rank of the resumed run. `prepare` is called on rank 0 only, and only at the first start of the
+    launcher's job, not when the launcher restarts the ranks."""
     with importing():
         from engine.train.external_launcher import Task, take_up, train_launched, worked_on
 

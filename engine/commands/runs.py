@@ -1,4 +1,4 @@
-"""`tunedeck runs`, `show`, `log` and `watch`: looking at runs. Read-only: nothing here touches an engine.
+"""`tunedeck runs`, `show`, `log` and `watch`: show runs. Read-only: nothing here affects an engine.
 
 Try: `tunedeck show last`
 """
@@ -98,7 +98,7 @@ def show(
 
 
 def _oom_document(reader: SummaryReader, reports: list[str]) -> dict[str, Any]:
-    """Every backoff event, and the path and content of every report."""
+    """A JSON document with every backoff event, and the path and content of every out-of-memory report."""
     from engine.journal.oom_page import read_report
 
     found = [{"path": path, "report": read_report(reader.directory.path / path)} for path in reports]
@@ -106,7 +106,7 @@ def _oom_document(reader: SummaryReader, reports: list[str]) -> dict[str, Any]:
 
 
 def _print_oom(reader: SummaryReader, reports: list[str]) -> None:
-    """Print a line for each backoff, then the newest report in full."""
+    """Print a line for each backoff, then the newest out-of-memory report in full."""
     from engine.journal.event_text import clean, describe_event
     from engine.journal.oom_page import read_report, report_lines
 
@@ -142,7 +142,7 @@ def log(
 
 
 def _print_log(directory: RunDirectory, offset: int) -> int:
-    """Print the log from `offset` on, without control characters; returns the offset of its end."""
+    """Print the log from byte `offset` on, without control characters; returns the offset of the log's end."""
     from engine.journal.event_text import clean
 
     try:

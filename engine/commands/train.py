@@ -79,7 +79,7 @@ def train(
 
 
 def _create(resolved: Resolved, folder: Path, *, force: bool, launched: bool = False) -> RunDirectory:
-    """Create the run in `folder` and print all notices."""
+    """Create the run in `folder` and print all notices about it; returns its directory."""
     from engine.launch.create_run import create_run, fetch_config_if_reachable
 
     print_notices([*resolved.notices, *fetch_config_if_reachable(resolved.spec)])
