@@ -1,7 +1,9 @@
-"""The strategy of a run: how its ranks share weights, gradients and samples. The interface, and a run of one process.
+"""The strategy of a run: how its ranks share weights, gradients and samples. Defines the interface, and the strategy of
+a run of one process.
 
-The step transaction, checkpoints and evaluation call these methods without asking which strategy it is. All ranks call
-them in the same order, because most hold collectives or votes. `engine.train.strategy.load` chooses and loads one.
+The step transaction, checkpoints and evaluation call the methods of `Strategy` and need not know which strategy is
+used. All ranks call these methods in the same order, because most contain collectives or votes.
+`engine.train.strategy.load` chooses and loads one.
 
 Try: `pytest tests/distributed`
 """
@@ -29,8 +31,8 @@ from engine.train.strategy.checkpoint_storage import CheckpointStorage, LocalSto
 
 
 class Strategy(ABC):
-    """How the ranks of a run share its work. The methods here involve this rank alone; subclasses override those that
-    need other ranks."""
+    """Defines how the ranks of a run share its work. The methods of this base class need no other rank; subclasses
+    override those that do."""
 
     ranks_per_sample = 1
     """Ranks that share each sequence."""
@@ -45,20 +47,21 @@ class Strategy(ABC):
         """What the optimizer updates on this rank."""
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
-        """Positions in `lengths`, which has one entry for each sample of the step, of the samples that this rank works
-        on."""
+        """Assign the samples of a step to ranks by their lengths; returns the indices in `lengths` of this rank's
+        samples."""
         return assign_samples(lengths, self.ranks.size)[self.ranks.rank]
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """`plan` with the dummy micro-batches that this rank needs to take part in the collectives of the others."""
+        """Add dummy micro-batches to `plan`, so that this rank takes part in all collectives of the other ranks."""
         return plan
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Run one stage of a step. If the stage contains collectives and fails on one rank, it ends on all of them."""
+        """Run one stage of a step. If the stage contains collectives and fails on one rank, it is ended on all
+        ranks."""
         stage()
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
-        """The part of a micro-batch that this rank computes."""
+        """Return the part of a micro-batch that this rank computes."""
         return batch
 
     def micro_batch(self) -> AbstractContextManager[None]:
@@ -66,36 +69,38 @@ class Strategy(ABC):
         return nullcontext()
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Context manager around forward and backward of a micro-batch that `pad_plan` added."""
+        """Context manager around forward and backward of a dummy micro-batch, which `pad_plan` added."""
         return nullcontext()
 
     @abstractmethod
     def prepare_gradients(self, loss: float) -> float:
-        """Agree on which parameters have a gradient on any rank, and allocate missing ones; returns the sum of all
-        ranks' `loss`."""
+        """Find out which parameters have a gradient on any rank, and allocate a gradient for those that have none on
+        this rank; returns the sum of all ranks' `loss`."""
 
     @abstractmethod
     def sync_gradients(self) -> None:
-        """Make every gradient the sum over all ranks. Allocates nothing."""
+        """Sum every gradient over all ranks, in place. Allocates no memory."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
         torch._foreach_mul_(self._gradients(), factor)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip gradients to `max_norm`, unless that is 0; returns their norm before. Waits for the device once."""
+        """Clip gradients to the norm `max_norm`, or not at all if that is 0; returns the norm before clipping.
+        Synchronises with the device once."""
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return float(norm)
 
     def drop_gradients(self) -> None:
-        """Forget all gradients on this rank."""
+        """Set all gradients on this rank to None."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def recover(self) -> None:
-        """Restore the model's internal state after a failed attempt at a step. Allocates nothing.
+        """Make the model usable again after an attempt at a step failed: a sharded model frees gathered weights and
+        their gradients, any other model needs no recovery. Allocates no memory.
 
         Raises:
             LostRankError: recovery needs a restart of all ranks.
@@ -103,20 +108,22 @@ class Strategy(ABC):
         return
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """The object that writes weights and the state of `optimizer` into checkpoints and reads the state back. All
-        ranks call this."""
+        """Create the object that writes weights and the state of `optimizer` into checkpoints, and reads the
+        optimizer state back. All ranks call this."""
         return LocalStorage(self.loaded, optimizer)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Context manager around forward passes on all ranks that no backward follows."""
+        """Context manager around forward passes without a backward. All ranks enter it."""
         return nullcontext()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
-        """If no rank can evaluate alone, make all ranks take part in rank 0's evaluation of `data`."""
+        """If the model cannot run on one rank alone, register all ranks to take part in rank 0's later evaluations
+        of `data`; else do nothing."""
         return
 
     def evaluation_cost(self, cost: Cost) -> Cost:
-        """The cost of a micro-batch in evaluation, from its cost in training."""
+        """Return the function that computes a micro-batch's cost in evaluation, given `cost`, the function for
+        training."""
         return cost
 
     def _gradients(self) -> list[torch.Tensor]:

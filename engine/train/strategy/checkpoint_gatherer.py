@@ -1,7 +1,7 @@
 """Saves a run whose weights are spread over ranks: weights are gathered on rank 0, every rank writes optimizer state.
 
 Weights become the same files as those of a run on one device, through rank 0's host memory, so that they load anywhere.
-Optimizer state, up to several times their size, is written by every rank for itself through
+Optimizer state, which can be several times as large as the weights, is written by every rank for itself through
 `torch.distributed.checkpoint`, as safetensors, and read back by any number of ranks.
 
 Try: `pytest tests/distributed/test_sharded_runs.py`
@@ -34,8 +34,8 @@ from engine.train.strategy.checkpoint_storage import OPTIMIZER_FOLDER, read_part
 
 
 class CheckpointGatherer:
-    """Gathers weights on rank 0 for a checkpoint, and has every rank write its optimizer state. Every rank creates one;
-    rank 0 requests what the others do."""
+    """Gathers weights on rank 0 for a checkpoint, and has every rank write its optimizer state. Every rank creates a
+    gatherer; the one on rank 0 sends the others requests to take part."""
 
     def __init__(
         self, loaded: LoadedModel, optimizer: torch.optim.Optimizer, ranks: Ranks, sharded: ShardedModel
@@ -50,7 +50,7 @@ class CheckpointGatherer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """On rank 0: context in which `LoadedModel.save` finds whole weights, gathered in host memory."""
+        """Context manager, on rank 0: inside, `LoadedModel.save` finds whole weights, gathered in host memory."""
         self._asked("gather")
         self._loaded.stage = self._staged
         try:
@@ -65,7 +65,7 @@ class CheckpointGatherer:
         self._asked("write_optimizer", folder=str(checkpoint / OPTIMIZER_FOLDER))
 
     def read_optimizer(self, checkpoint: Path) -> None:
-        """On all ranks: load this rank's part of the optimizer state, from files of any number of ranks."""
+        """On all ranks: load this rank's part of the optimizer state, from files that any number of ranks wrote."""
         with self._device.host_region(), torch.no_grad():
             read_parts(checkpoint, self._as_parts_of_wholes(), on_all_ranks=True)
 
@@ -111,8 +111,8 @@ class CheckpointGatherer:
                 self._problem = next(iter(error.failures.values()))[0]
 
     def _as_parts_of_wholes(self, host_mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-        """Optimizer state by name. State of a part of a parameter becomes a DTensor with the parameter's full shape: on
-        copies in host memory with `host_mesh`, else on the live tensors."""
+        """Optimizer state by name. The state of a part of a parameter becomes a DTensor with the parameter's full
+        shape: a copy in host memory if `host_mesh` is given, else the live tensor."""
         wholes = self._sharded.full_parameters().values()
         state: dict[str, Tensor] = {}
         for (name, part), whole in zip(self._loaded.trainable(), wholes, strict=True):

@@ -1,8 +1,9 @@
-"""Writes weights and optimizer state into checkpoints and reads the state back, where one rank holds all of it.
+"""Writes weights and optimizer state into checkpoints and reads the optimizer state back, for a process that holds all
+of it.
 
-Optimizer state of one process is one file, `optimizer.safetensors`; that of weights spread over ranks is a folder,
-`optimizer/`, to which every rank writes (`engine.train.strategy.checkpoint_gatherer`). Both forms can be read by a
-resumed run on any number of ranks.
+The optimizer state of one process is one file, `optimizer.safetensors`. If weights are spread over ranks, it is a
+folder, `optimizer/`, to which every rank writes (`engine.train.strategy.checkpoint_gatherer`). Both forms can be read
+by a resumed run on any number of ranks.
 
 Try: `pytest tests/train/test_resume.py tests/distributed/test_sharded_runs.py`
 """
@@ -31,11 +32,11 @@ OPTIMIZER_FOLDER = "optimizer"
 
 
 class CheckpointStorage(Protocol):
-    """Writes weights and optimizer state into checkpoints and reads the state back. Rank 0 writes, with the help of the
-    other ranks if they hold parts."""
+    """Writes weights and optimizer state into checkpoints and reads the optimizer state back. Rank 0 writes, with
+    the help of the other ranks if each rank holds only a part."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """On rank 0: context in which `LoadedModel.save` finds whole weights."""
+        """Context manager, on rank 0: inside, `LoadedModel.save` finds whole weights."""
 
     def write_optimizer(self, checkpoint: Path) -> None:
         """On rank 0: write the optimizer state into the folder of a checkpoint. Raises OSError, for example on a full
@@ -85,7 +86,7 @@ class LocalStorage:
 
 
 def read_parts(checkpoint: Path, present: dict[str, Tensor], *, on_all_ranks: bool) -> None:
-    """Read a checkpoint's optimizer state, in one file or many, into the tensors of `present`.
+    """Read a checkpoint's optimizer state, in one file or many, into the tensors of `present`, by name.
 
     Raises:
         UsageError: the saved state belongs to other parameters.

@@ -1,7 +1,7 @@
 """Evaluation with weights that are spread over ranks: all ranks run every forward pass that rank 0 requests.
 
-Rank 0 decides what is computed, also after memory ran out. It requests each pass from all ranks, which run the same
-samples; only rank 0 keeps the result. No rank enters a pass that the others do not.
+Rank 0 decides what is computed, also after memory ran out. It requests each forward pass from all ranks, which run the
+same samples; only rank 0 uses the result. No rank starts a pass unless all ranks do.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
 """
@@ -27,7 +27,7 @@ from engine.train.recovery.consensus import gather_failures, smallest_failed
 
 
 class CollectiveEvaluation:
-    """Runs every evaluation pass of `context` over `data` on all ranks. Every rank creates one."""
+    """Runs every evaluation pass of `context` over `data` on all ranks. Every rank creates an instance."""
 
     def __init__(self, context: EvaluationContext, data: TokenData, ranks: Ranks, sharded: ShardedModel) -> None:
         self._context, self._data, self._ranks, self._sharded = context, data, ranks, sharded
@@ -38,8 +38,8 @@ class CollectiveEvaluation:
         ranks.handlers |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
 
     def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
-        """On rank 0: run `action` here and the same pass on the other ranks; returns the allocation failure of the
-        lowest rank that had one, or None."""
+        """On rank 0: run `action` here and the same forward pass on the other ranks; returns the allocation failure
+        of the lowest rank on which memory ran out, or None."""
         self._asked_for, self._failure = action, None
         self._ranks.request(kind, members=[int(member) for member in members])
         self._asked_for = None
@@ -72,14 +72,15 @@ class CollectiveEvaluation:
 
 
 class SameTokens(LogitsProcessor):
-    """Makes every rank continue its answers with the tokens that rank 0 chose. Rounding may differ between devices, and
-    a rank that ended an answer early would not join the next all-gather of the others."""
+    """Makes every rank continue generated answers with the tokens that rank 0 chose. Rounding may differ between
+    devices, and a rank that ended an answer early would be missing from the next all-gather."""
 
     def __init__(self, voted_group: VotedGroup, device: Device) -> None:
         self._joint, self._device = voted_group, device
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Overwrite the scores [B, V] with minus infinity, except at rank 0's token of each row; returns them."""
+        """Set the scores [B, V] to minus infinity, except for the token of each row that rank 0 chose; returns the
+        scores."""
         with self._device.host_region():
             tokens_B = scores.argmax(-1).cpu()
             self._joint.broadcast_object(tokens_B)

@@ -31,7 +31,8 @@ def load_strategy(
     report: Callable[[RecoveredOom], None],
     report_retry: Callable[[OutOfMemory, str, int], None],
 ) -> Strategy:
-    """The strategy that the profile asks for, with the model and its loss. All ranks call it.
+    """Load the model and its loss with the strategy that the profile asks for; returns the strategy. All ranks call
+    this.
 
     `report` is called with allocation failures that all ranks know of, `report_retry` with those that only this rank
     knows of.

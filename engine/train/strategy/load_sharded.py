@@ -44,7 +44,8 @@ def load_sharded(
     report: Callable[[RecoveredOom], None],
     report_retry: Callable[[OutOfMemory, str, int], None],
 ) -> Sharded:
-    """Load the model in shards, with its loss. If memory runs out on one rank, all ranks start again, a few times.
+    """Load the model in shards, with its loss. If memory runs out on one rank, all ranks start again, at most a few
+    times.
 
     `report` is called with failures that all ranks know of, `report_retry` with those that only this rank knows of.
 
@@ -82,7 +83,7 @@ def _built(
     ranks: Ranks,
     report_retry: Callable[[OutOfMemory, str, int], None],
 ) -> LoadedModel:
-    """The whole model in host memory on rank 0, the same model of meta tensors on the other ranks."""
+    """Load the whole model into host memory on rank 0; build the same model from meta tensors on the other ranks."""
     read: list[LoadedModel] = []
 
     def read_first() -> None:

@@ -1,7 +1,8 @@
 """The strategy "replicated": every rank holds the whole model and its optimizer, and gradients are summed over ranks.
 
-Micro-batches hold no collectives, so ranks may differ in how many they need. Try:
-`tunedeck train -p demo-2 -r demo --set parallel.strategy=replicated`
+Micro-batches contain no collectives, so ranks may run different numbers of micro-batches.
+
+Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=replicated`
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Replicated(Strategy):
         self._all_reduce = retry_on_oom(lambda: GradientAllReduce(self.parameters), "load", device, report_retry)
 
     def prepare_gradients(self, loss: float) -> float:
-        """Give a zero gradient to parameters that have one only on other ranks; returns the sum of all ranks'
-        `loss`."""
+        """Allocate a zero gradient for each parameter that has a gradient only on other ranks; returns the sum of
+        all ranks' `loss`."""
         missing = self._all_reduce.agree()
         total: float = sum(self.ranks.all_gather_object(loss))
         self._all_reduce.fill(missing)

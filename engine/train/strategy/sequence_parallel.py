@@ -1,7 +1,7 @@
 """Sequence parallelism: a layer on top of any strategy, in which several ranks share each sequence.
 
-Each rank of a group computes an equal run of positions of the group's sequences; around attention they exchange heads
-for positions (`engine.model.ulysses_attention`). Weights and gradients are left to the strategy underneath.
+Each rank of a group computes an equally long range of positions of the group's sequences. Around attention, the ranks
+exchange heads for positions (`engine.model.ulysses_attention`). The wrapped strategy handles weights and gradients.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.sequence=2`
 """
@@ -47,25 +47,26 @@ class SequenceParallel(Strategy):
         self.voted_group = self._votes = self._attention.group.voted_group
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
-        """Positions in `lengths` of the samples that this rank's group works on."""
+        """Assign the samples of a step to groups of ranks; returns the indices in `lengths` of the samples of this
+        rank's group."""
         groups = self.ranks.size // self.ranks_per_sample
         return assign_samples(lengths, groups)[self.ranks.rank // self.ranks_per_sample]
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Run one stage of a step. Ranks vote before each exchange in attention, so that a failure on one rank ends the
-        stage on all that share its exchanges."""
+        """Run one stage of a step. Ranks vote before each exchange in attention, so that a failure on one rank ends
+        the stage on all ranks that take part in the exchange."""
         self._votes.run_together(stage)
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
-        """The positions of every row that this rank computes."""
+        """Return the part of a micro-batch that this rank computes: a range of positions of every row."""
         return self._attention.slice_of(batch, pad_id=pad_id)
 
     def micro_batch(self) -> AbstractContextManager[None]:
-        """Context in which attention exchanges heads for positions with the other ranks of the group."""
+        """Context manager: inside, attention exchanges heads for positions with the other ranks of the group."""
         return self._attention.installed()
 
     def evaluation_cost(self, cost: Cost) -> Cost:
-        """The cost on one device: in evaluation sequences are not shared between ranks."""
+        """Return the cost function for one device: in evaluation, ranks do not share sequences."""
         return cost_on_one_device(self._spec)
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:

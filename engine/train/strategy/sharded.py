@@ -53,12 +53,13 @@ class Sharded(Strategy):
         self._votes.run_together(stage)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Context for a dummy micro-batch: its zero gradients do not count as present."""
+        """Context manager for a dummy micro-batch: a parameter whose only gradient is the zero from this micro-batch
+        counts as one without a gradient."""
         return self.model.dummy_micro_batch()
 
     def prepare_gradients(self, loss: float) -> float:
-        """Assign to each local part its part of the gradients that backward summed over ranks; returns the sum of all
-        ranks' `loss`."""
+        """Set the gradient of each local part of a parameter to its part of the gradient that backward summed over
+        ranks; returns the sum of all ranks' `loss`."""
         total: float = sum(self.ranks.all_gather_object(loss))
         self.model.sync_gradients()
         return total
@@ -68,7 +69,7 @@ class Sharded(Strategy):
         return
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip gradients by their norm over all parts on all ranks; returns this norm."""
+        """Clip gradients by their norm over all parts on all ranks; returns the norm before clipping."""
         gradients = self._gradients()
         norm = self.model.global_norm(float(torch.nn.utils.get_total_norm(gradients)))
         if max_norm and norm > max_norm and gradients:
@@ -76,22 +77,23 @@ class Sharded(Strategy):
         return norm
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of local parts, and of the full parameters they belong to."""
+        """Discard the gradients of local parts of parameters, and those of the full parameters."""
         super().drop_gradients()
         self.model.drop_gradients()
 
     def recover(self) -> None:
-        """Free the weights and gradients that a failed attempt gathered, computed or left in flight."""
+        """Free the weights and gradients that a failed attempt gathered or computed, also those of unfinished
+        collectives."""
         self.model.recover()
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """A storage that gathers weights on rank 0 and has every rank write its part of the optimizer state."""
+        """Create a storage that gathers weights on rank 0 and has every rank write its part of the optimizer state."""
         return CheckpointGatherer(self.loaded, optimizer, self.ranks, self.model)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Context for forward passes without a backward: gathered weights are freed after use."""
+        """Context manager for forward passes without a backward: gathered weights are freed after use."""
         return self.model.forward_only()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
-        """Make every rank run the forward passes that rank 0 requests."""
+        """Register all ranks to run the forward passes that rank 0 requests in later evaluations of `data`."""
         CollectiveEvaluation(context, data, self.ranks, self.model)
