@@ -1,4 +1,4 @@
-"""The console: a Textual application that opens screens and handles the keys that hold on all of them.
+"""The console: a Textual application that opens screens and handles the keys that work on every screen.
 
 Console and engine are separate processes that share the run directories, so quitting or killing the console changes no
 run. No module of the console imports torch or the parts of the engine that need it.
@@ -33,14 +33,15 @@ from tui.theme import THEMES
 from tui.widgets.key_order import SequentialKeysApp
 
 HOME = "runs"
-"""The screen at which going back ends."""
+"""The screen to which `do_back` leads in the end."""
 
 REAP_SECONDS = 1.0
 """Interval at which the engine processes of this console are checked."""
 
 
 class TunedeckApp(SequentialKeysApp):
-    """Opens screens by name, and does the actions of the keys that hold everywhere."""
+    """The Textual application: opens screens by name, and performs the actions of the keys that work on every
+    screen."""
 
     CSS_PATH = "console.tcss"
     TITLE = "Tunedeck"
@@ -51,12 +52,12 @@ class TunedeckApp(SequentialKeysApp):
     COMMAND_PALETTE_BINDING = "ctrl+p"
 
     def __init__(self, flags: Flags) -> None:
-        # NO_COLOR leaves shades of grey with Textual's default colours, and none with the terminal's own colours.
+        # Under NO_COLOR, Textual draws its default colours as shades of grey, the terminal's own colours not at all.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.flags = flags
         self._engine_processes = EngineProcesses()
         self._visited: list[str] = []
-        """Names of the kept screens to go back through, the present one last."""
+        """Names of the screens that were shown and are kept in memory, for going back; the present one is last."""
         self.runs_dir = runs_folder(flags.runs)
         self.ascii_only = arguments.ascii_only(flags, os.environ)
         for theme in THEMES:
@@ -64,7 +65,7 @@ class TunedeckApp(SequentialKeysApp):
         self.theme = arguments.theme_name(flags, os.environ)
 
     def on_mount(self) -> None:
-        """Open the list of runs, or Launch where a profile or recipe was given."""
+        """Open the Runs screen, or the Launch screen if the command line names a profile or recipe."""
         self.set_class(self.ascii_only, "-ascii")
         self.set_interval(REAP_SECONDS, self._reap)
         settings = {"profile": self.flags.profile, "recipe": self.flags.recipe}
@@ -74,7 +75,8 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen(HOME)
 
     def open_screen(self, name: str, argument: object = None) -> None:
-        """Show a screen of `tui.screens.table`. A kept screen replaces all open screens; others are put on top."""
+        """Show a screen of `tui.screens.table`. A screen that is kept in memory replaces all open screens; any other is
+        put on top of them."""
         row = screen_row(name)
         screen = self._get_or_create(row)
         screen.set_argument(argument)
@@ -99,7 +101,7 @@ class TunedeckApp(SequentialKeysApp):
         return cast(BaseScreen, screen)
 
     def action_press(self, action: str) -> None:
-        """Do the action of a key that holds everywhere. No screen can disable it."""
+        """Perform the action of a key that works on every screen. No screen can disable such a key."""
         getattr(self, f"do_{action}")()
 
     def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
@@ -120,11 +122,11 @@ class TunedeckApp(SequentialKeysApp):
             self.show_message(message, "bold $bad")
 
     def action_open_screen(self, name: str) -> None:
-        """Open a screen by its digit."""
+        """Open a screen; Textual calls this for the digit key of the screen."""
         self.open_screen(name)
 
     def action_help_quit(self) -> None:
-        """Show which key leaves the console when Ctrl-C is pressed, because Ctrl-C does not."""
+        """Show which key leaves the console. Ctrl-C, which does not leave it, calls this."""
         self.show_message("q leaves the console; training goes on")
 
     def show_message(self, text: str, style: str = "") -> None:
@@ -133,13 +135,13 @@ class TunedeckApp(SequentialKeysApp):
             self.screen.show_message(text, style)
 
     def do_help(self) -> None:
-        """Open help, with the keys of the present screen first."""
+        """Open the Help screen, which lists the keys of the present screen first."""
         screen = self.screen.screen_name if isinstance(self.screen, BaseScreen) else ""
         if screen != "help":
             self.open_screen("help", screen)
 
     def do_back(self) -> None:
-        """Go back to the previous screen; the last one is the list of runs."""
+        """Go back to the previous screen, at last to the Runs screen."""
         if len(self.screen_stack) > 2:
             self.pop_screen()
         elif self._visited == [HOME]:
@@ -157,7 +159,7 @@ class TunedeckApp(SequentialKeysApp):
         self.action_command_palette()
 
     def action_command_palette(self) -> None:
-        """Open the command palette, also from Textual's own key."""
+        """Open the command palette; called by Textual's own key for it (Ctrl-P)."""
         if not CommandPalette.is_open(cast("App[object]", self)):
             self.push_screen(CommandPalette(placeholder="a screen, or what a key does"))
 
@@ -168,7 +170,7 @@ class TunedeckApp(SequentialKeysApp):
         self.show_message(f"theme: {self.theme}")
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """The commands of the palette: every key of the present screen, and every screen."""
+        """Yield the commands of the palette: every key of the present screen, and every screen."""
         if isinstance(screen, BaseScreen):
             for key in screen.key_rows():
                 target = screen if key.screen != keys.EVERYWHERE else self
@@ -181,7 +183,7 @@ class TunedeckApp(SequentialKeysApp):
 
 
 def run(flags: Flags) -> NoReturn:
-    """Open the console and exit when it is left: 0, or 2 where it cannot be opened."""
+    """Open the console, and exit after the user leaves it: with status 0, or 2 if the console cannot be opened."""
     try:
         _check(flags)
     except TunedeckError as error:
@@ -196,8 +198,9 @@ def run(flags: Flags) -> NoReturn:
 
 
 def _ignore_exported_size() -> None:
-    """Remove COLUMNS and LINES, which Textual would use instead of the terminal's real size, even after a resize.
-    Served to a browser (TEXTUAL_DRIVER) they stay: there is no terminal to measure."""
+    """Remove the environment variables COLUMNS and LINES: Textual would use them instead of the terminal's real size,
+    even after a resize. They are not removed when the console is served to a browser (TEXTUAL_DRIVER is set), because
+    there is no terminal to measure."""
     if "TEXTUAL_DRIVER" not in os.environ:
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)

@@ -22,7 +22,7 @@ THEMES = ("dark", "light", "ansi")
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The console's flags; empty where they were not given."""
+    """The console's command-line flags; a flag that was not given is empty."""
 
     runs: str = ""
     theme: str = ""
@@ -32,9 +32,10 @@ class Flags:
 
 
 def parse(arguments: Sequence[str]) -> Flags | None:
-    """The console's flags; None where the arguments contain anything else, so that a command is meant.
+    """Parse the console's flags. Returns None if the arguments contain anything else, which means that a command was
+    called.
 
-    None, too, where a flag's value is missing: the command line's parser then prints the error.
+    Also returns None if the value of a flag is missing: the parser of the commands then prints the error.
     """
     values: dict[str, str] = {}
     ascii_flag = False
@@ -51,15 +52,16 @@ def parse(arguments: Sequence[str]) -> Flags | None:
 
 
 def on_a_terminal() -> bool:
-    """Whether standard input, output and error are a terminal. Textual draws on stderr; a piped stdout means that a
-    script reads it. Served to a browser (textual-serve sets TEXTUAL_DRIVER), pipes take the place of the terminal.
-    """
+    """Whether standard input, output and error are all a terminal. Textual draws on stderr, but a piped stdout means
+    that a script reads the output. Also true when the console is served to a browser (textual-serve sets
+    TEXTUAL_DRIVER), where pipes replace the terminal."""
     served = bool(os.environ.get("TEXTUAL_DRIVER"))
     return served or all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def theme_name(flags: Flags, environment: Mapping[str, str]) -> str:
-    """The theme of --theme, else `ansi` for a terminal that reports no more than sixteen colours, else `dark`."""
+    """The theme given with --theme; without the flag, `ansi` for a terminal that reports at most sixteen colours, else
+    `dark`."""
     if flags.theme:
         return flags.theme
     many = environment.get("COLORTERM") or "256color" in environment.get("TERM", "") or environment.get("TMUX")

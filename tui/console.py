@@ -15,7 +15,7 @@ from tui.arguments import Flags
 
 
 class Console(Protocol):
-    """What screens may use of the application."""
+    """The methods of the application that screens may call."""
 
     flags: Flags
     runs_dir: Path

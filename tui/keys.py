@@ -18,7 +18,7 @@ EVERYWHERE = "everywhere"
 
 
 class Key(NamedTuple):
-    """One row of the table."""
+    """One row of the key table: the keys that call an action, and the screen on which they do so."""
 
     screen: str
     """The screen's name, or EVERYWHERE."""
@@ -93,31 +93,32 @@ KEYS: tuple[Key, ...] = (
     Key("compare", "y", "log_axis", "log axis", "show the loss on a log or a linear axis"),
     Key("compare", "m", "smooth", "smooth", "smooth the loss, or show it as it is"),
 )
-"""In the order in which footer and help show them."""
+"""All rows of the key table, in the order in which footer and help show them."""
 
 KEY_SYMBOLS = {"question_mark": "?", "slash": "/", "colon": ":", "escape": "esc", "comma": ",", "full_stop": ".",
                "plus": "+", "minus": "-", "left_square_bracket": "[", "right_square_bracket": "]"}  # fmt: skip
-"""The symbols of keys whose name in Textual is not what is printed on them."""
+"""Symbols printed on keys that have another name in Textual."""
 
 
 def key_label(keys: str) -> str:
-    """The first of the keys, as it is printed on the keyboard."""
+    """The first of the comma-separated keys, as printed on the keyboard."""
     first = keys.partition(",")[0]
     return KEY_SYMBOLS.get(first, first)
 
 
 def all_key_labels(keys: str) -> str:
-    """All of the keys, as they are printed on the keyboard."""
+    """All of the comma-separated keys, as printed on the keyboard."""
     return " ".join(KEY_SYMBOLS.get(key, key) for key in keys.split(","))
 
 
 def of_screen(screen: str) -> list[Key]:
-    """The rows of one screen."""
+    """The rows of the key table for one screen."""
     return [key for key in KEYS if key.screen == screen]
 
 
 def bindings(screen: str) -> list[BindingType]:
-    """The rows of one screen as Textual bindings. Each calls `press`, which asks `disabled_reason` first."""
+    """The rows of one screen as Textual bindings. Each binding calls `action_press`, which first asks the screen's
+    `disabled_reason`."""
     from textual.binding import Binding
 
     return [Binding(key.keys, f"press({key.action!r})", key.label or key.help, show=False) for key in of_screen(screen)]

@@ -1,1 +1,1 @@
-"""Profile and recipe files: the list of them, where the console writes them, and their text with its problems."""
+"""Profile and recipe files: listing them, writing new ones, and showing their text with the checker's problems."""

@@ -1,6 +1,6 @@
 """The text of a profile or recipe with the checker's problems beside or below its lines.
 
-Pure functions; the texts come from files and are cleaned.
+Pure functions. The texts come from files, so control characters are replaced.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ LABEL = "line"
 
 
 class LineProblem(NamedTuple):
-    """A problem and the line it belongs to, counted from 1."""
+    """A problem found by the checker, and the number of its line in the file, counted from 1."""
 
     line: int
     text: str
 
 
 def line_problems(problems: Sequence[str]) -> list[LineProblem]:
-    """The checker's problems, labelled with LABEL, in the order of their lines; one without a line goes to line 1."""
+    """Parse the checker's problems, which refer to the file as LABEL, and sort them by line; one without a line gets
+    line 1."""
     found = []
     for problem in problems:
         match = re.match(rf"{LABEL}:(\d+): (.*)", problem, re.DOTALL)
@@ -54,7 +55,7 @@ def _indented(text: str, indent: int, width: int, *, ascii_only: bool) -> Iterat
 
 
 def _coloured(line: str) -> Content:
-    """A line of TOML: comments muted, table headers bold, keys and values plain."""
+    """A line of TOML with colours: comments muted, table headers bold, everything else plain."""
     bare = line.strip()
     style = "$muted" if bare.startswith("#") else "bold $info" if bare.startswith("[") else ""
     return Content.styled(line, style)
@@ -63,8 +64,8 @@ def _coloured(line: str) -> Content:
 def problems_beside(
     problems: Sequence[LineProblem], top: int, width: int, height: int, *, ascii_only: bool
 ) -> list[Content]:
-    """The column beside an editor that shows `height` lines from line `top` (counted from 0): each problem begins on
-    its own line and goes on over the next lines until another problem begins."""
+    """The column to the right of an editor that shows `height` lines from line `top` (counted from 0). Each problem
+    begins beside its own line and continues over the following lines until the next problem begins."""
     cross = glyphs("✗", ascii_only=ascii_only)
     texts = {line: "; ".join(each.text for each in problems if each.line == line) for line, _ in problems}
     lines: list[Content] = []
@@ -82,7 +83,7 @@ def problems_beside(
 def problems_below(
     problems: Sequence[LineProblem], cursor: int, width: int, height: int, *, ascii_only: bool
 ) -> list[Content]:
-    """The lines below an editor: the problems of the cursor's line first, then the others, with their line numbers."""
+    """The lines below an editor: first the problems of the line with the cursor, then all others, with line numbers."""
     cross = glyphs("✗", ascii_only=ascii_only)
     ordered = sorted(problems, key=lambda problem: (problem.line != cursor + 1, problem.line))
     lines = [

@@ -1,7 +1,7 @@
 """The profiles and recipes that can be chosen, and for each profile whether it matches this machine.
 
-Where no profile file describes this machine, the detected device is written into the state folder as one, so that the
-command shown on the screen can name it.
+Where no profile file describes this machine, a profile of the detected device is written into the state folder, so
+that the command shown on the screen can name it.
 
 Try: `python -c "from tui.files.catalog import *; print(*profile_entries(read_machine()), sep='\\n')"`
 """
@@ -29,7 +29,8 @@ SAME_MEMORY = 0.01
 
 @dataclass(frozen=True)
 class Machine:
-    """The first device of this machine, how many there are, and title and notes for a profile of it."""
+    """The first device of this machine, the number of devices, and the title and notes of the profile written for
+    them."""
 
     device: Device
     count: int
@@ -38,7 +39,8 @@ class Machine:
 
     @property
     def stem(self) -> str:
-        """A name for the detected profile: the device's name, in the letters that a profile's name may have."""
+        """The file name (without .toml) of the detected profile: the device's name, reduced to the characters that are
+        allowed in a profile's name."""
         if self.device.kind == "cpu":
             return "this-cpu"
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")[:60] or "this-gpu"
@@ -57,7 +59,7 @@ class FileEntry:
     broken: bool = False
     """Whether the file cannot be used."""
     is_this_machine: bool = False
-    """Whether it is a profile of this machine."""
+    """Whether it is a profile that describes this machine."""
 
 
 def read_machine() -> Machine:
@@ -67,7 +69,7 @@ def read_machine() -> Machine:
 
 
 def detected_profile(machine: Machine) -> Path:
-    """Write the profile of this machine into the state folder and return its path. Raises UsageError, OSError."""
+    """Write a profile of this machine into the state folder, and return the file's path. Raises UsageError, OSError."""
     device = machine.device.model_dump(exclude_none=True)
     text = new_profile(machine.stem, device, title=machine.title, notes=machine.notes).encode()
     target = state_folder() / "machine" / f"{machine.stem}.toml"
@@ -77,8 +79,8 @@ def detected_profile(machine: Machine) -> Path:
 
 
 def profile_entries(machine: Machine) -> list[FileEntry]:
-    """Every profile: first this machine's, then those that it can run, then those that do not match it, then broken
-    files."""
+    """Every profile: first the one of this machine, then profiles that this machine can run, then profiles that do not
+    match this machine, last the broken files."""
     entries = [_entry("profile", located, machine) for located in list_spec_files("profile")]
     if not any(entry.is_this_machine for entry in entries):
         entries.append(_detected_entry(machine))
@@ -86,13 +88,14 @@ def profile_entries(machine: Machine) -> list[FileEntry]:
 
 
 def recipe_entries() -> list[FileEntry]:
-    """Every recipe: those of the project and the user before the shipped ones, broken files last."""
+    """Every recipe: first the recipes of the project and the user, then the shipped ones, last the broken files."""
     entries = [_entry("recipe", located, None) for located in list_spec_files("recipe")]
     return sorted(entries, key=lambda entry: (entry.broken, entry.origin == "shipped"))
 
 
 def find_entry(kind: SpecKind, argument: str, machine: Machine) -> FileEntry:
-    """The entry of a name or path that is not among the listed ones."""
+    """Make a FileEntry for a name or path that `profile_entries` and `recipe_entries` do not list; broken if no file is
+    found."""
     try:
         located = find_spec_file(kind, argument)
     except TunedeckError as error:
@@ -122,7 +125,7 @@ def _entry(kind: SpecKind, located: SpecFile, machine: Machine | None) -> FileEn
 
 
 def mismatch(profile: Profile, machine: Machine) -> str:
-    """Why this machine cannot run the profile; empty where it can. A larger GPU runs the profile of a smaller one."""
+    """Why this machine cannot run the profile; empty if it can. A larger GPU can run the profile of a smaller one."""
     wanted, found = profile.device, machine.device
     if wanted.kind == "metered":
         return ""

@@ -19,15 +19,15 @@ from engine.spec.files.working_directory import working_directory
 
 
 def user_file_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
-    """The folder for new files of a kind: in ./profiles, or the user's configuration where ./profiles is the shipped
-    folder itself (inside Tunedeck's checkout)."""
+    """The folder into which new profiles or recipes are written: in ./profiles, or in the user's configuration folder
+    if ./profiles is the folder of the shipped files (inside Tunedeck's source checkout)."""
     project = (cwd or working_directory()).absolute() / "profiles"
     shipped = project.resolve() == SHIPPED_FOLDER
     return (user_folder() if shipped else project) / KIND_FOLDERS[kind]
 
 
 def unused_name(kind: SpecKind, name: str) -> str:
-    """The name itself, or NAME-2, NAME-3 ... if a file of this kind already has it."""
+    """Returns `name`, or the first of NAME-2, NAME-3 ... that is free if a profile or recipe called `name` exists."""
     taken = {located.name for located in list_spec_files(kind)}
     number = 2
     while f"{name}-{number}" in taken:
@@ -36,19 +36,21 @@ def unused_name(kind: SpecKind, name: str) -> str:
 
 
 def new_file_path(kind: SpecKind, name: str) -> Path:
-    """The path of a new profile or recipe. Raises UsageError where the name is not allowed."""
+    """The path at which a new profile or recipe is saved. Raises UsageError if the name is not allowed."""
     require_name(name)
     return user_file_folder(kind) / f"{name}.toml"
 
 
 def save_as(kind: SpecKind, source: str, overrides: Sequence[str], name: str) -> Path:
-    """Write `source` with the overrides (KEY=VALUE) applied as a new file. Raises UsageError or SpecError."""
+    """Apply the overrides (KEY=VALUE) to the profile or recipe `source` and save the result as a new file called
+    `name`; returns the path. Raises UsageError or SpecError."""
     target = new_file_path(kind, name)
     return write_new_file(target, rewrite_text(kind, source, overrides, {}, target).encode(), force=False)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file for the editor. Raises UsageError where it is not UTF-8 or has control characters."""
+    """Read a file for the editor. Raises UsageError if the file cannot be read, is not UTF-8 or has control
+    characters."""
     try:
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
@@ -61,8 +63,8 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str, *, before: str | None) -> None:
-    """Write an edited file; `before` is its text when it was read, None for a new file. Raises UsageError where the
-    file has changed since."""
+    """Write an edited file. `before` is the text that was read from the file, None for a new file. Raises UsageError if
+    another program has changed the file meanwhile."""
     if before is not None and path.exists() and read_text(path) != before:
         raise UsageError(
             f"{visible(str(path))} was changed by another program meanwhile", fix="copy your text, open the file again"
@@ -71,7 +73,8 @@ def write_text(path: Path, text: str, *, before: str | None) -> None:
 
 
 def import_user_file(text: str) -> tuple[SpecKind, Path]:
-    """Check a file and copy it into the user's folder, as the `kind` that it names. Raises SpecError or UsageError."""
+    """Check the file at path `text` and copy it to the folder for new profiles or recipes, depending on the file's
+    `kind`. Returns the kind and the path of the copy. Raises SpecError or UsageError."""
     source = Path(text).expanduser()
     kind = read_document(source).data.get("kind")
     if kind not in ("profile", "recipe"):
@@ -80,8 +83,8 @@ def import_user_file(text: str) -> tuple[SpecKind, Path]:
 
 
 def export_user_file(source: Path, text: str) -> tuple[Path, list[str]]:
-    """Copy a file to another place; returns its path there, and the entries that only work on this machine. Raises
-    SpecError, UsageError."""
+    """Copy the profile or recipe `source` to the file or folder `text`. Returns the path of the copy, and a warning for
+    each path in the file that exists only on this machine. Raises SpecError, UsageError."""
     document = read_document(source)
     target = Path(text).expanduser().absolute()
     target = target / source.name if target.is_dir() else target

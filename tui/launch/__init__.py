@@ -1,1 +1,1 @@
-"""The Launch screen's parts: a choice, its evaluation into a plan, and the widgets that show both."""
+"""The Launch screen's parts: the choice of profile and recipe, its evaluation, and the widgets that show both."""

@@ -37,9 +37,10 @@ def budget_lines(
     evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, width: int, height: int,
     *, letters: bool, ascii_only: bool,
 ) -> list[Content]:  # fmt: skip
-    """The budget as exactly `height` lines; if `evaluated` has no plan, the plan of `last_valid`, muted.
+    """The budget as exactly `height` lines. If `evaluated` has no plan, the plan of `last_valid` is shown in a muted
+    colour.
 
-    `letters` writes the component's letter into every cell of the bars.
+    With `letters`, every cell of a bar shows the letter of its component.
     """
     status = status_line(evaluated, ascii_only=ascii_only)
     plan = last_valid.plan
@@ -60,7 +61,7 @@ def device_count(evaluated: EvaluatedChoice) -> int:
 
 
 def _bar_labels(evaluated: EvaluatedChoice, max_bars: int) -> list[str]:
-    """A label for each device's bar, or one for all devices where there is no room."""
+    """One label for the bar of each device, or a single label for all devices if there is no room for one bar each."""
     spec = evaluated.spec
     if spec is None or spec.profile.device.kind == "metered":
         return ["simulated"]
@@ -72,8 +73,8 @@ def _bar_labels(evaluated: EvaluatedChoice, max_bars: int) -> list[str]:
 
 
 def status_line(evaluated: EvaluatedChoice, *, ascii_only: bool) -> Content:
-    """The status line. It shows the first that applies: why the run cannot start, a notice, the remedies that make it
-    fit, how the batch is divided."""
+    """The status line: the first that exists of the reason why the run cannot start, a notice, the remedies with which
+    the run fits, and how the batch is divided."""
     plan, split = evaluated.plan, evaluated.batch_split
     if evaluated.problems:
         more = f" (and {len(evaluated.problems) - 1} more)" if len(evaluated.problems) > 1 else ""
@@ -93,12 +94,13 @@ def status_line(evaluated: EvaluatedChoice, *, ascii_only: bool) -> Content:
 
 
 def decimal_bytes(count: int) -> str:
-    """Format bytes as text: in MiB below 10 GiB, else in GiB."""
+    """A number of bytes as text: in MiB below 10 GiB, else in GiB."""
     return f"{count / 2**20:,.1f} MiB" if abs(count) < 10 * 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
 def bar_line(label: str, plan: Plan, width: int, *, letters: bool, ascii_only: bool) -> Content:
-    """One device's bar: its name, the components, free cells, the capacity line, the used share of the capacity."""
+    """The bar of one device: its label, the components, free cells, a line at the capacity, and the share of the
+    capacity that is used."""
     cells = max(4, width - LABEL_WIDTH - SHARE_WIDTH)
     used, capacity = plan.prediction.device_bytes, plan.capacity_bytes
     cells_per_byte = cells / max(used, capacity, 1)
@@ -122,7 +124,7 @@ def _nonzero(components: Mapping[str, int]) -> list[tuple[str, int]]:
 def _segment(
     name: str, start: int, end: int, capacity_cell: int, *, letters: bool, ascii_only: bool
 ) -> list[Content]:
-    """The cells of one component, with the capacity line where it falls among them."""
+    """The cells of one component, with the capacity line if it lies among these cells."""
     width = end - start
     if width <= 0:
         return []
@@ -137,7 +139,7 @@ def _segment(
 
 
 def _free(start: int, cells: int, capacity_cell: int, *, ascii_only: bool) -> list[Content]:
-    """The cells that no component fills, with the capacity line where it falls among them."""
+    """The cells that no component fills, with the capacity line if it lies among these cells."""
     if start >= cells:
         return []
     free = Content.styled(glyphs("·", ascii_only=ascii_only) * (cells - start), "$muted")
@@ -169,7 +171,7 @@ def _legend_entry(name: str, count: int) -> Content:
 
 
 def _wrap_entries(entries: Sequence[Content], width: int) -> list[Content]:
-    """Entries side by side; lines break only between them."""
+    """Put the entries side by side into lines of at most `width` cells; no entry is split."""
     lines: list[list[Content]] = [[]]
     for entry in entries:
         if lines[-1] and sum(part.cell_length for part in lines[-1]) + entry.cell_length > width + 2:
@@ -179,13 +181,14 @@ def _wrap_entries(entries: Sequence[Content], width: int) -> list[Content]:
 
 
 def verdict_text(verdict: str, *, ascii_only: bool) -> Content:
-    """Glyph and words of a verdict in its colour."""
+    """The glyph and the words of a verdict, in the verdict's colour."""
     shown = VERDICTS[verdict]
     return Content.styled(f"{shown.letter if ascii_only else shown.glyph} {verdict.replace('_', ' ')}", shown.style)
 
 
 def verdict_line(plan: Plan, width: int, *, ascii_only: bool) -> Content:
-    """The verdict, the predicted peak and the capacity, the bytes left or missing, and the phase with the peak."""
+    """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, and the phase of the
+    peak."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     left = f"{decimal_bytes(abs(margin))} {'left' if margin >= 0 else 'missing'}"
     phase = PHASES.get(plan.prediction.deciding_phase, plan.prediction.deciding_phase)

@@ -17,12 +17,13 @@ from tui.launch.fields import DEVICES, NAME, overrides_from, row_of_key
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen profile and recipe, as names or paths, and the values that the user typed to override theirs."""
+    """The chosen profile and recipe, as names or paths, and the values that the user typed to override those in the
+    files."""
 
     profile: str
     recipe: str
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """Dotted key = text, as after --set."""
+    """Maps a dotted key to the text of its value, as typed after --set."""
     devices: str = ""
     name: str = ""
 
@@ -37,7 +38,7 @@ class Choice:
         return {DEVICES: self.devices, NAME: self.name}
 
     def with_field(self, row: str, text: str) -> Choice:
-        """This choice with `text` as the value of one field."""
+        """A copy of this choice in which the field of row `row` has the value `text`."""
         if row == DEVICES:
             return replace(self, devices=text)
         if row == NAME:
@@ -45,7 +46,8 @@ class Choice:
         return replace(self, overrides={**self.without_field(row).overrides, **overrides_from(row, text)})
 
     def without_field(self, row: str) -> Choice:
-        """This choice with one field back at its value in the file."""
+        """A copy of this choice in which the field of row `row` has no override, so that the value in the file
+        applies."""
         if row in (DEVICES, NAME):
             return self.with_field(row, "")
         kept = {key: text for key, text in self.overrides.items() if key != row and row_of_key(key) != row}
@@ -67,7 +69,8 @@ def data_arguments(choice: Choice) -> list[str]:
 
 
 def shell_lines(words: Sequence[str]) -> list[str]:
-    """A train command for a shell: program, profile and recipe on the first line, then one flag a line."""
+    """Format a train command for a shell: the first line has program, profile and recipe, each further line one
+    flag."""
     lines = [" ".join(map(shlex.quote, words[:6]))]
     rest = list(words[6:])
     while rest:
@@ -97,8 +100,8 @@ def choice_from_settings(settings: object, default: Choice) -> Choice:
 
 
 def _shipped_path(text: str, kind: SpecKind) -> str:
-    """The path of the shipped file for "shipped:NAME", which a project's file of that name cannot replace; any other
-    text as it is."""
+    """The path of the shipped file for "shipped:NAME", so that a file of the same name in the project is not used
+    instead; any other text is returned unchanged."""
     if not text.startswith("shipped:"):
         return text
     return str(SHIPPED_FOLDER / KIND_FOLDERS[kind] / f"{text.removeprefix('shipped:')}.toml")

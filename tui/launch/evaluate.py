@@ -1,7 +1,7 @@
 """Evaluate a choice of the Launch screen: its run spec, its memory plan, and the problems of its fields.
 
-`evaluate_choice` takes a few milliseconds, so the screen calls it after every key. It reads profile and recipe files;
-nothing here draws or writes.
+`evaluate_choice` takes a few milliseconds, so the screen calls it after every key. The module reads profile and recipe
+files; it neither draws nor writes.
 
 Try: `python -c "from tui.launch.evaluate import *; print(evaluate_choice(Choice('demo', 'demo')).plan.verdict)"`
 """
@@ -31,20 +31,21 @@ NO_FILE = "no such file: "
 
 
 class FieldProblem(NamedTuple):
-    """Something that keeps a run from being started; `row` is empty where it belongs to no field."""
+    """A reason why a run cannot be started. `row` is the row of the field that causes it; empty if no single field
+    does."""
 
     row: str
     text: str
 
     @property
     def sentence(self) -> str:
-        """The text with the field's key before it, unless it begins with that key."""
+        """The text, preceded by the field's key unless the text already begins with the key."""
         return self.text if not self.row or self.text.startswith(self.row) else f"{self.row}: {self.text}"
 
 
 @dataclass(frozen=True)
 class EvaluatedChoice:
-    """What `evaluate_choice` found out about a choice."""
+    """The result of `evaluate_choice`: run spec, memory plan, problems and notices."""
 
     spec: RunSpec | None = None
     """The resolved run spec; None where a file or an override is wrong."""
@@ -59,8 +60,9 @@ class EvaluatedChoice:
         return "; ".join(problem.text for problem in self.problems if problem.row == row)
 
     def start_refusal(self, action: str) -> str | None:
-        """Why the run cannot be started ("start"), started although it does not fit ("force"), or queued ("queue");
-        None when it can. Missing data files do not matter for the queue: they may arrive while the run waits."""
+        """Why the run cannot be started (action "start"), started although it does not fit ("force"), or queued
+        ("queue"); None if it can. Missing data files do not prevent queueing, because they may be added before the run
+        starts."""
         serious = [problem for problem in self.problems if action != "queue" or not problem.text.startswith(NO_FILE)]
         if serious:
             return f"cannot start: {serious[0].sentence}"
@@ -71,7 +73,7 @@ class EvaluatedChoice:
 
     @property
     def batch_split(self) -> BatchSplit | None:
-        """The batch as micro-batches; None without a plan."""
+        """How the effective batch is divided into micro-batches; None without a plan."""
         if self.spec is None or self.plan is None:
             return None
         batch, devices = self.spec.recipe.train.batch_size, self.spec.profile.device.count
@@ -79,7 +81,8 @@ class EvaluatedChoice:
 
 
 class BatchSplit(NamedTuple):
-    """The effective batch as micro-batch x accumulation x devices; the last round may not be full."""
+    """The effective batch divided as micro-batch x accumulation x devices. If the product exceeds the batch, the last
+    micro-batches of a step are smaller."""
 
     batch: int
     micro_batch: int
@@ -88,12 +91,12 @@ class BatchSplit(NamedTuple):
 
     @property
     def formula(self) -> str:
-        """The split in numbers: 8 × 4 × 1 = 32."""
+        """The division in numbers, such as 8 × 4 × 1 = 32."""
         return f"{self.micro_batch} × {self.accumulation} × {self.devices} {self._equals} {self.batch}"
 
     @property
     def sentence(self) -> str:
-        """The split in words."""
+        """The division in words."""
         return (
             f"{self.micro_batch} micro-batch × {self.accumulation} accumulation × {self.devices} device"
             f"{'s' * (self.devices > 1)} {self._equals} {self.batch} sequences per step"
@@ -105,7 +108,8 @@ class BatchSplit(NamedTuple):
 
 
 def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
-    """Resolve, check and plan a choice. Never raises for what a user can type."""
+    """Resolve and check a choice, and plan its memory. No input of the user makes this raise: errors are returned as
+    problems."""
     cwd = (cwd or working_directory()).absolute()
     try:
         limits = Limits(devices=parse_device_indices(choice.devices or None))
@@ -133,13 +137,13 @@ def _sentence(error: TunedeckError) -> str:
 
 
 _WITH_PLACE = re.compile(r"(?:--set |(?P<file>.*?:\d+): )(?P<key>[\w.\"-]+?): (?P<text>.*)", re.DOTALL)
-"""A problem as the checker writes it: the override or the file and line, the key, the text."""
+"""Parses a message of the checker: the override, or the file and line; then the key, then the text."""
 
 _LEADING_KEY = re.compile(r"(?P<key>[a-z]+(?:\.[\w-]+)+|--devices|--name)\b")
 
 
 def _field_problem(problem: str) -> FieldProblem:
-    """A problem of the checker, assigned to the field it is about."""
+    """Parse a message of the checker and assign it to the row of the field that it is about."""
     if problem.startswith("--name "):
         return FieldProblem(NAME, problem.removeprefix("--name "))
     match = _WITH_PLACE.fullmatch(problem)
@@ -150,7 +154,8 @@ def _field_problem(problem: str) -> FieldProblem:
 
 
 def _unsupported(spec: RunSpec) -> list[FieldProblem]:
-    """Problems of settings that this version refuses, and of runs over several machines, which cannot start here."""
+    """The problems of settings that this version does not support, and of runs over several machines, which the console
+    cannot start."""
     try:
         refuse_unsupported(spec)
     except SpecError as error:
@@ -165,7 +170,8 @@ def _unsupported(spec: RunSpec) -> list[FieldProblem]:
 
 
 def _missing_data(spec: RunSpec) -> list[FieldProblem]:
-    """A problem for each data file that does not exist. The engine would notice only after loading the model."""
+    """A problem for each data file that does not exist. Without this check the engine would fail only after loading the
+    model."""
     paths = [(source.name, source.path) for source in spec.recipe.data.sources if source.enabled and source.path]
     return [FieldProblem(SOURCES + name, f"{NO_FILE}{path}") for name, path in paths if not _may_exist(path)]
 

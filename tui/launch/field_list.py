@@ -32,7 +32,7 @@ HINT_LINES = 2
 
 
 class FieldInput(OrderedKeys, Input):
-    """The input field over the edited row."""
+    """The input field that is placed over the row being edited."""
 
     BINDINGS = [Binding("escape,up,down", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration
     virtual_size = Reactive(Size(0, 0), layout=False)
@@ -45,17 +45,18 @@ class FieldInput(OrderedKeys, Input):
         self.disable_messages(Input.Changed)
 
     def watch_value(self, value: str) -> None:
-        """Report the text at once, while the key is being handled: after a message the screen would repaint twice,
-        first the letter and then everything that changes with it."""
+        """Report the new text directly while the key is handled. If it were reported with a message, the screen would
+        be repainted twice: first with the letter, then with everything that changes because of it."""
         self._typed(value)
 
     def action_leave(self) -> None:
-        """End the editing and keep the text."""
+        """End the editing; the typed text remains the value of the field."""
         self.post_message(self.Submitted(self, self.value))
 
 
 class FieldList(Vertical):
-    """The rows, the input field over them, and a hint of two lines on the row under the cursor."""
+    """A list of fields with an input field over the row being edited, and a hint of two lines about the row under the
+    cursor."""
 
     DEFAULT_CSS = f"""
     FieldList {{ height: 1fr; layers: rows field; }}
@@ -65,21 +66,21 @@ class FieldList(Vertical):
     """
 
     class EditEnded(Message):
-        """The editing of a row has ended."""
+        """Message: the user has finished editing a row."""
 
         def __init__(self, key: str, text: str) -> None:
             super().__init__()
             self.key, self.text = key, text
 
     class Highlighted(Message):
-        """The cursor moved to another row."""
+        """Message: the cursor moved to another row."""
 
     def __init__(
         self, allowed_values: Callable[[str], list[str]], before_edit: Callable[[], None],
         on_typed: Callable[[str, str], None], *, ascii_only: bool,
     ) -> None:  # fmt: skip
-        """`allowed_values` returns the values that Enter cycles through, none for a key that is typed; `before_edit` is
-        called before a row is changed, `on_typed` with key and text at every change."""
+        """`allowed_values` returns the values through which Enter cycles, an empty list for a field whose value is
+        typed; `before_edit` is called before a row is changed, `on_typed` with key and text at every change."""
         super().__init__(id="fields")
         self._allowed_values, self._before_edit, self._on_typed = allowed_values, before_edit, on_typed
         self._ascii_only = ascii_only
@@ -103,7 +104,7 @@ class FieldList(Vertical):
         return self._rows[index] if index < len(self._rows) else None
 
     def set_rows(self, rows: Sequence[FieldRow], problems: dict[str, str], *, width: int) -> None:
-        """Show these rows, with the problem of each by its key."""
+        """Show these rows; `problems` maps the key of a row to its problem."""
         self._rows = list(rows)
         before = self._drawn
         drawn = [(row, problems.get(row.key, ""), width) for row in rows]
@@ -131,11 +132,12 @@ class FieldList(Vertical):
         return Content.assemble(line, (f"  {problem}", "$bad")) if problem and room > 20 else line
 
     def focus_rows(self) -> None:
-        """Give the rows the focus."""
+        """Move the focus to the rows."""
         self.screen.set_focus(self.query_one(RowList))
 
     def edit(self) -> None:
-        """Edit the row under the cursor: take the next of its allowed values, else open the input field."""
+        """Edit the row under the cursor: set the next of its allowed values, or open the input field if there are
+        none."""
         row = self.row
         if row is None:
             return
@@ -157,12 +159,12 @@ class FieldList(Vertical):
         self.screen.set_focus(field)
 
     def _place(self, rows: RowList, field: FieldInput) -> None:
-        """Place the input field over its row."""
+        """Place the input field over the row under the cursor."""
         field.styles.offset = (VALUE_AT, rows.cursor - rows.top)
         field.styles.width = max(8, self.size.width - VALUE_AT)
 
     def _changed(self, text: str) -> None:
-        """Report a change of the text, except for the one that fills the field before the editing begins."""
+        """Report a change of the text. The change that fills the field before the editing begins is not reported."""
         if self._edited:
             self._on_typed(self._edited, text.strip())
 
@@ -172,7 +174,7 @@ class FieldList(Vertical):
         self.edit()
 
     def on_row_list_highlighted(self, event: RowList.Highlighted) -> None:
-        """Report that the cursor moved."""
+        """Post `Highlighted` when the cursor moves."""
         event.stop()
         self.post_message(self.Highlighted())
 
@@ -185,6 +187,6 @@ class FieldList(Vertical):
         self.post_message(self.EditEnded(key, event.value.strip()))
 
     def on_resize(self, _event: events.Resize) -> None:
-        """Keep the input field over its row."""
+        """Place the input field over its row again after a resize."""
         if self._edited:
             self._place(self.query_one(RowList), self.query_one(FieldInput))

@@ -30,7 +30,8 @@ SOURCES = "data.sources."
 
 
 class LaunchField(NamedTuple):
-    """A key of profile or recipe that has its own row, if `shown_for` is true of the run spec."""
+    """A key of the profile or recipe that has its own row on the Launch screen, unless `shown_for` is false for the run
+    spec."""
 
     key: str
     label: str
@@ -89,23 +90,23 @@ SPECIAL_HELP = {
 
 
 class FieldRow(NamedTuple):
-    """One field with its present value."""
+    """One row of the field list: a key with its present value."""
 
     key: str
     label: str
     value: str
-    """In the form in which it is typed; empty where nothing is set."""
+    """The value as the user would type it; empty if none is set."""
     note: str = ""
     """Shown after the value: what "auto" was resolved to, or the default of an empty field."""
     changed: bool = False
-    """Whether it differs from the file."""
+    """Whether the value differs from the one in the file."""
 
 
 def field_rows(
     spec: RunSpec | None, overrides: Mapping[str, str], options: Mapping[str, str], cwd: Path,
     with_problems: Sequence[str] = (),
 ) -> list[FieldRow]:  # fmt: skip
-    """Every row, for a spec that was resolved with these overrides; `options` are --devices and --name.
+    """All rows of the field list, for a spec resolved with these overrides; `options` are --devices and --name.
 
     Keys with an override, an option or a problem always get a row. If `spec` is None, because it has errors, only these
     rows and the row for typing any other key are returned.
@@ -122,7 +123,8 @@ def _rows_of_field(
     field: LaunchField, spec: RunSpec | None, overrides: Mapping[str, str], options: Mapping[str, str], cwd: Path,
     needed: Container[str],
 ) -> list[FieldRow]:  # fmt: skip
-    """The rows of one field: none where it is not shown, one for each source of the data, else one."""
+    """The rows of one field: no row if the field is not shown, one row per data source for the data field, else one
+    row."""
     if field.key not in needed and (spec is None or not field.shown_for(spec)):
         return []
     if field.key == SOURCES:
@@ -149,26 +151,28 @@ def _source_row(source: Source, overrides: Mapping[str, str], cwd: Path) -> Fiel
 
 
 def relative_to_cwd(path: str, cwd: Path) -> str:
-    """A path below the working directory, relative to it; any other path as it is."""
+    """Make a path below the working directory relative to that directory; any other path is returned unchanged."""
     inside = os.path.isabs(path) and os.path.commonpath([path, cwd]) == str(cwd)
     return os.path.relpath(path, cwd) if inside else path
 
 
 def row_of_key(key: str) -> str:
-    """The key of the row that shows this override: the source's row for its path or hub, else the key itself."""
+    """The key of the row that shows an override of `key`: for the path or hub of a data source, the row of the source;
+    else `key`."""
     head, _, last = key.rpartition(".")
     return head if key.startswith(SOURCES) and last in ("path", "hub") else key
 
 
 def overrides_from(row: str, text: str) -> dict[str, str]:
-    """The overrides that a text typed in a row makes: a data row sets the source's path or hub."""
+    """The overrides that result from typing `text` into a row; the row of a data source sets the source's `path` or
+    `hub`."""
     if not row.startswith(SOURCES):
         return {row: text}
     return {f"{row}.hub": text.removeprefix(HUB)} if text.startswith(HUB) else {f"{row}.path": text}
 
 
 def _default_note(key: str, spec: RunSpec | None) -> str:
-    """What an empty run name or device list stands for."""
+    """The note of an empty run name or device list: the value that is used instead."""
     if spec is None:
         return ""
     if key == NAME:
@@ -178,7 +182,7 @@ def _default_note(key: str, spec: RunSpec | None) -> str:
 
 
 def value_at(spec: RunSpec, key: str) -> Any:
-    """The value under a dotted key of profile or recipe; None where the key leads nowhere."""
+    """The value under a dotted key of the profile or recipe; None if there is no such key."""
     node: Any = spec.profile if kind_of_table(key.partition(".")[0]) == "profile" else spec.recipe
     for part in key.split("."):
         node = getattr(node, part, None)
@@ -186,7 +190,7 @@ def value_at(spec: RunSpec, key: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A value in the form in which it is typed after --set KEY=."""
+    """Format a value as the user would type it after --set KEY=."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -197,7 +201,7 @@ def format_value(value: Any) -> str:
 
 
 def allowed_values(key: str) -> list[str]:
-    """The values that Enter cycles through; empty for a key whose value is typed."""
+    """The values through which Enter cycles; empty for a key whose value is typed."""
     place = tuple(key.split("."))
     allowed = describe.allowed_at(_model(key), place)
     if allowed == "true or false":

@@ -1,4 +1,5 @@
-"""Profiles and recipes as rows of a list. Pure functions; titles and names come from files and are cleaned."""
+"""Profiles and recipes as rows of a list. Pure functions; titles and names come from files, so control
+characters are replaced."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ VERDICT_WIDTH = 14
 
 
 def name_width(entries: Sequence[FileEntry]) -> int:
-    """Cells for the names of a list."""
+    """The width of the column of names, in cells, for a list of these entries."""
     return min(MAX_NAME_WIDTH, max((len(entry.path.stem) for entry in entries), default=0))
 
 
 def profile_row(entry: FileEntry, *, chosen: bool, name_width: int, ascii_only: bool) -> Content:
-    """A profile's name, and a note: that it is this machine, or why it does not match this machine, or its title."""
+    """A row with a profile's name and a note: that it is the profile of this machine, why it does not match this
+    machine, or its title."""
     mark, name = _mark_and_name(entry, chosen, name_width, ascii_only)
     if entry.broken or entry.problem:
         glyph = glyphs("✗" if entry.broken else "⚠", ascii_only=ascii_only)
@@ -40,7 +42,7 @@ def profile_row(entry: FileEntry, *, chosen: bool, name_width: int, ascii_only: 
 def recipe_row(
     entry: FileEntry, evaluated: EvaluatedChoice | None, *, chosen: bool, name_width: int, ascii_only: bool
 ) -> Content:
-    """A recipe's name, its verdict on the chosen profile ("…" until it is known), and its title."""
+    """A row with a recipe's name, its verdict on the chosen profile ("…" until it is computed), and its title."""
     mark, name = _mark_and_name(entry, chosen, name_width, ascii_only)
     if entry.broken:
         cross = glyphs("✗", ascii_only=ascii_only)

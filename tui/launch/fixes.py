@@ -16,7 +16,7 @@ from tui.launch.fields import format_value
 
 
 class FixLine(NamedTuple):
-    """A line of text and the suggestion it belongs to; None for a heading."""
+    """A line of text and the suggestion that it describes; None for a heading."""
 
     content: Content
     suggestion: Suggestion | None
@@ -30,7 +30,7 @@ def fix_lines(advice: Advice, width: int) -> list[FixLine]:
 
 
 def _wrapped(content: Content, width: int) -> Iterator[Content]:
-    """The content in lines; those after the first are indented by two."""
+    """Wrap the content into lines; all lines but the first are indented by two cells."""
     first, *rest = content.wrap(max(16, width))
     yield first
     if rest:

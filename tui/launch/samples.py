@@ -1,4 +1,4 @@
-"""Tokenised samples of a choice's data: read by a process of its own, and shown as lines of text.
+"""Tokenised samples of a choice's data: read by a separate process, and formatted as lines of text.
 
 The console never imports torch or transformers; `tunedeck data --json` tokenises and prints a report. The texts come
 from data sets: control characters are written out, and nothing in them is read as markup.
@@ -23,15 +23,16 @@ from engine.spec.files.text import visible
 SAMPLES = 8
 
 TARGET_MARKS = ("⟦", "⟧")
-"""Stand around text whose tokens are target tokens."""
+"""Printed before and after text whose tokens are target tokens."""
 
 ASCII_TARGET_MARKS = ("[[", "]]")
 
 
 async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
-    """The report of `tunedeck data` for these arguments. Raises TunedeckError with the command's own message.
+    """Run `tunedeck data` with these arguments and return its report. Raises TunedeckError with the command's error
+    message.
 
-    Cancelling the call ends the process.
+    If the call is cancelled, the process is ended.
     """
     try:
         process = await asyncio.create_subprocess_exec(
@@ -55,7 +56,7 @@ async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool) -> list[Content]:
-    """The report's counts, then each sample; target tokens are bold and between marks."""
+    """The counts of the report, then each sample; target tokens are bold and enclosed in TARGET_MARKS."""
     contents = [*_counts(report), *_samples(report, ASCII_TARGET_MARKS if ascii_only else TARGET_MARKS)]
     return [line for content in contents for line in content.wrap(max(16, width - 1))]
 

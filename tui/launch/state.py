@@ -33,7 +33,7 @@ QUEUE_WAIT_SECONDS = 24 * 3600.0
 
 @dataclass(frozen=True)
 class LaunchSnapshot:
-    """Everything the widgets of the Launch screen show, at one moment."""
+    """All values that the widgets of the Launch screen show, taken at one moment."""
 
     choice: Choice
     evaluated: EvaluatedChoice
@@ -65,13 +65,13 @@ class LaunchState:
         """A choice, and the value that each of its fields has without an override."""
 
     def snapshot(self) -> LaunchSnapshot:
-        """What the widgets show now."""
+        """Collect the values that the widgets have to show now."""
         return LaunchSnapshot(
             self.choice, self.evaluated, self._last_valid, self.field_rows(), self.profiles, self.recipes, self.verdicts
         )
 
     def begin(self, settings: object = None) -> None:
-        """Read the files again, and begin with `settings` where there are any."""
+        """Read the profile and recipe files again; if `settings` are given, make them the choice."""
         self._read_files()
         default = self.choice if self.choice.profile else self._first_choice()
         if settings is not None:
@@ -80,7 +80,7 @@ class LaunchState:
         self._evaluate()
 
     def _first_choice(self) -> Choice:
-        """The default: this machine's profile, and the first recipe that can be started on it."""
+        """The initial choice: this machine's profile, and the first recipe that can be started on it."""
         choices = [Choice(self.profiles[0].argument, recipe.argument) for recipe in self.recipes]
         startable = (choice for choice in choices if evaluate_choice(choice).start_refusal("start") is None)
         return next(startable, choices[0])
@@ -91,7 +91,7 @@ class LaunchState:
         self._file_values = None
 
     def _evaluate(self) -> None:
-        """Evaluate the choice; called after every change of it."""
+        """Evaluate the choice; every method that changes the choice calls this."""
         files = (self.choice.profile, self.choice.recipe)
         if files[0] not in [entry.argument for entry in self.profiles]:
             self.profiles.append(find_entry("profile", files[0], self._machine))
@@ -106,7 +106,8 @@ class LaunchState:
         self._evaluated_files = files
 
     def _evaluate_on_this_machine(self) -> EvaluatedChoice:
-        """The evaluation; a profile that does not match this machine is planned for, but its mismatch is a problem."""
+        """Evaluate the choice. If the profile does not match this machine, there is a plan, and also a problem that
+        prevents a start."""
         evaluated, profile = evaluate_choice(self.choice), self.profiles[self.positions[0]]
         if evaluated.spec is None or not profile.problem:
             return evaluated
@@ -114,12 +115,12 @@ class LaunchState:
 
     @property
     def positions(self) -> tuple[int, int]:
-        """Indices of the chosen profile and recipe in their lists."""
+        """The index of the chosen profile in `profiles`, and of the chosen recipe in `recipes`."""
         profiles, recipes = [entry.argument for entry in self.profiles], [entry.argument for entry in self.recipes]
         return profiles.index(self.choice.profile), recipes.index(self.choice.recipe)
 
     def field_rows(self) -> list[FieldRow]:
-        """All fields with their values; the note of the micro-batch says how it divides the batch."""
+        """All fields with their values; the note of the micro-batch field shows how the batch is divided."""
         with_problems = [problem.row for problem in self.evaluated.problems if problem.row]
         choice, split = self.choice, self.evaluated.batch_split
         rows = field_rows(
@@ -129,16 +130,17 @@ class LaunchState:
             return rows
         return [row._replace(note=split.formula) if row.key == "train.micro_batch" else row for row in rows]
 
-    # Slower evaluations, made while nobody types.
+    # Slower evaluations, made while the user does not type.
 
     def advice(self, *, compute: bool = False) -> Advice | None:
-        """Advice for the present choice; None without a plan. It is computed only where `compute` is set."""
+        """Advice for the present choice, or None without a plan. Unless `compute` is set, only advice computed earlier
+        is returned."""
         if compute and self.evaluated.plan is not None and self.evaluated.spec is not None and self.advice() is None:
             self._advice = (self.choice, advise(self.evaluated.spec))
         return self._advice[1] if self._advice is not None and self._advice[0] == self.choice else None
 
     def compute_next_verdict(self) -> bool:
-        """Evaluate one more recipe on the chosen profile; False when all were."""
+        """Evaluate one more recipe on the chosen profile; returns False if all recipes have been evaluated."""
         entry = next((entry for entry in self.recipes if entry.argument not in self.verdicts), None)
         if entry is not None:
             self.verdicts[entry.argument] = evaluate_choice(Choice(self.choice.profile, entry.argument))
@@ -147,13 +149,13 @@ class LaunchState:
     # Changes of the choice.
 
     def remember(self) -> None:
-        """Keep the present choice for `undo`."""
+        """Store the present choice for `undo`."""
         if self.choice.profile and (not self._history or self._history[-1] != self.choice):
             self._history.append(self.choice)
 
     @property
     def can_undo(self) -> bool:
-        """Whether a choice was kept for `undo`."""
+        """Whether a choice is stored for `undo`."""
         return bool(self._history)
 
     def undo(self) -> None:
@@ -169,14 +171,15 @@ class LaunchState:
             self._evaluate()
 
     def set_field(self, key: str, text: str) -> None:
-        """Set a field while it is typed. A text equal to the file's value makes no override."""
+        """Set a field; called at every letter typed. A text equal to the value in the file makes no override."""
         without = self.choice.without_field(key)
         in_file = key != NAME and self._file_value(without, key) == text
         self.choice = without if in_file else without.with_field(key, text)
         self._evaluate()
 
     def _file_value(self, without: Choice, key: str) -> str | None:
-        """A field's value without its override; cached, because it is needed for every letter typed into the field."""
+        """The value that a field has without its override; cached, because every letter typed into the field needs the
+        value."""
         if self._file_values is None or self._file_values[0] != without:
             spec = evaluate_choice(without).spec
             rows = field_rows(spec, without.overrides, without.options, working_directory()) if spec is not None else []
@@ -184,7 +187,7 @@ class LaunchState:
         return self._file_values[1].get(key)
 
     def apply(self, suggestion: Suggestion) -> str:
-        """Apply a suggested fix; returns the changes as text."""
+        """Apply a suggested fix; returns a text that lists the changes."""
         changes = {key: format_value(after) for key, (_, after) in suggestion.changes.items()}
         choice = self.choice
         for key, text in changes.items():
@@ -195,11 +198,13 @@ class LaunchState:
     # Runs and files made from the choice. Both read the files again: they may have changed since the last key.
 
     def make_run(self, runs_dir: Path, *, force: bool = False) -> tuple[RunDirectory, list[str]]:
-        """Create a run directory, ready for an engine; returned with notices. Raises TunedeckError."""
+        """Create the run directory for the present choice, ready for an engine to start; returns it with notices.
+        Raises TunedeckError."""
         return create_run(self._current_spec(), runs_dir, force=force)
 
     def enqueue_run(self, runs_dir: Path) -> tuple[str, int]:
-        """Put the run at the end of the queue; its name and its place. Raises TunedeckError."""
+        """Put the run at the end of the queue; returns the run's name and its place in the queue. Raises
+        TunedeckError."""
         spec = self._current_spec()
         limits = spec.limits.model_copy(update={"wait_seconds": QUEUE_WAIT_SECONDS})
         directory, _ = create_run(spec.model_copy(update={"limits": limits}), runs_dir)
@@ -213,17 +218,18 @@ class LaunchState:
 
     @property
     def changed_kinds(self) -> list[SpecKind]:
-        """Which of the two files has overrides: recipe, profile, both or none."""
+        """Which of the two files the overrides change: the recipe, the profile, both or none."""
         kinds: set[SpecKind] = {kind_of_table(key.partition(".")[0]) for key in self.choice.overrides}
         return sorted(kinds, reverse=True)
 
     def unused_name(self, kind: SpecKind) -> str:
-        """A name under which the changed file can be saved."""
+        """A free name under which the changed profile or recipe can be saved."""
         entry = self.profiles[self.positions[0]] if kind == "profile" else self.recipes[self.positions[1]]
         return user_files.unused_name(kind, entry.path.stem)
 
     def save(self, kind: SpecKind, name: str) -> Path:
-        """Write the changed file under a new name and choose it. Raises UsageError or SpecError."""
+        """Save the changed profile or recipe under a new name, and choose the new file. Raises UsageError or
+        SpecError."""
         source = self.choice.profile if kind == "profile" else self.choice.recipe
         path = user_files.save_as(kind, source, self.choice.set_arguments, name)
         overrides = self.choice.overrides.items()

@@ -25,10 +25,10 @@ FIXES, SAMPLES, COMMAND = TABS = ("fixes", "samples", "command")
 
 
 class TabContents:
-    """The lines of the tabs for the present choice."""
+    """Makes the lines that the tabs show for the present choice."""
 
     def __init__(self, state: LaunchState, *, runs: str, ascii_only: bool) -> None:
-        """`runs` is the console's --runs, for the command."""
+        """`runs` is the console's --runs flag, which becomes part of the headless command."""
         self._state, self._runs, self._ascii_only = state, runs, ascii_only
         self._fixes: list[FixLine] = []
         self._report: tuple[Choice, Mapping[str, Any]] | None = None
@@ -36,11 +36,12 @@ class TabContents:
         """What the samples tab says instead of samples; empty where it shows them."""
 
     def lines(self, tab: str, width: int) -> list[Content]:
-        """The lines of one tab."""
+        """The lines of the tab `tab`, which is one of TABS."""
         return {FIXES: self._fix_lines, SAMPLES: self._sample_lines, COMMAND: self._command_lines}[tab](width)
 
     def _fix_lines(self, width: int) -> list[Content]:
-        """The advice as lines. Until it is computed, the advice for the previous choice is shown, to avoid flicker."""
+        """The advice as lines. Until the advice is computed, the lines for the previous choice are shown, to avoid
+        flicker."""
         advice = self._state.advice()
         if self._state.evaluated.plan is None:
             self._fixes = []
@@ -68,7 +69,8 @@ class TabContents:
         return train_command(self._state.choice, runs=self._runs)
 
     def suggestion(self, line: int | None, width: int) -> Suggestion | None:
-        """The suggestion on a line of the fixes, else the first one. Computes the advice where that is still to do."""
+        """The suggestion described on a line of the fixes tab, or the first suggestion if `line` is None or a heading.
+        Computes the advice if necessary."""
         if self._state.advice() is None:
             advice = self._state.advice(compute=True)
             self._fixes = fix_lines(advice, width) if advice is not None else []
@@ -76,7 +78,7 @@ class TabContents:
         return next((fix.suggestion for fix in [*on_line, *self._fixes] if fix.suggestion is not None), None)
 
     async def read_samples(self, choice: Choice) -> None:
-        """Read the samples of a choice in a process of its own."""
+        """Read the samples of a choice in a separate process."""
         try:
             self._report = (choice, await read_samples(data_arguments(choice)))
             self.samples_status = ""

@@ -30,10 +30,10 @@ PANES = PROFILES, RECIPES, FIELDS, PANEL = ("profiles", "recipes", "field-pane",
 
 
 class LaunchView(Vertical):
-    """Four panes and the budget."""
+    """The widget that fills the Launch screen: four panes and, below them, the budget."""
 
     class Refocused(Message):
-        """Another pane came to the front."""
+        """Message: another pane came to the front."""
 
     def __init__(self, tabs: Sequence[str], fields: FieldList, *, ascii_only: bool) -> None:
         super().__init__(id="launch")
@@ -60,7 +60,7 @@ class LaunchView(Vertical):
 
     @property
     def panel(self) -> TabPanel:
-        """The pane with the tabs."""
+        """The pane that contains the tabs."""
         return self.query_one(TabPanel)
 
     def focus_pane(self, pane: str) -> None:
@@ -69,11 +69,11 @@ class LaunchView(Vertical):
         self.screen.set_focus(self.query_one(f"#{pane} RowList", RowList))
 
     def focus_next_pane(self, by: int) -> None:
-        """Focus the pane `by` places after the one in front; before it where `by` is negative."""
+        """Focus the pane `by` places after the pane in front, or before it if `by` is negative."""
         self.focus_pane(PANES[(PANES.index(self.pane) + by) % len(PANES)])
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        """Bring the pane to the front whose widget got the focus."""
+        """Bring a pane to the front when a widget inside it gets the focus."""
         inside = {widget.id for widget in event.widget.ancestors_with_self}
         self._bring_to_front(next(pane for pane in PANES if pane in inside))
 
@@ -86,7 +86,7 @@ class LaunchView(Vertical):
         self.post_message(self.Refocused())
 
     def show_lists(self, snapshot: LaunchSnapshot) -> None:
-        """Show both lists of files, with the chosen ones marked and the verdicts beside the recipes."""
+        """Show the lists of profiles and recipes, with the chosen files marked, and each recipe's verdict."""
         profiles, recipes, ascii_only = snapshot.profiles, snapshot.recipes, self._ascii_only
         chosen = [entry.argument == snapshot.choice.profile for entry in profiles]
         width = file_rows.name_width(profiles)
@@ -106,12 +106,12 @@ class LaunchView(Vertical):
         ])  # fmt: skip
 
     def move_cursors(self, profile: int, recipe: int) -> None:
-        """Move the cursors of both lists to these rows."""
+        """Move the cursor of the profile list and the cursor of the recipe list to these rows."""
         self.query_one("#profile-rows", RowList).move_to(profile)
         self.query_one("#recipe-rows", RowList).move_to(recipe)
 
     def show_fields(self, snapshot: LaunchSnapshot) -> None:
-        """Show the fields, each with its problem, and the hint of the one under the cursor."""
+        """Show the fields, each with its problem, and the hint about the field under the cursor."""
         rows = [row._replace(note=glyphs(row.note, ascii_only=self._ascii_only)) for row in snapshot.fields]
         self._changed_fields = sum(row.changed for row in rows)
         problems = {row.key: visible(snapshot.evaluated.problem_of(row.key)) for row in rows}
@@ -119,7 +119,8 @@ class LaunchView(Vertical):
         self.show_hint(snapshot.evaluated)
 
     def show_hint(self, evaluated: EvaluatedChoice) -> None:
-        """Show the key of the field under the cursor, and its problem or else its description."""
+        """Show the key of the field under the cursor with the field's problem, or its description if it has no
+        problem."""
         row = self.fields.row
         changed = f"  {self._changed_fields} changed" if self._changed_fields else ""
         self._show_heading(FIELDS, "Fields" + changed, [], visible(row.key) if row is not None else "")
@@ -144,7 +145,8 @@ class LaunchView(Vertical):
         self.panel.show(lines, self._front_mark(PANEL))
 
     def _show_heading(self, pane: str, text: str, chosen: Sequence[bool], right: str = "") -> None:
-        """Show a pane's heading: for a list also the chosen row and the number of rows; `right` at its right end."""
+        """Show the heading of a pane, with `right` at its right end. `chosen` says for each row of a list whether it is
+        the chosen one; the heading then also shows the place of that row and the number of rows."""
         count = f"  {chosen.index(True) + 1} of {len(chosen)}" if True in chosen else ""
         style = "bold" if pane == self.pane else "bold $muted"
         line = Content.assemble((self._front_mark(pane), "bold $info"), (text + count, style))
