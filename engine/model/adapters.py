@@ -1,7 +1,7 @@
 """Adds LoRA adapters with peft, and reports which modules got one.
 
-Targets are resolved to module names here, so that a pattern without a match is an error and the report is exact.
-Modules trained in full beside LoRA are peft's modules_to_save, which PeftModel.from_pretrained restores.
+Patterns for targets are resolved to module names here, so that a pattern without a match is an error. Modules that are
+trained in full besides LoRA become peft's modules_to_save, which PeftModel.from_pretrained restores.
 
 Try: `python -m pytest tests/model/test_patterns.py`.
 """
@@ -34,7 +34,7 @@ class Coverage:
 
     adapted: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
-    """Linear layers without adapters."""
+    """Linear layers without adapters (LoRA) or with frozen weights (full fine-tuning)."""
     experts_adapted: Counter[str] = field(default_factory=Counter)
     experts_left_out: Counter[str] = field(default_factory=Counter)
     """Fused expert weights (one 3-D parameter for all experts of a layer)."""
@@ -42,7 +42,7 @@ class Coverage:
     """Modules (LoRA) or parameters (full) that are trained in full."""
 
     def text(self) -> str:
-        """The report as lines of text."""
+        """Format the numbers as lines of text."""
         lines = [_line("adapters on", self.adapted)] if self.adapted else []
         if self.experts_adapted:
             lines.append(_line("adapters on fused experts", self.experts_adapted))
@@ -97,9 +97,9 @@ def add_adapters(
 
 
 def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
-    """Raise UsageError where one of `modules` got no adapter.
+    """Raise UsageError if one of `modules` has no adapter.
 
-    In a family with fused experts, peft takes gate_proj, up_proj and down_proj for names of the experts' weights
+    In a family with fused experts, peft reads gate_proj, up_proj and down_proj as names of the experts' weights
     (`utils/transformers_weight_conversion.py`, 0.21), and skips plain layers with these names.
     """
     adapted = _adapted_modules(model)
@@ -115,7 +115,7 @@ def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
 def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
     """Wrap `model` with a saved adapter, to train it further with its own rank and targets, not the recipe's."""
     linears, experts = linear_layers(model), fused_experts(model)
-    # A file cannot be loaded to "meta"; such a model only takes over the shapes.
+    # A file cannot be loaded to "meta". A model on "meta" takes only the shapes of the tensors loaded to the CPU.
     place = "cpu" if model.device.type == "meta" else str(model.device)
     wrapped = PeftModel.from_pretrained(
         model, adapter, is_trainable=True, autocast_adapter_dtype=method.adapter_dtype == "float32",
@@ -127,7 +127,7 @@ def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tu
 
 
 def set_adapter_dtype(model: PeftModel, method: Method) -> None:
-    """Convert the low-rank matrices to the recipe's dtype. peft converts only those of a half-precision base."""
+    """Convert the low-rank matrices to the recipe's dtype. peft converts them only if the base is in half precision."""
     dtype = torch.float32 if method.adapter_dtype == "float32" else torch.bfloat16
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -135,7 +135,7 @@ def set_adapter_dtype(model: PeftModel, method: Method) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every linear layer by dotted name, without the output head. GPT-2's Conv1D counts as one."""
+    """Return every linear layer by dotted name, except the output head. GPT-2's Conv1D counts as a linear layer."""
     head = model.get_output_embeddings()
     return {
         name: module
@@ -145,7 +145,8 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Parameters with the weights of all experts of a layer: three dimensions, in a module named "experts"."""
+    """Return the parameters with the weights of all experts of a layer: three dimensions, in a module named
+    "experts"."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -156,7 +157,8 @@ def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def choose_targets(
     linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], method: Method
 ) -> list[str]:
-    """Dotted names that get adapters, in the model's order. In a vision encoder, only those that a pattern names."""
+    """Return the dotted names that get adapters, in the model's order. In a vision encoder, only those that the
+    recipe's patterns match."""
     if method.targets == "all-linear":
         chosen = [name for name in linears if not in_vision_encoder(name)]
     elif method.targets == "attention":
@@ -176,7 +178,7 @@ def choose_targets(
 
 
 def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
-    """The modules whose parameters are exactly those matched by `patterns`.
+    """Return the names of the modules whose parameters are exactly those matched by `patterns`.
 
     Raises:
         UsageError: a pattern matches only some parameters of a module, which an adapter folder cannot hold.
@@ -211,7 +213,7 @@ def coverage_of(
 
 
 def _adapted_modules(model: PeftModel) -> set[str]:
-    """Names in the base model of the modules that have an adapter."""
+    """Return the names of the modules that have an adapter, as in the base model (without peft's prefix)."""
     return {
         name.removeprefix("base_model.model.")
         for name, module in model.named_modules()
@@ -226,7 +228,11 @@ def _touches_tied(model: PreTrainedModel, modules: Sequence[str]) -> bool:
 
 
 def _match_all(patterns: Sequence[str], names: Sequence[str], key: str) -> set[str]:
-    """Names that a glob matches as a whole, or by their trailing parts ("q_proj")."""
+    """Return those of `names` that a glob in `patterns` matches, as a whole or by their last parts ("q_proj").
+
+    Raises:
+        UsageError: a glob matches no name; `key` is the recipe key named in the message.
+    """
     chosen: set[str] = set()
     for pattern in patterns:
         hits = {name for name in names if matches(pattern, name) or compile_pattern("**." + pattern).fullmatch(name)}
@@ -249,7 +255,7 @@ def _first(owner: str, names: Sequence[str]) -> str:
 
 
 def _layer_type(name: str) -> str:
-    """The last two parts of a dotted name that are not numbers."""
+    """Return the last two parts of a dotted name, not counting numbers ("self_attn.q_proj")."""
     words = [part for part in name.split(".") if not part.isdecimal()]
     return ".".join(words[-2:])
 

@@ -20,16 +20,16 @@ from engine.errors import EnvironmentProblem, UsageError
 AttentionChoice = Literal["auto", "flash", "sdpa", "eager"]
 
 POSITIONS_BY_AXIS = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Model types whose position ids have three axes, for images. They recognise packed documents only by a fourth, first
-axis with the positions in the text."""
+"""Model types whose position ids have three axes, for images. They recognise packed documents only if the position ids
+have a fourth axis, put before the three, with the positions in the text."""
 
 
 def resolve_attention(config: PreTrainedConfig, asked: AttentionChoice, device: Device, dtype: torch.dtype) -> str:
-    """The attention kernel to use, by its name in transformers.
+    """Choose the attention kernel; returns its name in transformers.
 
     Raises:
         EnvironmentProblem: flash was asked for and cannot run here.
-        UsageError: sdpa was asked for, and the architecture has none or one that computes something else.
+        UsageError: sdpa was asked for, but the architecture has none, or one that leaves out its attention soft-cap.
     """
     if asked == "eager":
         return "eager"
@@ -51,7 +51,7 @@ def resolve_attention(config: PreTrainedConfig, asked: AttentionChoice, device: 
 
 
 def attends_to_later_tokens(model: PreTrainedModel) -> bool:
-    """False when every attention module declares that it is causal: no later token influences an earlier one.
+    """Whether later tokens may influence earlier ones: False if every attention module declares that it is causal.
 
     True also for models without such a declaration, such as those that build position biases from the mask (Bloom).
     """
@@ -60,7 +60,8 @@ def attends_to_later_tokens(model: PreTrainedModel) -> bool:
 
 
 def _sdpa_is_right(config: PreTrainedConfig) -> bool:
-    """False where transformers has no sdpa for the model, or one that does not apply its attention soft-cap."""
+    """Whether sdpa computes the model's attention: transformers has an sdpa kernel for the model, and the model has no
+    attention soft-cap, which that kernel would leave out."""
     return _supports(config, "_supports_sdpa") and not getattr(config, "attn_logit_softcapping", None)
 
 

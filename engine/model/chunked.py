@@ -3,8 +3,8 @@
 Shapes: N target tokens, H hidden size, V vocabulary, C tokens of one chunk.
 
 For a plain linear head, gradients are computed in the forward pass while the chunk's logits exist. So nothing is
-computed twice, and backward keeps [N, H] (and [V, H] where the head is trained), never [N, V]. For any other head, such
-as one with an adapter, activation checkpointing recomputes each chunk.
+computed twice, and only gradients of shape [N, H] (and [V, H] if the head is trained) are stored for backward, never
+[N, V]. For any other head, such as a head with an adapter, activation checkpointing recomputes each chunk.
 
 Try: `python -m pytest tests/model/test_loss.py`.
 """
@@ -24,7 +24,7 @@ from engine.model.head import OutputHead
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Settings of the loss, and how many tokens' logits exist at once."""
+    """Label smoothing and logit soft-cap of the loss, and the number of tokens in a chunk."""
 
     label_smoothing: float
     softcap: float | None
@@ -32,13 +32,13 @@ class LossSettings:
 
 
 def chunked_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> Tensor:
-    """Sum of token losses, an fp32 scalar."""
+    """Compute the sum of token losses, an fp32 scalar, chunk by chunk."""
     if head.scale != 1.0:
         hidden_NH = hidden_NH * head.scale
     if head.linear is not None:
         weight_VH: Tensor = head.linear.weight
         bias_V: Tensor | None = head.linear.bias
-        if not torch.is_grad_enabled():  # the function would compute the head's gradient all the same
+        if not torch.is_grad_enabled():  # else _LinearLoss would compute the head's gradient needlessly
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         apply: Callable[..., Tensor] = _LinearLoss.apply
         return apply(hidden_NH, weight_VH, bias_V, targets_N, settings)
@@ -56,7 +56,7 @@ def token_losses(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float) -
 
 
 def _through_module(head: OutputHead, hidden_CH: Tensor, targets_C: Tensor, settings: LossSettings) -> Tensor:
-    """Sum of the losses of one chunk through the head's own forward; hidden_CH is already scaled."""
+    """Compute the sum of one chunk's token losses by calling the head module; hidden_CH is already scaled."""
     logits_CV = head.project(hidden_CH).float()
     if settings.softcap is not None:
         logits_CV = (logits_CV / settings.softcap).tanh() * settings.softcap
@@ -65,7 +65,8 @@ def _through_module(head: OutputHead, hidden_CH: Tensor, targets_C: Tensor, sett
 
 @dataclass
 class _Gradients:
-    """Gradients of the summed loss; None for a tensor that needs none. The bias accumulates in fp32."""
+    """Gradients of the summed loss; None for a tensor that requires no gradient. The bias gradient accumulates in
+    fp32."""
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
@@ -85,7 +86,7 @@ class _Gradients:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Loss of a plain linear head. Forward computes its gradients, backward only scales them."""
+    """The loss of a plain linear head. Forward also computes the gradients; backward only scales them."""
 
     @staticmethod
     def forward(
@@ -131,7 +132,8 @@ class _LinearLoss(torch.autograd.Function):
 def _loss_and_gradient(
     logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the chunk's losses and d(sum)/d(logits) in fp32. Works in place on one fp32 copy of the logits.
+    """Compute the sum of the chunk's losses and its gradient d(sum)/d(logits) in fp32, in place on one copy of the
+    logits.
 
     With p the softmax, y one-hot and ε the smoothing: d = p - (1-ε)·y - ε/V; a soft-cap z = c·tanh(x/c) multiplies it
     by 1 - (z/c)².

@@ -22,13 +22,13 @@ from engine.spec.schema.run import RunSpec
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class of transformers that loads this config: image-text-to-text for a model with a vision encoder,
+    """Return the Auto class of transformers for a config: image-text-to-text for a model with a vision encoder,
     else causal language model."""
     return AutoModelForImageTextToText if config.model_type in VISION_ENCODERS else AutoModelForCausalLM
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
-    """The base model's config.json as a dict (built-in, folder, hub, or the base of an earlier run)."""
+    """Return the base model's config.json as a dict (built-in, folder, hub, or the base of an earlier run)."""
     start = find_starting_weights(spec.recipe.model)
     if start.base.startswith(BUILTIN_PREFIX):
         return builtin_config(start.base)
@@ -36,17 +36,17 @@ def model_config_dict(spec: RunSpec) -> dict[str, Any]:
 
 
 def check_packing(spec: RunSpec) -> None:
-    """Raise UsageError where the recipe packs documents, but the model's attention would mix them."""
+    """Raise UsageError if the recipe packs documents, but the model would attend from one document to another."""
     if spec.recipe.data.packing:
         refuse_unsafe_packing(model_config_dict(spec), spec)
 
 
 def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedConfig:
-    """The config of the model a run starts from.
+    """Load the config of the model that a run starts from.
 
     Raises:
         UsageError: no config.json, or not a causal language model.
-        EnvironmentProblem: the hub cannot be reached, or refuses.
+        EnvironmentProblem: the hub cannot be reached, or refuses access.
     """
     if start.base.startswith(BUILTIN_PREFIX):
         facts = builtin_config(start.base)

@@ -28,17 +28,18 @@ RowKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What the masks of one forward pass depend on, beside module, position and feature."""
+    """The values, besides module, position and feature, that determine the dropout masks of one forward pass."""
 
     seed: int
     step: int
     sample_ids: tuple[int, ...]
     first_position: int = 0
-    """Position in the samples at which the rows begin; not 0 in slices of sequence parallelism."""
+    """Position in its sample of the first token of each row; above 0 only in slices of sequence parallelism."""
 
 
 class KeyedDropout(nn.Module):
-    """Dropout on [B, S, F] with a mask for each sample. Identity in evaluation mode."""
+    """Dropout on [B, S, F] whose masks, one per sample, are determined by a `DropoutKey`. Identity in evaluation
+    mode."""
 
     def __init__(self, probability: float, name: str) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class KeyedDropout(nn.Module):
         self.key: DropoutKey | None = None
 
     def forward(self, input_BSF: Tensor) -> Tensor:
-        """input_BSF with dropped elements set to 0 and the others scaled by 1/(1-p).
+        """Return input_BSF with dropped elements set to 0 and the others scaled by 1/(1-p).
 
         Raises:
             RuntimeError: used in training outside `keyed`, or the first dimension is not the number of samples.
@@ -66,7 +67,7 @@ class KeyedDropout(nn.Module):
 
 
 class _Drop(torch.autograd.Function):
-    """x · mask / (1 - p). The mask is computed again in backward."""
+    """Computes x · mask / (1 - p). Backward computes the mask again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, input_BSF: Tensor, keys: list[RowKey], first: int, probability: float) -> Tensor:
@@ -90,7 +91,7 @@ def key_dropout(model: nn.Module) -> None:
 
 
 def keyed_dropouts(model: nn.Module) -> list[KeyedDropout]:
-    """The KeyedDropout modules of a model. Keep the list: searching a large model takes milliseconds."""
+    """Return the KeyedDropout modules of a model. Reuse the list: searching a large model takes milliseconds."""
     return [module for module in model.modules() if isinstance(module, KeyedDropout)]
 
 
@@ -98,8 +99,8 @@ def keyed_dropouts(model: nn.Module) -> list[KeyedDropout]:
 def keyed(
     layers: Sequence[KeyedDropout], *, seed: int, step: int, sample_ids: Sequence[int], first_position: int = 0
 ) -> Iterator[None]:
-    """Inside the block, `layers` make the masks of one micro-batch. Run both forward and backward inside it: with
-    checkpointing, backward computes the layers again."""
+    """Inside the block, `layers` use the dropout masks of the micro-batch with these samples. Run both forward and
+    backward inside the block: with checkpointing, backward computes the layers again."""
     key = DropoutKey(seed, step, tuple(int(sample) for sample in sample_ids), first_position)
     for layer in layers:
         layer.key = key
@@ -111,7 +112,7 @@ def keyed(
 
 
 def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
-    """A 64-bit hash of seed, step, sample and module name."""
+    """Compute a 64-bit hash of seed, step, sample and module name."""
     text = f"{seed}\x1f{step}\x1f{sample}\x1f{module}".encode()
     return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
 
@@ -119,7 +120,7 @@ def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
 def keep_mask(
     key: RowKey, length: int, features: int, probability: float, device: torch.device, first: int = 0
 ) -> Tensor:
-    """Boolean mask [S, F] for positions from `first` on: True with probability 1 - p, to within 2^-32."""
+    """Compute a boolean mask [S, F] for positions from `first` on: True with probability 1 - p, to within 2^-32."""
     positions_S = torch.arange(first, first + length, dtype=torch.int32, device=device)
     positions_S = _mix(positions_S.mul_(-1640531527).add_(key[0]))
     features_F = _mix(torch.arange(features, dtype=torch.int32, device=device).mul_(-1640531527).add_(key[1]))
@@ -138,7 +139,8 @@ def _drop(tensor_BSF: Tensor, keys: list[RowKey], first: int, probability: float
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """murmur3's finaliser on int32, in place. Products wrap around; masks turn arithmetic shifts into logical ones."""
+    """Apply murmur3's finaliser to int32 values, in place. Products wrap around, and the constants 0xFFFF and 0x7FFFF
+    turn arithmetic shifts into logical shifts."""
     bits ^= (bits >> 16) & 0xFFFF
     bits *= -2048144789
     bits ^= (bits >> 13) & 0x7FFFF

@@ -1,4 +1,4 @@
-"""The choice of the parameters that are trained, by a recipe's patterns. A pattern that matches nothing is an error.
+"""Chooses the parameters to train by the patterns of a recipe. A pattern that matches nothing is an error.
 
 What a pattern means is in `engine.spec.name_patterns`. Try: `python -m pytest tests/model/test_patterns.py`.
 """
@@ -16,10 +16,10 @@ from engine.spec.schema.recipe import Method
 
 
 def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
-    """The names matched by any of `patterns`.
+    """Return the names that any of `patterns` matches.
 
     Raises:
-        UsageError: a pattern matches nothing; `key` is the recipe key it stands under.
+        UsageError: a pattern matches nothing; the message names `key`, the recipe key of the patterns.
     """
     names = list(names)
     chosen: set[str] = set()
@@ -32,7 +32,7 @@ def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
 
 
 def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
-    """The error for a pattern that matches nothing; it suggests similar names."""
+    """Create the error for a pattern that matches nothing. The error suggests similar names."""
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
     return UsageError(
         f"{key}: {pattern!r} matches no name in this model",
@@ -44,8 +44,9 @@ def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
 def freeze_parameters(model: nn.Module, method: Method, frozen_by_default: Iterable[str] = ()) -> None:
     """Set requires_grad for full fine-tuning.
 
-    Trained are all parameters, without `frozen_by_default`, or those of method.train_only; in both cases without those
-    of method.freeze. A tied weight has several names: a pattern for any of them applies, and freezing wins.
+    If method.train_only is set, the parameters that it matches are trained, otherwise all except `frozen_by_default`.
+    Parameters that method.freeze matches are never trained. A tied weight has several names: a pattern applies if it
+    matches any of them, and freezing takes precedence.
 
     Raises:
         UsageError: a pattern without a match, or no parameter left to train.

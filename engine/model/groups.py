@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizer, by weight decay and learning rate.
+"""Divides the trained parameters into the optimizer's parameter groups, by weight decay and learning rate.
 
 Try: `python -m pytest tests/model/test_patterns.py`.
 """
@@ -16,10 +16,11 @@ from engine.spec.schema.recipe import ParameterGroup, Train
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: Train) -> list[dict[str, Any]]:
-    """Groups with `params`, `names`, `lr` and `weight_decay`, in the order of their first parameters.
+    """Return groups with `params`, `names`, `lr` and `weight_decay`, in the order of their first parameters.
 
     Weight decay applies to matrices, but not to biases, norms and other vectors, as in GPT-3 (appendix B) and nanoGPT.
-    The first match in [[train.groups]] counts, and a weight_decay set there applies to matrices and vectors alike.
+    A parameter gets the settings of the first entry in [[train.groups]] that matches its name; a weight_decay set in
+    that entry applies to matrices and vectors alike.
 
     Raises:
         UsageError: a group whose pattern matches no trainable parameter.

@@ -22,7 +22,8 @@ LOGIT_MULTIPLIERS = {
     "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
 }
-"""Config key by which a model type multiplies its logits (transformers 5.23, modeling_*.py, forward)."""
+"""By model type, the config key of the factor that its logits are multiplied by (transformers 5.23, modeling_*.py,
+forward)."""
 LOGIT_DIVISORS = {
     "granite": "logits_scaling",
     "granite_swa": "logits_scaling",
@@ -32,12 +33,13 @@ LOGIT_DIVISORS = {
     "granitemoehybrid": "logits_scaling",
     "minicpm3": "logits_scaling",
 }
-"""Config key by which a model type divides its logits."""
+"""By model type, the config key of the number that its logits are divided by."""
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """logits = softcap(project(hidden · scale)). The scale is applied to the hidden states: H numbers instead of V."""
+    """The output head: logits = softcap(project(hidden · scale)). The scale is applied to the hidden states, because
+    they have fewer elements than the logits."""
 
     project: nn.Module
     scale: float
@@ -45,23 +47,24 @@ class OutputHead:
 
     @property
     def linear(self) -> nn.Linear | None:
-        """The module where it is a plain linear layer; None with an adapter, quantisation or another wrapper on it."""
+        """The head's module if it is a plain nn.Linear; None if it is quantised or has an adapter or another
+        wrapper."""
         return self.project if type(self.project) is nn.Linear else None
 
     @property
     def vocabulary(self) -> int:
-        """Number of logits of a token."""
+        """Number of logits per token."""
         inner: Any = getattr(self.project, "base_layer", None) or getattr(self.project, "original_module", self.project)
         return int(inner.out_features)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Logits [N, V] in fp32."""
+        """Compute the logits [N, V] in fp32."""
         logits_NV: Tensor = self.project(hidden_NH * self.scale if self.scale != 1.0 else hidden_NH).float()
         return logits_NV if self.softcap is None else (logits_NV / self.softcap).tanh() * self.softcap
 
 
 def find_head(model: PreTrainedModel) -> OutputHead:
-    """The output head of a transformers model, with its adapters.
+    """Return the output head of a transformers model, including adapters on it.
 
     Raises:
         UsageError: the model names no output embeddings.

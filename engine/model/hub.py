@@ -1,4 +1,4 @@
-"""Errors for models that transformers or the hub cannot load, each with a fix.
+"""Creates errors, each with a fix, for models that transformers or the hub cannot load.
 
 Loading itself is in `engine.model.load` and `engine.model.tokenizer`.
 
@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
 
 ANSWER_SECONDS = 10.0
-"""Time limit for the hub's first answer."""
+"""Time limit for an answer of the hub when `require_reachable` checks the connection."""
 
 HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError, SafetensorError)
-"""Exceptions of transformers for a model that cannot be loaded, from missing files and bad configs to the network."""
+"""Exceptions that loading a model with transformers raises for missing files, bad configs or network errors."""
 
 OFFLINE_SIGNS = (
     "couldn't connect",
@@ -42,7 +42,7 @@ OFFLINE_SIGNS = (
 
 
 def require_reachable(model: str, what: str, revision: str | None) -> None:
-    """Raise EnvironmentProblem where `model` is neither a folder nor in the cache, and the hub does not answer.
+    """Raise EnvironmentProblem if `model` is neither a folder nor in the cache, and the hub does not answer.
 
     Makes one attempt: without a network, transformers' retries take most of a minute.
     """
@@ -59,7 +59,8 @@ def require_reachable(model: str, what: str, revision: str | None) -> None:
 
 
 def loading_error(error: BaseException, model: str, what: str = "model") -> TunedeckError:
-    """The error to raise in place of `error`, raised while loading the `what` of `model` (hub id or folder)."""
+    """Convert `error` to an error with a fix. `error` was raised while loading the `what` (such as "tokenizer") of
+    `model` (hub id or folder)."""
     texts = " ".join(str(link) for link in _chain(error)).lower()
     first = _first_line(error)
     if Path(model).is_dir():

@@ -68,10 +68,11 @@ def load_model(
 ) -> LoadedModel:
     """Load the base model, add adapters or freeze parameters, set checkpointing. Call it inside `device.activate()`.
 
-    Weights are loaded to `place`, by default the device. On "meta" nothing is read and no memory is used.
+    Weights are loaded to `place`, by default the device. If `place` is "meta", nothing is read and no memory is
+    used.
 
     Raises:
-        UsageError: not a causal language model, no weights, patterns that match nothing, a tokenizer too large.
+        UsageError: not a causal language model, no weights, patterns that match nothing, a tokenizer with too many ids.
         EnvironmentProblem: hub unreachable or refusing, flash attention or bitsandbytes missing.
     """
     start = find_starting_weights(spec.recipe.model)
@@ -115,7 +116,7 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
 
 @contextmanager
 def seeded(seed: int, device: Device) -> Iterator[None]:
-    """Inside the block, random numbers depend on `seed` alone; afterwards the generators continue as before it."""
+    """Seed torch's random generators from `seed` inside the block; afterwards restore their former states."""
     cuda = [device.torch_device] if device.torch_device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         torch.manual_seed(seed ^ SEED_MIXED_IN)
@@ -246,7 +247,8 @@ def _continued(spec: RunSpec, adapter: str, model: PreTrainedModel) -> tuple[Any
 
 
 def router_parameters(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters that choose experts: those of the gate or router beside a module named "experts"."""
+    """Return the names of the router parameters, which choose experts: those of a module named "gate" or "router" in
+    the same block as a module named "experts"."""
     blocks = {name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".experts")}
     return [
         name

@@ -54,9 +54,9 @@ class LoadedModel:
     checkpointing: bool = False
     """Whether activations are recomputed in backward."""
     parts: dict[str, Parameter] | None = None
-    """Where weights are sharded: this rank's shards of the trained parameters, by plain name. Else None."""
+    """If weights are sharded, this rank's shards of the trained parameters, by name (see `plain_name`); else None."""
     stage: Callable[[Tensor], Tensor] | None = None
-    """Function that copies a tensor to the host for saving; None for that of the device."""
+    """Function that copies a tensor to the host for saving; None means `device.staged`."""
     attends_to_padding: bool = True
     """Whether padding on the right may influence the tokens before it (`attention.attends_to_later_tokens`)."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
@@ -71,17 +71,17 @@ class LoadedModel:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype forward passes are autocast to; None computes in the weights' own."""
+        """The dtype that forward passes are autocast to; None if they run in the dtype of the weights."""
         return self.precision.autocast
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """Whether gradients pass through fp16."""
+        """Whether the loss must be scaled, because gradients are computed in fp16."""
         return self.precision.needs_loss_scaling
 
     def trainable(self) -> list[tuple[str, Parameter]]:
-        """(name, parameter) of the trained parameters in the model's order, tied weights once. Where weights are
-        sharded, this rank's shards of them.
+        """Return (name, parameter) for each trained parameter, in the model's order; a tied weight appears once. If
+        weights are sharded, each parameter is this rank's shard.
 
         Names are without peft's wrapping: "model.layers.0.self_attn.q_proj.lora_A.weight".
         """
@@ -90,7 +90,7 @@ class LoadedModel:
         return [(plain_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def local_parameters(self) -> list[tuple[str, Tensor]]:
-        """(name, tensor) of every parameter; where weights are sharded, this rank's shards."""
+        """Return (name, tensor) for every parameter; if weights are sharded, each tensor is this rank's shard."""
         return [(name, local_part(parameter)) for name, parameter in self.model.named_parameters()]
 
     def set_checkpointing(self, on: bool) -> None:
@@ -112,7 +112,8 @@ class LoadedModel:
         self.checkpointing = on
 
     def save(self, folder: Path) -> None:
-        """Write adapter or model as safetensors in the training dtype, and the tokenizer. Uses host memory only."""
+        """Write the adapter or the full model as safetensors in the training dtype, and the tokenizer. Allocates only
+        host memory."""
         folder.mkdir(parents=True, exist_ok=True)
         with self.device.host_region():
             if isinstance(self.model, PeftModel):
@@ -125,7 +126,7 @@ class LoadedModel:
         """Copy weights that `save` wrote into the parameters, in place, so that optimizers keep their references.
 
         Raises:
-            UsageError: the folder holds other parameters than this model trains.
+            UsageError: the folder contains other parameters than this model trains.
         """
         with self.device.host_region(), torch.no_grad():
             saved = set(_saved_names(folder))
@@ -157,7 +158,8 @@ class LoadedModel:
         _write_weights(self._on_host(clean), folder)
 
     def _on_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host, made one by one. Tensors that share storage share a copy, so tied weights stay tied."""
+        """Copy the tensors of `state` to the host, one by one. Tensors that share storage share a copy, so tied weights
+        remain tied."""
         copies: dict[tuple[int, torch.Size], Tensor] = {}
         staged = {}
         for name, tensor in state.items():
@@ -168,14 +170,16 @@ class LoadedModel:
         return staged
 
     def _targets(self) -> dict[str, Tensor]:
-        """The live tensors by their names in a saved file."""
+        """Return the model's own tensors, not copies, into which saved weights are copied, by their names in the
+        file."""
         if isinstance(self.model, PeftModel):
             return _adapter_state(self.model)
         tied = self.model.all_tied_weights_keys or {}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
     def _load_converted(self, folder: Path) -> None:
-        """Load through transformers, on the host, where names or shapes in files differ (fused experts)."""
+        """Load a saved full model whose names or shapes in the file differ from the model's (fused experts):
+        transformers converts the weights on the host, then their values are copied."""
         saved = auto_class(self.config).from_pretrained(folder, dtype=self.precision.weights, use_safetensors=True)
         source, target = saved.state_dict(), self.model.state_dict()
         if source.keys() != target.keys():
@@ -185,36 +189,36 @@ class LoadedModel:
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """How many token ids the model has an embedding for."""
+    """Return the number of token ids that the model has an embedding for."""
     return len(cast(Tensor, model.get_input_embeddings().weight))
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor; any other tensor unchanged."""
+    """Return this rank's shard of a sharded tensor; any other tensor is returned unchanged."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_name(name: str) -> str:
-    """A parameter's dotted name without the parts that peft's wrappers add."""
+    """Return a parameter's dotted name without the parts that peft's wrappers add."""
     bare = name.removeprefix("base_model.model.").replace(f".modules_to_save.{ADAPTER}.", ".")
     return _unwrapped(bare.replace(f".{ADAPTER}.", "."))
 
 
 def _unwrapped(name: str) -> str:
-    """The name without the `.base_layer` parts that peft's wrappers add, except before `.lora_`: a module of fused
-    experts has one wrapper around another for each of its weights, and only these parts distinguish their adapters."""
+    """Remove the `.base_layer` parts that peft's wrappers add to a name, except directly before `.lora_`. For fused
+    experts, peft nests one wrapper per weight, and only these parts distinguish the adapters of the weights."""
     return re.sub(r"(?:\.base_layer)++\.(?!lora_)", ".", name)
 
 
 def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """The live tensors of an adapter, by the names that they have in its file."""
+    """Return the adapter's own tensors, not copies, by their names in a saved adapter file."""
     state: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return state
 
 
 def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of `state` under every name that their originals have in the model's state dict (a tied weight has
-    two). peft's save_pretrained picks the adapter's entries from the result."""
+    """Rename the tensors of `state` from names in an adapter file to names in the model's state dict, from which peft's
+    save_pretrained picks the adapter's entries. A tied weight has two names there and appears under both."""
     originals = _adapter_state(model)
     staged = {local_part(originals[name]).data_ptr(): tensor for name, tensor in state.items()}
     live = {name: local_part(tensor).data_ptr() for name, tensor in model.state_dict().items()}

@@ -1,7 +1,7 @@
 """The loss of a micro-batch: the sum of its token losses, without a tensor of tokens × vocabulary (except in "plain").
 
-The decoder computes hidden states; only those that predict a target token go through the head. The loss of these has
-three implementations, equal within their dtype's rounding:
+The decoder computes hidden states; only those that predict a target token go through the head. Their loss has three
+implementations, which give the same result up to rounding:
 
 - plain: all logits at once; the reference.
 - chunked: `engine.model.chunked`, on any device, with soft-caps, smoothing and adapters on the head.
@@ -41,7 +41,8 @@ LossChoice = Literal["auto", "plain", "chunked", "fused"]
 
 
 class LossFunction:
-    """`loss(batch)` is the sum of token losses, an fp32 scalar; 0 with zero gradients for a batch without targets."""
+    """The loss of a model. `loss(batch)` returns the sum of token losses, an fp32 scalar. For a batch without targets
+    the sum is 0 and all gradients are zero."""
 
     def __init__(
         self, loaded: LoadedModel, head: OutputHead, implementation: str, label_smoothing: float, chunk_tokens: int
@@ -54,17 +55,19 @@ class LossFunction:
         """Tokens whose logits exist at once in "chunked" and torch's "fused". May change between micro-batches."""
         self.offload = ActivationOffload(loaded)
         self.through: Callable[[Batch], Tensor] = self.compute
-        """Function that a call runs. Where weights are sharded, a module that gathers them around `compute`."""
+        """Function that computes `loss(batch)`: `compute`, or if weights are sharded, a module that gathers them and
+        then runs `compute`."""
         self.score: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
-        """Function that computes the token losses: `sum_of_losses`, or where weights are sharded a module that gathers
-        the head's around it."""
+        """Function that computes the sum of token losses: `sum_of_losses`, or if weights are sharded, a module that
+        gathers the head's weights and then runs `sum_of_losses`."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Sum over target tokens; divide by their number over the whole step, then call backward."""
+        """Return the sum of token losses. The caller divides it by the number of target tokens in the whole step before
+        calling backward."""
         return self.through(batch)
 
     def compute(self, batch: Batch) -> Tensor:
-        """The loss of a batch. Sharded weights must be gathered already (see `through`)."""
+        """Compute the loss of a batch. If weights are sharded, they must already be gathered (see `through`)."""
         with autocast(self.loaded), self.offload.saving():
             hidden_NH, targets_N = self._hidden_at_targets(batch)
             if targets_N.numel() == 0:
@@ -72,9 +75,9 @@ class LossFunction:
             return self.score(hidden_NH, targets_N)
 
     def _hidden_at_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, H] whose next token is a target, and these targets [N].
+        """Return the hidden states [N, H] at positions whose next token is a target, and these target tokens [N].
 
-        N was counted on the host, so nothing here waits for the device.
+        N was counted on the host, so the host does not wait for the device.
         """
         hidden_BSH = hidden_states(self.loaded, batch)
         next_BS = batch.labels_BS if batch.labels_shifted else batch.labels_BS[:, 1:]
@@ -87,8 +90,8 @@ class LossFunction:
         return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
     def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        """The sum of token losses, from hidden states at the targets. Sharded weights of the head must be gathered
-        already (see `score`)."""
+        """Compute the sum of token losses from the hidden states that predict target tokens. If the head's weights are
+        sharded, they must already be gathered (see `score`)."""
         head, smoothing = self.head, self.label_smoothing
         if self.implementation == "plain":
             return token_losses(head.logits(hidden_NH), targets_N, smoothing).sum()
@@ -100,7 +103,7 @@ class LossFunction:
 
 
 def loss_of(train: Train, loaded: LoadedModel, device: Device) -> LossFunction:
-    """The loss that a recipe's train table asks for; see `make_loss`."""
+    """Create the loss that a recipe's [train] table describes; see `make_loss`."""
     loss = make_loss(
         loaded,
         implementation=train.loss,
@@ -120,13 +123,13 @@ def make_loss(
     chunk_tokens: int | None,
     device: Device,
 ) -> LossFunction:
-    """The loss of `loaded`, checked against the model's own forward pass on a few tokens.
+    """Create the loss of `loaded`, after checking on a few tokens that decoder and head give the model's own logits.
 
-    `chunk_tokens` is by default what the budget plans with (64 MiB of fp32 logits).
+    By default, `chunk_tokens` is the number that memory plans assume (64 MiB of fp32 logits).
 
     Raises:
-        UsageError: "fused" where no fused kernel can compute this loss, or a model whose own forward pass gives other
-            logits than decoder and head.
+        UsageError: "fused" was asked for, but no fused kernel can compute this loss; or the model's own forward pass
+            gives other logits than decoder and head.
     """
     head = find_head(loaded.base)
     verify_logits(loaded, head, device)
@@ -150,11 +153,11 @@ def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: 
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
-    """Last hidden states [B, S, H] of the decoder.
+    """Compute the last hidden states [B, S, H] of the decoder.
 
-    The last token of a row predicts nothing, but is computed: 255 positions in place of 256 took torch's attention
-    kernel for CPUs 5 to 18 % longer, more than the position saves. Causal models need no mask for padding, which is on
-    the right. Flash attention separates packed documents only in a batch of one row, so packed rows are concatenated.
+    The last token of a row predicts nothing, but is computed: torch's attention kernel for CPUs takes 5 to 18 % longer
+    for 255 positions than for 256. Causal models get no mask for padding, because padding is on the right. Flash
+    attention separates packed documents only in a batch of one row, so packed rows are concatenated.
     """
     ids_BS, positions_BS = batch.input_ids_BS, batch.position_ids_BS
     mask_BS = batch.attention_mask_BS if loaded.attends_to_padding else None
@@ -170,20 +173,22 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
 
 
 def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
-    """Position ids in the shape that the family expects: [B, S], or [4, B, S], for text and three axes of an image."""
+    """Return position ids in the shape that the model expects: [B, S], or [4, B, S] with one axis for text and three
+    for images."""
     if loaded.config.model_type not in POSITIONS_BY_AXIS:
         return positions_BS
     return positions_BS.expand(4, *positions_BS.shape)
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """The module that maps token ids to hidden states."""
+    """Return the module that maps token ids to hidden states."""
     decoder: torch.nn.Module = model.get_decoder()
     return decoder
 
 
 def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
-    """A context that autocasts where the weights' dtype is wider than the computation's; otherwise it does nothing."""
+    """Return a context that autocasts if the model is computed in a narrower dtype than its weights have, else does
+    nothing."""
     if loaded.autocast_dtype is None:
         return nullcontext()
     return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype)
@@ -191,7 +196,7 @@ def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients inside the block; the former mode is restored after it."""
+    """Put `model` in evaluation mode and disable gradients inside the block; afterwards restore the former mode."""
     was_training = model.training
     model.eval()
     try:
@@ -202,10 +207,10 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None:
-    """Check that decoder and head give the model's own logits, on four tokens.
+    """Check on four tokens that decoder and head give the same logits as the model's own forward pass.
 
     Raises:
-        UsageError: they differ by more than the dtype's rounding, or are not finite.
+        UsageError: the logits differ by more than the dtype's rounding, or are not finite.
     """
     model = loaded.base
     with eval_mode(loaded.model), autocast(loaded):
@@ -232,7 +237,7 @@ def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None
 
 
 def liger_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
-    """Liger's fused linear cross-entropy, summed in fp32 from per-token losses."""
+    """Compute the sum of token losses with Liger's fused linear cross-entropy; per-token losses are summed in fp32."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     assert head.linear is not None
@@ -250,8 +255,8 @@ def liger_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, label_smo
 
 
 def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
-    """torch's chunked linear_cross_entropy. Its losses per token are summed here in fp32: torch's own sum has the
-    input's dtype and would lose all precision in bf16."""
+    """Compute the sum of token losses with torch's chunked linear_cross_entropy. Per-token losses are summed here in
+    fp32: torch's own sum has the input's dtype and would lose all precision in bf16."""
     scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
     assert head.linear is not None
     bias_V: Tensor | None = head.linear.bias

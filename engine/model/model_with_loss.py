@@ -17,8 +17,8 @@ from engine.model.loss import LossFunction
 
 
 class HeadWithLoss(nn.Module):
-    """The output head as a module whose forward computes token losses. Its weights are gathered during that forward,
-    also for loss kernels that read them without calling the head's own forward."""
+    """The output head as a module whose forward computes token losses. FSDP gathers the head's weights for this
+    forward, so that loss kernels can read them without calling the head's own forward."""
 
     def __init__(self, project: nn.Module) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class HeadWithLoss(nn.Module):
         self.loss: LossFunction | None = None
 
     def forward(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        """The sum of token losses, from hidden states at the targets."""
+        """Compute the sum of token losses from the hidden states that predict target tokens."""
         assert self.loss is not None
         return self.loss.sum_of_losses(hidden_NH, targets_N)
 
@@ -45,8 +45,8 @@ class ModelWithLoss(nn.Module):
         loss.through, loss.score = self, self.head
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss of a batch. For a batch without targets the head also runs, with weight zero: gathering its weights
-        is a collective that every rank must join."""
+        """Compute the loss of a batch. For a batch without targets the head runs too, and the loss is multiplied by 0:
+        gathering the head's weights is a collective that every rank must join."""
         assert self.loss is not None
         if batch.target_tokens:
             return self.loss.compute(batch)

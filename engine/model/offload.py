@@ -1,9 +1,9 @@
 """Activation offload: activations saved for backward are stored in host memory. Results are the same; a step takes
 longer and needs less device memory.
 
-Tensors that autograd saves are copied to the host, and back when backward needs them. Weights stay on the device. With
-gradient checkpointing, forward saves only the layers' inputs, and only these are offloaded; what a layer saves during
-its recomputation is used at once and stays on the device.
+Tensors that autograd saves are copied to the host, and back when backward needs them. Weights remain on the device.
+With gradient checkpointing, forward saves only the layers' inputs, and only these are offloaded. Tensors saved while a
+layer is recomputed are used at once and remain on the device.
 
 Try: `tunedeck train -p demo -r demo --set train.activation_offload=true`
 """
@@ -21,25 +21,26 @@ from torch import Tensor
 from engine.model.loaded import LoadedModel
 
 SMALLEST_BYTES = 16 * 1024
-"""Smaller tensors (norm statistics, masks) stay on the device: launching the copy takes as long as the copy."""
+"""Smaller tensors (norm statistics, masks) are not offloaded: launching the copy takes as long as the copy."""
 
 
 @dataclass
 class _OnHost:
-    """A saved tensor on the host."""
+    """A tensor that autograd saved for backward, copied to the host."""
 
     copy: Tensor
 
 
 class ActivationOffload:
-    """`with offload.saving(): loss = ...`, then backward. Does nothing while `on` is False."""
+    """Stores the activations that autograd saves for backward in host memory, if `on` is True. Run the forward pass
+    inside `saving()`, then call backward as usual."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded, self._device = loaded, loaded.device
         self.on = False
 
     def saving(self) -> AbstractContextManager[object]:
-        """Inside the block, tensors that autograd saves are offloaded."""
+        """Return a context inside which the activations that autograd saves are copied to the host, if `on` is True."""
         return self._hooks() if self.on else nullcontext()
 
     @contextmanager

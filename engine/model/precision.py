@@ -40,7 +40,8 @@ class Precision:
 
 
 def choose_precision(model: Model, method: Method, model_type: str, device: Device) -> Precision:
-    """Resolve model.dtype for this device and family. "auto" on a CPU, metered included, is float32."""
+    """Choose dtypes by model.dtype for this device and model family. On a CPU or a metered device, "auto" is
+    float32."""
     compute = DTYPES[model.dtype] if model.dtype != "auto" else _automatic(device)
     notices: list[str] = []
     if compute == torch.bfloat16 and not device.supports_bfloat16:

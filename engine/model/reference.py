@@ -20,7 +20,8 @@ RUN_PREFIX = "run:"
 BUILTIN_PREFIX = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_FOLDER = "base"
-"""Folder beside an adapter, with its base model if that exists nowhere else (built-in, or random weights)."""
+"""Name of the folder, inside an adapter's folder, with the base model if it exists nowhere else (built-in, or random
+weights)."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class StartingWeights:
 
     @property
     def folder(self) -> Path | None:
-        """The base as a local folder; None where it is not one."""
+        """Path of the base if it is a local folder; else None."""
         path = Path(self.base)
         return path if path.is_dir() else None
 
 
 def find_starting_weights(model: Model) -> StartingWeights:
-    """Resolve a recipe's [model]. A run whose result is an adapter gives that adapter and its base model.
+    """Resolve a recipe's [model]. If model.id refers to an adapter, return that adapter and its base model.
 
     Raises:
         UsageError: no such run, step or folder, or two adapters at once.
@@ -65,7 +66,8 @@ def find_starting_weights(model: Model) -> StartingWeights:
 
 
 def base_of_adapter(folder: Path) -> tuple[str, str | None]:
-    """(base, revision) of a saved adapter: the base model beside it, else the one that its config names."""
+    """Return (base, revision) of a saved adapter: the base model saved in the adapter's folder, else the base that the
+    adapter's config names."""
     if (folder / BASE_FOLDER / "config.json").is_file():
         return str((folder / BASE_FOLDER).resolve()), None
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -76,7 +78,7 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
 
 
 def find_run_weights(text: str) -> Path:
-    """The folder with the weights of "run:RUN", "run:RUN@STEP" or "run:RUN@best"."""
+    """Return the folder with the weights that "run:RUN" (the run's result), "run:RUN@STEP" or "run:RUN@best" names."""
     name, _, which = text.removeprefix(RUN_PREFIX).partition("@")
     run = resolve_run(name, None)
     folder = _result(run, text) if not which else _checkpoint(run, which, text)
@@ -90,7 +92,12 @@ def find_run_weights(text: str) -> Path:
 
 
 def _local(text: str) -> str:
-    """The absolute path of a run reference or an existing folder; any other text unchanged."""
+    """Return the absolute path of the folder that `text` names (a path or "run:..."); other text, such as a hub id,
+    unchanged.
+
+    Raises:
+        UsageError: no such run or folder.
+    """
     if text.startswith(RUN_PREFIX):
         return str(find_run_weights(text).resolve())
     folder = Path(text).expanduser()

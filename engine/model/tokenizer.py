@@ -1,6 +1,6 @@
 """Loads the tokenizer of a run: the model's own, another one, or the built-in byte tokenizer.
 
-The byte tokenizer needs no download; saved, it is an ordinary tokenizer folder. Samples are read in `engine.data`.
+The byte tokenizer needs no download, and is saved as an ordinary tokenizer folder. Samples are read in `engine.data`.
 
 Try: `python -c "from engine.model.tokenizer import byte_tokenizer; print(byte_tokenizer()('née')['input_ids'])"`.
 """
@@ -21,8 +21,8 @@ from engine.spec.schema.recipe import Model
 BUILTIN_BYTES = "builtin:bytes"
 
 BYTE_SPECIALS = ("<bos>", "<eos>", "<pad>", "<system>", "<user>", "<assistant>", "<end>", "<reserved>")
-"""Ids 256 to 263. The vocabulary of 264 is a multiple of 8, which matrix units need for full speed.
-profiles/models/builtin-tiny.toml relies on 256 and 257 for bos and eos."""
+"""Special tokens of the byte tokenizer, with ids 256 to 263. The vocabulary of 264 is a multiple of 8, which matrix
+units need for full speed. profiles/models/builtin-tiny.toml relies on 256 and 257 for bos and eos."""
 
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -36,11 +36,11 @@ BYTE_CHAT_TEMPLATE = (
 
 
 def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe's [model], with a pad token and the recipe's chat template.
+    """Load the tokenizer of a recipe's [model], with a pad token and the recipe's chat template.
 
     Raises:
         UsageError: unknown built-in, a folder without a tokenizer, an unreadable chat template.
-        EnvironmentProblem: the hub cannot be reached, or refuses.
+        EnvironmentProblem: the hub cannot be reached, or refuses access.
     """
     source = model.tokenizer or model.id
     if source == BUILTIN_BYTES or (source.startswith(BUILTIN_PREFIX) and model.tokenizer is None):
@@ -56,7 +56,8 @@ def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrain
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 byte tokens (id = byte value) and 8 specials; decode(encode(text)) == text for every text."""
+    """Create the byte tokenizer: 256 byte tokens (id = byte value) and 8 special tokens. decode(encode(text)) == text
+    for every text."""
     letters = _letter_of_each_byte()
     core = Tokenizer(models.BPE(vocab={letter: value for value, letter in enumerate(letters)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -121,8 +122,8 @@ def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> P
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether tokenizer.json describes the whole tokenizer of a folder. AutoTokenizer would choose its class by the
-    model type in config.json instead."""
+    """Whether a folder's tokenizer must be loaded as PreTrainedTokenizerFast, because its tokenizer_config.json names a
+    generic class. AutoTokenizer would choose a class by the model type in config.json instead."""
     config = folder / "tokenizer_config.json"
     if not config.is_file() or not (folder / "tokenizer.json").is_file():
         return False
@@ -133,7 +134,7 @@ def _is_generic(folder: Path) -> bool:
 
 
 def _template_text(template: str) -> str:
-    """The template itself, or the content of the .jinja file it names."""
+    """Return the content of the file if `template` is the path of a .jinja file, else `template` itself."""
     if not template.endswith(".jinja"):
         return template
     try:
@@ -145,8 +146,8 @@ def _template_text(template: str) -> str:
 
 
 def _letter_of_each_byte() -> list[str]:
-    """The letter by which ByteLevel represents each byte: printable Latin-1 as itself, other bytes from U+0100 on
-    (GPT-2's byte-to-unicode table)."""
+    """Return the character that represents each byte in ByteLevel (GPT-2's byte-to-unicode table): printable Latin-1
+    characters represent themselves, other bytes are represented by characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = (chr(code) for code in range(0x100, 0x200))
     return [chr(value) if value in printable else next(moved) for value in range(256)]

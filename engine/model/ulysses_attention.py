@@ -1,7 +1,7 @@
 """An attention kernel, registered with transformers, for sequences whose positions are spread over several ranks.
 
 While the kernel is installed, every rank runs the model on its slice of a micro-batch (`engine.data.slices`). All
-layers but attention compute each position by itself. In attention, `engine.distributed.sequence_parallel` exchanges
+layers but attention compute each position independently. In attention, `engine.distributed.sequence_parallel` exchanges
 tensors so that each rank gets all positions of some heads, and the model's usual kernel runs on these, causal and
 without a mask. Evaluation and generation run the usual kernel directly.
 
@@ -51,8 +51,8 @@ class UlyssesAttention:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block, the model's layers use this kernel. Run both forward and backward of a slice inside it:
-        with checkpointing, backward runs attention again."""
+        """Inside the block, the model's layers use this kernel. Run both forward and backward of a slice inside the
+        block: with checkpointing, backward runs attention again."""
         ALL_ATTENTION_FUNCTIONS.register(KERNEL, self._attend)
         self._use(KERNEL)
         try:
@@ -61,7 +61,7 @@ class UlyssesAttention:
             self._use(self.inner)
 
     def slice_of(self, batch: Batch, *, pad_id: int) -> Batch:
-        """This rank's slice of the positions of a micro-batch."""
+        """Return this rank's slice of the positions of a micro-batch."""
         return slice_of(batch, self.group.place, self.group.size, pad_id=pad_id)
 
     def _use(self, kernel: str) -> None:
@@ -71,14 +71,15 @@ class UlyssesAttention:
     def _attend(
         self, module: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """The attention function that every layer calls with this rank's positions; returns outputs [B, S, H, D]."""
+        """Compute attention for one layer; every layer calls this with its tensors for this rank's positions. Returns
+        outputs [B, S, H, D] and None."""
         device = query_BHSD.device.type
         # Under autocast the kernel would convert to the narrower dtype; converting first halves the bytes exchanged.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_BHSD.dtype
         heads = [tensor.to(dtype) for tensor in (query_BHSD, key_BKSD, value_BKSD)]
         query, key, value = to_heads(self.group, heads)
         del heads
-        # These are the positions of the slice; the kernel gets whole rows, whose positions start at 0.
+        # These position ids belong to the slice, but the kernel gets whole rows, whose positions start at 0.
         options.pop("position_ids", None)
         with self._posing(module, query.shape[1] // key.shape[1]):
             output_BThD, _ = ALL_ATTENTION_FUNCTIONS[self.inner](module, query, key, value, mask, **options)
@@ -87,8 +88,8 @@ class UlyssesAttention:
 
     @contextmanager
     def _posing(self, module: Any, queries_per_key: int) -> Iterator[None]:
-        """Inside the block, `module` shows the inner kernel that kernel's own name in its config, and the ratio of
-        query to key heads on this rank."""
+        """Inside the block, set the two attributes of `module` that the inner kernel reads: the kernel name in the
+        config to the inner kernel's name, and the ratio of query to key heads to `queries_per_key`."""
         usual = getattr(module, "num_key_value_groups", None)
         if usual is not None:
             module.num_key_value_groups = queries_per_key
@@ -121,7 +122,8 @@ def join_ulysses_attention(
 
 
 def _obstacle(loaded: LoadedModel) -> str:
-    """Why the model cannot use this kernel, as far as is known without running it; empty if nothing forbids it."""
+    """Return the reason why the model cannot use this kernel, found without running the model; empty if there is
+    none."""
     if loaded.attention == "eager":
         return "runs with eager attention"
     if loaded.attends_to_padding:
@@ -135,8 +137,8 @@ def _obstacle(loaded: LoadedModel) -> str:
 def verify_ulysses_attention(loaded: LoadedModel, attention: UlyssesAttention) -> str:
     """Compare the hidden states of a few tokens, computed whole and in slices.
 
-    They differ for models that mix positions outside attention. All ranks of the group call this together. Returns
-    this rank's complaint in words; empty if the hidden states agree.
+    The results differ for models that mix positions outside attention. All ranks of the group call this together.
+    Returns this rank's complaint in words; empty if the hidden states agree.
     """
     length = POSITIONS_TO_COMPARE * attention.group.size
     vocabulary = embedding_rows(loaded.base)
