@@ -24,11 +24,12 @@ from transformers import masking_utils
 from engine.device.metered import MeteredDevice
 
 UNLIMITED_BYTES = 1 << 60
-"""A capacity that is never reached, because a simulation measures the peak and refuses no allocation."""
+"""A capacity that is never reached: a simulation measures the peak, and must not refuse an allocation."""
 
 
 class SimulatedDevice(MeteredDevice):
-    """Counts the bytes of fake tensors. With `like_a_card`, counts what a CUDA card would allocate."""
+    """A metered device that counts the bytes of fake tensors. With `like_a_card`, it counts them as a CUDA card
+    would."""
 
     def __init__(self, *, like_a_card: bool) -> None:
         super().__init__(UNLIMITED_BYTES)
@@ -40,14 +41,16 @@ class SimulatedDevice(MeteredDevice):
 
     @contextmanager
     def simulating(self, *, packed: bool) -> Iterator[None]:
-        """Tensors created inside the block are fake and counted."""
+        """Make tensors created inside the block fake, and count them. `packed` says whether rows contain several
+        documents."""
         kernels = _cuda_softmax() if self._like_a_card else nullcontext()
         with _assume_packed(packed), self._mode, self.activate(), self._scalars, kernels:
             yield
 
     @contextmanager
     def unequal_rows(self) -> Iterator[None]:
-        """Inside the block, rows count as having different lengths: `mask.all()` of a fake mask is False."""
+        """Inside the block, `mask.all()` of a fake mask is False, so that rows are treated as having different
+        lengths."""
         self._scalars.truth = False
         try:
             yield
@@ -65,11 +68,11 @@ class SimulatedDevice(MeteredDevice):
 
 
 class _Scalars(TorchDispatchMode):
-    """A dispatch mode that implements operations that torch's fake tensors lack.
+    """A dispatch mode that implements operations which torch's fake tensors do not support.
 
     `item()` of a fake number returns 1, because no size depends on the value. Grouped matrix products also work in
-    dtypes other than bf16. Operations whose tensors are all real integers are computed: sizes do depend on the windows
-    into which images are divided, and these are computed from the integer grid of each image.
+    dtypes other than bf16. Operations on real (not fake) integer tensors are computed: tensor sizes depend on the
+    windows into which images are divided, and the windows are computed from the integer grid of each image.
     """
 
     def __init__(self) -> None:
@@ -91,7 +94,8 @@ class _Scalars(TorchDispatchMode):
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """An empty tensor strided like the result of `torch._grouped_mm`: rows are padded to a multiple of 16 bytes."""
+    """Create an empty tensor with the shape and strides of the result of `torch._grouped_mm`, in which rows are padded
+    to a multiple of 16 bytes."""
     groups = [len(offsets)] if right.dim() == 2 else []  # a product of two matrices: the gradient of the weights
     rows, columns, unit = left.shape[-2], right.shape[-1], 16 // left.itemsize
     stride = -(-columns // unit) * unit
@@ -99,13 +103,14 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: torch.Ten
 
 
 def _is_real_integer(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not fake, and of an integer or boolean dtype."""
+    """Whether a tensor is not fake and has an integer or boolean dtype."""
     return not isinstance(tensor, FakeTensor) and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 @contextmanager
 def _assume_packed(packed: bool) -> Iterator[None]:
-    """Tell transformers whether rows are packed; fake position ids have no values from which it could see that."""
+    """Inside the block, transformers looks for packed documents only if `packed` is True. Normally it inspects the
+    values of position ids, but fake tensors have no values."""
     former = masking_utils.find_packed_sequence_indices
 
     def assumed(position_ids: torch.Tensor) -> torch.Tensor | None:

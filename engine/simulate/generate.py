@@ -1,7 +1,7 @@
 """Simulates the generation of answers during evaluation, with a KV cache that grows to its full length.
 
 An answer takes one pass through the model per token. Memory grows with the cache, so only the first and the last tokens
-are simulated, and the cache is lengthened between them.
+are simulated; in between, the cache is extended without running the model.
 
 Try: `tunedeck plan -p 80gb -r lora --set data.valid_fraction=0.1 --set eval.samples=4 --exact`
 """
@@ -22,15 +22,16 @@ from engine.simulate.phase_peaks import PhasePeaks
 from engine.spec.schema.recipe import Generate
 
 PAD_ID, END_ID = 0, 1
-"""Two arbitrary tokens; nothing depends on their values."""
+"""Ids of the padding token and the end token. They are arbitrary, because simulated tokens have no values."""
 SIMULATED_TOKENS = 4
-"""Tokens simulated one by one, the first two and the last two; those between are skipped."""
+"""How many tokens of an answer are simulated: the first two and the last two. The tokens in between are skipped."""
 
 
 def simulate_generation(
     device: SimulatedDevice, loaded: LoadedModel, generate: Generate, peaks: PhasePeaks, *, rows: int, prompt: int
 ) -> None:
-    """Simulate `rows` answers of full length to prompts of `prompt` tokens, as the phase "generate" of `peaks`."""
+    """Simulate `rows` answers of full length to prompts of `prompt` tokens; record the peak in `peaks` as phase
+    "generate"."""
     tokens = generate.max_new_tokens
     cache = DynamicCache(config=loaded.config.get_text_config(decoder=True))
     skips = tokens > SIMULATED_TOKENS
@@ -47,7 +48,8 @@ def simulate_generation(
 
 @contextmanager
 def _generate_exactly(base: torch.nn.Module, count: int) -> Iterator[None]:
-    """Inside the block, transformers generates exactly `count` tokens, as fake tokens do not tell when a row ends."""
+    """Inside the block, transformers generates exactly `count` tokens; fake tokens have no values that could end a
+    row."""
     left = iter(range(count))
     base.__dict__["_has_unfinished_sequences"] = lambda *_, **__: next(left, None) is not None
     try:

@@ -1,4 +1,4 @@
-"""Inputs of a vision-language model for images of a given size, one image at the start of each row.
+"""Creates inputs of a vision-language model, with one image of a given size at the start of each row.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2-VL-2B-Instruct --set data.image_max_pixels=501760 --exact`
 """
@@ -11,7 +11,8 @@ from engine.budget.architecture.vision_encoder import VisionEncoder
 
 
 def images_of(tower: VisionEncoder, patches: int, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """`Batch.images` for `rows` rows of `length` tokens with an image of `patches` patches each; pixels are fp32."""
+    """Create `Batch.images` for `rows` rows of `length` tokens, each with an image of `patches` patches. Pixels are
+    fp32."""
     if tower.patches is not None:
         side = int(patches**0.5) * tower.patch_side
         pixels = torch.zeros((rows, tower.patch_shape[0], side, side))
@@ -24,7 +25,7 @@ def images_of(tower: VisionEncoder, patches: int, rows: int, length: int) -> dic
 
 
 def grid_of(patches: int, merge: int) -> tuple[int, int]:
-    """(height, width), in patches, of the most nearly square image of `patches` patches."""
+    """Return (height, width), in patches, of the most nearly square image of `patches` patches."""
     tokens = patches // merge**2
     high = next(side for side in range(int(tokens**0.5), 0, -1) if tokens % side == 0)
     return high * merge, tokens // high * merge

@@ -1,9 +1,9 @@
-"""Measures the peak of each phase of a simulated step. The phases are the plan's, so that the two can be compared.
+"""Measures the peak of each phase of a simulated step. The phases are those of a plan, to compare the two.
 
-Hooks on the decoder's layers switch phases: the forward phase ends at the output of the last layer, the phase
-`loss_backward` at the gradient of that output, and so on to the gradient of the first layer's input. The plan predicts
-the backward pass of some layers only; a higher peak in another layer is assigned to the larger of `layer_first` and
-`layer_last`.
+Hooks on the decoder's layers switch phases. The forward phase ends when the last layer returns its output, and the
+phase `loss_backward` ends when the gradient of this output is computed. In the same way, the gradient of each layer's
+output begins the layer's own phase. The plan predicts the backward pass of some layers only; a higher peak in another
+layer is assigned to the larger of `layer_first` and `layer_last`.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -27,13 +27,14 @@ PHASES = (
 
 
 class PhasePeaks:
-    """Measures peak bytes in each phase of a step, and the bytes of gradients when the phase began."""
+    """Measures the peak bytes in each phase of a step, and the bytes of gradients when the phase began. `ends` maps
+    layer numbers (negative: from the end) to the names of their backward phases."""
 
     def __init__(
         self, device: MeteredDevice, base: nn.Module, gradient_bytes: Callable[[], int], ends: Mapping[int, str]
     ) -> None:
         self._peaks: dict[str, tuple[int, int]] = {}
-        """(peak bytes, bytes of gradients) by phase; the largest of all micro-batches."""
+        """(peak bytes, bytes of gradients) by phase; of several micro-batches, the one with the highest peak."""
         self._device, self._gradient_bytes = device, gradient_bytes
         self._now: tuple[str, int] | None = None
         self._forward = False
@@ -60,7 +61,7 @@ class PhasePeaks:
 
     @property
     def by_phase(self) -> dict[str, tuple[int, int]]:
-        """(peak bytes, bytes of gradients) of each phase, in the order of a step."""
+        """(peak bytes, bytes of gradients at the beginning) of each phase, in the order in which a step runs them."""
         found = dict(self._peaks)
         between = found.pop(BETWEEN, None)
         if between is not None:
@@ -69,14 +70,15 @@ class PhasePeaks:
         return {phase: found[phase] for phase in PHASES if phase in found}
 
     def _before(self, number: int, given: tuple[Any, ...]) -> None:
-        """Forward pre-hook: begin `embedding_backward` when the input of layer 0 gets its gradient."""
+        """Forward pre-hook of layer `number`: for layer 0, begin `embedding_backward` when its input gets a
+        gradient."""
         if self._forward and number == 0 and given and given[0].requires_grad:
             given[0].register_hook(lambda gradient: self.enter("embedding_backward"))
 
     def _after(self, number: int, made: Any, count: int) -> None:
         """Forward hook of layer `number`: begin the layer's backward phase when its output gets its gradient.
 
-        After the last layer, also begin `loss_backward`. Ignored while checkpointing recomputes the layer.
+        For the last layer, also begin `loss_backward` now. Does nothing while checkpointing recomputes the layer.
         """
         if not self._forward:
             return
@@ -89,5 +91,5 @@ class PhasePeaks:
 
 
 def _layers(base: nn.Module) -> nn.ModuleList:
-    """The decoder's layers: the outermost ModuleList outside of the vision encoder."""
+    """Return the decoder's layers: the outermost ModuleList outside of the vision encoder."""
     return next(m for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and not in_vision_encoder(name))

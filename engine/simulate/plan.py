@@ -1,6 +1,7 @@
-"""`plan --exact`: verdict and peak from a simulated optimizer step instead of the budget's closed form.
+"""Computes the verdict and peak of `plan --exact` by simulating an optimizer step.
 
-The closed form chooses the micro-batch that is simulated; one sequence if it does not know the architecture.
+"Closed form" means the budget's usual prediction, which `plan` shows without --exact. The closed form also chooses the
+micro-batch to simulate; if it does not know the architecture, "auto" means one sequence.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -19,13 +20,14 @@ from engine.spec.schema.run import RunSpec
 
 @dataclass(frozen=True)
 class ExactPlan:
-    """The answer of `plan --exact`. `as_json` returns the same keys as `plan --json`."""
+    """The answer of `plan --exact`."""
 
     verdict: str
     capacity_bytes: int
     simulation: Simulation
     beside: dict[str, int]
-    """Predicted bytes on the device outside of torch's tensors, by component; these cannot be simulated."""
+    """Predicted device bytes outside of torch's tensors (CUDA context, libraries), by component; they cannot be
+    simulated."""
     micro_batch: int
     accumulation: int
     length: int
@@ -34,12 +36,12 @@ class ExactPlan:
 
     @property
     def closed_form_bytes(self) -> int | None:
-        """Peak bytes by the closed form; None if it does not know the architecture."""
+        """Peak bytes that the closed form predicts; None if it does not know the architecture."""
         return max(sum(row.values()) for row in self.closed_form.values()) if self.closed_form else None
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the driver would show as used."""
+        """Bytes that the driver would show as used at the peak."""
         return self.simulation.peak_bytes + sum(self.beside.values())
 
     @property
@@ -48,7 +50,7 @@ class ExactPlan:
         return self.capacity_bytes - self.device_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Return the answer as a JSON-compatible dict, with the same keys as `plan --json`."""
         return {
             "verdict": self.verdict,
             "capacity_bytes": self.capacity_bytes,
@@ -68,7 +70,7 @@ class ExactPlan:
 
 
 def exact_plan(spec: RunSpec) -> ExactPlan:
-    """Plan by simulating a step with the micro-batch that the closed form plans.
+    """Plan by simulating a step with the micro-batch that the closed form chooses.
 
     Raises:
         UsageError: the step cannot be simulated (see `simulate_step`).
@@ -89,7 +91,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
 
 
 def _remedied_fits(spec: RunSpec, length: int) -> bool:
-    """Whether one sequence fits with remedies that do not change what is learned."""
+    """Whether a micro-batch of one sequence fits with remedies that do not change what is learned."""
     for remedied in remedies(spec):
         peak_bytes = simulate_step(remedied, rows=1, length=length).peak_bytes
         if peak_bytes + non_torch_memory(spec.profile).total(peak_bytes) <= spec.profile.device.capacity_bytes:

@@ -1,7 +1,7 @@
 """Simulates one optimizer step with the engine's own model, adapters, loss, checkpointing, clipping and optimizer, and
 the evaluation and generation that follow it in the recipe.
 
-All layers are simulated (about 0.1 s each), without assumptions about which of them has the peak. As on the metered
+All layers are simulated (about 0.1 s each), so nothing is assumed about which layer has the peak. As on the metered
 device, workspace that an operation allocates internally is not counted.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-7B --exact`
@@ -43,11 +43,11 @@ from engine.train.step.optimizer_offload import HostState
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peak bytes by phase, and the bytes that stay allocated."""
+    """The result of a simulated step: peak bytes by phase, and the bytes that remain allocated throughout."""
 
     phases: dict[str, dict[str, int]]
-    """Bytes by phase and component, named as in the plan: weights, adapters, optimizer, gradients at the beginning of
-    the phase, and everything else at its peak as activations."""
+    """Bytes by phase and component, named as in a plan. Gradients are those at the beginning of the phase; activations
+    are the rest of the phase's peak."""
     static_bytes: int
 
     @property
@@ -75,8 +75,8 @@ class Simulation:
 def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
     """Simulate a step of two micro-batches (or one, for a smaller batch) of `rows` sequences of `length` tokens.
 
-    If the recipe evaluates, an evaluation of `rows` sequences follows; if it generates answers, so does the generation
-    of answers to prompts of `length` tokens. All tokens but one are targets.
+    If the recipe evaluates, an evaluation of `rows` sequences is simulated, too; if the recipe generates answers, so is
+    the generation of answers to prompts of `length` tokens. All tokens but one are targets of the loss.
 
     Raises:
         UsageError: a 4-bit base, which needs CUDA kernels; sequence parallelism; an invalid config of the model.
@@ -95,7 +95,7 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
 
 
 def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
-    """Create the model with its adapters on the meta device; `_leave_meta` then makes the tensors fake ones.
+    """Create the model with its adapters on the meta device. `_leave_meta` later replaces its tensors by fake tensors.
 
     peft cannot create adapters as fake tensors directly.
     """
@@ -159,7 +159,7 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
 
 
 def _leave_meta(model: torch.nn.Module) -> None:
-    """Replace meta tensors by fake ones on the CPU; tied weights remain tied."""
+    """Replace the tensors of a model on the meta device by fake CPU tensors; tied weights remain tied."""
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -171,7 +171,7 @@ def _leave_meta(model: torch.nn.Module) -> None:
 
 
 def _answers_at_once(spec: RunSpec, length: int) -> int:
-    """How many answers the plan generates at once; the maximum if it does not know the architecture."""
+    """Return how many answers the plan generates at once; the maximum if the architecture is unknown."""
     try:
         return Predictor(find_architecture(spec), spec).generation_rows(length)
     except UnknownArchitectureError:
@@ -179,7 +179,8 @@ def _answers_at_once(spec: RunSpec, length: int) -> int:
 
 
 def _ends(spec: RunSpec) -> dict[int, str]:
-    """For each layer that the plan predicts, the phase of its backward pass; empty for an unknown architecture."""
+    """Return by layer number the phase name of the backward pass of each layer that the plan predicts; empty for an
+    unknown architecture."""
     try:
         arch = find_architecture(spec)
     except UnknownArchitectureError:
@@ -200,7 +201,8 @@ def _clip(max_grad_norm: float, loaded: LoadedModel) -> None:
 
 
 def _held(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes that stay allocated throughout a step, by component; no optimizer state if `optimizer` is None."""
+    """Return the bytes that remain allocated throughout a step, by component; if `optimizer` is None, optimizer state
+    counts as 0."""
     trainable = loaded.trainable()
     adapters = [parameter for name, parameter in trainable if "lora_" in name]
     return {
@@ -211,7 +213,7 @@ def _held(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def _row(held: dict[str, int], peak_bytes: int, gradient_bytes: int) -> dict[str, int]:
-    """Split the peak of a phase by component: what is neither in `held` nor a gradient counts as activations."""
+    """Split the peak of a phase by component; bytes that are neither in `held` nor gradients count as activations."""
     rest = peak_bytes - sum(held.values()) - gradient_bytes
     return {**held, "gradients": gradient_bytes, "activations": max(0, rest)}
 
@@ -227,7 +229,8 @@ def _batch(spec: RunSpec, device: SimulatedDevice, rows: int, length: int) -> Ba
 
 
 def _images(spec: RunSpec, facts: dict[str, Any], rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Image inputs of a batch; empty if the recipe has no images or the budget does not know the vision encoder."""
+    """Create the image inputs of a batch; empty if the recipe has no images or the budget does not know the vision
+    encoder."""
     if image_key(spec.recipe) is None or facts.get("model_type") not in VISION_ENCODERS:
         return {}
     arch = from_config(facts)
