@@ -1,1 +1,1 @@
-"""Scores of a model: loss, generated answers and their exact match. Imports nothing of training."""
+"""Scores models: loss, generated answers and their exact match with the references. Imports no code of training."""

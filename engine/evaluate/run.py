@@ -1,4 +1,4 @@
-"""Scoring the checkpoints of a run, or a model that was not trained here, on a recipe's validation data.
+"""Scores the checkpoints of a run, or any other model, on a recipe's validation data.
 
 Try: `tunedeck eval last --checkpoint best`.
 """
@@ -31,10 +31,10 @@ from engine.spec.schema.run import RunSpec
 
 
 def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkpoint]:
-    """Checkpoints that `--checkpoint` selects: a step, "best", "all", or None for the newest.
+    """Return the checkpoints that `--checkpoint` selects: a step, "best", "all", or None for the newest.
 
     Raises:
-        UsageError: no such checkpoint, or one that is damaged.
+        UsageError: no such checkpoint, or a selected checkpoint is damaged.
     """
     found = find_checkpoints(place.checkpoints)
     chosen: list[Checkpoint]
@@ -62,7 +62,7 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
 
 
 def score_run(place: RunDirectory, wanted: str | None, say: Callable[[str], None]) -> list[tuple[int, Scores]]:
-    """(step, scores) of each selected checkpoint of a run, on its validation data. The model is loaded once.
+    """Score the selected checkpoints of a run on its validation data; returns (step, scores) for each checkpoint.
 
     Raises:
         TunedeckError: the run's spec, device, data or model cannot be opened, or memory ran out.
@@ -81,7 +81,7 @@ def score_run(place: RunDirectory, wanted: str | None, say: Callable[[str], None
 
 
 def score_model(spec: RunSpec, say: Callable[[str], None]) -> Scores:
-    """Scores of the untrained model that `spec` names, on the recipe's validation data."""
+    """Score the model that `spec` names, without training it, on the recipe's validation data."""
     device = open_device(spec)
     with device.activate():
         context, data = _prepare(spec, device, say)
@@ -124,10 +124,10 @@ def _score(context: EvaluationContext, data: TokenData, spec: RunSpec) -> Scores
 
 
 def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:
-    """The run spec that scores `model` (hub id, folder, builtin:NAME) on a recipe's data.
+    """Resolve the run spec for scoring `model` (hub id, folder, builtin:NAME) on a recipe's data.
 
-    The recipe's settings of its own model (random weights, adapter, tokenizer) are dropped. The user's
-    `overrides` come last.
+    The recipe's settings for its own model are reset: adapter and revision, and unless `model` is built-in, random
+    weights and tokenizer. The user's `overrides` are applied last.
     """
     chosen = str(Path(model).absolute()) if Path(model).is_dir() else model
     own = ["model.adapter=", "model.revision="]

@@ -1,8 +1,8 @@
-"""Evaluation: loss and perplexity, exact match of greedily generated answers, and sample answers to read.
+"""Evaluates a model: loss and perplexity, exact match of greedily generated answers, and sample answers to read.
 
 Evaluation learns its own micro-batch budget, separate from training's. After an OOM the failed samples are repeated in
-smaller micro-batches; only completed micro-batches count, so no sample counts twice. Logits are not collected. Used by
-the training loop and by `tunedeck eval`.
+smaller micro-batches; only completed micro-batches count, so no sample counts twice. Logits are not collected. The
+training loop and `tunedeck eval` use this file.
 
 Try: `tunedeck eval last`
 """
@@ -34,19 +34,20 @@ from engine.model.loss import LossFunction, eval_mode
 from engine.spec.schema.recipe import Generate
 
 GENERATION_ROWS = 64
-"""Number of answers generated at once at the start, and its maximum."""
+"""The initial and largest number of answers that are generated at once."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class GenerationBatchSize:
-    """How many answers are generated at once: halved on an OOM, doubled after a clean evaluation."""
+    """The number of answers generated at once: halved after an OOM, doubled after an evaluation without an OOM."""
 
     rows: int = GENERATION_ROWS
     largest_success: int = 0
     smallest_failure: int | None = None
-    """The smallest number of rows that failed; not recorded where as many had succeeded before."""
+    """The smallest number of rows that ran out of memory. A failure is not recorded if as many rows had succeeded
+    before."""
 
     def halve(self, failed: int) -> None:
         """Set `rows` to half of `failed`, the number of rows that ran out of memory."""
@@ -55,14 +56,15 @@ class GenerationBatchSize:
         self.rows = max(1, failed // 2)
 
     def grow(self) -> None:
-        """Double `rows`, unless that many are known to fail. Called after an evaluation without an OOM."""
+        """Double `rows`, unless so many rows ran out of memory before. Called after an evaluation without an OOM."""
         if self.smallest_failure is None or 2 * self.rows < self.smallest_failure:
             self.rows = min(GENERATION_ROWS, 2 * self.rows)
 
 
 @dataclass
 class EvaluationContext:
-    """Everything an evaluation needs. `budget` and `batch_size` are learned separately from training's."""
+    """Everything that an evaluation needs. `budget` and `batch_size` are learned during evaluations; training has its
+    own."""
 
     device: Device
     loaded: LoadedModel
@@ -71,9 +73,9 @@ class EvaluationContext:
     budget: MicroBatchBudget
     generate: Generate
     report: Callable[[OutOfMemory, str, Any, Any], None]
-    """Called for each OOM with the remedy's name and the setting before and after it."""
+    """Called for each OOM with the failure, the remedy's name, and the setting before and after the remedy."""
     should_stop: Callable[[], bool] = lambda: False
-    """Asked before each micro-batch; True ends the evaluation early."""
+    """Called before each micro-batch; if it returns True, the evaluation ends early."""
     batch_size: GenerationBatchSize = field(default_factory=GenerationBatchSize)
     run_on_all_ranks: Callable[[str, Sequence[int], Callable[[], None]], OutOfMemory | None] | None = None
     """Runs a forward pass on every rank, as sharded weights require; called with the kind of pass, the sample indices
@@ -81,10 +83,10 @@ class EvaluationContext:
     failed_rank: int = 0
     """Rank on which the last OOM happened."""
     logits_processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    """Applied last to the logits of every generated token."""
+    """Processors that transformers applies to the logits of every generated token, after its own."""
 
     def attempt(self, kind: str, members: Sequence[int], action: Callable[[], T]) -> T | OutOfMemory:
-        """Run `action`, a pass over the samples `members`; return its result, or the failure when memory ran out.
+        """Run `action`, a pass over the samples `members`; return its result, or the failure if memory ran out.
 
         `kind` is "evaluate" or "generate".
         """
@@ -116,11 +118,11 @@ def evaluate(
 ) -> Scores:
     """Score the first `limit` samples of `data`.
 
-    loss is the mean over target tokens, perplexity its exponential. exact_match generates greedily from the tokens
-    before the last answer and compares text with white space trimmed.
+    `loss` is the mean over target tokens, `perplexity` its exponential. For `exact_match`, answers are generated
+    greedily from the tokens before the last answer and compared with it as text, with white space trimmed.
 
     Raises:
-        MemoryExhaustedError: not even one sample at a time fits.
+        MemoryExhaustedError: memory does not suffice even for one sample at a time.
         EvaluationStopped: `context.should_stop` returned True.
     """
     count = min(len(data), limit or len(data))
@@ -139,7 +141,7 @@ def evaluate(
 
 
 def _mean_loss(context: EvaluationContext, data: TokenData, indices: NDArray[np.int64]) -> float:
-    """Mean loss per target token of the samples `indices`."""
+    """Compute the mean loss per target token of the samples `indices`."""
     device, budget = context.device, context.budget
     held_bytes = device.memory().allocated_bytes
     total, targets, failures, clean = 0.0, int(data.target_counts[indices].sum()), 0, True
@@ -171,13 +173,14 @@ def _mean_loss(context: EvaluationContext, data: TokenData, indices: NDArray[np.
 def _planned(
     context: EvaluationContext, data: TokenData, indices: NDArray[np.int64]
 ) -> list[tuple[NDArray[np.int64], int]]:
-    """Cut the samples `indices` into micro-batches: (sample indices, predicted bytes) of each."""
+    """Divide the samples `indices` into micro-batches; returns (sample indices, predicted bytes) for each."""
     groups = plan_micro_batches(data.lengths[indices], context.cost, context.budget.budget_bytes)
     return [(indices[list(group.members)], group.cost_bytes) for group in groups]
 
 
 def _measured(device: Device, held_bytes: int) -> int:
-    """Peak bytes since the last reset, less `held_bytes`; 0 on the plain CPU, which cannot measure a peak."""
+    """Return the peak bytes since the last reset minus `held_bytes`; 0 on the plain CPU, which cannot measure a
+    peak."""
     return 0 if device.kind == "cpu" else max(0, device.memory().peak_bytes - held_bytes)
 
 
@@ -187,8 +190,8 @@ def _retries_unchanged(
     """Whether to repeat the failed pass with the same number of samples.
 
     If this number succeeded before (`proven`), the pass is repeated once. With a single sample, or when host memory
-    ran out, a smaller batch is impossible or does not help: the pass is repeated until it failed ATTEMPTS times in a
-    row, then MemoryExhaustedError is raised.
+    ran out, a smaller batch is impossible or does not help: the pass is repeated, and MemoryExhaustedError is raised
+    when it has failed ATTEMPTS times in a row.
     """
     stuck = rows == 1 or failure.kind != "device"
     if stuck and failures >= ATTEMPTS:
@@ -204,19 +207,20 @@ def _retries_unchanged(
 
 
 def loss_sum(context: EvaluationContext, data: TokenData, chosen: NDArray[np.int64]) -> float:
-    """Sum of the token losses of the samples `chosen`."""
+    """Compute the sum of the token losses of the samples `chosen`."""
     with context.device.host_region():
         batch = collate(data, chosen, pad_id=_pad_id(context))
     return float(context.loss(batch.moved(context.device.upload)))
 
 
 def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:
-    """Generated answers of the samples `chosen`, as text."""
+    """Generate an answer to the question of each of the samples `chosen`; returns the answers as text."""
     return _generate(context, [split_question(data[index])[0] for index in chosen])
 
 
 def _answer_first(context: EvaluationContext, data: TokenData, count: int) -> list[dict[str, str]]:
-    """Prompt, answer and reference of the first `count` samples, in data order; long prompts are generated first."""
+    """Return prompt, generated answer and reference of the first `count` samples, in data order. Answers to the longest
+    prompts are generated first."""
     questions = [split_question(data[index]) for index in range(count)]
     order = sorted(range(len(questions)), key=lambda index: -len(questions[index][0]))
     texts: list[str] = []
@@ -252,7 +256,8 @@ def _text(context: EvaluationContext, ids: list[int]) -> str:
 
 
 def split_question(example: Example) -> tuple[list[int], list[int]]:
-    """(tokens before the last answer, the last answer's tokens). The last answer is the last run of target tokens."""
+    """Split a sample into (tokens before the last answer, tokens of the last answer). The last answer is the last
+    contiguous sequence of target tokens."""
     is_target = example.labels != IGNORED
     last = int(np.flatnonzero(is_target)[-1])
     before = np.flatnonzero(~is_target[: last + 1])
@@ -262,7 +267,7 @@ def split_question(example: Example) -> tuple[list[int], list[int]]:
 
 
 def _generate(context: EvaluationContext, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Answers to `prompts` as text. Prompts are padded on the left, so that all end at the same position."""
+    """Generate answers to `prompts`, as text. Prompts are padded on the left, so that all end at the same position."""
     width, tokenizer = max(map(len, prompts)), context.loaded.tokenizer
     with context.device.host_region():
         ids_BS = torch.full((len(prompts), width), _pad_id(context), dtype=torch.long)
@@ -283,13 +288,15 @@ def generate_tokens(
     config: GenerationConfig,
     **options: LogitsProcessorList | Cache | None,
 ) -> Tensor:
-    """Token ids of the prompts, each followed by its answer; `options` go to transformers' `generate`."""
+    """Generate answers; returns the token ids of each prompt followed by its answer. `options` are passed on to
+    transformers' `generate`."""
     generate = cast(Callable[..., Tensor], loaded.model.generate)
     return generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **options)
 
 
 def generation_config(generate: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:
-    """Settings of greedy generation; the sampling settings of the model are ignored, so scores are reproducible."""
+    """Create settings for greedy generation. The model's own sampling settings are ignored, so scores are
+    reproducible."""
     return GenerationConfig(
         max_new_tokens=generate.max_new_tokens,
         do_sample=False,
