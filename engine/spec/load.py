@@ -1,7 +1,7 @@
 """Resolves a profile, a recipe and overrides to one run spec; writes a run spec as `run.toml` and reads it back.
 
-Precedence: defaults < recipe < stage < profile [overrides] < --set. Stages stay tables here: each is merged over the
-recipe when it starts. What a value may be is in `engine.spec.check`.
+Precedence: defaults < recipe < stage < profile [overrides] < --set. Stages are not resolved here: each is merged over
+the recipe when it starts. `engine.spec.check` defines which values are allowed.
 
 Try: `python -c "from engine.spec.load import resolve; print(resolve('demo', 'demo').spec.recipe.train)"`
 """
@@ -241,7 +241,8 @@ def _run_name_problems(name: str | None) -> list[str]:
 
 
 def _apply_profile_overrides(profile: Document, recipe: Document, on_command_line: set[str]) -> list[str]:
-    """Apply the profile's [overrides] to the recipe; returns a notice for each that changes what is learned."""
+    """Apply the profile's [overrides] to the recipe; returns a notice for each override that changes what is
+    learned."""
     table = profile.data.get("overrides")
     notices = []
     for key, value in leaf_items(table) if isinstance(table, dict) else ():
@@ -280,8 +281,8 @@ def _versions() -> dict[str, str]:
 def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
     """Read a run.toml. Raises SpecError with every problem.
 
-    `own=True` keeps the limits as written; only code that works on the user's own run directory passes it. From any
-    other file the limits are dropped: a file may neither allow remote code nor bring a shell command.
+    `own=True` keeps the limits as written; it may be passed only for the user's own run directory. From any other file
+    the limits are dropped: a file may neither allow remote code nor bring a shell command.
     """
     document = read_document(path)
     spec, problems = check_table(RunSpec, document.data)

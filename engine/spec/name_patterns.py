@@ -1,7 +1,7 @@
 """Matches a recipe's patterns with the dotted names of modules and parameters.
 
-`*` stays within one part of a dotted name, `**` crosses dots, `?` and `[...]` match one character. A pattern may also
-name a module, which stands for all its parameters.
+`*` matches within one part of a dotted name, `**` also across dots, `?` and `[...]` match one character. A pattern may
+also name a module, which stands for all its parameters.
 
 Try: `python -c "from engine.spec.name_patterns import matches; print(matches('model.*.mlp', 'model.0.mlp.up.weight'))"`
 """

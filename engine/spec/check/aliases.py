@@ -91,7 +91,7 @@ CHOICE_ALIASES: dict[str, dict[str, str]] = {
         "none": "single",
     },
 }
-"""Our key = other tools' names of its choices, and ours."""
+"""Maps each of our keys to a table that maps other tools' names of its choices to ours."""
 
 
 def _dtype_if(name: str) -> Callable[[Any], Any]:
@@ -221,7 +221,7 @@ KEY_ALIASES: dict[str, Alias] = {
     "wandb_project": Alias(AXOLOTL, "trackers.project"),
     "router_aux_loss_coef": Alias(HF, "moe.aux_loss_weight"),
 }
-"""Another tool's key (lower case, '-' as '_') = ours. Keys that are spelt like ours need no row."""
+"""Maps another tool's key (lower case, '-' as '_') to ours. Keys that are spelt like ours need no row."""
 
 PER_DEVICE = ("per_device_train_batch_size", "micro_batch_size", "per_device_batch_size")
 ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps")

@@ -1,4 +1,5 @@
-"""Checking a document against the spec's tables: every problem at once, each with what was found and what is allowed.
+"""Checks a document against the spec's tables: reports every problem at once, each with what was found and what is
+allowed.
 
 pydantic finds where something is wrong; the text of a problem comes from the field types (`schema.describe`) and from
 other tools' names (`aliases`). Rules across keys (`rules`) run on the part of a file that is right, even where other
@@ -34,7 +35,7 @@ REQUIRED_KEY_EXAMPLES: dict[tuple[type[BaseModel] | None, str], str] = {
     (Profile, "name"): 'name = "my-gpu"',
     (Profile, "device"): '[device] with kind = "cuda" and memory_gib = 23.6',
 }
-"""(table, required key) = how to write it, for the error."""
+"""Maps (table, required key) to an example of the key for the error message."""
 
 EXAMPLES_BY_KEY: dict[str, tuple[str, Any]] = {
     "id": ('id = "Qwen/Qwen2.5-0.5B-Instruct"', "example"),
@@ -47,10 +48,11 @@ EXAMPLES_BY_KEY: dict[str, tuple[str, Any]] = {
     "memory_gib": ("memory_gib = 23.6", 1.0),
     "match": ('match = "**.lm_head.**"', "example"),
 }
-"""Required key of other tables = how to write it, and a placeholder with which the rest of the file is checked."""
+"""Maps a required key of other tables to an example and a placeholder, with which the rest of the file is checked."""
 
 FREE_TEXT = {"title": "", "notes": "\n\t"}
-"""Key = characters that stay. All other unsafe characters in these keys are made visible instead of refused."""
+"""Maps a key to the control characters that its value may contain. All other unsafe characters in it are made visible
+instead of refused."""
 ANY_TEXT = frozenset({"system_prompt", "chat_template", "on_finish", "set"})
 """Keys that may hold any character, because they are never shown unescaped."""
 
@@ -116,7 +118,8 @@ def _visible_notes(data: Data) -> Data:
 
 
 def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator[Problem]:
-    """Problems of values that are never allowed: text with control characters, numbers of more than 64 bits."""
+    """Yield a problem for each value that is never allowed: text with control characters, numbers of more than 64
+    bits."""
     if isinstance(node, str) and (hit := UNSAFE.search(node)):
         yield Problem(place, f"{quoted(node)} holds the control character {visible(hit[0])}", "plain text is allowed")
     if isinstance(node, int) and not -(2**63) <= node < 2**63:
@@ -223,7 +226,7 @@ def _scalars(node: Any) -> Data:
 
 
 def _leaves(model: type[Table]) -> dict[str, list[str]]:
-    """Maps the last part of each key, such as `path`, to all dotted keys of `model` that end in it."""
+    """Map the last part of each key, such as `path`, to all dotted keys of `model` that end in it."""
     found: dict[str, list[str]] = {}
     root = RunSpec if model is RunSpec else model
     for table, field in describe.fields_of(root).items():

@@ -1,6 +1,6 @@
 """The option `--devices`: which GPUs of the machine a run may use; parsed, and checked against the profile.
 
-Try: `python -c "from engine.spec.check.devices import device_indices; print(device_indices('2,3'))"`
+Try: `python -c "from engine.spec.check.devices import parse_device_indices as p; print(p('2,3'))"`
 """
 
 from __future__ import annotations

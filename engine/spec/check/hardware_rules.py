@@ -1,4 +1,4 @@
-"""Rules across the keys of a hardware profile, and rules about what a recipe needs of the hardware.
+"""Rules across the keys of a hardware profile, and rules about the hardware that a recipe needs.
 
 As in `engine.spec.check.rules`, each rule is a small function that yields problems; a table at the end lists them.
 """
@@ -78,7 +78,7 @@ def words_for_launchers_are_plain(profile: Profile) -> Problems:
 
 
 def problems_on_device(profile: Profile, recipe: Recipe) -> Problems:
-    """Problems of a recipe on this hardware; their places are in the recipe."""
+    """Problems of a recipe on the hardware of a profile; the place of each problem is in the recipe."""
     needs_cuda: dict[Place, tuple[str, str]] = {
         ("model", "quantize"): (recipe.model.quantize, "nf4"),
         ("model", "attention"): (recipe.model.attention, "flash"),
@@ -96,7 +96,8 @@ def problems_on_device(profile: Profile, recipe: Recipe) -> Problems:
 
 
 def _before_ampere(profile: Profile, recipe: Recipe) -> Problems:
-    """GPUs before Ampere compute bf16 in software, many times slower, and have no kernels for flash attention."""
+    """Yield problems for GPUs before Ampere, which compute bf16 in software, many times slower, and have no kernels
+    for flash attention."""
     capability = profile.device.compute_capability
     if profile.device.kind != "cuda" or capability is None or capability >= AMPERE:
         return
@@ -123,5 +124,5 @@ PROFILE_RULES: tuple[Callable[[Profile], Iterable[Problem]], ...] = (
 
 
 def problems_of_profile(profile: Profile) -> list[Problem]:
-    """The problems of a hardware profile by itself."""
+    """All problems of a hardware profile that can be found without a recipe."""
     return [problem for rule in PROFILE_RULES for problem in rule(profile)]

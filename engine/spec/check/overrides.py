@@ -1,6 +1,6 @@
 """Overrides: parsing `--set K=V`, and setting values in a document, which records where each value came from.
 
-What a value may be is checked afterwards, on the merged document, so that every problem is reported at once.
+Values are checked afterwards, on the merged document, so that every problem is reported at once.
 
 Try: `tunedeck recipes show lora`, then `tunedeck train -p demo -r lora --set train.learning_rate=1e-5 ...`
 """

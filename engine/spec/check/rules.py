@@ -1,7 +1,7 @@
-"""Rules across the keys of a recipe: one small function each, listed in a table at the end.
+"""Rules across the keys of a recipe: each is a small function; a table at the end lists them.
 
-A rule takes a recipe whose fields are valid and yields problems: the key, what was found and what is allowed. It reads
-no files and does not look at the machine.
+A rule takes a recipe whose fields are valid and yields problems: the key, what was found and what is allowed. Rules
+read no files and do not look at the machine.
 """
 
 from __future__ import annotations
@@ -383,5 +383,5 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
 
 
 def problems_of_recipe(recipe: Recipe) -> list[Problem]:
-    """The problems of a recipe by itself."""
+    """All problems of a recipe that can be found without a profile."""
     return [problem for rule in RECIPE_RULES for problem in rule(recipe)]

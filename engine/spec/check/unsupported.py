@@ -50,7 +50,7 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (lambda spec: _when(not spec.recipe.moe.freeze_router, "moe.freeze_router = false"), "training of routers"),
     (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
 )
-"""(function that returns the key as the user wrote it, or None; name of the missing feature)."""
+"""(function that returns the key as the user wrote it, or None if unused; name of the missing feature)."""
 
 
 PLANNABLE_FEATURES = ("images",)

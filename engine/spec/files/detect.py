@@ -21,7 +21,7 @@ def detect_device() -> tuple[dict[str, Any], str, str]:
 
 
 def count_devices() -> int:
-    """The number of GPUs that NVML finds; 1, for the CPU, where it finds none."""
+    """The number of GPUs that NVML finds; 1 if it finds none, for the CPU."""
     import pynvml
 
     try:

@@ -1,7 +1,7 @@
 """A TOML document in memory: its data, and for every key the file and line where it was written.
 
-Reading, merging and rendering problems with their file and line are here. What is allowed is in `engine.spec.check`,
-which file a name stands for in `engine.spec.files.find`.
+Reading, merging and rendering problems with their file and line are here. `engine.spec.check` defines what is allowed,
+`engine.spec.files.find` finds the file of a name.
 
 Try: `python -c "from engine.spec.files.document import read_document; print(read_document('my.toml').data)"`
 """
@@ -55,7 +55,8 @@ class Problem:
 
 @dataclass
 class Document:
-    """The data of a TOML file, possibly overridden. `where` maps each written place to "file:line" or "--set"."""
+    """The data of a TOML file, perhaps with overrides. `where` maps each place that was written to "file:line" or
+    "--set"."""
 
     label: str
     data: dict[str, Any]

@@ -3,7 +3,7 @@
 A name is searched in ./profiles, the user's own folder and the shipped files, in this order. A text with a slash, or
 one that ends in .toml, is a path. Files are not parsed here.
 
-Try: `python -c "from engine.spec.files.find import available; print(available('recipe'))"`
+Try: `python -c "from engine.spec.files.find import list_spec_files; print(list_spec_files('recipe'))"`
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ NON_FILE_PREFIXES = ("builtin:", "run:")
 
 
 def path_values(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
-    """(place, text) of every text below `node` whose key may hold a path."""
+    """Yield (place, text) for every text below `node` whose key may contain a path."""
     children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for part, child in children:
         if isinstance(child, str) and part in PATH_KEYS | POSSIBLE_PATH_KEYS:

@@ -28,7 +28,7 @@ def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Pa
     itself; returns the path of the copy.
 
     Raises SpecError for every problem of the file and for paths that leave its folder, UsageError for a symbolic link
-    or a name that is taken.
+    or a name that exists already.
     """
     if source.is_symlink():
         raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")

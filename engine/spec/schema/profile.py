@@ -52,7 +52,7 @@ class Parallel(Table):
 
 
 class Nodes(Table):
-    """Several machines."""
+    """How a run is spread over several machines."""
 
     count: Count = 1
     """How many machines."""

@@ -242,7 +242,7 @@ class Evaluate(Table):
 
 
 class Moe(Table):
-    """Mixture-of-experts models."""
+    """Settings for mixture-of-experts models."""
 
     aux_loss_weight: NonNegative | None = None
     """Weight of the load-balancing loss; by default the model's own."""
