@@ -17,7 +17,7 @@ from engine.journal.event_text import format_bytes, format_number
 from engine.journal.summary import RunSummary, read_spec, summarise
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
-"""Scores of which the lowest is best; of all others the highest is."""
+"""Scores whose lowest value is the best; for all other scores the highest is."""
 
 NOT_COMPARED = ("name", "title", "notes", "schema", "kind", "provenance", "limits")
 """Keys of a run spec's outer tables that name, describe or limit a run without changing what it does."""
@@ -31,11 +31,11 @@ class Comparison:
     runs: list[str]
     statuses: list[str]
     scores: dict[str, list[float | None]]
-    """Name = values: latest evaluation, training loss, speed, memory, time."""
+    """Maps a score's name to its values: latest evaluation, training loss, speed, memory, time."""
     settings: dict[str, list[Any]]
-    """Dotted key = values, for the settings that differ between the runs."""
+    """Maps the dotted key of each setting that differs between the runs to its values."""
     best: dict[str, list[str]]
-    """Score = the best runs: several on a draw, none where fewer than two runs have the score or all are equal."""
+    """Maps a score to the best runs: several on a draw, none if fewer than two runs have the score or all are equal."""
     warnings: list[str]
 
     def as_json(self) -> dict[str, Any]:

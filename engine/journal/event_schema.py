@@ -1,4 +1,4 @@
-"""The table of event kinds: the fields that each kind must have and those it may have.
+"""The table of event kinds: the fields that each kind must have, and the fields that it may have.
 
 Data only. The writer checks every event against it, so that a misspelt field fails the first test that writes it. Times
 are UTC ISO 8601; steps count optimizer steps from 1. A new kind or field is one line here.

@@ -174,7 +174,8 @@ EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "resumed": _resumed,
     "paused": lambda event: "paused; the device is free",
 }
-"""Kinds of events that leave a line. `phase` and `step` change the status block instead."""
+"""Maps each kind of event that is printed as a line to the function that writes the line. `phase` and `step` events
+change the status block instead."""
 
 
 def describe_phase(event: Event) -> str:

@@ -1,7 +1,7 @@
 """The event file `events.jsonl`: one writer, any number of readers, one JSON object per line.
 
-The fields of each kind are in `event_schema`; what a sequence of events means is in `journal_state` and `summary`.
-Every reader may rely on these rules:
+The fields of each kind are in `event_schema`; `journal_state` and `summary` interpret sequences of events. Every reader
+may rely on these rules:
 
 - a line is complete when it ends in a newline; bytes after the last newline are torn and do not count yet;
 - every complete line is strict JSON in ASCII: text from a model cannot break a line, and a loss that is not finite is
@@ -58,7 +58,8 @@ class EventWriter:
             return self._append(kind, fields)
 
     def write_if_quiet(self, quiet_seconds: float, kind: str, **fields: Any) -> Event | None:
-        """Like `write`, but only when nothing was written for `quiet_seconds`; else None."""
+        """Like `write`, but only if nothing was written for `quiet_seconds`; otherwise writes nothing and returns
+        None."""
         check_fields(kind, frozenset(fields))
         with self._lock:
             if time.monotonic() - self._last_write < quiet_seconds:

@@ -1,4 +1,4 @@
-"""Small files that other processes read and write at the same time: written whole or not at all, and locked.
+"""Writes and locks small files that several processes use at the same time; a file is written whole or not at all.
 
 Used for requests, identities and specs; events have a writer of their own (`engine.journal.events`).
 """

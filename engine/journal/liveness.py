@@ -2,8 +2,8 @@
 
 A pid alone proves nothing: pids are reused, and a zombie answers `kill -0`. Two identities are the same process when
 pid, start time and boot of the machine agree. A process that cannot be looked up from here (another host, another
-container) is judged by the age of the event file alone. A file lock keeps two engines off one run; the kernel releases
-the lock when the engine that holds it ends, so no crash leaves a run locked.
+container) is judged by the age of the event file alone. A file lock prevents two engines from working on one run; the
+kernel releases the lock when the engine that holds it ends, so no crash leaves a run locked.
 
 Try: `cat runs/*/engine.json`
 """
@@ -91,7 +91,7 @@ def record_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
 
 
 def clear_engine(directory: RunDirectory) -> None:
-    """Remove the record of the engine, because the engine ends normally."""
+    """Remove the record of the engine; called when the engine ends normally."""
     directory.engine.unlink(missing_ok=True)
 
 
@@ -99,8 +99,8 @@ def clear_engine(directory: RunDirectory) -> None:
 def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
     """Claim the run for this process until the block ends. Raises EnvironmentProblem if another process has claimed it.
 
-    This process's identity is recorded until the block ends; if the process is killed inside the block, the record
-    stays.
+    This process's identity is recorded until the block ends; if the process is killed inside the block, the record is
+    left behind.
     """
     with _run_lock(directory):
         identity = identify_self()

@@ -1,8 +1,8 @@
 """Runs that wait for their turn: an ordered list of names beside the runs, changed under a file lock.
 
 A waiting run is an ordinary run directory whose engine has not been started (status "queued"); the queue holds only its
-name. `engine.launch.queue_worker` starts one after another. The list is the only state, so a killed worker loses
-nothing.
+name. `engine.launch.queue_worker` starts the runs one after another. The list is the only state, so a killed worker
+loses nothing.
 
 Try: `tunedeck queue add -p demo -r demo`, then `cat runs/.queue/order.json`
 """

@@ -51,7 +51,7 @@ LINES_PER_CLOCK_CHECK = 512
 
 @dataclass
 class RunSummary:
-    """One run at one moment; None means that a value is not known, or not known yet."""
+    """The summary of a run at one moment; None means that a value is not known, or not known yet."""
 
     run: str
     path: str
@@ -197,7 +197,7 @@ def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
 
 
 def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) -> RunSummary:
-    """The summary of a run from its state; `damaged` is the number of lines that could not be read."""
+    """Make the summary of a run from its state; `damaged` is the number of lines that could not be read."""
     finished = state.finished or {}
     spec = read_spec(directory)
     return RunSummary(

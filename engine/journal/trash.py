@@ -1,4 +1,4 @@
-"""Deleting a run: its directory is moved into `.trash/` of its runs folder, from where a user can move it back.
+"""Deletes a run: its directory is moved into the folder `.trash/` beside it, from where a user can move it back.
 
 Try: `ls -a runs/.trash`
 """
