@@ -34,9 +34,9 @@ class Job:
     runs: Path
     """The folder of runs, on every machine."""
     python: str
-    """The Python interpreter of the installation."""
+    """The Python interpreter that runs Tunedeck."""
     command: str
-    """tunedeck.py of that installation."""
+    """The path of tunedeck.py in the installation of Tunedeck."""
     setup: str = ""
     """The user's shell commands, run first on each machine."""
 

@@ -1,4 +1,4 @@
-"""The queue worker: a small process that starts one waiting run after another, each as an engine process of its own.
+"""The queue worker: a small process that starts the waiting runs one after another, each as an engine process.
 
 The worker uses no device and has no state: if it is killed, the queue is unchanged and the run that it started goes on.
 A run that fails, or cannot be started, is logged and the next one is started. The worker ends when no run waits.
@@ -81,7 +81,8 @@ def _ending(directory: RunDirectory) -> tuple[str, int]:
 
 
 def run_queue(runs_dir: Path) -> None:
-    """Work the queue until it is empty. TERM ends the worker and leaves the present run running."""
+    """Start the waiting runs one after another until the queue is empty. TERM ends the worker; the current run goes
+    on."""
     queue = Queue(runs_dir)
     own = identify_self()
     signal.signal(signal.SIGTERM, _raise_terminated)

@@ -1,9 +1,9 @@
 """Lists the keys of a run spec that `tunedeck resume` may change. Data and pure functions; nothing is read or written
 here.
 
-A resumed run stays the same run: the new spec must lead to the same steps as those already taken. So a change of model,
-data, seed, batch size or optimizer is refused; memory, intervals and length may change freely; what only affects the
-steps to come may change with a notice.
+A resumed run is still the same run: the new spec must lead to the same steps as those already taken. So a change of
+model, data, seed, batch size or optimizer is refused; memory, intervals and length may change freely; what only affects
+the steps to come may change with a notice.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CHANGEABLE_WITH_NOTICE = (
 
 
 Changes = dict[str, tuple[Any, Any]]
-"""Dotted key = (value before, value after)."""
+"""Maps a dotted key to (value before, value after)."""
 
 
 def find_changes(before: Any, after: Any, key: str = "") -> Changes:
