@@ -1,7 +1,7 @@
 """`tunedeck doctor`: reports what this machine offers a run, what is missing, and what to do about it.
 
 Every check returns findings and never raises: a machine in a bad state is what this command is for. torch is imported
-inside the check that asks what it was built with.
+inside the only check that needs it.
 
 Try: `tunedeck doctor --json`.
 """
@@ -40,7 +40,7 @@ _GLYPHS: dict[State, str] = {"ok": "+", "missing": "-", "problem": "!", "note": 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report: its topic, state and text, and how to fix a problem."""
 
     topic: str
     state: State

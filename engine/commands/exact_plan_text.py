@@ -36,7 +36,8 @@ def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
 
 
 def _compared(found: ExactPlan) -> Iterator[str]:
-    """Lines of a table with one row per phase: the simulated bytes, the closed form's prediction and its error."""
+    """Yield the lines of a table with one row per phase: the simulated bytes, the closed form's prediction and its
+    error."""
     if found.closed_form is None:
         yield "the closed form does not know this architecture"
         yield ""

@@ -1,4 +1,4 @@
-"""`tunedeck profiles` and `tunedeck recipes`: list, show, check, new, export, import and schema.
+"""`tunedeck profiles` and `tunedeck recipes`: the commands list, show, check, new, export, import and schema.
 
 Both groups have the same commands; only `new --detect` belongs to profiles alone. The work is done by `engine.spec`,
 which is imported inside the commands.

@@ -1,4 +1,5 @@
-"""`tunedeck plan` and `tunedeck fit`: how much memory a run needs, and the cheapest changes that make it fit.
+"""`tunedeck plan` and `tunedeck fit`: predict how much memory a run needs, and find the cheapest changes that make it
+fit.
 
 This file only prints; the figures come from `engine.budget`. `--json` prints one document, in bytes.
 
@@ -82,7 +83,7 @@ def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
 
 
 def _exactly(spec: RunSpec, as_json: bool) -> None:
-    """Print the simulated plan; exit code 3 when it does not fit."""
+    """Print the simulated plan; exit code 3 if the run does not fit."""
     from engine.commands.exact_plan_text import exact_lines
 
     with importing():
@@ -138,7 +139,7 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
 
 
 def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) -> None:
-    """Write the recipe with the first suggestion applied. Raises UsageError when there is no suggestion."""
+    """Write the recipe with the first suggestion applied to `target`. Raises UsageError if there is no suggestion."""
     from engine.errors import UsageError
     from engine.spec.files.rewrite import rewrite_text
     from engine.spec.files.share import write_new_file

@@ -123,7 +123,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
 
 
 def residual_lines(spec: RunSpec) -> Iterator[str]:
-    """A line that says whether the figures for memory outside torch's allocator are typical or measured values."""
+    """Yield one line that says whether the figures for memory outside torch's allocator are typical or measured
+    values."""
     from engine.budget.calibration import residuals_for
 
     if spec.profile.device.kind != "cuda":

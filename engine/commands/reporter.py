@@ -34,10 +34,10 @@ class Reporter(Protocol):
     """Shows a run from its events."""
 
     def event(self, event: Event) -> None:
-        """Show one event."""
+        """Show one event of the run."""
 
     def tick(self) -> None:
-        """Redraw the status if it is time; called about four times a second."""
+        """Redraw the status block if enough time has passed; called about four times a second."""
 
     def notice(self, text: str) -> None:
         """Show a sentence that does not come from the run's events."""

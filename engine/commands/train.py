@@ -1,4 +1,5 @@
-"""`tunedeck train`, and the hidden commands that are the engine process and the view beside a launcher's rank 0.
+"""`tunedeck train`, and two hidden commands: the engine process, and the process that shows a run beside a launcher's
+rank 0.
 
 How a run is checked and created is in `engine.launch.create_run`.
 
