@@ -35,16 +35,16 @@ class Strategy(ABC):
     override those that do."""
 
     ranks_per_sample = 1
-    """Ranks that share each sequence."""
+    """The number of ranks that share each sequence."""
     all_ranks_save = False
     """Whether a checkpoint can only be written by all ranks together."""
     voted_group: VotedGroup | None = None
-    """Votes before the collectives of a micro-batch; None where a micro-batch has none."""
+    """The ranks that vote before each collective of a micro-batch; None if micro-batches have no collectives."""
 
     def __init__(self, loaded: LoadedModel, loss: LossFunction, ranks: Ranks) -> None:
         self.loaded, self.loss, self.ranks = loaded, loss, ranks
         self.parameters = [parameter for _, parameter in loaded.trainable()]
-        """What the optimizer updates on this rank."""
+        """The parameters that the optimizer updates on this rank."""
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
         """Assign the samples of a step to ranks by their lengths; returns the indices in `lengths` of this rank's

@@ -1,8 +1,8 @@
 """Saves a run whose weights are spread over ranks: weights are gathered on rank 0, every rank writes optimizer state.
 
-Weights become the same files as those of a run on one device, through rank 0's host memory, so that they load anywhere.
-Optimizer state, which can be several times as large as the weights, is written by every rank for itself through
-`torch.distributed.checkpoint`, as safetensors, and read back by any number of ranks.
+Weights are gathered in rank 0's host memory and written to the same files as in a run on one device, so that they load
+anywhere. Optimizer state, which can be several times as large as the weights, is written by every rank for itself
+through `torch.distributed.checkpoint`, as safetensors, and read back by any number of ranks.
 
 Try: `pytest tests/distributed/test_sharded_runs.py`
 """
@@ -60,8 +60,8 @@ class CheckpointGatherer:
             self._wholes.clear()
 
     def write_optimizer(self, checkpoint: Path) -> None:
-        """On rank 0: have every rank write its part of the optimizer state. Raises OSError, for example on a full
-        disk."""
+        """On rank 0: have every rank write its part of the optimizer state. Raises OSError, for example if the disk
+        is full."""
         self._asked("write_optimizer", folder=str(checkpoint / OPTIMIZER_FOLDER))
 
     def read_optimizer(self, checkpoint: Path) -> None:

@@ -25,10 +25,10 @@ from engine.model.load import LoadedModel
 from engine.train.step.optimizer import state_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-"""Optimizer state in a checkpoint of a run whose ranks hold whole weights."""
+"""The file of the optimizer state in a checkpoint of a run in which every rank has all weights."""
 
 OPTIMIZER_FOLDER = "optimizer"
-"""Optimizer state in a checkpoint of a run whose ranks hold parts of the weights."""
+"""The folder of the optimizer state in a checkpoint of a run in which every rank has a part of the weights."""
 
 
 class CheckpointStorage(Protocol):

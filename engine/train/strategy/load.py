@@ -34,7 +34,7 @@ def load_strategy(
     """Load the model and its loss with the strategy that the profile asks for; returns the strategy. All ranks call
     this.
 
-    `report` is called with allocation failures that all ranks know of, `report_retry` with those that only this rank
+    `report` is called with allocation failures that all ranks know of, `report_retry` with failures that only this rank
     knows of.
 
     Raises:

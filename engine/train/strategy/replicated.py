@@ -1,4 +1,4 @@
-"""The strategy "replicated": every rank holds the whole model and its optimizer, and gradients are summed over ranks.
+"""The strategy "replicated": every rank has the whole model and its optimizer, and gradients are summed over ranks.
 
 Micro-batches contain no collectives, so ranks may run different numbers of micro-batches.
 
@@ -20,7 +20,7 @@ from engine.train.strategy.base import Strategy
 
 
 class Replicated(Strategy):
-    """The strategy in which every rank holds the whole model."""
+    """The strategy in which every rank has the whole model."""
 
     def __init__(
         self,

@@ -31,8 +31,8 @@ class SequenceParallel(Strategy):
     """Wraps the strategy `inner` so that `parallel.sequence` ranks share each sequence."""
 
     def __init__(self, inner: Strategy, spec: RunSpec) -> None:
-        """Make the groups of ranks, and check that sharing sequences leaves the model's result unchanged. All ranks
-        call it.
+        """Make the groups of ranks, and check that sharing sequences does not change the model's result. All ranks call
+        this.
 
         Raises:
             UsageError: the model's result changes when sequences are shared.

@@ -1,8 +1,8 @@
 """The strategy "sharded": every rank holds a part of the weights, of their gradients and of the optimizer state.
 
 Every pass gathers weights on all ranks, so all ranks run the same number of micro-batches, evaluate together and save
-together. How a model is loaded in this way is in `engine.train.strategy.load_sharded`, how torch shards it in
-`engine.distributed.sharded`.
+together. `engine.train.strategy.load_sharded` loads a model in parts, `engine.distributed.sharded` shards it with
+torch.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
 """
