@@ -15,7 +15,7 @@ from textual.theme import Theme
 
 
 class StateStyle(NamedTuple):
-    """The glyph and style of a run's state or a plan's verdict."""
+    """The glyph, the ASCII letter and the style of a run's state or a plan's verdict."""
 
     glyph: str
     letter: str
@@ -38,7 +38,7 @@ STATES: dict[str, StateStyle] = {
 
 
 class ComponentStyle(NamedTuple):
-    """The letter of a component of the VRAM bar, and the style of the letter and its background."""
+    """The letter of a component in the VRAM bar, and the style of the letter and its background."""
 
     letter: str
     style: str
@@ -76,7 +76,7 @@ TO_ASCII = str.maketrans(ASCII)
 
 
 def glyphs(text: str, *, ascii_only: bool) -> str:
-    """The console's own glyphs, replaced by ASCII under --ascii. Not for text from files."""
+    """Replace the console's own glyphs by ASCII characters if `ascii_only`. Must not be used for text from files."""
     return text.translate(TO_ASCII) if ascii_only else text
 
 

@@ -1,7 +1,8 @@
-"""Curves as lines of text, drawn with braille dots: a cell has two columns and four rows of them. Pure functions.
+"""Curves as lines of text, drawn with braille dots: a cell has two columns and four rows of dots.
+Pure functions.
 
-A plot library took 6 to 11 per cent of a core for a 120x36 screen, this takes about one. A cell has one colour, so
-where curves share a cell it has that of the later one. In ASCII, `*` is the curve and `:` its band.
+This module takes about one per cent of a core for a 120x36 screen; a plot library took 6 to 11. A cell has a single
+colour: if curves share a cell, the colour of the last one. In ASCII, `*` draws the curve and `:` its band.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROWS_PER_TICK = 3
 
 @dataclass(frozen=True)
 class PlotCurve:
-    """One curve as dot columns; each cell of the plot is two dot columns wide."""
+    """A curve to draw: its points in columns of dots, two columns per cell of the plot."""
 
     columns: Sequence[PlotColumn | None]
     style: str
@@ -44,7 +45,8 @@ class YRange:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """The height of a value: 0 at the bottom, 1 at the top; values outside the range are moved to its ends."""
+        """The height at which a value is drawn: 0 at the bottom, 1 at the top. A value outside the range is drawn at
+        the nearer end."""
         if self.log:
             value, low, high = (math.log(max(number, 1e-300)) for number in (value, self.low, self.high))
         else:
@@ -54,16 +56,16 @@ class YRange:
 
 @dataclass(frozen=True)
 class Cell:
-    """One character of the plot."""
+    """One character of the plot, with its style."""
 
     letter: str = " "
     style: str = ""
 
 
 def fit_y_range(curves: Sequence[PlotCurve], points: Sequence[float] = (), *, log: bool = False) -> YRange | None:
-    """The range that includes every mean and every point; None when there is none.
+    """The range that includes every mean and every point; None if there are neither means nor points.
 
-    Bands may reach beyond it: otherwise one outlier among thousands of steps would flatten the curve.
+    Bands may extend beyond the range: otherwise one outlier among thousands of steps would flatten the curve.
     """
     values = [column.mean for curve in curves for column in curve.columns if column is not None]
     values += [point for point in points if math.isfinite(point)]
@@ -79,7 +81,7 @@ def fit_y_range(curves: Sequence[PlotCurve], points: Sequence[float] = (), *, lo
 
 
 def ticks(y_range: YRange, height: int) -> dict[int, str]:
-    """Labels of the y axis by row: round numbers, at most one for every few rows."""
+    """Labels of the y axis, by row of cells: round numbers, at most one every few rows."""
     wanted = max(2, height // ROWS_PER_TICK)
     labels: dict[int, str] = {}
     for value in _log_ticks(y_range, wanted) if y_range.log else _even_ticks(y_range, wanted):
@@ -109,7 +111,7 @@ def _log_ticks(y_range: YRange, wanted: int) -> list[float]:
 def draw_curves(
     curves: Sequence[PlotCurve], width: int, height: int, y_range: YRange, *, ascii_only: bool
 ) -> list[list[Cell]]:
-    """The curves drawn over each other, later ones on top, as rows of cells."""
+    """Draw the curves over each other, later ones on top; returns rows of cells."""
     cells = [[Cell()] * width for _ in range(height)]
     for curve in curves:
         if curve.band:
@@ -143,7 +145,7 @@ def _band_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRang
 
 
 def _line_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRange) -> list[tuple[int, int] | None]:
-    """The means as a connected line, straight across columns without a point."""
+    """The dots of a line through the means. A line crosses columns without a point in a straight line."""
     last = 4 * height - 1
     known = [(x, round((1 - y_range.share(c.mean)) * last)) for x, c in enumerate(columns) if c is not None]
     dots: list[tuple[int, int] | None] = [None] * len(columns)
@@ -161,7 +163,7 @@ def _line_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRang
 
 
 def plot_lines(cells: Sequence[Sequence[Cell]], labels: Mapping[int, str]) -> list[Content]:
-    """The cells as lines of text, with the labels of the y axis on their left."""
+    """Convert the cells into lines of text, with the labels of the y axis on their left."""
     return [_row(row, labels.get(index, "")) for index, row in enumerate(cells)]
 
 
@@ -173,7 +175,8 @@ def _row(cells: Sequence[Cell], label: str) -> Content:
 
 
 def x_axis_line(labels: Sequence[str], width: int) -> Content:
-    """Labels distributed over the width: the first at its left end, the last at its right end."""
+    """A line with the labels of the x axis: the first at the left end, the last at the right end, the others evenly
+    between."""
     text, written = [" "] * width, set[str]()
     # Both ends are written first: where there is no room, the labels between them are left out.
     for index in sorted(range(len(labels)), key=lambda index: 0 < index < len(labels) - 1):

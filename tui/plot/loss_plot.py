@@ -1,6 +1,6 @@
 """The loss plot of one run: mean and band of the steps, losses of evaluations, and marks of checkpoints and backoffs.
 
-The screen hands it new data and decides how often.
+The screen that contains the plot sets new data and decides how often.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlotOptions:
 
 @dataclass(frozen=True)
 class StepMarks:
-    """The steps at which something happened; drawn as marks in a row under the curve."""
+    """The steps at which events of one kind happened (such as checkpoints), drawn as marks in a row under the curve."""
 
     name: str
     glyph: str
@@ -42,7 +42,7 @@ class StepMarks:
 
 @dataclass(frozen=True)
 class LossPlotData:
-    """The data of the plot."""
+    """The data that a `LossPlot` draws."""
 
     loss: BoundedSeries
     scores: Sequence[tuple[int, float]]
@@ -54,7 +54,7 @@ class LossPlotData:
 
 
 class LossPlot(TextLines):
-    """A title, the curve, a row of marks, the steps."""
+    """A widget with a title, the loss curve, a row of marks, and the steps of the x axis."""
 
     def __init__(self, glyphs: Callable[[str], str], ascii_only: bool, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="pane")
@@ -134,7 +134,7 @@ class LossPlot(TextLines):
 
 @dataclass(frozen=True)
 class _XScale:
-    """The x axis: a range of steps over the cells of the plot."""
+    """The x axis: maps a range of steps to the cells of the plot."""
 
     start: float
     end: float

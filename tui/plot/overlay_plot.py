@@ -27,18 +27,18 @@ STYLES = ("$info", "$caution", "$good", "$mark", "$bad", "$series-4")
 
 
 def letter_of(number: int) -> str:
-    """The letter of a curve: A, B, C ..."""
+    """The letter of the curve with this number: A, B, C ..."""
     return chr(ord("A") + number % 26)
 
 
 def style_of(number: int) -> str:
-    """The style with the colour of a curve."""
+    """The style, which sets the colour, of the curve with this number."""
     return STYLES[number % len(STYLES)]
 
 
 @dataclass(frozen=True)
 class OverlayData:
-    """The data of the plot: one series for each run, in the order of their letters, and the x axis."""
+    """The data that an `OverlayPlot` draws: one series for each run, in the order of their letters, and the x axis."""
 
     series: Sequence[BoundedSeries]
     axis: str
@@ -49,7 +49,7 @@ class OverlayData:
 
 
 class OverlayPlot(TextLines):
-    """The curves with their axes."""
+    """A widget that draws the loss curves of several runs in one pair of axes."""
 
     def __init__(self, ascii_only: bool, *, id: str) -> None:
         super().__init__(id=id, classes="pane -front")
@@ -98,7 +98,7 @@ def _columns(series: BoundedSeries, width: int, start: float, end: float, smooth
 
 
 def _write_letter(cells: list[list[Cell]], curve: PlotCurve, y_range: YRange, height: int, number: int) -> None:
-    """Write the curve's letter at its end, or to the left of letters that are there already."""
+    """Write the letter of a curve at the curve's end; if letters of other curves are there, to the left of those."""
     known = [(x, column) for x, column in enumerate(curve.columns) if column is not None]
     if not known:
         return

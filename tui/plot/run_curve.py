@@ -28,7 +28,7 @@ LINES_BETWEEN_CLOCKS = 256
 
 
 class RunCurve:
-    """The loss of one run. `read_error` says why the run cannot be read."""
+    """The loss of one run, over each of AXES. `read_error` says why the run cannot be read."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -40,11 +40,11 @@ class RunCurve:
         self._places: list[tuple[float, float, float]] = []
 
     def over(self, axis: str) -> BoundedSeries:
-        """The loss over one of AXES; tokens and seconds add up from the start of the run."""
+        """The loss over one of AXES. Tokens and seconds are counted from the start of the run."""
         return self._series[axis]
 
     def read_more(self, *, seconds: float) -> bool:
-        """Read what was added to the journal, for about `seconds`; returns whether anything changed."""
+        """Read new lines of the journal for about `seconds`; returns whether anything changed."""
         deadline, count, before = time.monotonic() + seconds, 0, self.read_error
         try:
             for count, line in enumerate(self._tail.lines(), 1):
@@ -79,16 +79,17 @@ class RunCurve:
         self._places.append((step, self._tokens, self._seconds))
 
     def _flush(self) -> None:
-        """Add the collected steps to the series: many at once are far faster than one by one."""
+        """Add the collected steps to the series. Adding many at once is much faster than adding each alone."""
         if self._places:
             for axis, places in zip(AXES, zip(*self._places, strict=True), strict=True):
                 self._series[axis].extend(places, self._losses)
             self._places, self._losses = [], []
 
     def _cut_after(self, step: float) -> None:
-        """Remove the steps after `step` from the series of all axes, because a resumed run repeats them.
+        """Remove the steps after `step` from the series of all axes; a resumed run repeats these steps.
 
-        Whole buckets are removed; in a long run the steps removed in excess are less than a dot of the plot.
+        Only whole buckets can be removed, so a few earlier steps are lost, too; in a long run these are less than a dot
+        of the plot.
         """
         steps, tokens, seconds = (self._series[axis] for axis in AXES)
         steps.cut_after(step)
@@ -98,7 +99,7 @@ class RunCurve:
 
 
 def _match_step(line: bytes) -> tuple[float, float | None, float, float] | None:
-    """Step, loss, tokens and seconds of a step's line; None for a line that STEP does not match."""
+    """Step, loss, tokens and seconds from the journal line of a step; None for a line that STEP does not match."""
     at = line.find(STEP_MARK, 0, KIND_WITHIN_BYTES)
     found = STEP.match(line, at) if at >= 0 else None
     try:

@@ -1,10 +1,11 @@
-"""A curve of any length in bounded memory, and that curve as columns of a plot. Pure: no files, no screen.
+"""Stores a curve of any length in bounded memory, and returns it as columns of a plot. No files, no screen.
 
-`Series` keeps buckets of consecutive points, each with its ends, sum, least and greatest value. When there are more
-than `limit` of them, neighbours are merged, so memory stays the same and each bucket still covers the same number of
-points: a million steps are at least 2,048 buckets, finer than a terminal shows. Nothing is sampled: no spike is lost.
+`BoundedSeries` stores buckets of consecutive points: the first and last x, and the sum, least and greatest y of each.
+When there are `limit` buckets, neighbouring buckets are merged in pairs, so memory does not grow and all full buckets
+have the same number of points. A million steps are in at least 2,048 buckets, more than a terminal can show. No point
+is left out, so no spike is lost.
 
-Try: `Series().extend(range(1, 11), [3.0] * 10)`
+Try: `BoundedSeries().extend(range(1, 11), [3.0] * 10)`
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from operator import add
 from typing import NamedTuple
 
 LIMIT = 4096
-"""Buckets before neighbours are merged; an even number. Eight for each dot of a plot 256 columns wide."""
+"""Number of buckets at which neighbours are merged, an even number: eight per dot of a plot 256 columns wide."""
 
 
 class PlotColumn(NamedTuple):
-    """What one column of a plot shows: the mean of its points, and the range they span."""
+    """The points of one column of a plot: their mean, their least and their greatest value."""
 
     mean: float
     least: float
@@ -29,7 +30,7 @@ class PlotColumn(NamedTuple):
 
 
 class BoundedSeries:
-    """Points in the order of their x. Values that are not finite are left out."""
+    """A series of points (x, y) with increasing x, in bounded memory. Points whose y is not finite are dropped."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -44,7 +45,7 @@ class BoundedSeries:
 
     @property
     def points(self) -> int:
-        """Number of points that were added and not cut."""
+        """Number of points in the series: all that were added and not removed."""
         return sum(self._count)
 
     @property
@@ -58,7 +59,7 @@ class BoundedSeries:
         return self._last[-1] if self._last else 0.0
 
     def extend(self, xs: Sequence[float], ys: Sequence[float | None]) -> None:
-        """Add points. Their x must not be below `end`."""
+        """Add points. No x may be less than `end`."""
         points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
         at = 0
         while at < len(points):
@@ -69,7 +70,8 @@ class BoundedSeries:
             at += len(taken)
 
     def cut_after(self, x: float) -> None:
-        """Remove every point beyond `x`, and all of a bucket that extends beyond `x`: at most one dot of a plot."""
+        """Remove every bucket that extends beyond `x`. Points of the last such bucket before `x` are lost, at most a
+        dot of a plot."""
         self.keep(bisect_right(self._last, x))
 
     def keep(self, kept: int) -> None:
@@ -78,7 +80,7 @@ class BoundedSeries:
             del column[kept:]
 
     def columns(self, count: int, start: float | None = None, end: float | None = None) -> list[PlotColumn | None]:
-        """The curve between two x in this many columns of equal width; None for a column without a point.
+        """Divide the range from `start` to `end` into `count` columns of equal width; a column without a point is None.
 
         A bucket belongs to every column that it overlaps, so a long bucket leaves no gap.
         """
@@ -127,7 +129,7 @@ class BoundedSeries:
         self._count[-1] += len(values)
 
     def _halve(self) -> None:
-        """Merge each bucket with its neighbour."""
+        """Merge the buckets in pairs of neighbours, which halves their number."""
         self._per_bucket *= 2
         first, last, total = self._first, self._last, self._sum
         least, greatest, count = self._least, self._greatest, self._count
@@ -140,9 +142,9 @@ class BoundedSeries:
 
 
 def smoothed(columns: Sequence[PlotColumn | None], half_life: float) -> list[PlotColumn | None]:
-    """The columns with their means replaced by an exponential average with this half-life, in columns.
+    """Replace the means of the columns by an exponential moving average; `half_life` is a number of columns.
 
-    The weights are normalised, so early columns are not pulled towards zero (Kingma and Ba 2015, section 3).
+    The weights are normalised, so that early columns are not pulled towards zero (Kingma and Ba 2015, section 3).
     """
     keep = 0.5 ** (1.0 / half_life)
     total = weight = 0.0

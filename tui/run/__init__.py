@@ -1,1 +1,1 @@
-"""Runs: following one, listing many, the text of their panes, and the engine processes behind them."""
+"""Following one run, listing many, formatting them as text, and starting their engine processes."""

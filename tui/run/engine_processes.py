@@ -1,7 +1,7 @@
 """The engine processes that this console has started: starting them, and noticing when one ended.
 
-Each has its own session and goes on when the console ends. While the console runs they are its child processes, so it
-must poll them: otherwise an ended one would remain as a zombie.
+Each engine runs in a session of its own (setsid) and continues when the console ends. While the console runs, engines
+are its child processes, so the console must poll them: otherwise an ended engine would remain as a zombie.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from engine.launch.process import engine_died, log_tail, start_engine
 
 
 def running_runs(runs_dir: Path) -> list[str]:
-    """Names of the runs of a folder whose engine process is alive, so that they go on when the console is left."""
+    """Names of the runs in a folder whose engine process is alive. These runs continue when the user leaves the
+    console."""
     return [directory.name for directory in list_runs(runs_dir) if _is_running(directory)]
 
 
@@ -40,7 +41,7 @@ class _Child:
 
 
 class EngineProcesses:
-    """The engine processes that are children of this console."""
+    """The engine processes that this console has started."""
 
     def __init__(self) -> None:
         self._children: list[_Child] = []
@@ -58,14 +59,15 @@ class EngineProcesses:
         return "; ".join(notices) or None
 
     def unrecorded_ends(self) -> list[str]:
-        """A message for each process that ended since the last call without recording how the run ended."""
+        """A message for each process that ended since the last call without recording in the run directory how the run
+        ended."""
         ended = [child for child in self._children if child.process.poll() is not None]
         self._children = [child for child in self._children if child not in ended]
         return [_end_message(child) for child in ended if not _has_recorded_end(child)]
 
 
 def _has_recorded_end(child: _Child) -> bool:
-    """Whether the engine recorded how the run ended, or the run's folder is gone."""
+    """Whether the engine recorded how the run ended; also true if the run directory no longer exists."""
     if not child.directory.exists():
         return True
     events = EventTail(child.directory.events, offset=child.events_start).poll()
@@ -73,7 +75,7 @@ def _has_recorded_end(child: _Child) -> bool:
 
 
 def _end_message(child: _Child) -> str:
-    """How the process ended, and the line of its log that most likely says why."""
+    """A message with how the process ended, and the line of its log that most likely gives the reason."""
     how = engine_died(child.directory, child.process.returncode).found.splitlines()[0]
     log = log_tail(child.directory, start=child.log_start)
     errors = [line for line in log if line.startswith("tunedeck: ")] or log[-1:]

@@ -20,14 +20,14 @@ from engine.journal.index import list_runs
 from engine.journal.summary import RunSummary, SummaryReader
 
 LIVE = ("queued", "running", "stale")
-"""States that can change without a new line in the journal."""
+"""States that a run can leave without a new line in its journal."""
 
 FileStamp = tuple[int, ...]
 
 
 @dataclass
 class RunEntry:
-    """One run of the list. `summary` is None until it was read; `read_error` says why it cannot be read."""
+    """One run of a list. `summary` is None until the journal has been read; `read_error` says why it cannot be read."""
 
     directory: RunDirectory
     reader: SummaryReader
@@ -39,12 +39,12 @@ class RunEntry:
 
     @property
     def is_read(self) -> bool:
-        """Whether the run's journal was read to its end, or cannot be read."""
+        """Whether the run's journal was read to its end, or proved to be unreadable."""
         return self.summary is not None or bool(self.read_error)
 
 
 class RunList:
-    """The runs that `find` returns, with a summary of each."""
+    """The runs that the function `find` returns, with a summary of each."""
 
     def __init__(self, find: Callable[[], list[RunDirectory]]) -> None:
         self._find = find
@@ -54,21 +54,21 @@ class RunList:
 
     @classmethod
     def of_folder(cls, runs_dir: Path) -> RunList:
-        """The runs in one folder."""
+        """A list of all runs in one folder."""
         return cls(lambda: list_runs(runs_dir))
 
     @property
     def entries(self) -> list[RunEntry]:
-        """All entries, in the order of `find`."""
+        """All entries, in the order in which `find` returned the runs."""
         return list(self._entries.values())
 
     @property
     def unread(self) -> int:
-        """The number of runs that were not read to their end yet."""
+        """The number of runs that have not been read to the end of their journals yet."""
         return sum(not entry.is_read for entry in self._entries.values())
 
     def refresh(self, *, seconds: float) -> bool:
-        """List the runs again, and read changed ones for about `seconds`; returns whether anything changed."""
+        """List the runs again, and read new and changed ones for about `seconds`; returns whether anything changed."""
         changed = self._relist()
         deadline = time.monotonic() + seconds
         for entry in self._entries_to_read():
@@ -92,7 +92,8 @@ class RunList:
         return before != list(self._entries)
 
     def _entries_to_read(self) -> Iterator[RunEntry]:
-        """The entries to read, in order: never begun, perhaps changed, long ones whose reading has begun."""
+        """Yield the entries to read: first runs never read, then runs that may have changed, last long runs that are
+        read in part."""
         unread = [entry for entry in self.entries if not entry.is_read]
         yield from (entry for entry in unread if not entry.is_started)
         for entry in self.entries:
@@ -119,7 +120,8 @@ class RunList:
 
 
 def _file_stamp(directory: RunDirectory) -> FileStamp:
-    """Sizes and times of the files that a summary is made from; it changes when one of them does."""
+    """Sizes and modification times of the files from which a summary is made. If the stamp is unchanged, so is the
+    summary."""
     return tuple(number for path in (directory.events, directory.engine, directory.control) for number in _stat(path))
 
 

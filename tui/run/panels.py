@@ -45,7 +45,8 @@ MIN_SHOWN_BYTES = 2**19
 
 
 def headline_lines(watch: RunWatch, width: int, glyphs: Glyphs, *, ascii_only: bool) -> list[Content]:
-    """Two lines that are shown at every size: state and progress, then the current phase or what is wrong."""
+    """The two lines shown at every screen size: state and progress of the run; then its phase, or its error if there is
+    one."""
     summary = watch.summary
     if summary is None:
         style = "$bad" if watch.read_error else "$muted"
@@ -95,7 +96,8 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
 
 
 def figure_lines(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool, with_ranks: bool = True) -> list[Content]:
-    """The figures of the latest step; `with_ranks` adds a brief line on the ranks, where their table is not shown."""
+    """The figures of the latest step. `with_ranks` adds a brief line about the ranks, for screens without the table of
+    ranks."""
     step = watch.latest or {}
     rows: list[tuple[str, str | Content]] = [("loss", format_number(step["loss"]) if "loss" in step else "-")]
     rows += _scores(watch)
@@ -137,7 +139,7 @@ def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Con
 
 
 def sparkline(values: list[float], *, ascii_only: bool = False) -> str:
-    """One character for each value, scaled from zero to the greatest."""
+    """One bar character per value, scaled from zero to the greatest value."""
     letters = ASCII_EIGHTHS if ascii_only else EIGHTHS
     top = max(values, default=0.0)
     return "".join(letters[min(7, int(8 * value / top))] for value in values) if top > 0 else ""
@@ -166,7 +168,7 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
 
 
 def memory_lines(watch: RunWatch, width: int, glyphs: Glyphs) -> list[Content]:
-    """Predicted and measured memory: the peaks, then each component; then the devices."""
+    """Predicted and measured memory: first the peaks, then each component, last the devices."""
     summary = watch.summary
     if summary is None:
         return []
@@ -221,7 +223,7 @@ def _held_now(watch: RunWatch) -> list[Content]:
 
 
 def devices(watch: RunWatch) -> list[Content]:
-    """The latest reading of each device."""
+    """A line for each device with its latest reading."""
     if watch.summary is not None and watch.summary.simulated:
         return [_row("device", "simulated: no sensors to read")]
     return [_row(f"GPU {index}", _device_text(event)) for index, event in sorted(watch.gpu_readings.items())]
@@ -248,7 +250,7 @@ def log_lines(line: str, width: int) -> list[Content]:
 
 
 def _clock(time: str) -> str:
-    """The local time of day of an ISO time; empty for any other text."""
+    """The local time of day of an ISO 8601 time; empty if `time` is any other text."""
     try:
         return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
     except ValueError:
@@ -256,7 +258,7 @@ def _clock(time: str) -> str:
 
 
 def _nested(table: Any, *keys: str) -> Any:
-    """The value under nested keys; None where one is missing."""
+    """The value under nested keys; None if one of the keys is missing."""
     for key in keys:
         table = table.get(key) if isinstance(table, dict) else None
     return table

@@ -1,7 +1,7 @@
 """The ranks of a run on the Run screen, one a line: functions from a `RunWatch` to lines.
 
-The event of each step has the figures of every rank. A rank that computes for much longer than the others keeps all of
-them waiting; when one runs out of memory, all ranks repeat the step. Both are said in words beside the figures.
+The event of each step has the figures of every rank. All ranks wait for a rank that computes for much longer
+than the others, and all repeat the step when one runs out of memory. Both are noted in words beside the figures.
 
 Try: `[line.plain for line in rank_lines(watch, 80, 10, str)]`
 """
@@ -23,7 +23,7 @@ SLOW_FACTOR = 1.5
 """A rank is slow when it computes this many times as long as the median of the others."""
 
 RECENT_STEPS = 20
-"""Latest steps over which means are taken: a single slow step makes no slow rank."""
+"""Number of latest steps over which means are taken, so that a single slow step does not make a rank slow."""
 
 MIN_STEPS = 3
 """With fewer steps than this no rank is called slow."""
@@ -35,12 +35,12 @@ FIGURES_WIDTH = 48
 """Cells of a line's figures, without bars."""
 
 REMARK_WIDTH = 16
-"""Cells kept free for a remark before bars are drawn."""
+"""Cells reserved for a remark; bars are drawn only in the cells beyond."""
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """The figures of one rank over the latest steps."""
+    """The figures of one rank, averaged over the latest steps or taken from the last one."""
 
     rank: int
     busy_seconds: float
@@ -50,13 +50,13 @@ class RankSummary:
     peak_bytes: int
     micro_batch: str
     times_slower: float
-    """Its computing time over the median of the other ranks, if that makes it slow; else 0."""
+    """The rank's computing time divided by the median of the other ranks, if the rank is slow; else 0."""
     failures: int
-    """How often it ran out of memory."""
+    """How often the rank ran out of memory."""
     failed_at: int
-    """The step in which it last ran out of memory."""
+    """The step in which the rank last ran out of memory; 0 if it never did."""
     failed_lately: bool
-    """Whether that was within the latest steps."""
+    """Whether the rank ran out of memory within the latest RECENT_STEPS steps."""
 
     @property
     def is_noteworthy(self) -> bool:
@@ -65,7 +65,7 @@ class RankSummary:
 
 
 def rank_summaries(watch: RunWatch) -> list[RankSummary]:
-    """A summary of each rank; empty for a run of one process, and before the first step."""
+    """A summary of each rank; empty for a run with a single process, and before the first step."""
     newest = _rank_reports(watch.latest)
     reports = map(_rank_reports, list(watch.curves.recent)[-RECENT_STEPS:])
     steps = [report for report in reports if len(report) == len(newest)] or [newest]
@@ -90,7 +90,7 @@ def rank_summaries(watch: RunWatch) -> list[RankSummary]:
 
 
 def _rank_reports(event: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The ranks' reports in a step's event; empty unless every field of every rank is there."""
+    """The reports of all ranks in a step's event; empty unless the report of every rank has all FIELDS."""
     reports = event.get("ranks") if event is not None else None
     if not isinstance(reports, list):
         return []
@@ -112,14 +112,14 @@ def _times_slower(busy: Sequence[float], rank: int) -> float:
 
 
 def ranks_in_brief(watch: RunWatch) -> str:
-    """The number of ranks, and which are slow."""
+    """A text with the number of ranks and the numbers of the slow ranks."""
     rows = rank_summaries(watch)
     slow = ", ".join(str(row.rank) for row in rows if row.times_slower)
     return f"{len(rows)}" + (f"; slow: {slow}" if slow else "")
 
 
 def rank_lines(watch: RunWatch, width: int, height: int, glyphs: Callable[[str], str]) -> list[Content]:
-    """A heading and a line for each rank; where there is no room for all, the noteworthy ranks first."""
+    """A heading and a line for each rank. If there is no room for all ranks, the noteworthy ones are chosen first."""
     rows = rank_summaries(watch)
     if not rows:
         return []
@@ -150,7 +150,7 @@ def _line(
 
 
 def _remarks(row: RankSummary, cells: int, glyphs: Callable[[str], str]) -> list[tuple[str, str]]:
-    """Remarks on a slow rank or one that was out of memory, in short where there is no room."""
+    """Remarks on a rank that is slow or ran out of memory, abbreviated if there is no room."""
     long, brief = [], []
     if row.failures:
         times, style = f", {row.failures} times" if row.failures > 1 else "", "bold $bad" if row.failed_lately else ""

@@ -1,4 +1,4 @@
-"""Reuses an existing run: whether it can be resumed, and its settings for the Launch screen.
+"""Reusing an existing run: says whether it can be resumed, and reads its settings for the Launch screen.
 
 Try: `launch_settings(resolve_run("last", None))`
 """
@@ -15,7 +15,7 @@ SHIPPED = "shipped:"
 
 
 def resume_refusal(directory: RunDirectory, status: str) -> str | None:
-    """Why a run with this status cannot be resumed, as a message for the footer; None when it can."""
+    """Why a run with this status cannot be resumed, as a message for the footer; None if it can."""
     if status == "running":
         return "the run is running already"
     if status == "done":
@@ -26,7 +26,7 @@ def resume_refusal(directory: RunDirectory, status: str) -> str | None:
 
 
 class LaunchSettings(TypedDict):
-    """Settings with which the Launch screen is opened."""
+    """The settings with which the Launch screen opens."""
 
     profile: str
     """A name or a path."""
@@ -37,7 +37,7 @@ class LaunchSettings(TypedDict):
 
 
 def launch_settings(directory: RunDirectory) -> LaunchSettings:
-    """The settings of a run, from the provenance in its run spec; empty where that cannot be read."""
+    """The settings of an existing run, from the provenance in its run spec; empty if the provenance cannot be read."""
     spec = read_spec(directory)
     provenance = spec.get("provenance") or {}
 

@@ -20,7 +20,8 @@ FIELDS = ("state", "model", "recipe", "profile", "name")
 
 
 class TableColumn(NamedTuple):
-    """One column: title, width (0 takes what is left), and the width of the screen from which on it is shown."""
+    """One column of the table: its title, its width (0: all the width that is left), and the least screen width at
+    which it is shown."""
 
     title: str
     width: int
@@ -61,12 +62,12 @@ STATE_WIDTH = 11
 
 
 def state_of(summary: RunSummary) -> str:
-    """The status of a run; `stopping` for a running one that was asked to stop."""
+    """The status of a run, or `stopping` for a running run that was asked to stop."""
     return "stopping" if summary.status == "running" and summary.stopping else summary.status
 
 
 def state_cell(state: str, glyphs: Callable[[str], str], *, ascii_only: bool) -> Content:
-    """Glyph and word of a state in its colour."""
+    """The glyph and the word of a state, in the state's colour."""
     shown = STATES.get(state)
     if shown is None:
         return Content(clean(state))
@@ -74,7 +75,7 @@ def state_cell(state: str, glyphs: Callable[[str], str], *, ascii_only: bool) ->
 
 
 def table_heading(width: int, columns: Sequence[TableColumn]) -> Content:
-    """The titles of the columns."""
+    """A line with the titles of the columns."""
     parts = [_fit(column.title, size, column.right) for column, size in _sizes(width, columns)]
     return Content(" " + "state".ljust(STATE_WIDTH) + "  ".join(parts))
 
@@ -82,7 +83,7 @@ def table_heading(width: int, columns: Sequence[TableColumn]) -> Content:
 def run_row(
     entry: RunEntry, width: int, ascii_only: bool, columns: Sequence[TableColumn] = COLUMNS, *, marked: bool = False
 ) -> Content:
-    """The run as a line of this width."""
+    """The run as one line of `width` cells."""
     lead = Content.styled("*" if ascii_only else "◆", "bold $mark") if marked else Content(" ")
     summary = entry.summary
     if summary is None:
@@ -103,7 +104,7 @@ def _sizes(width: int, columns: Sequence[TableColumn]) -> list[tuple[TableColumn
 
 
 def _fit(text: str, size: int, right: bool) -> str:
-    """The text in exactly `size` cells: cut with an ellipsis, or padded."""
+    """Cut the text with an ellipsis or pad it, to exactly `size` cells."""
     content = Content(text)
     if content.cell_length > size:
         content = content.truncate(size, ellipsis=True)
@@ -112,7 +113,8 @@ def _fit(text: str, size: int, right: bool) -> str:
 
 
 def matches(entry: RunEntry, wanted: str) -> bool:
-    """Whether a run matches every word of the filter: `field:text` in that field, any other word in any field."""
+    """Whether a run matches every word of the filter. A word `field:text` is searched in that field, any other word in
+    all fields."""
     return all(_matches_word(entry, word.lower()) for word in wanted.split())
 
 

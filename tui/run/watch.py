@@ -40,17 +40,18 @@ PEEK_BYTES = 64 * 1024
 
 GPU_MARK = b'"kind":"gpu"'
 ASKED_FOR = "asked for"
-"""The engine's reason for ending at a request. It is not shown: the user knows it."""
+"""The reason that the engine records when a run ended at the user's request; not shown, since the user knows it."""
 
 FEED_LINES = 1000
 """Events that the feed keeps. All of them are in events.jsonl."""
 
 PACE_STEPS = 50
-"""Latest steps whose mean duration the estimate uses: it is steady, yet follows a backoff soon."""
+"""Number of latest steps whose mean duration the time estimate uses: enough for a steady estimate, few enough
+to reflect a backoff soon."""
 
 
 class FeedLine(NamedTuple):
-    """One event as a line of the events pane."""
+    """One event as shown in the events pane."""
 
     time: str
     kind: str
@@ -59,15 +60,15 @@ class FeedLine(NamedTuple):
 
 @dataclass
 class Curves:
-    """The steps read so far: the whole loss curve, and the latest steps."""
+    """The steps read so far: the loss of all steps, and the complete events of the latest steps."""
 
     loss: BoundedSeries = field(default_factory=BoundedSeries)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
-    """The latest steps, whole."""
+    """The complete events of the latest steps."""
 
 
 class RunWatch:
-    """One run and everything the Run screen shows of it."""
+    """One run, with everything that the Run screen shows about it."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -75,22 +76,22 @@ class RunWatch:
         self.curves = Curves()
         self.feed: deque[FeedLine] = deque(maxlen=FEED_LINES)
         self.checkpoint_steps: list[int] = []
-        """Steps after which a checkpoint was written, also where it has been deleted since."""
+        """Steps after which a checkpoint was written, including checkpoints deleted since."""
         self.feed_total = 0
         """Number of events that were ever added to the feed."""
         self.gpu_readings: dict[int, Event] = {}
         """The latest reading of each device."""
         self.summary: RunSummary | None = None
         self.read_error = ""
-        """Why the run cannot be read right now; what was read before stays."""
+        """Why the run cannot be read right now; the data read before are still shown."""
         self.version = 0
-        """Counted up whenever something changed."""
+        """Incremented whenever something changed."""
         self._tail = EventTail(directory.events)
         self._damaged = 0
         self._peeked: Event | None = None
 
     def read_more(self, *, seconds: float) -> bool:
-        """Read what was added to the journal, for about `seconds`; returns whether anything changed."""
+        """Read new lines of the journal for about `seconds`; returns whether anything changed."""
         summary: RunSummary | None
         try:
             if not self.version:
@@ -102,7 +103,7 @@ class RunWatch:
             news, summary, read_error = True, self.summary, clean(error.found)
         except OSError as error:
             news, summary, read_error = True, self.summary, clean(f"cannot be read: {error.strerror or error}")
-        # When the folder is gone, the last summary stays: one made from an empty folder would say nothing.
+        # If the folder no longer exists, the last summary is still shown: a new one would be empty.
         summary = self.summary if read_error and self.summary is not None else summary
         changed = bool(news) or (summary, read_error) != (self.summary, self.read_error)
         self.summary, self.read_error = summary, read_error
@@ -120,16 +121,17 @@ class RunWatch:
 
     @property
     def latest(self) -> Event | None:
-        """The newest step, also while the journal before it is still being read."""
+        """The event of the newest step, even if the journal before it has not been read yet."""
         return self._peeked if self._peeked is not None and self.unread_share else self.state.last_step
 
     @property
     def step(self) -> int:
-        """The number of steps done."""
+        """The number of the last completed step."""
         return int(self.latest["step"]) if self.latest is not None else self.state.step
 
     def seconds_left(self) -> float | None:
-        """Estimated time to the end, from the mean of recent steps; None where the number of steps is not known."""
+        """Estimated time until the run ends, from the mean of recent steps; None if the number of steps is not
+        known."""
         recent = (event.get("step_seconds") for event in self.curves.recent)
         steps = [float(seconds) for seconds in recent if seconds is not None]
         if not self.state.max_steps or not steps:
@@ -137,7 +139,8 @@ class RunWatch:
         return max(0, self.state.max_steps - self.step) * sum(steps) / len(steps)
 
     def _peek(self) -> None:
-        """Read the last step of a long journal first: reading a million steps takes two seconds."""
+        """Read the last step of a long journal before everything else, since reading a million steps takes two
+        seconds."""
         end = end_of_events(self.directory.events)
         if end > PEEK_BYTES:
             tail = EventTail(self.directory.events, offset=end - PEEK_BYTES)
@@ -164,7 +167,8 @@ class RunWatch:
         return count > 0
 
     def _fold(self, batch: _StepBatch) -> None:
-        """Add a batch of steps to the curve and the latest steps, and its first and last step to the state."""
+        """Add a batch of steps to the loss curve and to the latest steps; update the state with its first and its last
+        step."""
         latest = [event for event in map(decode_event, batch.latest) if event is not None]
         if not latest:
             return
@@ -174,7 +178,7 @@ class RunWatch:
         self.state.fold_steps(decode_event(batch.first), latest[-1])
 
     def _read_event(self, line: bytes) -> None:
-        """Process a journal line that is not a step, or a step that cannot be parsed as one."""
+        """Process a journal line that is not the event of a step or that could not be parsed as one."""
         event = decode_event(line)
         try:
             text = None if event is None else self._apply(event, line)
@@ -188,7 +192,7 @@ class RunWatch:
             self.feed.append(FeedLine(str(event.get("time", "")), str(event["kind"]), text))
 
     def _apply(self, event: Event, line: bytes) -> str | None:
-        """Apply an event to the state; returns its text for the feed, if it has one."""
+        """Update the state with an event; returns the event's text for the events pane, None if it has no text."""
         if event["kind"] == "step":
             batch = _StepBatch()
             batch.take(line)
@@ -212,7 +216,7 @@ class RunWatch:
 
 
 class _StepBatch:
-    """Consecutive step lines: their numbers for the curve, and the latest lines whole."""
+    """Consecutive step events: step and loss of each for the curve, and the complete lines of the latest ones."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -222,7 +226,7 @@ class _StepBatch:
         self.peak_bytes = 0
 
     def take(self, line: bytes) -> bool:
-        """Add one line; False when it is no step in a known format."""
+        """Add one journal line; returns False if the line is not a step in a known format."""
         found = STEP.search(line)
         try:
             step, loss, peak = found.groups() if found else _parsed(line)
@@ -238,7 +242,7 @@ class _StepBatch:
 
 
 def _parsed(line: bytes) -> tuple[Any, Any, Any]:
-    """Step, loss and peak of a line that STEP does not match, parsed as JSON. Raises ValueError for a damaged one."""
+    """Step, loss and peak of a line that STEP does not match, parsed as JSON. Raises ValueError for a damaged line."""
     event = decode_event(line)
     if event is None or not isinstance(event.get("step"), int):
         raise ValueError("no step")
@@ -247,7 +251,7 @@ def _parsed(line: bytes) -> tuple[Any, Any, Any]:
 
 
 def _event_text(event: Event) -> str | None:
-    """The feed's text of an event; None for an event that only changes figures."""
+    """The text of an event in the events pane; None for an event that changes only figures."""
     if event["kind"] == "run_started":
         again = "again " if event.get("resumed") else ""
         where = event.get("device_name") or event.get("device") or "this machine"
@@ -255,13 +259,13 @@ def _event_text(event: Event) -> str | None:
     if event["kind"] == "run_finished":
         why = event.get("error") or event.get("reason")
         if event.get("status") == "paused" and why in (None, ASKED_FOR):
-            return None  # the event `paused` before it has said so
+            return None  # the event `paused` before this one has the same text
         return clean(f"{event.get('status')}" + (f": {why}" if why else ""))
     return describe_event(event)
 
 
 class LogTail:
-    """The last lines of a log file that may be large: only its end is read."""
+    """The last lines of a log file. Only the end of the file is read, since the file may be large."""
 
     READ_BYTES = 16 * 1024
 
@@ -271,7 +275,7 @@ class LogTail:
         self.lines: list[str] = []
 
     def refresh(self) -> bool:
-        """Read the end again if the file has changed; returns whether it had."""
+        """Read the end of the file again if the file has changed; returns whether it has changed."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -290,6 +294,6 @@ class LogTail:
 
 
 def _log_line(line: str) -> str:
-    """One line of a log without control characters and with its indentation."""
+    """Remove control characters from a log line; its indentation is preserved."""
     text = line.rstrip().rpartition("\r")[2].expandtabs()
     return text[: len(text) - len(text.lstrip(" "))] + clean(text)

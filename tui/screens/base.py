@@ -31,7 +31,7 @@ ROOMY = (110, 32)
 
 
 class BaseScreen(Screen[None]):
-    """A screen of the console. Below 80x24 it has the class `-one-pane`; from 110x32 on, `-roomy`."""
+    """Base class of all screens. Below 80x24 a screen has the CSS class `-one-pane`; from 110x32 on, `-roomy`."""
 
     screen_name: ClassVar[str] = ""
     """The screen's name in the tables of screens and keys."""
@@ -39,7 +39,7 @@ class BaseScreen(Screen[None]):
 
     @property
     def console(self) -> Console:
-        """The application."""
+        """The application, as the protocol that screens may use."""
         return cast(Console, self.app)
 
     def compose(self) -> ComposeResult:
@@ -53,19 +53,20 @@ class BaseScreen(Screen[None]):
         raise NotImplementedError
 
     def set_argument(self, argument: object) -> None:
-        """Take the argument with which the screen is opened, if any. Called each time before the screen is shown; the
-        first time its widgets do not exist yet, so a screen keeps the argument for `on_screen_resume`."""
+        """Store the argument with which the screen is opened, if any. Called each time before the screen is shown. The
+        first time the screen has no widgets yet, so subclasses store the argument and show it in `on_screen_resume`."""
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why the key of this action has no effect now, as a sentence without a full stop; None when it has one."""
+        """Why the key of this action has no effect now, as a sentence without a full stop; None if the key has an
+        effect."""
         return None
 
     def title_detail(self) -> str:
-        """Plain text after the screen's name in the title bar."""
+        """Plain text to show after the screen's name in the title bar."""
         return ""
 
     def action_press(self, action: str) -> None:
-        """Do the action of a key of this screen, or show why it is disabled."""
+        """Perform the action of one of this screen's keys, or show why the key is disabled."""
         refusal = self.disabled_reason(action)
         if refusal is not None:
             self.show_message(refusal, "$caution")
@@ -73,11 +74,11 @@ class BaseScreen(Screen[None]):
             getattr(self, f"do_{action}")()
 
     def show_message(self, text: str, style: str = "") -> None:
-        """Show a message in place of the footer's keys for a few seconds."""
+        """Show a message for a few seconds in the footer, instead of the keys."""
         self.query_one(FooterBar).show_message(visible(text, keep="\n"), style)
 
     def show_error(self, error: TunedeckError) -> None:
-        """Show an error in the few lines of the footer: the first problem, what was expected, and the fix."""
+        """Show an error in the footer, which has few lines: the first problem, the expected value, and the fix."""
         first, *more = error.found.splitlines()
         found = f"{first} (and {len(more)} more)" if more else first
         parts = [
@@ -88,16 +89,18 @@ class BaseScreen(Screen[None]):
         self.show_message("\n".join(visible(part) for part in parts if part), "$bad")
 
     def key_rows(self) -> list[keys.Key]:
-        """The rows of the key table for this screen and for everywhere."""
+        """The rows of the key table for this screen, and those for every screen."""
         return [*keys.of_screen(self.screen_name), *keys.of_screen(keys.EVERYWHERE)]
 
     def footer_rows(self) -> list[keys.Key]:
-        """The keys for the footer. Back is left out on screens that are kept: digits lead from one to another."""
+        """The keys to show in the footer. Back is left out on screens that are kept in memory: one gets to these with
+        digits."""
         kept = any(row.kept for row in SCREENS if row.name == self.screen_name)
         return [key for key in self.key_rows() if not (kept and key.action == "back")]
 
     def refresh_title_and_footer(self) -> None:
-        """Update title bar and footer. Call it when `title_detail` or `disabled_reason` may answer differently."""
+        """Update title bar and footer. To be called when the result of `title_detail` or `disabled_reason` may have
+        changed."""
         lefts = [self._screen_title(with_program=True), self._screen_title(with_program=False)]
         self.query_one(TitleBar).set_title(lefts, Content.assemble(*self._screen_tabs()))
         self.query_one(FooterBar).set_keys([(key, self._is_enabled(key)) for key in self.footer_rows()])
@@ -106,11 +109,11 @@ class BaseScreen(Screen[None]):
         return key.screen == keys.EVERYWHERE or self.disabled_reason(key.action) is None
 
     def glyphs(self, text: str) -> str:
-        """The console's own glyphs, replaced by ASCII under --ascii."""
+        """Replace the console's glyphs in `text` by ASCII characters under --ascii."""
         return glyphs(text, ascii_only=self.console.ascii_only)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Set the size classes, and fill title bar and footer for the new width."""
+        """Set the CSS classes for the new size, and redraw title bar and footer."""
         width, height = event.size
         self.set_class(width < SMALLEST[0] or height < SMALLEST[1], "-one-pane")
         self.set_class(width >= ROOMY[0] and height >= ROOMY[1], "-roomy")
@@ -126,7 +129,7 @@ class BaseScreen(Screen[None]):
         return Content.assemble((program, "bold $info"), (name, "bold"), ("  " + detail if detail else "", "$muted"))
 
     def _screen_tabs(self) -> Iterable[Content]:
-        """The digit and title of each screen that a digit opens."""
+        """Yield digit and title of each screen that a digit key opens, for the title bar."""
         for row in SCREENS:
             if row.key:
                 style = "bold" if row.name == self.screen_name else "$muted"

@@ -44,7 +44,8 @@ COLUMN_WIDTH = 13
 
 
 class CompareScreen(BaseScreen):
-    """The curves and the table of two runs or more."""
+    """The screen that shows the loss curves of several runs, and a table of the settings and scores in which they
+    differ."""
 
     screen_name = "compare"
     BINDINGS = bindings("compare")
@@ -66,18 +67,18 @@ class CompareScreen(BaseScreen):
         yield RowList(id="differences", classes="pane")
 
     def set_argument(self, argument: object) -> None:
-        """Take the runs to compare; without an argument, the runs shown before are shown again."""
+        """Take the runs to compare. Without an argument, the runs compared before are shown again."""
         if argument:
             runs = cast("Sequence[RunDirectory]", argument)
             self._curves, self._readers = [RunCurve(run) for run in runs], [SummaryReader(run) for run in runs]
             self._found, self._table_due = None, 0.0
 
     def on_mount(self) -> None:
-        """Start to poll."""
+        """Start polling the runs."""
         self._poll()
 
     def on_screen_resume(self) -> None:
-        """Repaint whenever the screen is shown, perhaps with other runs."""
+        """Repaint when the screen is shown, since other runs may have been chosen."""
         super().on_screen_resume()
         self.call_after_refresh(self._paint)
 
@@ -86,7 +87,7 @@ class CompareScreen(BaseScreen):
         self.set_timer(CATCH_UP_SECONDS if busy else POLL_SECONDS, self._poll)
 
     def _read(self) -> bool:
-        """Read what was added to the runs' journals, for READ_SECONDS in all; returns whether anything was added."""
+        """Read new lines of the runs' journals, for READ_SECONDS in total; returns whether anything was added."""
         each = READ_SECONDS / max(1, 2 * len(self._curves))
         news = [curve.read_more(seconds=each) for curve in self._curves]
         if self._curves and time.monotonic() >= self._table_due:
@@ -97,7 +98,8 @@ class CompareScreen(BaseScreen):
         return any(news)
 
     def _compare(self, seconds: float) -> bool:
-        """Update the table once every run was read to its end. When a run's folder is gone, the old table stays."""
+        """Update the table if every run has been read to its end. If a run's folder no longer exists, the old table is
+        left."""
         if self._found is not None and not all(reader.directory.exists() for reader in self._readers):
             return False
         try:
@@ -154,29 +156,30 @@ class CompareScreen(BaseScreen):
         return [*lines, *(Content.styled(f"  {clean(warning)}", "$caution") for warning in found.warnings)]
 
     def title_detail(self) -> str:
-        """The number of runs."""
+        """The number of compared runs."""
         return f"{len(self._curves)} runs" if self._curves else ""
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why a key has no effect: no runs are marked, or both panes are shown already; None when it has one."""
+        """Why a key has no effect: no runs are marked, or both panes are visible already; None if the key has an
+        effect."""
         if action == "next_pane" and not self.has_class("-one-pane"):
             return "plot and table are both shown"
         return None if self._curves else "no run is marked: space on the Runs screen marks one"
 
     def do_next_pane(self) -> None:
-        """Switch between plot and table."""
+        """Switch between the plot and the table."""
         for pane in self.query(".pane"):
             pane.toggle_class("-front")
         self.set_focus(self.query_one(RowList))
         self.call_after_refresh(self._paint)
 
     def do_axis(self) -> None:
-        """Switch to the next axis: steps, tokens, time."""
+        """Switch to the next x axis: steps, tokens, time."""
         self._axis = AXES[(AXES.index(self._axis) + 1) % len(AXES)]
         self._paint()
 
     def do_log_axis(self) -> None:
-        """Switch between a log and a linear axis."""
+        """Switch the y axis between logarithmic and linear."""
         self._log = not self._log
         self._paint()
 
@@ -187,7 +190,7 @@ class CompareScreen(BaseScreen):
 
 
 def _line(key: str, cells: Sequence[tuple[str, str]]) -> Content:
-    """One row of the table. Long values are cut; `tunedeck compare` prints them whole."""
+    """One row of the table. Long values are cut; `tunedeck compare` prints them in full."""
     name = Content(clean(key)).truncate(NAME_WIDTH - 2, ellipsis=True)
     parts = [name.pad_left(1).pad_right(NAME_WIDTH - 1 - name.cell_length)]
     for text, style in cells:

@@ -11,7 +11,7 @@ from tui.widgets.text_lines import TextLines
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A modal screen that is dismissed with True for yes, False for no."""
+    """A modal screen with a yes-or-no question; its result is True for yes, False for no."""
 
     def __init__(self, question: str, yes: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ConfirmScreen(ModalScreen[bool]):
         field.show([*lines, keys])
 
     def on_key(self, event: events.Key) -> None:
-        """Take any key as the answer."""
+        """Treat every key as an answer: y and Enter mean yes, all others no."""
         event.stop()
         event.prevent_default()
         self.dismiss(event.key in ("y", "Y", "enter"))

@@ -1,6 +1,6 @@
 """Doctor: the findings of `tunedeck doctor` about this machine, each with its fix.
 
-The command runs in a process of its own: it needs torch, which the console never imports.
+`tunedeck doctor` runs in a separate process, because it needs torch, which the console never imports.
 
 Try: the digit of Doctor in the title line; headless: `tunedeck doctor`.
 """
@@ -28,14 +28,14 @@ TIMEOUT_SECONDS = 60.0
 FINDING_STATES = {
     "ok": ("✓", "$good"), "note": ("·", "$muted"), "missing": ("○", "$caution"), "problem": ("✗", "bold $bad"),
 }  # fmt: skip
-"""Glyph and style of a finding's state."""
+"""Glyph and style for each state of a finding."""
 
 TOPIC_WIDTH = 14
 STATE_WIDTH = 9
 
 
 class DoctorScreen(TextScreen):
-    """Findings, one a row."""
+    """The screen that runs `tunedeck doctor` and shows each of its findings in a row."""
 
     screen_name = "doctor"
     BINDINGS = bindings("doctor")
@@ -44,25 +44,26 @@ class DoctorScreen(TextScreen):
         super().__init__()
         self._findings: list[dict[str, Any]] = []
         self._status = "asking"
-        """What is shown instead of findings while there are none."""
+        """The text shown while there are no findings."""
 
     def on_mount(self) -> None:
-        """Run the command at once."""
+        """Run `tunedeck doctor` as soon as the screen opens."""
         self.do_again()
 
     def do_again(self) -> None:
-        """Run the command again."""
+        """Discard the findings and run `tunedeck doctor` again."""
         self._findings, self._status = [], "asking this machine; importing torch takes a few seconds"
         self.refill()
         self.run_worker(self._ask, thread=True, exclusive=True, exit_on_error=False)
 
     def title_detail(self) -> str:
-        """The number of findings that have a fix to make."""
+        """The number of findings that report something missing or a problem."""
         count = sum(finding.get("state") in ("missing", "problem") for finding in self._findings)
         return f"{count} to fix" if count else ""
 
     def text_lines(self, width: int) -> Sequence[Content]:
-        """Each finding with its fix, wrapped at the width."""
+        """The lines to show: each finding with its fix, wrapped at `width`; the status of the command while there are
+        no findings."""
         if not self._findings:
             return [Content.styled(f" {line}", "$muted") for line in self._status.splitlines()]
         return [line for finding in self._findings for line in self._finding(finding, width)]
@@ -82,7 +83,7 @@ class DoctorScreen(TextScreen):
         return [first, *(Content.assemble(blank, line) for line in lines[1:])]
 
     def _ask(self) -> None:
-        """Run the command in a thread and read its answer."""
+        """Run `tunedeck doctor` in a thread, and pass its findings to the screen."""
         worker = get_current_worker()
         command = [sys.executable, "-P", str(ENTRY_FILE), "doctor", "--json", "--runs", str(self.console.runs_dir)]
         try:

@@ -1,4 +1,4 @@
-"""Editor: a profile or recipe as TOML; while it is edited, the checker's problems stand beside their lines.
+"""Editor: a profile or recipe as TOML; while it is edited, the checker's problems are shown beside their lines.
 
 The file is written only by F2. A text with problems can be saved; a message says so.
 
@@ -34,22 +34,23 @@ HELP = Key(keys.EVERYWHERE, "f1", "help", "help", "")
 
 @dataclass(frozen=True)
 class Draft:
-    """A text to edit, and the file `target` that it is saved as."""
+    """A text to edit, and the file `target` to which it will be saved."""
 
     kind: SpecKind
     text: str
     target: Path
     exists: bool
-    """Whether `target` exists and has this text; otherwise saving makes a new file."""
+    """Whether `target` exists with this text; otherwise saving creates a new file."""
 
 
 class TomlArea(OrderedKeys, TextArea):
-    """The text area. Esc is reported to the screen, which leaves or first warns of unsaved changes."""
+    """The text area of the editor. It reports Esc to the screen, which closes, or warns first if there are unsaved
+    changes."""
 
     BINDINGS = [Binding("escape", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration
 
     class EscapePressed(Message):
-        """Esc was pressed."""
+        """Message: Esc was pressed."""
 
     def action_leave(self) -> None:
         """Report Esc to the screen."""
@@ -57,14 +58,14 @@ class TomlArea(OrderedKeys, TextArea):
 
 
 class EditorScreen(BaseScreen):
-    """The text and its problems."""
+    """The screen that shows the edited text and the checker's problems."""
 
     screen_name = "editor"
     AUTO_FOCUS = "TomlArea"
     BINDINGS = bindings("editor")
 
     def set_argument(self, argument: object) -> None:
-        """Take the draft to edit."""
+        """Take the `Draft` to edit."""
         assert isinstance(argument, Draft)
         self._draft = argument
         self._saved = argument.text if argument.exists else None
@@ -75,7 +76,8 @@ class EditorScreen(BaseScreen):
         return check_text(self._draft.kind, text, self._draft.target.stem, LABEL)
 
     def compose_body(self) -> ComposeResult:
-        """Yield text and problems; the style sheet puts them side by side or one above the other."""
+        """Yield the text area and the problems; the style sheet arranges the two side by side or one above the
+        other."""
         with Container(id="draft"):
             yield TomlArea(
                 self._draft.text, soft_wrap=False, show_line_numbers=True, tab_behavior="focus", compact=True,
@@ -85,15 +87,15 @@ class EditorScreen(BaseScreen):
 
     @property
     def area(self) -> TomlArea:
-        """The text area."""
+        """The text area in which the draft is edited."""
         return self.query_one(TomlArea)
 
     def on_mount(self) -> None:
-        """Scroll the problems with the text."""
+        """Scroll the problems together with the text from now on."""
         self.watch(self.area, "scroll_y", self._show_notes, init=False)
 
     def title_detail(self) -> str:
-        """The file's name, whether it is saved, and the number of problems."""
+        """The file's name, whether the text is saved, and the number of problems."""
         count = len(self._problems)
         state = f"{count} problem{'s' * (count > 1)}" if count else "no problems"
         unsaved = " (not saved)" if self._dirty else ""
@@ -110,11 +112,11 @@ class EditorScreen(BaseScreen):
         self.refresh_title_and_footer()
 
     def on_text_area_selection_changed(self) -> None:
-        """Show the problems of the cursor's line first, where they stand below the text."""
+        """If the problems are shown below the text, show those of the cursor's line first."""
         self._show_notes()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Show the problems beside or below the text, as there is room."""
+        """Show the problems beside the text if the screen is wide enough, else below it."""
         super().on_resize(event)
         self.call_after_refresh(self._show_notes)
 
@@ -128,21 +130,21 @@ class EditorScreen(BaseScreen):
             box.show(problems_below(self._problems, cursor, width, height, ascii_only=ascii_only))
 
     def key_rows(self) -> list[Key]:
-        """The keys of this screen that are not letters, since letters are typed into the text."""
+        """The keys of this screen that are not letters: letters are typed into the text."""
         return [*keys.of_screen(self.screen_name), Key(keys.EVERYWHERE, "escape", "back", "back", ""), HELP]
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why a key has no effect: the key for the next problem, when the text has no problems; else None."""
+        """Why a key has no effect: there is no next problem if the text has none; None if the key has an effect."""
         return "there are no problems" if action == "next_problem" and not self._problems else None
 
     def do_next_problem(self) -> None:
-        """Move the cursor to the next line with a problem, after the last one to the first."""
+        """Move the cursor to the next line with a problem; after the last such line, to the first one."""
         here = self.area.cursor_location[0] + 1
         lines = [note.line for note in self._problems]
         self.area.move_cursor((next((line for line in lines if line > here), lines[0]) - 1, 0))
 
     def do_save(self) -> None:
-        """Write the file, with a final newline."""
+        """Save the text to the file, with a newline at its end."""
         text = self.area.text
         text = text if text.endswith("\n") else text + "\n"
         try:
@@ -159,7 +161,7 @@ class EditorScreen(BaseScreen):
         self.show_message(f"saved {visible(str(self._draft.target))}{problems}", "$caution" if count else "")
 
     def on_toml_area_escape_pressed(self) -> None:
-        """Go back on Esc; with unsaved changes only on the second Esc."""
+        """Close the editor on Esc; if there are unsaved changes, only on the second Esc."""
         if self._dirty and not self._warned:
             self._warned = True
             self.show_message("this is not saved: f2 saves it, esc again leaves without saving", "$caution")

@@ -21,7 +21,7 @@ LISTS = (("up k, down j", "one row"), ("pageup, pagedown", "one page"), ("home g
 
 
 class HelpScreen(TextScreen):
-    """The keys of every screen."""
+    """The screen that lists the keys of every screen."""
 
     screen_name = "help"
     BINDINGS = bindings("help")
@@ -31,7 +31,7 @@ class HelpScreen(TextScreen):
         self._opened_from = str(argument or "")
 
     def text_lines(self, width: int) -> Sequence[Content]:
-        """One section for each screen, beginning with the screen from which help was opened."""
+        """A section with the keys of each screen, the screen from which help was opened first."""
         order = sorted(SCREENS, key=lambda row: row.name != self._opened_from)
         lines = [line for row in order for line in self._section(row.title, keys.of_screen(row.name), width)]
         digits = [Key("", row.key, "", "", f"the screen {row.title}") for row in SCREENS if row.key]

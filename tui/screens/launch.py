@@ -37,14 +37,14 @@ IDLE_SECONDS = 0.15
 """Advice is computed after a pause in the typing as long as this."""
 
 VERDICT_SECONDS = 0.02
-"""Between the verdicts of two recipes, so that keys are handled first."""
+"""Pause between the verdicts of two recipes, in which keys are handled."""
 
 
 READING = "reading the data: a process with the tokenizer starts, which takes some seconds ..."
 
 
 class LaunchScreen(BaseScreen):
-    """Profile, recipe, fields, tabs and the budget."""
+    """The screen on which a run is configured and started: profile, recipe, fields, tabs and the memory budget."""
 
     screen_name = "launch"
     AUTO_FOCUS = "#field-rows"
@@ -56,7 +56,7 @@ class LaunchScreen(BaseScreen):
         self._idle_timer: Timer | None = None
 
     def compose_body(self) -> ComposeResult:
-        """Yield the view and the prompt."""
+        """Yield the `LaunchView` and the prompt for names."""
         fields = FieldList(
             allowed_values, self._before_edit, self._on_typed, ascii_only=self.console.ascii_only
         )
@@ -69,25 +69,26 @@ class LaunchScreen(BaseScreen):
         return self.query_one(LaunchView)
 
     def set_argument(self, argument: object) -> None:
-        """Take a dict of profile, recipe and overrides to begin with, such as those of an earlier run."""
+        """Take the settings to begin with: a dict of profile, recipe and overrides, such as those of an earlier run."""
         if argument is not None:
             self._settings = argument
 
     def on_mount(self) -> None:
-        """Detect this machine's device."""
+        """Detect this machine's devices and create the state."""
         self.state = LaunchState(read_machine())
         runs, ascii_only = self.console.flags.runs, self.console.ascii_only
         self._tab_contents = TabContents(self.state, runs=runs, ascii_only=ascii_only)
 
     def on_screen_resume(self) -> None:
-        """Read the files again, which may have changed, and begin with new settings where there are any."""
+        """Read the profile and recipe files again, since they may have changed, and apply new settings if there are
+        any."""
         super().on_screen_resume()
         settings, self._settings = self._settings, None
         self.state.begin(settings)
         self.call_after_refresh(self._show_with_cursors)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Format everything for the new width."""
+        """Format all panes for the new width."""
         super().on_resize(event)
         if self.state.profiles:
             self.call_after_refresh(self._show)
@@ -99,12 +100,13 @@ class LaunchScreen(BaseScreen):
         self.view.move_cursors(*self.state.positions)
 
     def _show(self) -> None:
-        """Show the state after a change. Whatever takes longer than a plan is computed while the screen is idle."""
+        """Show the state after a change. Computations that take longer than a plan run later, when the screen is
+        idle."""
         self.view.show_lists(self.state.snapshot())
         self._show_without_lists()
 
     def _show_without_lists(self) -> None:
-        """Show what a letter typed in a field can change."""
+        """Show everything that a letter typed in a field can change: all but the lists of files."""
         snapshot = self.state.snapshot()
         self.view.show_fields(snapshot)
         self.view.show_budget(snapshot)
@@ -114,7 +116,7 @@ class LaunchScreen(BaseScreen):
         self._idle_timer = self.set_timer(IDLE_SECONDS, self._while_idle)
 
     def _while_idle(self) -> None:
-        """Compute the advice, then one recipe's verdict at a time."""
+        """Compute the advice first, then on each further call one recipe's verdict."""
         if self.state.advice() is None and self.state.advice(compute=True) is not None:
             self._show_tab()
         self.refresh_title_and_footer()
@@ -129,7 +131,8 @@ class LaunchScreen(BaseScreen):
     # Moving between panes and tabs.
 
     def on_launch_view_refocused(self) -> None:
-        """Show everything again: headings have changed, and the pane in front may not have had a size before."""
+        """Show everything again: the headings have changed, and the pane now in front may not have had a size
+        before."""
         if self.state.profiles:
             self.call_after_refresh(self._show)
 
@@ -142,11 +145,11 @@ class LaunchScreen(BaseScreen):
             self._change(replace(state.choice, recipe=state.recipes[event.index].argument))
 
     def on_row_list_selected(self) -> None:
-        """Handle Enter in a list."""
+        """Do the same as `do_enter` when Enter is pressed in a list."""
         self.action_press("enter")
 
     def do_enter(self) -> None:
-        """Go from a list of files to the next pane, edit a field, or do the open tab's action."""
+        """Go from a list of files to the next pane, edit a field, or perform the action of the open tab."""
         if self.view.pane == PANEL:
             self.action_press(ENTER_ACTIONS[self.view.panel.tab])
         elif self.view.pane == FIELDS:
@@ -183,17 +186,18 @@ class LaunchScreen(BaseScreen):
         self._show()
 
     def _before_edit(self) -> None:
-        """Keep the choice for undo before a field is edited."""
+        """Store the choice for undo before a field is edited."""
         self.state.remember()
 
     def _on_typed(self, key: str, text: str) -> None:
-        """Set a field at every letter typed. The row for any other KEY=VALUE is applied only when editing ends."""
+        """Set a field at every letter typed. The row for any other KEY=VALUE is an exception: it is applied when
+        editing ends."""
         if key != OTHER:
             self.state.set_field(key, text)
             self._show_without_lists()
 
     def on_field_list_edit_ended(self, event: FieldList.EditEnded) -> None:
-        """Set the key that was typed in the row for any other key."""
+        """Apply the KEY=VALUE that was typed in the row for any other key."""
         key, equals, text = event.text.partition("=")
         if event.key == OTHER and equals:
             self._change(self.state.choice.with_field(key.strip(), text.strip()))
@@ -207,7 +211,7 @@ class LaunchScreen(BaseScreen):
         self.refresh_title_and_footer()
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why a key has no effect for the present choice."""
+        """Why a key has no effect for the present choice; None if the key has an effect."""
         if action in ("start", "force", "queue"):
             return self.state.evaluated.start_refusal(action)
         if action == "apply" and (self.state.evaluated.plan is None or self._advice_is_empty()):
@@ -226,7 +230,7 @@ class LaunchScreen(BaseScreen):
         return advice is not None and not advice.suggestions and not advice.room
 
     def do_apply(self) -> None:
-        """Apply the fix under the cursor, else the first one."""
+        """Apply the fix under the cursor, or the first fix if the cursor is on none."""
         panel = self.view.panel
         suggestion = self._tab_contents.suggestion(panel.line if panel.tab == FIXES else None, panel.size.width)
         if suggestion is None:
@@ -236,12 +240,12 @@ class LaunchScreen(BaseScreen):
             self._show()
 
     def do_undo(self) -> None:
-        """Take the last change back."""
+        """Undo the last change of the choice."""
         self.state.undo()
         self._show_with_cursors()
 
     def do_restore(self) -> None:
-        """Give the field under the cursor the value of its file."""
+        """Reset the field under the cursor to the value in its file."""
         row = self.view.fields.row
         if row is not None:
             self._change(self.state.choice.without_field(row.key))
@@ -282,7 +286,7 @@ class LaunchScreen(BaseScreen):
         self.show_message("the command was sent to the terminal's clipboard")
 
     def do_samples(self) -> None:
-        """Read samples of the data in a process of its own."""
+        """Read samples of the data in a separate process."""
         self._tab_contents.samples_status = READING
         self._show_tab()
         self.run_worker(self._read_samples(self.state.choice), group="samples", exclusive=True)
@@ -292,7 +296,8 @@ class LaunchScreen(BaseScreen):
         self._show_tab()
 
     def do_save(self) -> None:
-        """Ask for a name and save the changed recipe or profile as a new file; the recipe first where both changed."""
+        """Ask for a name, and save the changed recipe or profile as a new file; if both are changed, the recipe
+        first."""
         kind = self.state.changed_kinds[0]
         ask = self.query_one(InputPrompt).ask
         ask(f"save as a new {kind}, named", self.state.unused_name(kind), lambda name: self._save(kind, name))

@@ -42,7 +42,7 @@ class Item:
 
 
 class LibraryScreen(BaseScreen):
-    """The list of files, and the text of the one under the cursor."""
+    """The screen with a list of all profiles and recipes, and the text of the file under the cursor."""
 
     screen_name = "library"
     AUTO_FOCUS = "#files"
@@ -53,7 +53,7 @@ class LibraryScreen(BaseScreen):
         self._items: list[Item] = []
 
     def compose_body(self) -> ComposeResult:
-        """Yield the list, the text and the prompt."""
+        """Yield the list, the text and the prompt for names and paths."""
         with Container(id="library"):
             with Vertical(id="file-pane", classes="pane -front"):
                 yield RowList(id="files")
@@ -63,11 +63,11 @@ class LibraryScreen(BaseScreen):
         yield InputPrompt()
 
     def on_mount(self) -> None:
-        """Detect this machine's device, once."""
+        """Detect this machine's devices."""
         self._machine = read_machine()
 
     def on_screen_resume(self) -> None:
-        """Read the files again, which may have changed."""
+        """Read the folders again, since files may have changed."""
         super().on_screen_resume()
         self.call_after_refresh(self._list, "")
 
@@ -78,7 +78,7 @@ class LibraryScreen(BaseScreen):
             self.call_after_refresh(self._show_text)
 
     def _list(self, stem: str) -> None:
-        """Read the folders again, and put the cursor on the file of this name, if one is given."""
+        """Read the folders again, and move the cursor to the file named `stem` unless that is empty."""
         found: dict[SpecKind, list[FileEntry]] = {"profile": profile_entries(self._machine), "recipe": recipe_entries()}
         self._items = []
         for kind, entries in found.items():
@@ -123,7 +123,7 @@ class LibraryScreen(BaseScreen):
         return self._items[self.query_one("#files", RowList).cursor]
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why a key has no effect: keys that need a file are disabled on a heading."""
+        """Why a key has no effect: keys that need a file are disabled while the cursor is on a heading."""
         if action in ("edit", "use", "new", "export_file") and (not self._items or self.chosen.entry is None):
             return "choose a profile or a recipe"
         return None
@@ -135,11 +135,11 @@ class LibraryScreen(BaseScreen):
             self._show_text()
 
     def on_row_list_selected(self) -> None:
-        """Edit the file on Enter, in the list or in its text."""
+        """Edit the file when Enter is pressed in the list or in the text."""
         self.action_press("edit")
 
     def do_other_pane(self) -> None:
-        """Go from the list to the text and back."""
+        """Move the focus from the list to the text, or back."""
         on_list = self.query_one("#files", RowList).has_focus
         self.query_one("#file-pane").set_class(not on_list, "-front")
         self.query_one("#text-pane").set_class(on_list, "-front")
@@ -152,7 +152,7 @@ class LibraryScreen(BaseScreen):
         return item.kind, item.entry
 
     def do_edit(self) -> None:
-        """Edit the file; if it is a shipped or detected one, edit a copy in the user's folder."""
+        """Edit the file; for a shipped or detected file, edit a copy in the user's folder."""
         kind, entry = self._entry()
         shipped = entry.origin in ("shipped", "detected")
         target = user_files.user_file_folder(kind) / entry.path.name if shipped else entry.path
@@ -169,12 +169,12 @@ class LibraryScreen(BaseScreen):
         self.console.open_screen("editor", Draft(kind, text, target, exists=source == target))
 
     def do_use(self) -> None:
-        """Open Launch with this file."""
+        """Open Launch with this file chosen."""
         kind, entry = self._entry()
         self.console.open_screen("launch", {kind: entry.argument})
 
     def do_new(self) -> None:
-        """Ask for a name, and edit a copy of this file under it."""
+        """Ask for a name, and edit a copy of this file under that name."""
         kind, entry = self._entry()
         name = user_files.unused_name(kind, entry.path.stem)
         self.query_one(InputPrompt).ask(f"name of the new {kind}", name, lambda text: self._new(kind, entry, text))
@@ -188,7 +188,7 @@ class LibraryScreen(BaseScreen):
         self._open(kind, entry.path, target)
 
     def do_import_file(self) -> None:
-        """Ask for a file and import it."""
+        """Ask for the path of a file, and import the file."""
         self.query_one(InputPrompt).ask("file to import", "", self._import)
 
     def _import(self, text: str) -> None:
@@ -201,7 +201,7 @@ class LibraryScreen(BaseScreen):
         self.show_message(f"imported the {kind} {path.stem}: {visible(str(path))}")
 
     def do_export_file(self) -> None:
-        """Ask for a place and write a copy of the file there."""
+        """Ask for a file or folder, and write a copy of this file there."""
         _, entry = self._entry()
         self.query_one(InputPrompt).ask("export to", entry.path.name, lambda text: self._export(entry, text))
 

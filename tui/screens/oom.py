@@ -26,7 +26,7 @@ BACKOFF_MARK = b'"kind":"backoff"'
 
 
 class OomScreen(TextScreen):
-    """The backoffs of a run and its out-of-memory reports."""
+    """The screen that shows the backoffs of a run and its out-of-memory reports."""
 
     screen_name = "oom"
     BINDINGS = bindings("oom")
@@ -42,7 +42,7 @@ class OomScreen(TextScreen):
         return clean(self._directory.name)
 
     def text_lines(self, width: int) -> Sequence[Content]:
-        """First the backoffs as sentences, then the reports, newest first."""
+        """First a sentence for each backoff, then the reports, newest first."""
         return [Content.assemble(" ", line) for content in self._contents for line in content.wrap(max(10, width - 2))]
 
     def _backoffs(self) -> Iterable[Content]:
@@ -68,7 +68,7 @@ class OomScreen(TextScreen):
 
 
 def _report(path: Path, bar: str) -> list[Content]:
-    """The lines of one report."""
+    """The lines of one out-of-memory report."""
     report = read_report(path)
     if report is None:
         return [Content.styled("cannot be read: it may be incomplete", "$caution")]

@@ -36,7 +36,7 @@ READ_SECONDS = 0.05
 
 
 class QueueScreen(BaseScreen):
-    """The queue of the runs folder."""
+    """The screen that shows and changes the queue of the runs folder."""
 
     screen_name = "queue"
     BINDINGS = bindings("queue")
@@ -64,13 +64,13 @@ class QueueScreen(BaseScreen):
         yield TextLines(id="worker", classes="heading")
 
     def on_mount(self) -> None:
-        """Start to poll."""
+        """Start polling the queue."""
         self._queue = Queue(self.console.runs_dir)
         self._runs = RunList(self._queued_runs)
         self._poll()
 
     def on_screen_resume(self) -> None:
-        """Read at once when the screen is shown again."""
+        """Read the queue immediately when the screen is shown again."""
         super().on_screen_resume()
         self._read()
 
@@ -129,7 +129,8 @@ class QueueScreen(BaseScreen):
 
     @property
     def _chosen_place(self) -> int | None:
-        """Place of the run under the cursor among the waiting ones, from 1; None for the running one."""
+        """The place of the run under the cursor among the waiting runs, counted from 1; None if that run is not
+        waiting."""
         chosen = self.chosen
         waits = chosen is not None and chosen.directory.name in self._order.waiting
         return self._order.waiting.index(chosen.directory.name) + 1 if chosen and waits else None
@@ -139,7 +140,8 @@ class QueueScreen(BaseScreen):
         return f"{len(self._order.waiting)} waiting"
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why a key has no effect: only waiting runs can be moved and removed, only a stopped queue started."""
+        """Why a key has no effect: only waiting runs can be moved or removed, and only a stopped queue can be
+        started."""
         if action == "start":
             if self._order.worker is not None:
                 return "the queue is started already"
@@ -158,11 +160,11 @@ class QueueScreen(BaseScreen):
         return None
 
     def on_row_list_selected(self) -> None:
-        """Open the run on Enter."""
+        """Open the run when Enter is pressed."""
         self.action_press("open")
 
     def on_row_list_highlighted(self) -> None:
-        """Update the keys for the run under the cursor."""
+        """Update the keys in the footer, which depend on the run under the cursor."""
         self._to_remove = ""
         self.refresh_title_and_footer()
 
@@ -212,7 +214,7 @@ class QueueScreen(BaseScreen):
             self.query_one(RowList).move_to(entries.index(chosen.directory.path))
 
     def do_remove(self) -> None:
-        """Remove the run under the cursor, on the second press."""
+        """Remove the run under the cursor from the queue when the key is pressed a second time."""
         chosen = self.chosen
         if chosen is None:
             return
@@ -226,7 +228,7 @@ class QueueScreen(BaseScreen):
             self.show_message(f"{clean(name)} is in the trash of the runs folder")
 
     def _try(self, change: Callable[[], object]) -> bool:
-        """Make a change, show its error if it has one, and read the queue again."""
+        """Call `change`, which changes the queue; show its error if it raises one; read the queue again."""
         try:
             change()
         except TunedeckError as error:

@@ -1,8 +1,8 @@
 """Run: one run, running or ended: its state, loss, figures, memory, events and log; keys to checkpoint, pause, stop.
 
 The screen only reads the run directory and writes requests into it. The engine answers a request with an event, so
-the screen never shows a state that the engine has not recorded. Below 80x24 one pane is shown at a time, with the
-state always in sight.
+the screen never shows a state that the engine has not recorded. Below 80x24 one pane is shown at a time, and above it
+always the run's state.
 
 Try: `tunedeck`, then Enter on a run.
 """
@@ -50,7 +50,7 @@ CATCH_UP_SECONDS = 0.02
 ALL_PANES = ("loss", "figures", "ranks", "events", "log", "memory")
 
 PANES = {"all": (), "regular": ("events", "memory", "log"), "one": ("loss", "figures", "events", "memory", "log")}
-"""The panes that `tab` goes through, by the room there is; all others are always shown."""
+"""The panes that `tab` goes through, by the size of the screen; all others are always shown."""
 
 RANKS_BEFORE = {"regular": "memory", "one": "events"}
 """The pane before which the ranks of a run over several devices are put."""
@@ -60,7 +60,7 @@ MAX_RANK_LINES = 9
 
 
 class RunScreen(BaseScreen):
-    """The panes of one run."""
+    """The screen that shows one run."""
 
     screen_name = "run"
     BINDINGS = bindings("run")
@@ -89,7 +89,7 @@ class RunScreen(BaseScreen):
 
     @property
     def status(self) -> str:
-        """The run's state; empty while it is not known."""
+        """The run's status; empty until it has been read."""
         return self.run_watch.summary.status if self.run_watch.summary is not None else ""
 
     def compose_body(self) -> ComposeResult:
@@ -108,7 +108,7 @@ class RunScreen(BaseScreen):
             yield TextLines(id="memory", classes="pane")
 
     def on_mount(self) -> None:
-        """Start to poll."""
+        """Start polling the run."""
         self._poll()
 
     def _poll(self) -> None:
@@ -145,7 +145,7 @@ class RunScreen(BaseScreen):
             self._arrange()
 
     def _plot(self) -> None:
-        """Repaint the curve when there is new data, at most once every PLOT_SECONDS."""
+        """Repaint the loss curve if there is new data, at most once every PLOT_SECONDS."""
         drawn, at = self._plotted
         if self.run_watch.version != drawn and time.monotonic() - at >= PLOT_SECONDS:
             self._plotted = (self.run_watch.version, time.monotonic())
@@ -177,7 +177,7 @@ class RunScreen(BaseScreen):
         return "all" if self.has_class("-roomy") else "regular"
 
     def _panes(self) -> tuple[str, ...]:
-        """The panes that `tab` goes through now."""
+        """The panes through which the key `tab` cycles at the present size."""
         names = PANES[self._room]
         if not self._rank_lines or not names:
             return names
@@ -185,7 +185,7 @@ class RunScreen(BaseScreen):
         return (*names[:at], "ranks", *names[at:])
 
     def _arrange(self) -> None:
-        """Show the panes that there is room for, and hide the others."""
+        """Show the panes for which there is room, and hide the others."""
         room, switched = self._room, self._panes()
         chosen = self._pane[room]
         for name in ALL_PANES:
@@ -205,7 +205,7 @@ class RunScreen(BaseScreen):
             tabs.show([_tabs(switched, chosen)])
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why a key has no effect in the run's present state; None when it has one."""
+        """Why a key has no effect in the run's present state; None if the key has an effect."""
         status = self.status
         summary = self.run_watch.summary
         if action in ("checkpoint", "pause", "stop") and status != "running":
@@ -229,7 +229,7 @@ class RunScreen(BaseScreen):
         self._ask_engine("pause", "asked to pause: a checkpoint, then the device is free")
 
     def do_stop(self) -> None:
-        """Request a stop after a confirmation; where a stop was requested before, end the engine by force."""
+        """Ask for a confirmation, then request a stop; if a stop was requested before, kill the engine instead."""
         if self.run_watch.summary is not None and self.run_watch.summary.stopping:
             self.show_message("the engine is being ended by force")
             self.run_worker(self._force, thread=True, exit_on_error=False)
@@ -242,7 +242,7 @@ class RunScreen(BaseScreen):
             self._ask_engine("stop", "asked to stop after this step; s again stops it at once, without a checkpoint")
 
     def _ask_engine(self, name: str, message: str) -> None:
-        """Write a request into the run directory."""
+        """Write the request `name` into the run directory, and show `message`."""
         try:
             control.send_request(self.directory, name)
         except OSError as error:
@@ -252,7 +252,8 @@ class RunScreen(BaseScreen):
         self._refresh_now()
 
     def _force(self) -> None:
-        """Kill the engine, in a thread: a GPU driver may keep a killed process for seconds."""
+        """Kill the engine. This runs in a thread, because a GPU driver may delay the end of a killed process for
+        seconds."""
         try:
             force_stop(self.directory)
         except (TunedeckError, OSError) as error:
@@ -265,7 +266,7 @@ class RunScreen(BaseScreen):
         self._refresh_now()
 
     def do_report(self) -> None:
-        """Open the out-of-memory report."""
+        """Open the screen with the run's out-of-memory reports."""
         self.console.open_screen("oom", self.directory)
 
     def do_clone(self) -> None:
@@ -273,7 +274,7 @@ class RunScreen(BaseScreen):
         self.console.open_screen("launch", launch_settings(self.directory))
 
     def do_log_axis(self) -> None:
-        """Switch between a log and a linear axis."""
+        """Switch the y axis between logarithmic and linear."""
         plot = self.query_one(LossPlot)
         plot.set_options(replace(plot.options, log=not plot.options.log))
 
@@ -283,7 +284,7 @@ class RunScreen(BaseScreen):
         plot.set_options(replace(plot.options, smooth=not plot.options.smooth))
 
     def do_zoom(self) -> None:
-        """Switch between the whole run, its last half and its last tenth."""
+        """Switch to the next part of the run: all of it, its last half, its last tenth."""
         plot, names = self.query_one(LossPlot), list(ZOOMS)
         plot.set_options(replace(plot.options, zoom=names[(names.index(plot.options.zoom) + 1) % len(names)]))
 
@@ -295,23 +296,23 @@ class RunScreen(BaseScreen):
         self.call_after_refresh(self._paint)
 
     def do_older(self) -> None:
-        """Scroll up by a line, in the log where it is shown, else in the events."""
+        """Scroll up by a line, in the log if it is shown, else in the events."""
         self._scroll(1)
 
     def do_newer(self) -> None:
-        """Scroll down by a line."""
+        """Scroll down by a line, in the log if it is shown, else in the events."""
         self._scroll(-1)
 
     def do_page_older(self) -> None:
-        """Scroll up by a page."""
+        """Scroll up by a page, in the log if it is shown, else in the events."""
         self._scroll(self._scrolled.page)
 
     def do_page_newer(self) -> None:
-        """Scroll down by a page."""
+        """Scroll down by a page, in the log if it is shown, else in the events."""
         self._scroll(-self._scrolled.page)
 
     def do_newest(self) -> None:
-        """Scroll to the end, and follow new lines."""
+        """Scroll to the newest line, and show new lines as they arrive."""
         self._scroll(-(10**9))
 
     @property

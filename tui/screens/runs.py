@@ -39,11 +39,11 @@ CATCH_UP_SECONDS = 0.02
 
 
 class Filter(OrderedKeys, Input):
-    """The input field of the filter."""
+    """The input field in which the filter of the list is typed."""
 
 
 class RunsScreen(BaseScreen):
-    """The list of runs."""
+    """The screen that lists all runs of the runs folder."""
 
     screen_name = "runs"
     BINDINGS = bindings("runs")
@@ -65,7 +65,7 @@ class RunsScreen(BaseScreen):
         yield RowList(id="runs")
 
     def on_mount(self) -> None:
-        """Start to poll."""
+        """Start polling the runs folder."""
         self.runs = RunList.of_folder(self.console.runs_dir)
         self._poll()
 
@@ -108,14 +108,15 @@ class RunsScreen(BaseScreen):
         return self.shown[index] if index < len(self.shown) else None
 
     def title_detail(self) -> str:
-        """The number of marked runs, or of all runs."""
+        """The number of marked runs; if none are marked, the number of all runs, and with a filter also how many match
+        it."""
         total, shown = len(self.runs.entries), len(self.shown)
         if self._marked:
             return f"{len(self._marked)} marked"
         return f"{shown} of {total}" if self._filter else str(total)
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why a key has no effect on the run under the cursor; None when it has one."""
+        """Why a key has no effect on the run under the cursor; None if the key has an effect."""
         entry = self.chosen
         if action in ("open", "resume", "clone", "delete", "mark") and entry is None:
             return "there is no run here"
@@ -129,11 +130,11 @@ class RunsScreen(BaseScreen):
         return None
 
     def on_row_list_selected(self) -> None:
-        """Open the run on Enter."""
+        """Open the run when Enter is pressed."""
         self.action_press("open")
 
     def on_row_list_highlighted(self) -> None:
-        """Update the keys for the run under the cursor."""
+        """Update the keys in the footer, which depend on the run under the cursor."""
         self.refresh_title_and_footer()
 
     def do_open(self) -> None:
@@ -152,7 +153,7 @@ class RunsScreen(BaseScreen):
             self.console.open_screen("launch", launch_settings(self.chosen.directory))
 
     def do_mark(self) -> None:
-        """Mark or unmark the run under the cursor, and move to the next."""
+        """Mark or unmark the run under the cursor, and move the cursor to the next run."""
         if self.chosen is not None:
             directory = self.chosen.directory
             if self._marked.pop(directory.path, None) is None:
@@ -165,7 +166,7 @@ class RunsScreen(BaseScreen):
         self.console.open_screen("compare", list(self._marked.values()))
 
     def do_delete(self) -> None:
-        """Ask for confirmation, then move the run into the trash."""
+        """Ask for confirmation, then move the run under the cursor into the trash folder."""
         if self.chosen is not None:
             directory = self.chosen.directory
             question = f"Delete {clean(directory.name)}? It is moved into {TRASH}/ beside it, and can be moved back."
@@ -189,7 +190,7 @@ class RunsScreen(BaseScreen):
         self.set_focus(field)
 
     def on_key(self, event: events.Key) -> None:
-        """Clear the filter on Escape; on Escape or Down in its field go back to the rows."""
+        """Clear the filter on Escape; on Escape or Down in the filter field, go back to the rows."""
         field = self.query_one(Input)
         if (field.has_focus and event.key in ("escape", "down")) or (field.value and event.key == "escape"):
             event.stop()
@@ -199,10 +200,10 @@ class RunsScreen(BaseScreen):
             self.set_focus(self.query_one(RowList))
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Filter the list at every letter."""
+        """Apply the filter at every letter typed."""
         self._filter = event.value
         self._fill()
 
     def on_input_submitted(self) -> None:
-        """Go back to the rows on Enter, and keep the filter."""
+        """Go back to the rows on Enter; the filter continues to apply."""
         self.set_focus(self.query_one(RowList))

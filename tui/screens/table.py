@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 
 class ScreenRow(NamedTuple):
-    """One screen: its name in the key table, the digit that opens it (empty: none does), its title and its class."""
+    """One screen: its name in the key table, the digit that opens it (empty if there is none), its title and its
+    class."""
 
     name: str
     key: str
@@ -34,5 +35,5 @@ SCREENS: tuple[ScreenRow, ...] = (
 
 
 def screen_row(name: str) -> ScreenRow:
-    """The row of this name. Raises KeyError for a name that is not in the table."""
+    """The row of the screen called `name`. Raises KeyError if the table has no such screen."""
     return {row.name: row for row in SCREENS}[name]

@@ -13,7 +13,7 @@ from tui.widgets.row_list import RowList
 
 
 class TextScreen(BaseScreen):
-    """Shows `text_lines`; call `refill` when they have changed."""
+    """Base class of a screen that shows the lines of `text_lines`. Call `refill` when the lines have changed."""
 
     def compose_body(self) -> ComposeResult:
         """Yield the list that shows the lines."""
@@ -24,7 +24,7 @@ class TextScreen(BaseScreen):
         raise NotImplementedError
 
     def refill(self) -> None:
-        """Make the lines again and show them."""
+        """Call `text_lines` again and show the result."""
         self.query_one(RowList).show(self.text_lines(self.size.width))
 
     def on_resize(self, event: events.Resize) -> None:

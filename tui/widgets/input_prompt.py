@@ -19,7 +19,7 @@ from tui.widgets.text_lines import TextLines
 
 
 class PromptInput(OrderedKeys, Input):
-    """The input field of the prompt."""
+    """The input field of an `InputPrompt`."""
 
     BINDINGS = [Binding("escape", "cancel", show=False)]  # noqa: RUF012  # Textual's own declaration
 
@@ -31,7 +31,7 @@ class PromptInput(OrderedKeys, Input):
 
 
 class InputPrompt(Horizontal):
-    """The question and the field, hidden until something is asked."""
+    """A question and an input field at the foot of a screen, hidden until `ask` is called."""
 
     DEFAULT_CSS = """
     InputPrompt { height: 1; display: none; background: $panel; }
@@ -50,7 +50,8 @@ class InputPrompt(Horizontal):
         yield PromptInput(compact=True)
 
     def ask(self, question: str, text: str, answered: Callable[[str], None]) -> None:
-        """Show the question with `text` in the field; `answered` is called with the text when Enter is pressed."""
+        """Show the question, with `text` in the field. When Enter is pressed, `answered` is called with the text of the
+        field."""
         label, field = self.query_one(TextLines), self.query_one(PromptInput)
         self._before, self._answered = self.screen.focused, answered
         label.styles.width = len(question) + 3
@@ -61,18 +62,19 @@ class InputPrompt(Horizontal):
         self.screen.set_focus(field)
 
     def close(self) -> None:
-        """Hide the prompt and give the focus back."""
+        """Hide the prompt and return the focus to the widget that had it before."""
         self._answered = None
         self.display = False
         if self._before is not None:
             self.screen.set_focus(self._before)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Keep the field's changes from the screen, which may have other input fields."""
+        """Stop the message about a change, so that the screen does not take it for a change in one of its own
+        fields."""
         event.stop()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Hand the answer over, unless it is empty."""
+        """Pass the answer to the caller of `ask`, unless the answer is empty."""
         event.stop()
         answered, text = self._answered, event.value.strip()
         self.close()

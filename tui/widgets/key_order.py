@@ -29,11 +29,11 @@ EVENT_LOOP_TURNS = 16
 
 
 class OrderedKeys:
-    """A mixin for an input field, to be listed before Textual's class. It is no Widget itself, because a field with two
-    Widget bases could not get the focus."""
+    """A mixin for an input field, to be listed before Textual's class among the bases. The mixin itself is not a
+    Widget, because a field with two Widget bases could not get the focus."""
 
     async def on_key(self: Widget, event: events.Key) -> None:  # type: ignore[misc]  # a mixin for widgets, no widget
-        """Run the field's own binding of this key, if it has one."""
+        """If the field's class itself binds this key, run the bound action immediately."""
         action = next((own[event.key] for own in map(_bound, type(self).__mro__) if event.key in own), "")
         if action and await self.app.run_action(action, self):
             event.stop()
@@ -41,11 +41,12 @@ class OrderedKeys:
 
 
 class SequentialKeysApp(App[None]):
-    """An application that handles a key only after the effects of the one before. The focus must be moved with
-    `Screen.set_focus`: `Widget.focus` only queues a request behind the keys that have arrived already."""
+    """An application that handles a key only after all effects of the previous key. Code must move the focus with
+    `Screen.set_focus`, because `Widget.focus` only queues a request, behind the keys that have arrived already."""
 
     async def on_event(self, event: events.Event) -> None:
-        """Run a key's binding at once, unless an input field has the focus: then let the field handle it and wait."""
+        """Run the binding of a key immediately. If an input field has the focus, pass the key to the field instead and
+        wait until the field has handled it."""
         typed = isinstance(event, events.Key) and not event.is_forwarded
         focused = self.focused if typed and self.screen_stack else None
         if focused is None:
@@ -66,7 +67,7 @@ class SequentialKeysApp(App[None]):
 
 
 async def _field_is_idle(field: Widget) -> None:
-    """Wait until the field has handled its events. The wait has a limit, because the field may itself wait for the
+    """Wait until the field has handled its events, at most KEY_SECONDS: the field may itself be waiting for the
     application."""
     done = asyncio.Event()
     field.call_later(done.set)
@@ -75,13 +76,13 @@ async def _field_is_idle(field: Widget) -> None:
 
 
 async def _messages_handled() -> None:
-    """Let other widgets handle the messages of an action before the next key."""
+    """Wait until other widgets have handled the messages of an action, before the next key is handled."""
     for _ in range(EVENT_LOOP_TURNS):
         await asyncio.sleep(0)
 
 
 def _bound(kind: type) -> dict[str, str]:
-    """The actions that a widget class itself binds, by key."""
+    """The keys that a widget class binds itself (not its base classes), with the action of each."""
     found: dict[str, str] = {}
     if issubclass(kind, Widget) and kind is not Widget:
         for binding in kind.__dict__.get("BINDINGS", ()):

@@ -17,7 +17,8 @@ from tui.widgets.text_lines import BLANK, TextLines
 
 
 class RowList(TextLines):
-    """Rows with a cursor. `Highlighted` is posted when the cursor moves, `Selected` on Enter or a click on its row."""
+    """A widget that shows rows, one of them under a cursor. It posts `Highlighted` when the cursor moves, and
+    `Selected` on Enter or when the row under the cursor is clicked."""
 
     can_focus = True
     COMPONENT_CLASSES = {"row-list--cursor"}  # noqa: RUF012  # Textual's own declaration
@@ -32,7 +33,7 @@ class RowList(TextLines):
     ]
 
     class Highlighted(Message):
-        """The cursor moved to another row."""
+        """Message: the cursor moved to another row."""
 
         def __init__(self, rows: RowList, index: int) -> None:
             super().__init__()
@@ -44,7 +45,7 @@ class RowList(TextLines):
             return self.rows
 
     class Selected(Highlighted):
-        """A row was selected with Enter or a click."""
+        """Message: a row was selected with Enter or a click."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -54,7 +55,7 @@ class RowList(TextLines):
         """Index of the first visible row."""
 
     def show(self, lines: Sequence[Content]) -> None:
-        """Show new rows; the cursor keeps its index, or goes to the last row where there are fewer."""
+        """Show new rows. The cursor stays at the same index, or moves to the last row if there are fewer rows now."""
         before, self._lines = self._lines, list(lines)
         self.cursor = min(self.cursor, max(0, len(self._lines) - 1))
         if self._scroll() or len(before) != len(self._lines):
@@ -65,7 +66,7 @@ class RowList(TextLines):
                 self.redraw(index - self.top)
 
     def move_to(self, index: int) -> None:
-        """Move the cursor to a row."""
+        """Move the cursor to the row `index`."""
         target = max(0, min(index, len(self._lines) - 1))
         if target == self.cursor:
             return
@@ -85,7 +86,7 @@ class RowList(TextLines):
         return Content(line.plain) if index == self.cursor and self.has_focus and self.app.native_ansi_color else line
 
     def line_style(self, y: int) -> Style:
-        """The style of the cursor's row, or that of the widget."""
+        """The cursor's style for the row under the cursor, the widget's style for all others."""
         if self.top + y == self.cursor and self._lines:
             return self.get_visual_style("row-list--cursor")
         return self.visual_style
@@ -99,7 +100,7 @@ class RowList(TextLines):
         self.move_to(self.cursor + pages * max(1, self.size.height - 1))
 
     def action_jump(self, index: int) -> None:
-        """Move the cursor to a row; -1 is the last."""
+        """Move the cursor to the row `index`; -1 is the last row."""
         self.move_to(index if index >= 0 else len(self._lines) - 1)
 
     def action_choose(self) -> None:
@@ -108,7 +109,7 @@ class RowList(TextLines):
             self.post_message(self.Selected(self, self.cursor))
 
     def on_click(self, event: events.Click) -> None:
-        """Move the cursor to the clicked row; a click on the cursor's row selects it."""
+        """Move the cursor to the clicked row; if the cursor is on that row already, select the row."""
         index = self.top + event.y
         if index >= len(self._lines):
             return
@@ -133,12 +134,12 @@ class RowList(TextLines):
         self.redraw(self.cursor - self.top)
 
     def on_resize(self) -> None:
-        """Keep the cursor visible."""
+        """Scroll so that the cursor is visible in the new size."""
         super().on_resize()
         self._scroll()
 
     def _scroll(self) -> bool:
-        """Scroll so that the cursor is visible; returns whether the rows moved."""
+        """Scroll so that the cursor is visible; returns whether the first visible row changed."""
         height = max(1, self.size.height)
         top = min(self.top, self.cursor, max(0, len(self._lines) - height))
         top = max(top, self.cursor - height + 1, 0)

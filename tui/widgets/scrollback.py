@@ -1,6 +1,7 @@
 """A pane of items that are appended, such as events or log lines; it follows the newest until the user scrolls up.
 
-`form` turns an item into lines of text. The items are kept, so the lines are made again when the width changes.
+`form` turns an item into lines of text. The items are stored, so that the lines can be made again when the
+width changes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_ITEMS = 1000
 
 
 class Scrollback(TextLines, Generic[T]):
-    """A heading and the newest lines under it."""
+    """A widget with a heading and, below it, the lines of the newest items."""
 
     def __init__(self, name: str, form: Callable[[T, int], list[Content]], *, empty: str, id: str) -> None:
         super().__init__(id=id, classes="pane")
@@ -49,7 +50,7 @@ class Scrollback(TextLines, Generic[T]):
         self._reform()
 
     def scroll_lines(self, lines: int) -> None:
-        """Scroll up by this many lines; down where the number is negative."""
+        """Scroll up by this many lines, or down if the number is negative."""
         self._back = max(0, min(self._back + lines, len(self._formed) - self._room))
         self._paint()
 
@@ -68,7 +69,7 @@ class Scrollback(TextLines, Generic[T]):
 
     @property
     def page(self) -> int:
-        """Lines of one page."""
+        """The number of lines in one page."""
         return max(1, self._room - 1)
 
     @property

@@ -16,7 +16,7 @@ from tui.widgets.text_lines import TextLines
 
 
 class TabPanel(Vertical):
-    """The tab names and the lines of the open tab."""
+    """A widget that shows the names of all tabs and the lines of the open tab."""
 
     def __init__(self, tabs: Sequence[str], *, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)
@@ -30,12 +30,12 @@ class TabPanel(Vertical):
         yield RowList(id=f"{self.id}-rows")
 
     def next_tab(self, by: int) -> None:
-        """Open the tab `by` places after the open one; before it where `by` is negative."""
+        """Open the tab `by` places after the open tab, or before it if `by` is negative."""
         self.tab = self.tabs[(self.tabs.index(self.tab) + by) % len(self.tabs)]
         self.query_one(RowList).move_to(0)
 
     def show(self, lines: Sequence[Content], mark: str) -> None:
-        """Show the open tab's lines, and `mark` before the heading."""
+        """Show the lines of the open tab; `mark` is shown at the start of the heading."""
         parts = [(f" {tab} ", "bold reverse" if tab == self.tab else "$muted") for tab in self.tabs]
         self.query_one(TextLines).show([Content.assemble((mark, "bold $info"), *parts)])
         self.query_one(RowList).show(lines)

@@ -2,8 +2,8 @@
 
 `TextLines` draws one `Content` per line and stores the drawn lines; given new lines, it repaints only those that
 changed. It never requests a layout pass, does not wrap lines and does not parse markup; the caller makes the lines. A
-run that is watched at 120x36 repaints most of its screen twice a second. With Textual's `Static` that took several per
-cent of a core, because there every update is a layout pass and every span a style with its own offset.
+run that is watched at 120x36 repaints most of its screen twice a second. With Textual's `Static` these repaints
+took several per cent of a core, because each update of a `Static` causes a layout pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLANK = Content("")
 
 
 class TextLines(Widget):
-    """Draws the lines it was given last, from the top; lines that are too long are cut."""
+    """A widget that draws lines of text from the top; lines wider than the widget are cut."""
 
     ALLOW_SELECT = False
 
@@ -32,7 +32,7 @@ class TextLines(Widget):
         self._strips: dict[int, Strip] = {}
 
     def show(self, lines: Sequence[Content]) -> None:
-        """Draw these lines from now on."""
+        """Replace the lines by these, and repaint those that changed."""
         before, self._lines = self._lines, list(lines)
         for y in range(max(len(before), len(self._lines))):
             old = before[y] if y < len(before) else BLANK
@@ -57,23 +57,24 @@ class TextLines(Widget):
         self.refresh()
 
     def line_at(self, y: int) -> Content:
-        """The content of the widget's line `y`."""
+        """The content to draw on the widget's line `y`."""
         return self._lines[y] if y < len(self._lines) else BLANK
 
     def line_style(self, y: int) -> Style:
-        """The style under line `y`."""
+        """The base style with which line `y` is drawn."""
         return self.visual_style
 
     def render_line(self, y: int) -> Strip:
-        """Draw one line for Textual, or take the one drawn before."""
+        """Return the strip of line `y` to Textual; the line is drawn only if no drawn strip is stored."""
         strip = self._strips.get(y)
         if strip is None:
             strip = self._strips[y] = self._draw(y)
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The drawn lines as they are, for a widget without borders and filters. Textual's own method computes the
-        colours of all ancestors of every visible widget whenever any widget changes, half of the time of a repaint."""
+        """Return the stored strips to Textual if the widget has neither borders nor filters. Textual's own method would
+        compute the colours of all ancestors of every visible widget whenever any widget changes, which takes half the
+        time of a repaint."""
         if self.styles.gutter or self.get_line_filters() or crop.column_span != (0, self.size.width):
             return super().render_lines(crop)
         return [self.render_line(y) for y in crop.line_range]
@@ -87,7 +88,7 @@ class TextLines(Widget):
 
     @property
     def _cut(self) -> str:
-        """The mark drawn at the end of a line that is cut at the widget's width."""
+        """The mark at the end of a line that was cut."""
         return glyphs("…", ascii_only=getattr(self.app, "ascii_only", False))
 
     def on_resize(self) -> None:
@@ -95,6 +96,6 @@ class TextLines(Widget):
         self._strips.clear()
 
     def notify_style_update(self) -> None:
-        """Draw every line again when theme or focus change its colours."""
+        """Draw every line again if the theme or the focus changes the widget's colours."""
         super().notify_style_update()
         self._strips.clear()

@@ -14,21 +14,23 @@ MESSAGE_SECONDS = 8.0
 """How long a message is shown: long enough to read two lines."""
 
 MESSAGE_LINES = 3
-"""The most lines that a message takes."""
+"""Largest number of lines of a message."""
 
 
 class TitleBar(TextLines):
-    """The screen's name and detail on the left, the digits of the screens on the right."""
+    """The first line of a screen: on the left the screen's name and a detail, on the right the screens that a digit key
+    opens, with their digits."""
 
     def set_title(self, lefts: Sequence[Content], right: Content) -> None:
-        """Show the first of `lefts` that leaves room for `right`; where none does, the first one alone."""
+        """Show the first of `lefts` that leaves room for `right`. If none does, show only the first of `lefts`, without
+        `right`."""
         gaps = [self.size.width - left.cell_length - right.cell_length for left in lefts]
         fitting = (Content.assemble(left, " " * gap, right) for left, gap in zip(lefts, gaps, strict=True) if gap > 0)
         self.show([next(fitting, lefts[0])])
 
 
 class FooterBar(TextLines):
-    """The keys of the screen, or a message in their place for some seconds."""
+    """The last line of a screen: the screen's keys, replaced by a message for some seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +39,12 @@ class FooterBar(TextLines):
         self._timer: Timer | None = None
 
     def set_keys(self, keys: Sequence[tuple[Key, bool]]) -> None:
-        """Show these keys; False marks a key that is disabled now."""
+        """Show these keys. The flag of a key says whether the key is enabled now."""
         self._keys = [(key, usable) for key, usable in keys if key.label]
         self._fill()
 
     def show_message(self, text: str, style: str = "") -> None:
-        """Show a message for MESSAGE_SECONDS. It is plain text: no markup is read in it."""
+        """Show a message for MESSAGE_SECONDS, as plain text without markup."""
         self._message = Content.styled(text, style)
         if self._timer is not None:
             self._timer.stop()
@@ -50,12 +52,12 @@ class FooterBar(TextLines):
         self._fill()
 
     def clear(self) -> None:
-        """Show the keys again."""
+        """Remove the message and show the keys again."""
         self._message = None
         self._fill()
 
     def on_resize(self) -> None:
-        """Fill the line for the new width."""
+        """Fit keys or message to the new width."""
         super().on_resize()
         self._fill()
 
@@ -67,7 +69,8 @@ class FooterBar(TextLines):
         self.show(lines)
 
     def _key_line(self, width: int) -> Content:
-        """As many keys as fit, enabled ones first. Keys that hold everywhere are always shown, at the end."""
+        """A line with as many keys as fit, enabled ones first. Keys that work on every screen are always included, at
+        the end."""
         last = [self._one(key, usable) for key, usable in self._keys if key.screen == EVERYWHERE]
         room = width - sum(part.cell_length for part in last)
         parts: list[Content] = []
@@ -86,8 +89,8 @@ class FooterBar(TextLines):
 
 
 def shorten_message(message: Content, width: int) -> list[Content]:
-    """A message in at most MESSAGE_LINES lines. If it is longer, the sentences between the first and the last are left
-    out, then the end of the first one. The last sentence, which says what to do, is always complete."""
+    """Shorten a message to at most MESSAGE_LINES lines. First the sentences between the first and the last are left
+    out, then the end of the first sentence. The last sentence, which tells the user what to do, is never shortened."""
     wrapped = [sentence.wrap(width) for sentence in message.split("\n")]
     while len(wrapped) > 2 and sum(map(len, wrapped)) > MESSAGE_LINES:
         wrapped.pop(-2)
