@@ -1,1 +1,1 @@
-"""Benchmarks that anyone can run: of the engine, of its predictions, and of other trainers beside it."""
+"""Benchmarks of the engine and of its memory predictions, and comparisons with other trainers. Anyone can run them."""

@@ -1,4 +1,4 @@
-"""The cost of an OOM, the overhead of the step transaction, and a job under an automatic search for the batch size.
+"""Measures the cost of an OOM, the overhead of the step transaction, and a job with an automatic batch size search.
 
 Run: python -m benchmarks.backoff [--rounds 12]        (CPU, a few minutes; the device is simulated, see engine.device)
 
@@ -8,10 +8,10 @@ Times are CPU seconds of this process, which other processes on the same cores h
   as a multiple of that micro-batch's time.
 - Transient: one randomly drawn allocation of a step is refused. Extra time of this step over an undisturbed one, as a
   multiple of the abandoned attempt's time.
-- Bookkeeping: the time of a step transaction over that of a bare loop with the same model, micro-batches and optimizer,
-  run alternately; also for a model so small that it computes next to nothing.
-- Co-tenant: another process takes memory and frees it again. Tokens per second, relative to those with the budget
-  learned before the process came.
+- Bookkeeping: the time of a step transaction, relative to a bare loop with the same model, micro-batches and optimizer
+  that runs alternately with it; also for a model so small that its computation takes almost no time.
+- Co-tenant: another process allocates memory and frees it again. Tokens per second meanwhile and afterwards, relative
+  to the speed with the micro-batch budget that was learned before.
 - Job: see `benchmarks.batch_size_search`.
 """
 
@@ -44,7 +44,8 @@ from engine.train.setup import TrainingSetup
 
 
 def capacity_cost(job: Job, folder: Path, rounds: int) -> list[float]:
-    """For each round: the seconds that an OOM added to a step, divided by those of the micro-batch that failed."""
+    """For each round, the seconds that an OOM added to a step, as a multiple of the time of the micro-batch that
+    failed."""
     runner, costs = StepRunner(job, folder), []
     with runner.open() as setup:
         runner.transaction.work.peak_bytes = 0
@@ -81,7 +82,8 @@ class Stopwatch:
 
 
 def transient_cost(job: Job, folder: Path, rounds: int) -> float:
-    """The seconds that refused allocations added to their steps, divided by those of the abandoned attempts."""
+    """The total seconds that refused allocations added to steps, as a multiple of the total time of the abandoned
+    attempts."""
     runner, drawn, added, abandoned = StepRunner(job, folder), random.Random(0), 0.0, 0.0
     with runner.open() as setup:
         runner.step()
@@ -101,10 +103,11 @@ def transient_cost(job: Job, folder: Path, rounds: int) -> float:
 
 
 def with_co_tenant(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
-    """Measure a run during and after a co-tenant.
+    """Measure a run during and after the presence of a co-tenant.
 
-    Returns the speed while the co-tenant holds memory and after it has freed it, relative to the speed before it came;
-    the number of steps until the budget has recovered; and the number of failed allocations.
+    Returns the speed while the co-tenant uses memory and after it has freed that memory, both relative to the speed
+    before it came; the number of steps until the micro-batch budget has recovered; and the number of failed
+    allocations.
     """
     runner, failures = StepRunner(job, folder), 0
     with runner.open() as setup:
@@ -114,7 +117,8 @@ def with_co_tenant(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
         static, peak = setup.context.static_bytes, runner.transaction.work.peak_bytes
 
         def speed_ratio() -> float:
-            """Speed of a step now, relative to a step without the co-tenant and with the budget from before it came."""
+            """Speed of steps now, relative to steps without the co-tenant and with the micro-batch budget from before
+            it came."""
             nonlocal failures
             now, ratios = setup.context.budget, []
             for _ in range(rounds):
@@ -145,7 +149,7 @@ def with_co_tenant(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def bare_step(setup: TrainingSetup, samples: NDArray[np.int64], plan: list[MicroBatch]) -> float:
-    """Run a step without the transaction: forward and backward of each micro-batch, clipping, optimizer step.
+    """Run a step without the step transaction: forward and backward of each micro-batch, clipping, optimizer step.
 
     Returns the CPU seconds of the step.
     """
@@ -165,7 +169,8 @@ def bare_step(setup: TrainingSetup, samples: NDArray[np.int64], plan: list[Micro
 
 
 def compare_with_bare_loop(job: Job, folder: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each round's step in the transaction, and in the bare loop. The two alternate in going first."""
+    """Run the same step in each round with the step transaction and with the bare loop. Returns the seconds of the
+    former, and of the latter. Which of the two runs first alternates."""
     runner, ours, bare = StepRunner(job, folder, kind="cpu"), [], []
     with runner.open() as setup:
         samples = setup.order.step(1)
@@ -183,7 +188,8 @@ def compare_with_bare_loop(job: Job, folder: Path, rounds: int) -> tuple[list[fl
 
 
 def measure(size: Size, folder: Path) -> dict[str, Any]:
-    """Run all measurements; returns each figure by its name, ratios as [median, quartiles]."""
+    """Run all measurements. Returns the figures by name; a list of three is [median, lower quartile, upper
+    quartile]."""
     job = write_job(folder / "job", [size.length] * BATCH * 4, vocabulary=264, hidden=size.hidden, steps=10**6)
     small = write_job(folder / "small", [8] * BATCH * 4, vocabulary=264, hidden=32, steps=10**6)
     stretched = stretched_job(folder / "stretched", size)
@@ -213,13 +219,13 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
 
 
 def spread(values: list[float], digits: int = 3) -> list[float]:
-    """[median, lower quartile, upper quartile], rounded."""
+    """Returns [median, lower quartile, upper quartile] of the values, rounded to `digits`."""
     low, middle, high = statistics.quantiles(values, n=4)
     return [round(value, digits) for value in (middle, low, high)]
 
 
 def main() -> None:
-    """Print every figure on a line."""
+    """Run all measurements and print each figure on a line of its own."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=Size.rounds)
     asked = arguments.parse_args()

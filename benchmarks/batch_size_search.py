@@ -24,7 +24,7 @@ from engine.device.metered import MeteredDevice
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the model and the samples, and the number of repetitions."""
+    """The sizes of the benchmark: model, samples, and number of rounds."""
 
     hidden: int = 192
     length: int = 256
@@ -35,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """Numbers of steps and samples that a job needed, and the loss of the trained model."""
+    """The numbers of steps and samples that a trainer executed for the job, and the final loss of the trained model."""
 
     steps_executed: int
     samples_computed: int
@@ -51,7 +51,7 @@ def stretched_job(folder: Path, size: Size) -> Job:
 
 
 def counting(model: torch.nn.Module, seen: list[int]) -> RemovableHandle:
-    """Register a hook that adds the number of sequences of every forward pass to `seen[0]`."""
+    """Register a hook that adds the number of sequences in every forward pass to `seen[0]`."""
 
     def count(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         seen[0] += inputs[0].shape[0]
@@ -60,7 +60,7 @@ def counting(model: torch.nn.Module, seen: list[int]) -> RemovableHandle:
 
 
 def mean_loss(model: torch.nn.Module, job: Job) -> float:
-    """Mean loss per sample, over all samples of the job."""
+    """The model's mean loss per sample over all samples of the job."""
     with torch.no_grad():
         rows = [torch.tensor([ids]) for ids in job.sequences]
         return statistics.fmean(float(model(input_ids=row, labels=row).loss) for row in rows)
@@ -81,7 +81,8 @@ def our_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
 
 
 class CountSteps(TrainerCallback):
-    """Counts optimizer steps, including those discarded when the Trainer restarts with a smaller batch."""
+    """A Trainer callback that counts optimizer steps, including those discarded when the Trainer restarts with a
+    smaller batch."""
 
     steps = 0
 
@@ -112,7 +113,8 @@ def their_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
 
 
 def peak_of_short_steps(size: Size, folder: Path) -> int:
-    """Peak bytes of a plain training step of short samples. The capacity of the job's device is a little larger."""
+    """Peak bytes of a training step of short samples in one micro-batch. The job's device gets slightly more
+    capacity."""
     job = write_job(folder / "short", [size.short] * BATCH, vocabulary=264, hidden=size.hidden, steps=1)
     device = MeteredDevice(CAPACITY_BYTES)
     with device.activate():

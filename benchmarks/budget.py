@@ -2,10 +2,10 @@
 
 Run: python -m benchmarks.budget [--limit SECONDS]        (CPU, little memory; about ten minutes for all cells)
 
-Each cell is a real-size model of profiles/models, a training method and a shape drawn with a fixed seed. For each, both
-give the peak that torch allocates on one card: the closed form in about a millisecond, the simulation by running every
-layer on tensors without data. Results are saved in benchmarks/results/budget.json, so an interrupted run continues
-where it stopped; `docs/budget.md` is written from them.
+Each cell is a real-size model of profiles/models, a training method and a shape drawn with a fixed seed. For each cell,
+both compute the peak that torch allocates on one device: the closed form in about a millisecond, the simulation by
+running every layer on tensors without data. Results are saved in benchmarks/results/budget.json, so an interrupted run
+continues where it stopped; `docs/budget.md` is written from the results.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The cell's name in the results file."""
+        """The cell's key in the results file."""
         images = f", {self.image_tokens} of an image" if self.image_tokens else ""
         return f"{self.model} | {self.way} | {self.rows} x {self.length}{images}"
 
 
 def cells() -> Iterator[Cell]:
-    """Yield all cells, with random shapes.
+    """Yield all cells, each with a random shape.
 
-    Each dense model has 6 training methods, so that each method occurs at least 4 times; each mixture of experts has 5;
-    each vision-language model has 6 with images and LoRA on text.
+    Each dense model is combined with 6 training methods, chosen so that each method occurs at least 4 times; each
+    mixture of experts with 5; each vision-language model with 6 on images, and with LoRA on text.
     """
     drawn = random.Random(20)
     ways = list(WAYS)
@@ -120,7 +120,7 @@ def _shape(drawn: random.Random) -> tuple[int, int]:
 
 
 def spec_of(cell: Cell) -> RunSpec:
-    """The run spec of a cell, on a card that is large enough for every cell."""
+    """The run spec of a cell, for a device large enough for every cell."""
     way = (WAYS | WAYS_WITH_TOWER)[cell.way]
     images = {"image_max_pixels": cell.image_tokens * PIXELS_PER_TOKEN} if cell.image_tokens else {}
     data = {"sources": [{"name": "main", "path": "none.jsonl"}], "max_length": 8192, **images}
@@ -137,7 +137,8 @@ def spec_of(cell: Cell) -> RunSpec:
 
 
 def compare(cell: Cell) -> dict[str, Any]:
-    """Predict and simulate a cell; returns its fields, both peaks in bytes with their phases, and the time."""
+    """Predict and simulate the peak of a cell. Returns the cell's fields, both peaks in bytes with their phases, and
+    the time taken."""
     spec = spec_of(cell)
     began = time.perf_counter()
     simulated = simulate_step(spec, rows=cell.rows, length=cell.length)
@@ -154,13 +155,14 @@ def compare(cell: Cell) -> dict[str, Any]:
 
 
 def error(result: dict[str, Any]) -> float:
-    """How far the prediction lies above the simulation, in percent; negative where it is too low, which is unsafe."""
+    """The error of the prediction relative to the simulated peak, in percent; negative (unsafe) if the prediction is
+    too low."""
     ratio: float = result["predicted_bytes"] / result["simulated_bytes"]
     return 100.0 * (ratio - 1.0)
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """The text of docs/budget.md."""
+    """The text of docs/budget.md, made from the results."""
     lines = [
         "# The budget's closed form against the simulation",
         "",
@@ -199,7 +201,7 @@ def _shape_text(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the cells that are missing, then write the page."""
+    """Compare the cells that have no result yet, then write docs/budget.md."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no cell is begun")
     asked = arguments.parse_args()

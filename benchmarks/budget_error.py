@@ -3,7 +3,7 @@
 Run: python -m benchmarks.budget_error [--family NAME]... [--markdown]        (CPU, some five minutes for all)
 
 Each cell is one optimizer step of a small model of the family on the metered device, with two micro-batches of 2 × 200
-tokens. The figure says by how many percent the predicted peak is above the measured one; negative figures are unsafe.
+tokens. The error says by how many percent the predicted peak is above the measured one; negative errors are unsafe.
 The cells are those of `tests/budget/budget_cases.py`; the tests check some of them against bounds.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def summary(name: str, values: list[float]) -> str:
-    """A line with the median of the absolute errors, the lowest and the highest error."""
+    """A line of text with the median of the absolute errors, the lowest error and the highest error."""
     median = statistics.median(abs(value) for value in values)
     low, high = min(values), max(values)
     return f"{name}: {len(values)} cells, median {100 * median:.2f} %, from {100 * low:+.2f} to {100 * high:+.2f} %"

@@ -3,7 +3,8 @@
 Run: python -m benchmarks.capacity_runs [--cases 40] [--seed 4]        (CPU, about three minutes)
 
 Prints one line per case: the number of allocation failures in two real steps with 1 % more than the predicted peak
-(must be 0) and with 1 % less (must not be 0), and the error of the prediction against the peak of the first of these.
+(must be 0) and with 1 % less (must not be 0), and the error of the prediction relative to the peak measured with 1 %
+more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.budget.capacity_runs import CASES, SEED, capacity_cases, run_case
 
 
 def main() -> int:
-    """Run all cases and print them; returns 1 if any result is wrong."""
+    """Run all cases and print a line for each; returns 1 if any result is wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seed", type=int, default=SEED)

@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.gpu {smoke,budget,backoff,edge} --out DIR [--limit SECONDS] [--device metered]
 
-Each measurement is a process of its own that trains with real engines and writes one JSON file. A suite that was
+Each measurement runs in a process of its own, trains with real engines and writes one JSON file. A suite that was
 interrupted continues where it stopped, and a measurement that fails is recorded with its error. With `--device metered`
 the suites run small models on the simulated device, which tests the suites and says nothing about a GPU. The
 measurements are in `benchmarks.gpu_suites`.
@@ -29,7 +29,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft")
 
 
 def machine(device: SuiteDevice) -> dict[str, Any]:
-    """The device and the versions that a result was measured with."""
+    """Describe the device and the versions of the software with which a result was measured."""
     return {
         "device": device.name,
         "simulated": device.kind == "metered",
@@ -41,9 +41,9 @@ def machine(device: SuiteDevice) -> dict[str, Any]:
 
 
 def run_suite(suite: str, out: Path, kind: str, limit_seconds: float) -> int:
-    """Run those measurements that have no result yet, each in its own process.
+    """Run the measurements of a suite that have no result yet, each in its own process.
 
-    Returns how many failed or are missing.
+    Returns how many measurements failed or have no result.
     """
     device = SuiteDevice.of(kind)
     folder = out / suite
@@ -58,7 +58,8 @@ def run_suite(suite: str, out: Path, kind: str, limit_seconds: float) -> int:
 
 
 def _in_a_process(suite: str, measurement: Measurement, out: Path, kind: str, seconds_left: float) -> None:
-    """Run one measurement in a process. All share a state folder, so each run calibrates the plans of later ones."""
+    """Run one measurement in a new process. All processes share a state folder, so that each run calibrates later
+    plans."""
     environment = {**os.environ, "TUNEDECK_STATE": str(out / "state"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu", suite, "--out", str(out), "--device", kind]
     command += ["--cell", measurement.name]
@@ -73,7 +74,7 @@ def _in_a_process(suite: str, measurement: Measurement, out: Path, kind: str, se
 
 
 def run_measurement(suite: str, name: str, out: Path, kind: str) -> None:
-    """Run the measurement `name` and write its result; called in its own process."""
+    """Run the measurement `name` and write its result; called in the process of the measurement."""
     device = SuiteDevice.of(kind)
     measurement = next(measurement for measurement in SUITES[suite](device) if measurement.name == name)
     began = time.monotonic()
@@ -88,7 +89,7 @@ def _write(folder: Path, measurement: Measurement, found: dict[str, Any]) -> Non
 
 
 def _print_table(suite: str, folder: Path, device: SuiteDevice) -> int:
-    """Print a line per measurement. Returns how many failed or are missing."""
+    """Print a line per measurement. Returns how many measurements failed or have no result."""
     wrong = 0
     print(f"{suite} on {device.name}{' (simulated device: no figure of a card)' if device.kind == 'metered' else ''}")
     for measurement in SUITES[suite](device):
@@ -101,7 +102,7 @@ def _print_table(suite: str, folder: Path, device: SuiteDevice) -> int:
 
 
 def main() -> int:
-    """Run a suite, or one measurement of it. Returns 1 when one failed."""
+    """Run a suite, or a single measurement of a suite. Returns 1 if a measurement failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=list(SUITES))
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")

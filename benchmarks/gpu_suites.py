@@ -36,7 +36,7 @@ SMALL_CONFIG = {
 
 @dataclass(frozen=True)
 class SuiteDevice:
-    """The device that a suite measures."""
+    """The device on which a suite runs: this machine's GPU or a metered device."""
 
     kind: str
     name: str
@@ -45,7 +45,8 @@ class SuiteDevice:
 
     @classmethod
     def of(cls, kind: str) -> SuiteDevice:
-        """The GPU of this machine, or a metered device. Raises EnvironmentProblem: no GPU."""
+        """The GPU of this machine, or a metered device, depending on `kind`. Raises EnvironmentProblem if there is no
+        GPU."""
         if kind == "metered":
             return cls(kind, "metered", 2.0, None)
         import torch
@@ -57,11 +58,11 @@ class SuiteDevice:
 
     @property
     def is_small(self) -> bool:
-        """Whether small models are trained instead of those of real size."""
+        """Whether small models are trained instead of models of real size."""
         return self.kind == "metered"
 
     def profile(self, memory_gib: float | None = None) -> dict[str, Any]:
-        """A profile for this device as a dict; `memory_gib` limits its memory."""
+        """A profile of this device, as a dict; `memory_gib` replaces the amount of memory."""
         table = {"kind": self.kind, "memory_gib": memory_gib or self.memory_gib}
         if self.compute_capability:
             table |= {"compute_capability": self.compute_capability, "allocator": "expandable_segments:True"}
@@ -70,7 +71,8 @@ class SuiteDevice:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement. `run` gets the device and an empty folder, and returns at least `ok` and the text `said`."""
+    """One measurement of a suite. `run` is called with the device and an empty folder, and returns a dict that contains
+    at least `ok` and the summary `said`."""
 
     name: str
     run: Callable[[SuiteDevice, Path], Result]
@@ -78,7 +80,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A model, a method, the size of a micro-batch, and other settings of a recipe."""
+    """A model with a training method, the size of a micro-batch, and other settings of a recipe."""
 
     model: str
     method: dict[str, Any]
@@ -91,7 +93,7 @@ class TrainingCase:
     """Whether sequences have different lengths, so that micro-batches are padded."""
 
     def spec(self, device: SuiteDevice, folder: Path, memory_gib: float | None = None, **train: Any) -> RunSpec:
-        """The run spec of the case, after writing random text for two micro-batches per step into `folder`."""
+        """Write random text for two micro-batches per step into `folder`, and return the run spec of the case."""
         folder.mkdir(parents=True, exist_ok=True)
         length = min(self.length, 256) if device.is_small else self.length
         rows = train.get("micro_batch", self.rows)
@@ -126,30 +128,30 @@ def _small_model(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run."""
+    """A finished run: its directory, the engine's exit code, and the events of its journal."""
 
     place: RunDirectory
     code: int
     events: list[dict[str, Any]]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Events of one kind."""
+        """The run's events of one kind."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss by step number; for a repeated step, the loss of the last repetition."""
+        """The loss of each step, by step number; for a step that was repeated, the loss of the last repetition."""
         return {event["step"]: event["loss"] for event in self.of_kind("step")}
 
     @property
     def measured(self) -> dict[str, Any]:
-        """The measured memory in the run's last event; empty if the run did not finish."""
+        """The measured memory from the run's last event; empty if the run did not finish."""
         ends = self.of_kind("run_finished")
         return ends[-1].get("measured") or {} if ends else {}
 
 
 def trained(spec: RunSpec, folder: Path) -> Run:
-    """Train in a new engine process, and wait for its end."""
+    """Train in a new engine process, wait until it ends, and return the finished run."""
     place = create_run_directory(folder, spec.name, dump_run_spec(spec), {})
     return _ended(place, start_engine(place))
 
@@ -173,7 +175,8 @@ METHODS: dict[str, dict[str, Any]] = {"lora": {"rank": 8}, "full": {"kind": "ful
 
 
 def smoke(device: SuiteDevice) -> Iterator[Measurement]:
-    """Check that the engine works: LoRA and full fine-tuning in two dtypes, SIGTERM and resume, and an OOM."""
+    """Yield measurements that check that the engine works: LoRA and full fine-tuning in two dtypes, SIGTERM and resume,
+    and an OOM."""
     for method in METHODS:
         for dtype in ("bfloat16", "float16"):
             case = TrainingCase(SMALL_MODEL, METHODS[method], 2, 256, {}, dtype)
@@ -212,7 +215,7 @@ def _survives(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
 
 
 def _compared(run: Run, roomy: Run) -> Result:
-    """Compare a run that ran out of memory with one that had enough."""
+    """Compare `run`, which ran out of memory, with `roomy`, which had enough memory."""
     failures = run.of_kind("backoff")
     steps = [event["step_seconds"] for event in run.of_kind("step")]
     worst = max((abs(loss - run.losses.get(step, 9e9)) for step, loss in roomy.losses.items()), default=9e9)
@@ -260,7 +263,8 @@ PADDED_PERCENT = 10.0
 
 
 def budget(device: SuiteDevice) -> Iterator[Measurement]:
-    """Compare predicted with allocated and reserved bytes and those the driver reports. Runs calibrate later plans."""
+    """Yield measurements that compare predicted bytes with allocated bytes, reserved bytes and the bytes that the
+    driver reports. Each run calibrates later plans."""
     for name, case in BUDGET.items():
         if not device.is_small or name in SMALL_BUDGET:
             yield Measurement(name, partial(_predicted, case))
@@ -307,7 +311,8 @@ def _caps(device: SuiteDevice) -> list[float]:
 
 
 def backoff(device: SuiteDevice) -> Iterator[Measurement]:
-    """Train with twice the micro-batch that fits by the plan, under several memory caps, to measure the backoff."""
+    """Yield measurements of the backoff: each trains with twice the micro-batch that fits by the plan, under a memory
+    cap."""
     for name, case in SHIPPED.items():
         for cap_gib in _caps(device):
             yield Measurement(f"{name}-{cap_gib:g}gb", partial(_doubled, case, cap_gib))
@@ -326,7 +331,8 @@ def _doubled(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Pa
 
 
 def edge(device: SuiteDevice) -> Iterator[Measurement]:
-    """Search the largest micro-batch that trains without an OOM, and compare it with the planned one."""
+    """Yield measurements that search the largest micro-batch that trains without an OOM, and compare it with the
+    planned one."""
     for name, case in SHIPPED.items():
         for cap_gib in _caps(device):
             yield Measurement(f"{name}-{cap_gib:g}gb", partial(_largest, case, cap_gib))

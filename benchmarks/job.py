@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: writes a small model and texts of given lengths, and the run spec to train on them.
+"""Code that benchmarks share: writes a small model and texts of given lengths, and makes the run spec to train on them.
 
 Try: python -m benchmarks.loop
 """
@@ -24,7 +24,7 @@ RATE = 1e-3
 
 @dataclass
 class Job:
-    """A model folder, token sequences, and the number of steps."""
+    """A training job of a benchmark: a model folder, token sequences, and the number of steps."""
 
     folder: Path
     sequences: list[list[int]]
@@ -32,7 +32,7 @@ class Job:
 
     @property
     def tokens_per_step(self) -> list[int]:
-        """Number of tokens of each step, without padding."""
+        """The number of tokens in each step, without padding."""
         lengths = [len(sequence) for sequence in self.sequences]
         return [sum(lengths[start : start + BATCH]) for start in range(0, self.steps * BATCH, BATCH)]
 
@@ -67,7 +67,7 @@ def write_job(folder: Path, lengths: list[int], *, vocabulary: int, hidden: int,
 
 
 def spec_of(job: Job, device: str) -> RunSpec:
-    """The run spec with which the engine trains a job."""
+    """The run spec with which the engine trains the job."""
     recipe = {
         "name": "bench",
         "model": {"id": str(job.folder), "dtype": "float32", "tokenizer": str(job.folder)},
@@ -91,7 +91,7 @@ def spec_of(job: Job, device: str) -> RunSpec:
 
 
 def quietly(trainer: Trainer) -> None:
-    """Train without printing a line per step."""
+    """Train without the line that Trainer prints at each step."""
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 

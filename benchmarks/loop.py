@@ -53,7 +53,7 @@ StepDone = Callable[[], None]
 
 
 def make_job(folder: Path, *, mixed: bool, vocabulary: int, steps: int, hidden: int = 192) -> Job:
-    """Write a job of texts of 256 tokens each, or with `mixed` of log-normal lengths."""
+    """Write a job whose texts have 256 tokens each, or with `mixed` log-normal lengths."""
     drawn = random.Random(1)
     lengths = [
         max(8, min(512, int(drawn.lognormvariate(4.2, 0.9)))) if mixed else 256 for _ in range(steps * BATCH)
@@ -76,7 +76,8 @@ def ours(job: Job, device: Device, step_done: StepDone) -> None:
 
 
 class StepEnd(TrainerCallback):
-    """Calls `step_done` at the end of each optimizer step of a Trainer, before the next batches are fetched."""
+    """A Trainer callback that calls `step_done` at the end of each optimizer step, before the next batches are
+    fetched."""
 
     def __init__(self, step_done: StepDone) -> None:
         self._step_done = step_done
@@ -86,14 +87,14 @@ class StepEnd(TrainerCallback):
 
 
 class Seconds(NamedTuple):
-    """Duration of one step in wall-clock seconds, and in processor seconds of all threads."""
+    """The duration of one step in wall-clock seconds, and the processor seconds of all threads."""
 
     clock: float
     processor: float
 
 
 class InTurn:
-    """A trainer in a separate process, which is idle until `step` makes it run one step."""
+    """A trainer in a separate process. The process is idle until `step` makes it run one step."""
 
     def __init__(self, name: str, job: Job) -> None:
         self.steps: list[Seconds] = []
@@ -105,13 +106,14 @@ class InTurn:
         theirs.close()
 
     def step(self) -> None:
-        """Make the trainer run one step, and wait for the step's end. Raises EOFError when the process has died."""
+        """Make the trainer run one step, and wait for the end of the step. Raises EOFError if the process has died."""
         self._pipe.send(None)
         self.steps.append(Seconds(*self._pipe.recv()))
 
 
 def _contest(name: str, job: Job, pipe: Connection) -> None:
-    """Main function of a trainer's process: after each step, send its seconds and wait for a message to go on."""
+    """Main function of a trainer's process: after each step, send the duration of the step and wait for a message to
+    continue."""
     be_quiet()
     pipe.recv()
     began = Seconds(time.perf_counter(), time.process_time())
@@ -129,7 +131,7 @@ def _contest(name: str, job: Job, pipe: Connection) -> None:
 
 
 def their_arguments(job: Job, folder: str) -> dict[str, Any]:
-    """Arguments with which Trainer and SFTTrainer do the same updates as the engine."""
+    """Arguments with which Trainer and SFTTrainer make the same weight updates as the engine."""
     return {
         "output_dir": folder,
         "max_steps": job.steps,
@@ -178,7 +180,8 @@ CONTESTANTS: dict[str, Contestant] = {"tunedeck": ours, "Trainer": trainer, "SFT
 
 
 def compare_speed(job: Job) -> dict[str, Any]:
-    """Tokens/s of each trainer, and the engine's speed relative to each other's: median and quartiles over steps."""
+    """Tokens/s of each trainer, and the ratio of the engine's speed to each other trainer's: median and quartiles over
+    steps."""
     running = {name: InTurn(name, job) for name in CONTESTANTS}
     for number in range(job.steps):
         # Reverse the order in every other round, so that no trainer always runs after the same one.
@@ -195,13 +198,13 @@ def compare_speed(job: Job) -> dict[str, Any]:
 
 
 def _quartiles(ratios: Iterable[float]) -> list[float]:
-    """[median, lower, upper quartile]."""
+    """Returns [median, lower quartile, upper quartile] of the ratios."""
     low, middle, high = statistics.quantiles(ratios, n=4)
     return [round(middle, 3), round(low, 3), round(high, 3)]
 
 
 def compare_memory(job: Job) -> dict[str, float]:
-    """Peak MiB of tensors by trainer, including model and optimizer."""
+    """Peak MiB of tensors for each trainer, including model and optimizer."""
     peaks = {}
     for name, contestant in CONTESTANTS.items():
         device = open_device(spec_of(job, "metered"))
@@ -214,7 +217,7 @@ def compare_memory(job: Job) -> dict[str, float]:
 
 
 class PeakOfRun:
-    """A metered device whose peak is never reset, so that the figure covers the whole run."""
+    """A metered device whose peak is never reset, so that the peak is that of the whole run."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -223,7 +226,7 @@ class PeakOfRun:
         return getattr(self._device, name)
 
     def reset_peak(self) -> None:
-        """Do nothing, so that the peak covers the whole run."""
+        """Do nothing, so that the peak is that of the whole run."""
 
 
 def be_quiet() -> None:
@@ -234,7 +237,7 @@ def be_quiet() -> None:
 
 
 def main() -> None:
-    """Print the three tables."""
+    """Run all comparisons and print their tables."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=30)
     asked = arguments.parse_args()

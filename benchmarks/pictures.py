@@ -1,8 +1,8 @@
-"""Pictures of the console for README and docs, made by Textual from a real run of the demo.
+"""Makes the pictures of the console in README and docs, with Textual, from a real run of the demo recipe.
 
-Opens the console on a runs folder, goes to each screen by keys, and writes it as SVG. Every word is a text element with
-its own position, and no external font is used, so the picture looks the same in a browser, on a code host and in
-`rsvg-convert`, with any monospaced font.
+Opens the console on a runs folder, goes to each screen by pressing keys, and writes the screen as SVG. Every word is a
+text element with its own position, and no external font is used, so the picture looks the same in a browser, on a code
+host and in `rsvg-convert`, with any monospaced font.
 
 Run: `python -m benchmarks.pictures RUNS_FOLDER` after `tunedeck train -p demo -r demo --runs RUNS_FOLDER`
 """
@@ -38,7 +38,7 @@ WORD = re.compile(r"[^ \xa0]+")
 
 
 def portable(svg: str) -> str:
-    """The SVG without external fonts, and with every word as a text element at its own position."""
+    """Remove external fonts from the SVG, and make every word a text element with its own position."""
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code", "monospace").replace("monospace, monospace", "monospace")
@@ -58,7 +58,7 @@ def _words(match: re.Match[str]) -> str:
 
 
 async def write_pictures(runs: str) -> None:
-    """Write every picture of SCREENS into docs/pictures."""
+    """Open the console on the runs folder `runs`, and write every picture of SCREENS into docs/pictures."""
     app = TunedeckApp(Flags(runs=runs, theme="dark", profile="demo", recipe="demo"))
     async with app.run_test(size=SIZE) as pilot:
         for name, keys in SCREENS.items():

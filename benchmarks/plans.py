@@ -42,7 +42,7 @@ WARM_UP = "80gb", "attention-lora", ["model.id=Qwen/Qwen2.5-1.5B"]
 
 @dataclass(frozen=True)
 class Row:
-    """The plan for one model, recipe and profile."""
+    """The result of planning one model with one recipe on one profile."""
 
     model: str
     recipe: str
@@ -58,7 +58,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Refused:
-    """A model, recipe and profile without a plan, because the device cannot do what the recipe asks."""
+    """A model, recipe and profile for which there is no plan, because the device does not support what the recipe asks
+    for."""
 
     model: str
     recipe: str
@@ -67,7 +68,8 @@ class Refused:
 
 
 def rows(models: Sequence[str] = MODELS) -> Iterator[Row | Refused]:
-    """Plan every shipped recipe on every shipped profile for each model; the demo recipe has a model of its own."""
+    """Plan every shipped recipe on every shipped profile with each model. The demo recipe is planned only with its own
+    model."""
     make_plan(resolve(*WARM_UP).spec)
     for recipe in (found.name for found in list_spec_files("recipe")):
         for model in (None,) if recipe == "demo" else models:
@@ -101,7 +103,7 @@ def _answer(spec: RunSpec) -> Row:
 
 
 def table(found: Sequence[Row | Refused]) -> list[str]:
-    """Lines of text: one per plan, one per refused pair of recipe and profile, and one about the time."""
+    """The table as lines of text: one per plan, one per refused pair of recipe and profile, and one about the time."""
     lines = [f"{'recipe':<15}{'model':<37}{'profile':<8}{'verdict':<14}{'peak GiB':>9}{'of':>8}{'rows':>5}"]
     answers = [one for one in found if isinstance(one, Row)]
     lines += [

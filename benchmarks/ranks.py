@@ -28,7 +28,7 @@ RankMeasurement = Callable[[Ranks, RunSpec], dict[str, Any]]
 
 
 def measure_on_ranks(measurement: RankMeasurement, size: int, spec: RunSpec) -> dict[str, Any]:
-    """Run `measurement` on `size` ranks; return the result of rank 0."""
+    """Run `measurement` on `size` ranks, each in its own process, and return the result of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_run_rank, args=(measurement, size, _free_port(), spec, folder), nprocs=size)
         return dict(json.loads(Path(folder, "result.json").read_text()))

@@ -3,10 +3,10 @@
 Run: python -m benchmarks.shards [--ranks 1 2 4]        (CPU and gloo, a few minutes)
 
 Runs steps of the engine on metered devices: full fine-tuning of a small model whose weights are gathered for each use
-("parameters", ZeRO-3) or stay gathered from forward to backward ("gradients", ZeRO-2). Memory is that of the rank that
-uses most, compared with the plan. The ranks vote before every gathering of weights and every reduction of gradients.
-After the step, when all ranks are ready, they repeat the same number of votes to measure the cost of voting itself.
-Absolute times mean little, since the ranks share processor cores.
+("parameters", ZeRO-3) or stay gathered from forward to backward ("gradients", ZeRO-2). The memory reported is that of
+the rank that uses most, beside the planned memory. The ranks vote before every gathering of weights and every reduction
+of gradients. After the step, when all ranks are ready, they repeat the same number of votes to measure the cost of
+voting itself. Absolute times mean little, since the ranks share processor cores.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(ranks: int, shard: str) -> dict[str, Any]:
-    """Memory and time of the second of two steps on `ranks` processes of this machine."""
+    """Run two steps on `ranks` processes of this machine; returns memory and time of the second one."""
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder, "job"), [TOKENS] * 64, vocabulary=512, hidden=WIDTH, steps=2)
         return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, shard))

@@ -3,9 +3,9 @@
 Run: python -m benchmarks.slices [--ranks 1 2 4] [--tokens 4096]        (CPU and gloo, a minute or two)
 
 Runs steps of the engine on metered devices: LoRA on a small model with gradient checkpointing, one sequence at a time.
-Memory is that of the rank that uses most, compared with the plan. The ranks vote before every exchange of heads and
-positions. After the step, when all ranks are ready, they repeat the same number of votes to measure the cost of voting
-itself. Absolute times mean little, since the ranks share processor cores.
+The memory reported is that of the rank that uses most, beside the planned memory. The ranks vote before every exchange
+of heads and positions. After the step, when all ranks are ready, they repeat the same number of votes to measure the
+cost of voting itself. Absolute times mean little, since the ranks share processor cores.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def measure(ranks: int, tokens: int) -> dict[str, Any]:
-    """Memory and time of the second of two steps on `ranks` processes, with sequence parallelism."""
+    """Run two steps on `ranks` processes with sequence parallelism; returns memory and time of the second one."""
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
         return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, tokens))
 
 
 def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
-    """The run spec: LoRA, two sequences a step, one per micro-batch."""
+    """The run spec: LoRA, with two sequences per step and one per micro-batch."""
     spec = spec_of(job, "metered").model_dump(by_alias=True)
     spec["recipe"]["method"] = {"kind": "lora", "rank": 8}
     spec["recipe"]["data"]["max_length"] = tokens + 1
@@ -67,7 +67,8 @@ def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
 
 
 def measure_steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
-    """Memory and time of the second of two steps; then the time of the same number of votes with all ranks ready."""
+    """Run two steps, then repeat the votes of the second step with all ranks ready. Returns memory and time of the
+    second step, and the number and time of the votes."""
     device = open_device(spec_of_rank(spec, ranks.local_rank))
     with device.activate():
         setup = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)

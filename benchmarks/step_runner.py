@@ -32,7 +32,8 @@ CAPACITY_BYTES = 64 * 2**30
 
 
 class StepRunner:
-    """A training set-up that runs one step at a time. Bytes that `co_tenant` holds are not available to the steps."""
+    """A training set-up that runs one step at a time. Bytes that `co_tenant` allocates are not available to the
+    steps."""
 
     def __init__(self, job: Job, folder: Path, *, kind: str = "metered", micro_batch: int | str = 8) -> None:
         self.co_tenant = SharedByteCount.create(folder / "co-tenant")
@@ -45,7 +46,7 @@ class StepRunner:
 
     @contextmanager
     def open(self) -> Iterator[TrainingSetup]:
-        """Set up training; the device is active inside the block."""
+        """A context manager that sets up training; the device is active inside the block."""
         with EventWriter(RunDirectory(self.folder)) as writer, self.device.activate():
             journal = Journal(writer)
             self.setup = set_up(self.spec, self.device, journal, oom_reporter(journal, self.device))
@@ -65,5 +66,5 @@ class StepRunner:
         return time.process_time() - began
 
     def use_budget(self, budget: MicroBatchBudget) -> None:
-        """Continue with a copy of a budget learned earlier."""
+        """Continue with a copy of a micro-batch budget that was learned earlier."""
         self.setup.context.budget = replace(budget)

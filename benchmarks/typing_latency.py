@@ -40,7 +40,7 @@ class BareInput(App[None]):
 
 
 async def cpu_milliseconds(app: App[None], key: str) -> float:
-    """Press a key; return the CPU milliseconds of this process in the STILL_SECONDS that follow."""
+    """Press a key, and return the CPU milliseconds that this process used in the next STILL_SECONDS."""
     before = time.process_time()
     app.post_message(events.Key(key, key if len(key) == 1 else None))
     await asyncio.sleep(STILL_SECONDS)
@@ -48,7 +48,8 @@ async def cpu_milliseconds(app: App[None], key: str) -> float:
 
 
 async def measure() -> dict[str, float]:
-    """Median CPU milliseconds per letter in a Launch field and in the plain Input, and their ratio."""
+    """The median CPU milliseconds per letter in a field of the Launch screen and in the plain Input, and the ratio of
+    the two."""
     bare, launch = [], []
     with tempfile.TemporaryDirectory() as runs:
         console = TunedeckApp(Flags(runs=runs, profile="demo", recipe="demo"))

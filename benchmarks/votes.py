@@ -44,7 +44,7 @@ BETWEEN_STEPS = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over the steps of one run, on rank 0."""
+    """The cost of votes in one run: medians over the steps, measured on rank 0."""
 
     step_seconds: float
     votes: int
@@ -58,7 +58,7 @@ class Cost:
 
 
 class TimedHostGather(HostGather):
-    """Wraps a HostGather; counts and times its gathers."""
+    """Wraps a HostGather, and counts and times its gathers (each is a vote)."""
 
     def __init__(self, host_gather: HostGather) -> None:
         self._host_gather = host_gather
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def measure(size: str, ranks: int, steps: int) -> Cost:
-    """The cost of votes in one run on `ranks` processes of this machine."""
+    """Train on `ranks` processes of this machine, and return the cost of the votes."""
     with tempfile.TemporaryDirectory() as folder:
         width, tokens = SIZES[size]
         job = write_job(Path(folder, "job"), [tokens] * 32, vocabulary=512, hidden=width, steps=steps)
@@ -122,7 +122,8 @@ def _measure_steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
 
 
 def _one_step(ranks: Ranks, host_gather: TimedHostGather, training: Training) -> tuple[float, int, float, float]:
-    """Seconds of the step, number of its votes, seconds of a vote with all ranks ready, seconds in the step's votes."""
+    """Run one step, then repeat its votes with all ranks ready. Returns the seconds of the step, the number of its
+    votes, the seconds of one vote with all ranks ready, and the seconds that the step spent in votes."""
     votes, seconds, began = host_gather.votes, host_gather.seconds, time.perf_counter()
     training.one_step()
     for _ in range(BETWEEN_STEPS):
