@@ -1,4 +1,4 @@
-"""Devices: where a run's tensors live, how much memory there is, and how much is in use.
+"""Devices, on which a run's tensors are allocated: how much memory they have, and how much is in use.
 
 `open_device` turns a run spec into one `Device` (the protocol in `engine.device.base`): a CUDA card, the plain CPU, or
 the metered device, a simulated accelerator that counts bytes of host memory. The rest of the engine works with the

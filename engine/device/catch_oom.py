@@ -1,4 +1,4 @@
-"""Catching an allocation failure without keeping any tensor of the failed attempt alive.
+"""Catches allocation failures without keeping any tensor of the failed attempt alive.
 
 An exception's traceback references every frame between the raise and the handler, and so the tensors of the failed
 attempt. Therefore `catch_oom` only turns the exception into plain values in the handler; recovery starts after it.

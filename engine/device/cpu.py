@@ -1,8 +1,8 @@
 """The plain CPU as a device. Memory is not capped, and the process's resident memory is read instead of tensor sizes.
 
 `allocated_bytes` is the resident memory that the process gained since the device was opened, so interpreter and
-libraries are left out. It is the operating system's figure: it may include freed tensors, and the peak is the largest
-reading taken, not a true high-water mark. For exact counts use a metered profile.
+libraries are left out. The operating system reports this number: it may include freed tensors, and the peak is the
+largest reading taken, not a true high-water mark. For exact counts use a metered profile.
 
 Try: `tunedeck doctor`.
 """

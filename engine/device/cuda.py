@@ -1,4 +1,4 @@
-"""A CUDA card as a device: choosing it, capping its memory, and reading torch's allocator.
+"""A CUDA card as a device: chooses the card, caps its memory, and reads the statistics of torch's allocator.
 
 The cap is set with `set_per_process_memory_fraction`, so that a large card can stand in for a smaller one. The cap
 limits only what torch's allocator takes from the driver. The CUDA context, NCCL and other libraries need additional
@@ -52,7 +52,7 @@ class CudaDevice:
 
     @property
     def supports_bfloat16(self) -> bool:
-        """True from Ampere on. Emulated bf16 does not count: it is slower than fp16."""
+        """True for Ampere and later cards. Earlier cards emulate bf16, which is slower than fp16."""
         return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     @contextmanager
@@ -62,7 +62,7 @@ class CudaDevice:
             yield
 
     def synchronize(self) -> None:
-        """Wait for the card's queued kernels, whose errors are raised here."""
+        """Wait for the card's queued kernels; their errors are raised here."""
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> MemoryReading:

@@ -1,19 +1,19 @@
-"""How the metered device observes allocations: wherever torch creates, resizes or replaces a storage on the host.
+"""Observes allocations for the metered device, wherever torch creates, resizes or replaces a storage on the host.
 
 - A dispatch mode intercepts every operation of its thread, including backward and recomputation. Views and in-place
   operations cannot allocate and pass through; new tensors in a result are counted; for `out=`, `resize_` and `set_`
   sizes before and after are compared. An operation that exceeds the limit has already run, but its result is dropped,
-  or the tensor it wrote to restored, before the caller gets it.
+  or the tensor it wrote to is restored, before the caller sees them.
 - `UntypedStorage.resize_`, with which FSDP2 frees and refills its buffers, bypasses the dispatcher. It is patched while
-  a meter is active, and refuses before it grows a storage.
+  a meter is active; the patch refuses an allocation before the storage grows.
 - Dispatch modes are per thread. `Thread.start` is patched, so that a thread started while a meter is active gets its
   own mode, in the same state as the mode of the thread that starts it. A thread that was already running is not
   observed until it enters `activate()`.
 - A forked worker inherits the mode but must not count: its memory is host memory, and its tracker is a copy.
 
-Not observed: workspace inside an operation, and memory that torch receives without an operation (`frombuffer`,
-memory-mapped safetensors), which `adopt` counts. Counted too high: under any dispatch mode, autograd sums gradients of
-the same tensor out of place, so that for a moment one gradient more is allocated than without a meter.
+Workspace inside an operation is not observed. Memory that torch receives without an operation (`frombuffer`,
+memory-mapped safetensors) is not observed either, but `adopt` counts it. Peaks in backward may be too high: under any
+dispatch mode, autograd sums gradients of the same tensor out of place, which briefly allocates one more gradient.
 
 Try: `pytest tests/device/test_meter.py`.
 """
@@ -137,7 +137,7 @@ class _CountingMode(TorchDispatchMode):
         return result
 
     def recount(self, func: Any, tensor: torch.Tensor) -> None:
-        """Update what is counted for the storage of a tensor that was written to."""
+        """Update the size counted for the storage of a tensor that was written to."""
         storage = tensor.untyped_storage()
         entry = self.live.get(storage._cdata)
         if entry is None:
@@ -147,7 +147,7 @@ class _CountingMode(TorchDispatchMode):
 
 
 def _sums_gradients(func: Any, args: Any) -> bool:
-    """Whether `func` is autograd's sum of two gradients of one tensor, which runs outside any node of the graph."""
+    """Whether `func` is the addition by which autograd sums two gradients of one tensor, outside any graph node."""
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or torch._C._current_autograd_node():
         return False
     left, right = args[0], args[1]

@@ -1,7 +1,7 @@
-"""Readings of GPUs from NVML, the driver's library. Never raises on a machine without a GPU; needs no torch.
+"""Reads GPUs through NVML, the driver's library. Never raises on a machine without a GPU; does not import torch.
 
-NVML counts memory that torch cannot see: contexts, other processes, the driver's own. Values that a driver, a container
-or a MIG slice withholds are None.
+NVML counts memory that torch cannot see: CUDA contexts, other processes and the driver's own memory. Values
+that a driver, a container or a MIG slice does not report are None.
 
 Try: `python -c "from engine.device.nvml import read_gpus; print(read_gpus())"`.
 """

@@ -1,4 +1,4 @@
-"""Recognising out-of-memory errors in every form that torch and its libraries raise, and errors that end the process.
+"""Recognises out-of-memory errors in every form that torch and its libraries raise, and errors that end the process.
 
 This file contains patterns of messages, which quote the sources named beside them; `tests/device/test_oom.py` contains
 whole messages from real runs. What to do about an OOM is decided in `engine.train`.
@@ -81,7 +81,7 @@ _UNIT_BYTES = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """What device memory contained at one moment: bytes by component, the largest live tensors, and on CUDA the
+    """The contents of device memory at one moment: bytes by component, the largest live tensors, and on CUDA the
     allocator's own snapshot."""
 
     components: dict[str, int]
@@ -149,7 +149,8 @@ def _requested_bytes(error: BaseException, text: str) -> int | None:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether `error` leaves the CUDA context or a communicator unusable, so that this process can retry nothing."""
+    """Whether `error` leaves the CUDA context or a communicator unusable, so that nothing can be retried in this
+    process."""
     return isinstance(error, RuntimeError) and _STICKY_RE.search(str(error)) is not None
 
 
