@@ -113,7 +113,8 @@ def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
 
 
 def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
-    """Wrap `model` with a saved adapter, to train it further with its own rank and targets, not the recipe's."""
+    """Wrap `model` with a saved adapter, to train the adapter further with the rank and targets it was saved with, not
+    the recipe's."""
     linears, experts = linear_layers(model), fused_experts(model)
     # A file cannot be loaded to "meta". A model on "meta" takes only the shapes of the tensors loaded to the CPU.
     place = "cpu" if model.device.type == "meta" else str(model.device)

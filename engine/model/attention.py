@@ -1,6 +1,6 @@
 """Chooses the attention kernel of a model from its config and device.
 
-Which kernels keep packed documents apart is in `engine.budget.architecture.packing_support`.
+Which kernels prevent attention between packed documents is decided in `engine.budget.architecture.packing_support`.
 
 Try: `python -m pytest tests/model/test_packing.py`.
 """
@@ -29,7 +29,7 @@ def resolve_attention(config: PreTrainedConfig, asked: AttentionChoice, device: 
 
     Raises:
         EnvironmentProblem: flash was asked for and cannot run here.
-        UsageError: sdpa was asked for, but the architecture has none, or one that leaves out its attention soft-cap.
+        UsageError: sdpa was asked for, but the architecture has none, or one without the model's soft-cap.
     """
     if asked == "eager":
         return "eager"
@@ -80,8 +80,8 @@ def _flash_obstacle(config: PreTrainedConfig, device: Device, dtype: torch.dtype
 
 
 def _supports(config: PreTrainedConfig, flag: str) -> bool:
-    """The value of a flag such as `_supports_sdpa` of the architecture's class; True for remote code, which
-    transformers checks on loading."""
+    """Return a flag such as `_supports_sdpa` of the model class for `config`; True for models with remote code, which
+    transformers checks itself when it loads them."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             return bool(getattr(mapping[type(config)], flag, False))

@@ -49,7 +49,8 @@ def chunked_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, setting
 
 
 def token_losses(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
-    """Per token, -(1-ε)·log p(target) - ε·mean log p, from fp32 logits (Szegedy et al. 2016, §7)."""
+    """Compute the loss of each token, -(1-ε)·log p(target) - ε·mean log p with ε the label smoothing, from fp32 logits
+    (Szegedy et al. 2016, §7)."""
     return torch.nn.functional.cross_entropy(
         logits_NV, targets_N, reduction="none", label_smoothing=label_smoothing
     )
@@ -73,7 +74,7 @@ class _Gradients:
     bias_V: Tensor | None
 
     def add(self, start: int, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
-        """Add the gradients of the chunk that begins at token `start`, from the gradient of its logits."""
+        """Add the gradients of the chunk that begins at token `start`, given `grad_CV`, the gradient of its logits."""
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0)
         grad_CV = grad_CV.to(hidden_CH.dtype)

@@ -44,7 +44,7 @@ OFFLINE_SIGNS = (
 def require_reachable(model: str, what: str, revision: str | None) -> None:
     """Raise EnvironmentProblem if `model` is neither a folder nor in the cache, and the hub does not answer.
 
-    Makes one attempt: without a network, transformers' retries take most of a minute.
+    The hub is asked once, because without a network transformers' retries take most of a minute.
     """
     if Path(model).is_dir() or constants.HF_HUB_OFFLINE:
         return

@@ -73,7 +73,7 @@ def load_model(
 
     Raises:
         UsageError: not a causal language model, no weights, patterns that match nothing, a tokenizer with too many ids.
-        EnvironmentProblem: hub unreachable or refusing, flash attention or bitsandbytes missing.
+        EnvironmentProblem: the hub is unreachable or refuses access; flash attention or bitsandbytes is missing.
     """
     start = find_starting_weights(spec.recipe.model)
     settings = choose_settings(spec.recipe, start, load_config(start, spec.limits.trust_remote_code), device)

@@ -37,7 +37,8 @@ ADAPTER = "default"
 
 @dataclass
 class LoadedModel:
-    """A model with adapters or frozen parts, on its device."""
+    """A model with adapters or frozen parameters, ready to train on its device, and able to save and load its
+    weights."""
 
     model: PreTrainedModel | PeftModel
     kind: Literal["adapter", "model"]
@@ -96,7 +97,7 @@ class LoadedModel:
     def set_checkpointing(self, on: bool) -> None:
         """Switch gradient checkpointing on or off.
 
-        Non-reentrant checkpointing needs no input that requires a gradient, so the embeddings get no hook.
+        Checkpointing is non-reentrant, so the embeddings need no hook that makes their output require gradients.
         """
         base = self.base
         if on and not base.supports_gradient_checkpointing:
@@ -170,8 +171,8 @@ class LoadedModel:
         return staged
 
     def _targets(self) -> dict[str, Tensor]:
-        """Return the model's own tensors, not copies, into which saved weights are copied, by their names in the
-        file."""
+        """Return the tensors of the model that `save` writes, by their names in the saved file. They are the tensors
+        themselves, not copies."""
         if isinstance(self.model, PeftModel):
             return _adapter_state(self.model)
         tied = self.model.all_tied_weights_keys or {}

@@ -6,7 +6,7 @@ implementations, which give the same result up to rounding:
 - plain: all logits at once; the reference.
 - chunked: `engine.model.chunked`, on any device, with soft-caps, smoothing and adapters on the head.
 - fused: Liger's kernel on CUDA if installed, else torch's chunked `linear_cross_entropy` (torch 2.13). Both need a head
-  that is a plain linear layer; torch's supports neither soft-cap nor smoothing.
+  that is a plain linear layer; torch's kernel supports neither soft-cap nor smoothing.
 
 Shapes: B rows, S tokens, H hidden, V vocabulary, N tokens with a target.
 

@@ -1,7 +1,7 @@
 """A model and its loss as one module, for runs whose weights are sharded over ranks.
 
-FSDP gathers weights around the forward of a module. Therefore the loss is computed in the forward of `ModelWithLoss`,
-and the token losses, which read the output head's weights, in the forward of `HeadWithLoss`.
+FSDP gathers a module's weights while the module's forward runs. Therefore the loss is computed in the forward of
+`ModelWithLoss`, and the token losses, which read the output head's weights, in the forward of `HeadWithLoss`.
 
 Try: `pytest tests/distributed/test_sharded_model.py`
 """

@@ -78,7 +78,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _worth_moving(tensor: Tensor) -> bool:
-    """Whether a tensor is floating, not small, and not expanded: the copy of an expanded tensor is larger."""
+    """Whether a tensor is worth offloading: floating-point, not small, and not expanded (its copy would be larger)."""
     size_bytes = tensor.numel() * tensor.element_size()
     if not tensor.is_floating_point() or size_bytes < SMALLEST_BYTES or tensor.layout != torch.strided:
         return False

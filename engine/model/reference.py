@@ -92,8 +92,8 @@ def find_run_weights(text: str) -> Path:
 
 
 def _local(text: str) -> str:
-    """Return the absolute path of the folder that `text` names (a path or "run:..."); other text, such as a hub id,
-    unchanged.
+    """Return the absolute path of the folder that `text` names (a path or "run:..."). Other text, such as a hub id, is
+    returned unchanged.
 
     Raises:
         UsageError: no such run or folder.

@@ -83,7 +83,7 @@ def give_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
     """Choose a pad token for a tokenizer without one: unk, else eos.
 
     Padding is recognised by the attention mask and by labels of -100, never by its id, so with eos as padding the real
-    eos stays in the loss.
+    eos is still a target of the loss.
     """
     if tokenizer.pad_token_id is not None:
         return
