@@ -70,7 +70,7 @@ class SimulatedDevice(MeteredDevice):
 class _Scalars(TorchDispatchMode):
     """A dispatch mode that implements operations which torch's fake tensors do not support.
 
-    `item()` of a fake number returns 1, because no size depends on the value. Grouped matrix products also work in
+    `item()` of a fake number returns 1; no tensor size depends on this value. Grouped matrix products also work in
     dtypes other than bf16. Operations on real (not fake) integer tensors are computed: tensor sizes depend on the
     windows into which images are divided, and the windows are computed from the integer grid of each image.
     """
@@ -109,8 +109,8 @@ def _is_real_integer(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _assume_packed(packed: bool) -> Iterator[None]:
-    """Inside the block, transformers looks for packed documents only if `packed` is True. Normally it inspects the
-    values of position ids, but fake tensors have no values."""
+    """Inside the block, transformers looks for packed documents only if `packed` is True. Normally
+    transformers inspects the values of position ids, but fake tensors have no values."""
     former = masking_utils.find_packed_sequence_indices
 
     def assumed(position_ids: torch.Tensor) -> torch.Tensor | None:

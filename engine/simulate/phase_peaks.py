@@ -1,4 +1,4 @@
-"""Measures the peak of each phase of a simulated step. The phases are those of a plan, to compare the two.
+"""Measures the peak of each phase of a simulated step. The phases are named as in a plan, for comparison.
 
 Hooks on the decoder's layers switch phases. The forward phase ends when the last layer returns its output, and the
 phase `loss_backward` ends when the gradient of this output is computed. In the same way, the gradient of each layer's

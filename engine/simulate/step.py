@@ -57,12 +57,12 @@ class Simulation:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of the step."""
+        """Peak bytes of the whole step."""
         return max(self.sums.values())
 
     @property
     def deciding_phase(self) -> str:
-        """The phase with the peak."""
+        """Name of the phase with the highest peak."""
         sums = self.sums
         return max(sums, key=sums.__getitem__)
 
