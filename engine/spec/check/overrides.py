@@ -42,7 +42,7 @@ class Override:
 
 
 def parse_overrides(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The parsed overrides, and a problem for each that does not parse."""
+    """Parse the texts of `--set`; returns the overrides, and a problem for each text that does not parse."""
     overrides, problems = [], []
     for text in sets:
         key, equals, value = text.partition("=")

@@ -1,1 +1,1 @@
-"""TOML files: found, read with line numbers, written back with their comments, shared."""
+"""Finds TOML files, reads them with line numbers, writes them back with their comments, and shares them."""
