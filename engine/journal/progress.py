@@ -52,7 +52,7 @@ class Progress:
         return [f"{head}, {self._position()}", f"  {self._figures(step)}"]
 
     def line(self) -> str:
-        """The status on one line."""
+        """The status of the run as one line of text."""
         step = self.state.last_step
         return self.lines()[0] if step is None else f"{self._position()}, {self._figures(step)}"
 

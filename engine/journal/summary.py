@@ -233,7 +233,8 @@ def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) 
 
 
 def _metrics(state: JournalState) -> dict[str, Any]:
-    """The latest scores, training loss and speed by name; under `first` the first scores and loss."""
+    """Maps names to the latest scores, training loss and speed; the entry `first` contains the first scores and
+    loss."""
     metrics: dict[str, Any] = dict(state.evals[-1]["metrics"]) if state.evals else {}
     first: dict[str, Any] = dict(state.evals[0]["metrics"]) if len(state.evals) > 1 else {}
     if state.first_step is not None:
