@@ -40,8 +40,7 @@ def prepare_resume(
     `limits` holds the limits named on this command line; all others stay as they were at the last start.
 
     Raises:
-        UsageError: no checkpoint of `from_step`, a change that a run cannot take, or a finished run that would not
-            get longer.
+        UsageError: `from_step` has no checkpoint, a change is not allowed, or a finished run would not get longer.
         EnvironmentProblem: an engine works on the run.
     """
     refuse_if_claimed(directory)
