@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
-    """The simulated plan as lines of text: the table of phases, the comparison with the closed form, the verdict."""
+    """Format the simulated plan as lines of text: the table of phases, the comparison with the closed form, the
+    verdict."""
     simulation, capacity = found.simulation, found.capacity_bytes
     rest = "left" if found.margin_bytes >= 0 else "missing"
     summary = [

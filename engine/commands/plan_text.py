@@ -97,7 +97,7 @@ def _cell(size: float, digits: int) -> str:
 
 
 def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
-    """The verdict, the margin, the deciding phase, the micro-batch, and the remedies where there are any."""
+    """Lines with the verdict, the margin, the deciding phase, the micro-batch, and the remedies if there are any."""
     from engine.budget.advise.lever import lever_of
 
     used, capacity = planned.prediction.device_bytes, planned.capacity_bytes

@@ -56,7 +56,7 @@ class PlainReporter:
         self._shown_phase = ""
 
     def event(self, event: Event) -> None:
-        """Print the event's line at once, and a progress line every PLAIN_SECONDS."""
+        """Print the event's line at once, and a progress line every PLAIN_SECONDS seconds."""
         self._progress.take(event)
         text = describe_event(event)
         if text is not None:
