@@ -3,7 +3,7 @@ a run of one process.
 
 The step transaction, checkpoints and evaluation call the methods of `Strategy` and need not know which strategy is
 used. All ranks call these methods in the same order, because most contain collectives or votes.
-`engine.train.strategy.load` chooses and loads one.
+`engine.train.strategy.load` chooses a run's strategy and loads its model.
 
 Try: `pytest tests/distributed`
 """
@@ -61,7 +61,7 @@ class Strategy(ABC):
         stage()
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
-        """Return the part of a micro-batch that this rank computes."""
+        """Return the part of a micro-batch that this rank computes: without sequence parallelism, all of it."""
         return batch
 
     def micro_batch(self) -> AbstractContextManager[None]:
