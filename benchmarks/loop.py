@@ -98,7 +98,7 @@ class InTurn:
 
     def __init__(self, name: str, job: Job) -> None:
         self.steps: list[Seconds] = []
-        """The duration of each step so far; that of the first includes the set-up."""
+        """The duration of each step so far; the duration of the first step includes the set-up."""
         fresh = multiprocessing.get_context("spawn")
         self._pipe, theirs = fresh.Pipe()
         self._process = fresh.Process(target=_contest, args=(name, job, theirs), daemon=True)

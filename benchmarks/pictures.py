@@ -26,7 +26,7 @@ SETTLE_SECONDS = 2.5
 """Time for a screen to show everything: curves are drawn at most once a second, recipes' verdicts one by one."""
 
 SCREENS = {"launch": (), "run": ("1", "g", "enter"), "out-of-memory": ("o",)}
-"""The pictures, each with the keys that lead to its screen from the one before."""
+"""The pictures, each with the keys that lead to its screen from the screen of the previous picture."""
 
 CELL = 12.2
 """Width of a character in Rich's pictures."""

@@ -36,8 +36,9 @@ class FieldInput(OrderedKeys, Input):
 
     BINDINGS = [Binding("escape,up,down", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration
     virtual_size = Reactive(Size(0, 0), layout=False)
-    """The size of the text. In Textual's Input a change of it, so every letter, causes a layout pass of the whole
-    screen, a third of the time that a letter takes here. The layout does not depend on it, so none is asked for."""
+    """The size of the text. In Textual's Input every change of this size, hence every letter, causes a layout pass of
+    the whole screen, a third of the time of a letter. The layout does not depend on the size, so no pass is
+    requested."""
 
     def __init__(self, typed: Callable[[str], None]) -> None:
         super().__init__(compact=True, id="field-input")

@@ -43,7 +43,7 @@ ASKED_FOR = "asked for"
 """The reason that the engine records when a run ended at the user's request; not shown, since the user knows it."""
 
 FEED_LINES = 1000
-"""Events that the feed keeps. All of them are in events.jsonl."""
+"""Number of newest events stored for the events pane. All events are in events.jsonl."""
 
 PACE_STEPS = 50
 """Number of latest steps whose mean duration the time estimate uses: enough for a steady estimate, few enough

@@ -22,7 +22,7 @@ MAX_REPORTS = 20
 """The number of newest reports that are shown."""
 
 BACKOFF_MARK = b'"kind":"backoff"'
-"""As the engine writes it. Only lines with it are parsed: a journal may have a million others."""
+"""Part of the journal line of a backoff. Only lines that contain it are parsed: there may be a million others."""
 
 
 class OomScreen(TextScreen):

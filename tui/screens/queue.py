@@ -1,4 +1,4 @@
-"""Queue: the running and the waiting runs, in order. The same list and the same worker as `tunedeck queue`.
+"""Queue: the running and the waiting runs, in order. Uses the queue and worker of `tunedeck queue`.
 
 A process of its own (`engine.launch.queue_worker`) starts the runs, so leaving the console changes nothing.
 

@@ -1,10 +1,10 @@
 """Handle keys in the order in which they were typed, also when many arrive at once, as over a slow SSH connection.
 
 Textual hands a letter to the input field at once, but a key with a binding (backspace, ctrl+u, the arrows) goes to the
-application first, which runs it later. When many keys arrive at once, letters overtake: "ctrl+u 4 0" leaves an empty
-field. So `OrderedKeys` makes a field run its own bindings. Textual also hands a key to the widget that has the focus
-when the key arrives, although an earlier key that is not handled yet may move the focus: "tab j" moves the cursor of
-the list that Tab leaves. So `SequentialKeysApp` handles one key at a time.
+application first, which runs it later. When many keys arrive at once, letters overtake such keys: "ctrl+u 4 0" leaves
+an empty field. So `OrderedKeys` makes a field run its own bindings. Textual also hands a key to the widget that has the
+focus when the key arrives, although an earlier key that is not handled yet may move the focus: "tab j" moves the cursor
+of the list that Tab leaves. So `SequentialKeysApp` handles one key at a time.
 
 Try: `python -m pytest tests/tui/screens/test_launch.py -k burst`
 """

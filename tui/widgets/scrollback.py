@@ -17,7 +17,7 @@ from tui.widgets.text_lines import TextLines
 T = TypeVar("T")
 
 MAX_ITEMS = 1000
-"""Older items than these are dropped."""
+"""Number of newest items that are stored; older ones are dropped."""
 
 
 class Scrollback(TextLines, Generic[T]):
