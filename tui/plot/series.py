@@ -30,7 +30,7 @@ class PlotColumn(NamedTuple):
 
 
 class BoundedSeries:
-    """A series of points (x, y) with increasing x, in bounded memory. Points whose y is not finite are dropped."""
+    """A series of points (x, y) ordered by x, in bounded memory. Points whose y is not finite are dropped."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -70,8 +70,8 @@ class BoundedSeries:
             at += len(taken)
 
     def cut_after(self, x: float) -> None:
-        """Remove every bucket that extends beyond `x`. Points of the last such bucket before `x` are lost, at most a
-        dot of a plot."""
+        """Remove every bucket that extends beyond `x`. A bucket that contains `x` is removed with its points before
+        `x`, too: these are at most one dot of a plot."""
         self.keep(bisect_right(self._last, x))
 
     def keep(self, kept: int) -> None:
