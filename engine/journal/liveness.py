@@ -10,6 +10,7 @@ Try: `cat runs/*/engine.json`
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -31,6 +32,9 @@ silence rules out that the process lives in another container with the same host
 REMOTE_STALE_SECONDS = 120.0
 """Silence after which a run of another machine is stale: NFS may show a file's old size for up to 60 s (acregmax of
 nfs(5)), and an engine that loads a large model can hold Python's global lock for tens of seconds."""
+
+NO_FILE_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Errors of flock(2) on a file system that has no file locks."""
 
 ProcessState = Literal["alive", "gone", "remote"]
 
@@ -140,9 +144,11 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
             expected="one engine per run",
             fix=f"stop it first: tunedeck stop {directory.name}",
         ) from error
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_FILE_LOCKS:
+            raise  # The lock file cannot be opened, which is as true of anything else in this folder.
         raise EnvironmentProblem(
-            f"{directory.lock} cannot be locked: {error.strerror}", fix="put the runs on a file system with file locks"
+            f"{directory.lock} cannot be locked: {error}", fix="put the runs on a file system with file locks"
         ) from error
     with lock:
         yield

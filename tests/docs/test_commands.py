@@ -64,6 +64,7 @@ def shell(text: str, folder: Path, path: Path) -> subprocess.CompletedProcess[st
         **os.environ,
         "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
         "TUNEDECK_STATE": str(folder / "state"),
+        "TUNEDECK_CONFIG": str(folder / "config"),
     }
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
