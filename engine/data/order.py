@@ -108,7 +108,10 @@ class SampleOrder:
 
 
 def _fractional_groups(fractions: NDArray[np.float64], seed: int) -> list[tuple[NDArray[np.int64], int]]:
-    """For each fractional part of a weight: its samples, shuffled by seed, and how many of them each epoch draws."""
+    """Group the samples by the fractional part of their weight.
+
+    Returns for each group its samples, shuffled by `seed`, and how many of them each epoch draws.
+    """
     groups = []
     for number, value in enumerate(np.unique(fractions[fractions > 0])):
         members = np.flatnonzero(fractions == value)

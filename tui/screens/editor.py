@@ -134,7 +134,7 @@ class EditorScreen(BaseScreen):
         return [*keys.of_screen(self.screen_name), Key(keys.EVERYWHERE, "escape", "back", "back", ""), HELP]
 
     def disabled_reason(self, action: str) -> str | None:
-        """Why a key has no effect: there is no next problem if the text has none; None if the key has an effect."""
+        """Return why a key has no effect now, or None: the key for the next problem needs a text with problems."""
         return "there are no problems" if action == "next_problem" and not self._problems else None
 
     def do_next_problem(self) -> None:

@@ -29,8 +29,11 @@ EVENT_LOOP_TURNS = 16
 
 
 class OrderedKeys:
-    """A mixin for an input field, to be listed before Textual's class among the bases. The mixin itself is not a
-    Widget, because a field with two Widget bases could not get the focus."""
+    """A mixin that makes an input field run its own key bindings at once, in the order in which keys were typed.
+
+    List it before Textual's class among the bases. It is not a Widget itself, because a field with two Widget bases
+    could not get the focus.
+    """
 
     async def on_key(self: Widget, event: events.Key) -> None:  # type: ignore[misc]  # a mixin for widgets, no widget
         """If the field's class itself binds this key, run the bound action immediately."""

@@ -189,7 +189,8 @@ class MemoryTrace:
         *,
         trains: bool = False,
     ) -> TracedTensor:
-        """Record the operation that made `output` on the tape, if one of its inputs or weights needs a gradient."""
+        """Record the operation that made `output` on the tape, if an input or one of its weights (`trains`) needs a
+        gradient. Returns `output`."""
         nodes = [tensor.node for tensor in inputs]
         if self.learning and (trains or any(nodes)):
             output.node = Node(output.size, nodes, backward, saved)

@@ -126,8 +126,10 @@ def _kind(annotation: Any) -> str:
 
 
 def _limits(notes: list[Any]) -> dict[str, str]:
-    """Map the name of each constraint in `notes` to words, such as "ge" to "1 or more"; "name" maps to "" if the
-    value must match the pattern of names."""
+    """Read the constraints of a field from its pydantic metadata `notes`, as {kind: words}: {"ge": "1 or more"}.
+
+    A field that must be a valid name gets the kind "name" without words, because the caller words it.
+    """
     limits: dict[str, str] = {}
     words = {
         "ge": "{} or more",

@@ -163,7 +163,10 @@ class CheckpointManager:
             )
 
     def _agree_on_the_best(self) -> dict[str, Any]:
-        """Make the recorded best checkpoint and the run state equal; returns the best evaluation as JSON."""
+        """Mark the best checkpoint on disk as the run state has it, or forget it if that checkpoint is damaged.
+
+        Returns the best evaluation of the run state as JSON.
+        """
         best = self._state.best
         complaint = agree(self._directory.checkpoints, best, self._setup.spec.recipe.checkpoint.best_metric)
         if complaint:

@@ -68,7 +68,7 @@ class Journal:
             self.write("phase", name=name, detail=detail)
 
     def warn_of_full_disk(self) -> None:
-        """Warn that the run waits for room. A few bytes often still fit; if they do not, only engine.log says it."""
+        """Write a warning that the run waits for disk space. If not even the warning fits, only engine.log has it."""
         fix = "make room and the run goes on by itself; or stop it, and resume later"
         if self.writer is None:
             return
