@@ -102,7 +102,7 @@ def run() -> None:
     except BrokenPipeError:
         _discard_stdout()  # its reader is gone, as after `| head`
         sys.exit(0)
-    except Exception as error:
+    except Exception as error:  # of any kind: a user gets a sentence, and the traceback with --debug
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             _print_full_disk(error)
             sys.exit(EnvironmentProblem.exit_code)

@@ -62,7 +62,7 @@ def data(
     refuse_unsupported(spec)
     tokenizer = load_tokenizer(spec.recipe.model)
     check_packing(spec)
-    prepared = prepare_data(spec, tokenizer, say=lambda text: print_progress(escape(text)))
+    prepared = prepare_data(spec, tokenizer, notify=lambda text: print_progress(escape(text)))
     if as_json:
         print_json(report_document(prepared, tokenizer, show), indent=None)
     else:

@@ -66,7 +66,7 @@ def _not_writable(folder: Path, error: OSError) -> EnvironmentProblem:
 
 
 @contextmanager
-def locked(entry: Path, say: Callable[[str], None]) -> Iterator[None]:
+def locked(entry: Path, notify: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a cache entry. A second process waits here, without a time limit, and reports that it waits.
 
     The operating system releases the lock of a process that is killed.
@@ -77,7 +77,7 @@ def locked(entry: Path, say: Callable[[str], None]) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        say("another process is preparing the same data; waiting for it")
+        notify("another process is preparing the same data; waiting for it")
         lock.acquire()
     except OSError as error:
         raise _not_writable(entry.parent, error) from error

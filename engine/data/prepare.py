@@ -40,7 +40,7 @@ STORE_VERSION = "1"
 PROGRESS_SECONDS = 5.0
 """Seconds between two lines of progress."""
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 """Shows a line of progress."""
 
 
@@ -64,8 +64,10 @@ class _Opened:
     format: Format
 
 
-def prepare_data(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, say: Say = lambda text: None) -> PreparedData:
-    """Token data of a run; tokens are read from the cache if they are there. `say` shows lines of progress.
+def prepare_data(
+    spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, notify: Notify = lambda text: None
+) -> PreparedData:
+    """Token data of a run; tokens are read from the cache if they are there. `notify` is called with lines of progress.
 
     Whether the model's attention keeps packed documents apart is checked by `engine.model.config.check_packing`.
 
@@ -77,13 +79,13 @@ def prepare_data(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, say: Say 
     sources = [source for source in data.sources if source.enabled]
     if not sources:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
-    store, fingerprints = _prepare_sources(sources, tokeniser, seed, data.workers, "train", say)
+    store, fingerprints = _prepare_sources(sources, tokeniser, seed, data.workers, "train", notify)
     train_documents, held_out = _split(store.columns, [source.name for source in sources], data.valid_fraction, seed)
     train = _view(store.columns, sources, train_documents, data.max_length if data.packing else None)
     own = [source for source in data.validation if source.enabled]
     validation, own_counts = None, []
     if own:
-        own_store, own_fingerprints = _prepare_sources(own, tokeniser, seed, data.workers, "validation", say)
+        own_store, own_fingerprints = _prepare_sources(own, tokeniser, seed, data.workers, "validation", notify)
         validation = _view(own_store.columns, own, np.arange(len(own_store.columns)), None)
         own_counts, fingerprints = own_store.counts, fingerprints + own_fingerprints
     elif data.valid_fraction:
@@ -94,7 +96,7 @@ def prepare_data(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, say: Say 
 
 
 def _prepare_sources(
-    sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: int, part: str, say: Say
+    sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: int, part: str, notify: Notify
 ) -> tuple[Store, list[str]]:
     """The cached tokens of `sources`, tokenised first if they are not in the cache, and the fingerprints of the data.
 
@@ -110,7 +112,7 @@ def _prepare_sources(
     def build(writer: StoreWriter) -> None:
         for each in opened:
             results = tokenise_rows(each.rows, each.format, tokeniser, workers=workers)
-            writer.add_source(each.source.name, each.format.name, _progress(results, each, say))
+            writer.add_source(each.source.name, each.format.name, _progress(results, each, notify))
         if not any(count.kept for count in writer.counts):
             _locate_drops(writer.counts, opened)
             drops = ", ".join(drop_lines(writer.counts))
@@ -120,7 +122,7 @@ def _prepare_sources(
                 fix="look at them with `tunedeck data`; raise data.max_length, or check the columns and the loss mask",
             )
 
-    store = cached_store(entry, build, say)
+    store = cached_store(entry, build, notify)
     _locate_drops(store.counts, opened)
     changed = [CHAT_VERSION] if any(_differs_from_version_1(count) for count in store.counts) else []
     return store, [*fingerprints, *tokeniser.fingerprint_parts(), *changed]
@@ -143,7 +145,7 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
     return _Opened(source, rows, recognise(rows.columns, source, has_template=tokeniser.has_template))
 
 
-def _progress(results: Iterator[Results], opened: _Opened, say: Say) -> Iterator[Results]:
+def _progress(results: Iterator[Results], opened: _Opened, notify: Notify) -> Iterator[Results]:
     """Yield `results` unchanged, and show progress with the remaining time every few seconds."""
     started = shown = time.monotonic()
     done = 0
@@ -153,7 +155,7 @@ def _progress(results: Iterator[Results], opened: _Opened, say: Say) -> Iterator
         now = time.monotonic()
         if now - shown >= PROGRESS_SECONDS:
             left = (now - started) / done * (opened.rows.count - done)
-            say(f"tokenising {opened.source.name}: {done:,} of {opened.rows.count:,} rows, about {left:.0f} s left")
+            notify(f"tokenising {opened.source.name}: {done:,} of {opened.rows.count:,} rows, about {left:.0f} s left")
             shown = now
 
 

@@ -158,17 +158,17 @@ class StoreWriter:
         self._files["origins"].append(np.array([document.origin for document in documents]))
 
 
-def cached_store(entry: Path, build: Callable[[StoreWriter], None], say: Callable[[str], None]) -> Store:
+def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Callable[[str], None]) -> Store:
     """Open a cache entry, after building it with `build` if it is missing or damaged. Other processes wait meanwhile.
 
     A failed build leaves no files. Raises EnvironmentProblem when the cache cannot be written.
     """
-    with locked(entry, say):
+    with locked(entry, notify):
         if entry.exists():
             problem = damage(entry)
             if problem is None:
                 return _open(entry)
-            say(f"the cached tokens are damaged ({problem}) and are built again")
+            notify(f"the cached tokens are damaged ({problem}) and are built again")
             shutil.rmtree(entry)
         _build(entry, build)
         return _open(entry)

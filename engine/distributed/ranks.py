@@ -53,7 +53,7 @@ class Ranks:
     """How long the other ranks wait for a sign of life of rank 0."""
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext
     """The device's context for host allocations, so that buffers of votes do not count as device memory."""
-    handlers: dict[str, Callable[..., None]] = field(default_factory=dict)
+    handlers: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """What rank 0 may request of all ranks while they wait for it, by name."""
     _messages: int = 0
 
@@ -94,11 +94,12 @@ class Ranks:
             self.handlers[message["handler"]](**message["details"])
         return message["result"]
 
-    def request(self, handler: str, **details: Any) -> None:
-        """On rank 0, inside `run_on_rank0`: run the handler named `handler` on all ranks, rank 0 included."""
+    def request(self, handler: str, **details: Any) -> Any:
+        """On rank 0, inside `run_on_rank0`: run the handler named `handler` on all ranks, rank 0 included; returns what
+        it returned on rank 0."""
         if self.store is not None:
             self._post(self.store, {"handler": handler, "details": details})
-        self.handlers[handler](**details)
+        return self.handlers[handler](**details)
 
     def _post(self, store: Store, message: dict[str, Any]) -> None:
         self._messages += 1

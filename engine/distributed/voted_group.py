@@ -52,7 +52,7 @@ class VotedGroup:
         if self._any_failed(here=False):
             raise PeerFailedError("another rank failed")
 
-    def broadcast_object(self, tensor: torch.Tensor) -> None:
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
         """Overwrite the host tensor `tensor` with that of the group's first rank. Raises the same errors as `ready`."""
         self.ready()
         with raising_lost_rank():

@@ -16,9 +16,8 @@ from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
 from engine.device import open_device
 from engine.device.base import Device
-from engine.device.oom import OutOfMemory
 from engine.errors import DataError, UsageError
-from engine.evaluate.scores import EvaluationContext, Scores, evaluate
+from engine.evaluate.scores import EvaluationContext, FailedPass, Scores, evaluate
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.model.config import check_packing
@@ -61,7 +60,7 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
     return chosen
 
 
-def score_run(place: RunDirectory, wanted: str | None, say: Callable[[str], None]) -> list[tuple[int, Scores]]:
+def score_run(place: RunDirectory, wanted: str | None, notify: Callable[[str], None]) -> list[tuple[int, Scores]]:
     """Score the selected checkpoints of a run on its validation data; returns (step, scores) for each checkpoint.
 
     Raises:
@@ -71,48 +70,48 @@ def score_run(place: RunDirectory, wanted: str | None, say: Callable[[str], None
     spec = load_run_spec(place.run_toml, own=True)
     device = open_device(spec)
     with device.activate():
-        context, data = _prepare(spec, device, say)
+        context, data = _prepare(spec, device, notify)
         results = []
         for checkpoint in chosen:
-            say(f"scoring step {checkpoint.step}")
+            notify(f"scoring step {checkpoint.step}")
             context.loaded.load_weights(checkpoint.weights)
             results.append((checkpoint.step, _score(context, data, spec)))
     return results
 
 
-def score_model(spec: RunSpec, say: Callable[[str], None]) -> Scores:
+def score_model(spec: RunSpec, notify: Callable[[str], None]) -> Scores:
     """Score the model that `spec` names, without training it, on the recipe's validation data."""
     device = open_device(spec)
     with device.activate():
-        context, data = _prepare(spec, device, say)
+        context, data = _prepare(spec, device, notify)
         return _score(context, data, spec)
 
 
-def _prepare(spec: RunSpec, device: Device, say: Callable[[str], None]) -> tuple[EvaluationContext, TokenData]:
+def _prepare(spec: RunSpec, device: Device, notify: Callable[[str], None]) -> tuple[EvaluationContext, TokenData]:
     check_packing(spec)
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     with device.host_region():
-        prepared = prepare_data(spec, tokenizer, say=say)
+        prepared = prepare_data(spec, tokenizer, notify=notify)
     if prepared.validation is None:
         raise DataError(
             "there is no validation data to score on",
             fix="add [[data.validation]] to the recipe, or set data.valid_fraction",
         )
-    say("loading model")
+    notify("loading model")
     loaded = load_model(spec, device, tokenizer)
-    return _make_context(spec, device, loaded, prepared.validation, say), prepared.validation
+    return _make_context(spec, device, loaded, prepared.validation, notify), prepared.validation
 
 
 def _make_context(
-    spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, say: Callable[[str], None]
+    spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, notify: Callable[[str], None]
 ) -> EvaluationContext:
     planned = micro_batch_cost(on_one_device(spec), int(data.lengths.max()))
     loss = make_loss(
         loaded, implementation=spec.recipe.train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
     )
 
-    def report(failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
-        say(f"out of memory in {failure.phase}: {remedy} {before} -> {after}")
+    def report(failed: FailedPass, remedy: str, before: Any, after: Any) -> None:
+        notify(f"out of memory in {failed.failure.phase}: {remedy} {before} -> {after}")
 
     return EvaluationContext(device, loaded, loss, planned.cost, planned.budget, spec.recipe.generate, report)
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -36,7 +35,11 @@ from engine.spec.schema.recipe import Generate
 GENERATION_ROWS = 64
 """The initial and largest number of answers that are generated at once."""
 
-T = TypeVar("T")
+class FailedPass(NamedTuple):
+    """A pass for which memory ran out, and the rank on which it did."""
+
+    failure: OutOfMemory
+    rank: int = 0
 
 
 @dataclass
@@ -61,10 +64,9 @@ class GenerationBatchSize:
             self.rows = min(GENERATION_ROWS, 2 * self.rows)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluationContext:
-    """Everything that an evaluation needs. `budget` and `batch_size` are learned during evaluations; training has its
-    own."""
+    """Everything that an evaluation needs. `budget` and `batch_size` learn during evaluations; training has its own."""
 
     device: Device
     loaded: LoadedModel
@@ -72,32 +74,26 @@ class EvaluationContext:
     cost: Cost
     budget: MicroBatchBudget
     generate: Generate
-    report: Callable[[OutOfMemory, str, Any, Any], None]
-    """Called for each OOM with the failure, the remedy's name, and the setting before and after the remedy."""
+    report: Callable[[FailedPass, str, Any, Any], None]
+    """Called for each OOM with the failed pass, the remedy's name, and the setting before and after the remedy."""
     should_stop: Callable[[], bool] = lambda: False
     """Called before each micro-batch; if it returns True, the evaluation ends early."""
     batch_size: GenerationBatchSize = field(default_factory=GenerationBatchSize)
-    run_on_all_ranks: Callable[[str, Sequence[int], Callable[[], None]], OutOfMemory | None] | None = None
-    """Runs a forward pass on every rank, as sharded weights require; called with the kind of pass, the sample indices
-    and the pass. If None, passes run in this process only."""
-    failed_rank: int = 0
-    """Rank on which the last OOM happened."""
+    run_on_all_ranks: Callable[[str, list[int]], Any] | None = None
+    """Runs a pass on every rank, as sharded weights require, and returns rank 0's result or a FailedPass; called with
+    a key of `PASSES` and the sample indices. If None, passes run in this process only."""
     logits_processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     """Processors that transformers applies to the logits of every generated token, after its own."""
 
-    def attempt(self, kind: str, members: Sequence[int], action: Callable[[], T]) -> T | OutOfMemory:
-        """Run `action`, a pass over the samples `members`; return its result, or the failure if memory ran out.
-
-        `kind` is "evaluate" or "generate".
-        """
-        results: list[T] = []
-
-        def run() -> None:
-            results.append(action())
-
-        collective = self.run_on_all_ranks
-        failure = collective(kind, members, run) if collective else catch_oom(run, self.device, kind)
-        return results[0] if failure is None else failure
+    def attempt(self, kind: str, data: TokenData, members: Sequence[int]) -> Any:
+        """Run the pass `PASSES[kind]` over the samples `members`; returns its result, or a FailedPass if memory ran
+        out."""
+        indices = [int(member) for member in members]
+        if self.run_on_all_ranks is not None:
+            return self.run_on_all_ranks(kind, indices)
+        results: list[Any] = []
+        failure = catch_oom(lambda: results.append(PASSES[kind](self, data, indices)), self.device, kind)
+        return results[0] if failure is None else FailedPass(failure)
 
 
 @dataclass
@@ -151,8 +147,8 @@ def _mean_loss(context: EvaluationContext, data: TokenData, indices: NDArray[np.
             raise EvaluationStopped
         chosen, cost_bytes = waiting[0]
         device.reset_peak()
-        result = context.attempt("evaluate", chosen.tolist(), partial(loss_sum, context, data, chosen))
-        if not isinstance(result, OutOfMemory):
+        result: float | FailedPass = context.attempt("evaluate", data, chosen.tolist())
+        if not isinstance(result, FailedPass):
             total, failures = total + result, 0
             budget.record_success(cost_bytes, _measured(device, held_bytes))
             del waiting[0]
@@ -185,7 +181,7 @@ def _measured(device: Device, held_bytes: int) -> int:
 
 
 def _retries_unchanged(
-    context: EvaluationContext, failure: OutOfMemory, failures: int, *, proven: bool, rows: int
+    context: EvaluationContext, failed: FailedPass, failures: int, *, proven: bool, rows: int
 ) -> bool:
     """Whether to repeat the failed pass with the same number of samples.
 
@@ -193,29 +189,37 @@ def _retries_unchanged(
     ran out, a smaller batch is impossible or does not help: the pass is repeated, and MemoryExhaustedError is raised
     when it has failed ATTEMPTS times in a row.
     """
-    stuck = rows == 1 or failure.kind != "device"
+    stuck = rows == 1 or failed.failure.kind != "device"
     if stuck and failures >= ATTEMPTS:
-        context.report(failure, "give_up", rows, rows)
+        context.report(failed, "give_up", rows, rows)
+        samples = "one sample" if rows == 1 else f"{rows} samples"
         raise MemoryExhaustedError(
-            f"out of memory in {failure.phase} with {'one sample' if rows == 1 else f'{rows} samples'} at a time",
+            f"out of memory in {failed.failure.phase} with {samples} at a time",
             fix="lower data.max_length or generate.max_new_tokens, or use a profile with more memory",
         )
     if not stuck and not (proven and failures == 1):
         return False
-    context.report(failure, "retry", rows, rows)
+    context.report(failed, "retry", rows, rows)
     return True
 
 
-def loss_sum(context: EvaluationContext, data: TokenData, chosen: NDArray[np.int64]) -> float:
+def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> float:
     """Compute the sum of the token losses of the samples `chosen`."""
     with context.device.host_region():
-        batch = collate(data, chosen, pad_id=_pad_id(context))
+        batch = collate(data, np.array(chosen), pad_id=_pad_id(context))
     return float(context.loss(batch.moved(context.device.upload)))
 
 
 def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:
     """Generate an answer to the question of each of the samples `chosen`; returns the answers as text."""
     return _generate(context, [split_question(data[index])[0] for index in chosen])
+
+
+PASSES: dict[str, Callable[[EvaluationContext, TokenData, Sequence[int]], Any]] = {
+    "evaluate": loss_sum,
+    "generate": generate_answers,
+}
+"""The forward passes of an evaluation, by the name of the phase in which memory runs out."""
 
 
 def _answer_first(context: EvaluationContext, data: TokenData, count: int) -> list[dict[str, str]]:
@@ -229,8 +233,8 @@ def _answer_first(context: EvaluationContext, data: TokenData, count: int) -> li
         if context.should_stop():
             raise EvaluationStopped
         chosen = order[len(texts) : len(texts) + size.rows]
-        result = context.attempt("generate", chosen, partial(generate_answers, context, data, chosen))
-        if not isinstance(result, OutOfMemory):
+        result: list[str] | FailedPass = context.attempt("generate", data, chosen)
+        if not isinstance(result, FailedPass):
             texts, failures = texts + result, 0
             size.largest_success = max(size.largest_success, len(chosen))
             continue

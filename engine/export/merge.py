@@ -30,11 +30,11 @@ from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 MEMORY_FACTOR = 1.15
 """Host memory needed, relative to the size of the weights: includes one layer in fp32, and buffers for files."""
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 """Shows a line of progress."""
 
 
-def merge(adapter: Path, target: Path, say: Say, *, trust_remote_code: bool = False) -> int:
+def merge(adapter: Path, target: Path, notify: Notify, *, trust_remote_code: bool = False) -> int:
     """Write the merged model to `target`, which must not exist; returns its size in bytes.
 
     Raises:
@@ -54,8 +54,8 @@ def merge(adapter: Path, target: Path, say: Say, *, trust_remote_code: bool = Fa
         target.parent.mkdir(parents=True, exist_ok=True)
         _require_space(base, target.parent)
         device = CpuDevice(psutil.virtual_memory().total)
-        write = partial(_merge, adapter, base, revision, draft, say, trust_remote_code)
-        retry_on_oom(write, "merge", device, _report(say))
+        write = partial(_merge, adapter, base, revision, draft, notify, trust_remote_code)
+        retry_on_oom(write, "merge", device, _report(notify))
         draft.rename(target)
     except OSError as error:
         raise EnvironmentProblem(
@@ -68,15 +68,15 @@ def merge(adapter: Path, target: Path, say: Say, *, trust_remote_code: bool = Fa
 
 
 def _merge(
-    adapter: Path, base: str, revision: str | None, draft: Path, say: Say, trust_remote_code: bool
+    adapter: Path, base: str, revision: str | None, draft: Path, notify: Notify, trust_remote_code: bool
 ) -> None:
     shutil.rmtree(draft, ignore_errors=True)
-    say(f"loading {base}")
+    notify(f"loading {base}")
     model = _base(base, revision, trust_remote_code)
-    say("merging")
+    notify("merging")
     # With safe_merge, peft raises an error if a merged weight is not finite.
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
-    say("writing")
+    notify("writing")
     merged.save_pretrained(draft)
     AutoTokenizer.from_pretrained(str(adapter)).save_pretrained(draft)
 
@@ -113,5 +113,8 @@ def _require_space(base: str, folder: Path) -> None:
         )
 
 
-def _report(say: Say) -> Callable[[OutOfMemory, str, int], None]:
-    return lambda failure, remedy, number: say(f"host memory ran out in {failure.phase} (attempt {number}): {remedy}")
+def _report(notify: Notify) -> Callable[[OutOfMemory, str, int], None]:
+    def report(failure: OutOfMemory, remedy: str, number: int) -> None:
+        notify(f"host memory ran out in {failure.phase} (attempt {number}): {remedy}")
+
+    return report

@@ -63,7 +63,7 @@ def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedCo
     if config.model_type not in known and not getattr(config, "auto_map", None):
         raise UsageError(
             f"{start.base} is a {config.model_type!r} model, which is not a causal language model",
-            expected="a model that transformers opens with AutoModelForCausalLM, or one with a known vision tower",
+            expected="a model that transformers opens with AutoModelForCausalLM, or one with a known vision encoder",
             fix="choose another model.id",
         )
     return config

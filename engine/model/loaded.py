@@ -54,9 +54,9 @@ class LoadedModel:
     """Messages to show the user before the run starts."""
     checkpointing: bool = False
     """Whether activations are recomputed in backward."""
-    parts: dict[str, Parameter] | None = None
+    shards: dict[str, Parameter] | None = None
     """If weights are sharded, this rank's shards of the trained parameters, by name (see `plain_name`); else None."""
-    stage: Callable[[Tensor], Tensor] | None = None
+    copy_to_host: Callable[[Tensor], Tensor] | None = None
     """Function that copies a tensor to the host for saving; None means `device.staged`."""
     attends_to_padding: bool = True
     """Whether padding on the right may influence the tokens before it (`attention.attends_to_later_tokens`)."""
@@ -86,8 +86,8 @@ class LoadedModel:
 
         Names are without peft's wrapping: "model.layers.0.self_attn.q_proj.lora_A.weight".
         """
-        if self.parts is not None:
-            return list(self.parts.items())
+        if self.shards is not None:
+            return list(self.shards.items())
         return [(plain_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def local_parameters(self) -> list[tuple[str, Tensor]]:
@@ -166,7 +166,7 @@ class LoadedModel:
         for name, tensor in state.items():
             key = (local_part(tensor).data_ptr(), tensor.shape)
             if key not in copies:
-                copies[key] = (self.stage or self.device.staged)(tensor)
+                copies[key] = (self.copy_to_host or self.device.staged)(tensor)
             staged[name] = copies[key]
         return staged
 

@@ -54,25 +54,25 @@ class LossFunction:
         self.chunk_tokens = chunk_tokens
         """Tokens whose logits exist at once in "chunked" and torch's "fused". May change between micro-batches."""
         self.offload = ActivationOffload(loaded)
-        self.through: Callable[[Batch], Tensor] = self.compute
+        self.forward: Callable[[Batch], Tensor] = self.compute
         """Function that computes `loss(batch)`: `compute`, or if weights are sharded, a module that gathers them and
         then runs `compute`."""
-        self.score: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
+        self.head_forward: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
         """Function that computes the sum of token losses: `sum_of_losses`, or if weights are sharded, a module that
         gathers the head's weights and then runs `sum_of_losses`."""
 
     def __call__(self, batch: Batch) -> Tensor:
         """Return the sum of token losses. The caller divides it by the number of target tokens in the whole step before
         calling backward."""
-        return self.through(batch)
+        return self.forward(batch)
 
     def compute(self, batch: Batch) -> Tensor:
-        """Compute the loss of a batch. If weights are sharded, they must already be gathered (see `through`)."""
+        """Compute the loss of a batch. If weights are sharded, they must already be gathered (see `forward`)."""
         with autocast(self.loaded), self.offload.saving():
             hidden_NH, targets_N = self._hidden_at_targets(batch)
             if targets_N.numel() == 0:
                 return hidden_NH.float().sum()
-            return self.score(hidden_NH, targets_N)
+            return self.head_forward(hidden_NH, targets_N)
 
     def _hidden_at_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the hidden states [N, H] at positions whose next token is a target, and these target tokens [N].
@@ -91,7 +91,7 @@ class LossFunction:
 
     def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
         """Compute the sum of token losses from the hidden states that predict target tokens. If the head's weights are
-        sharded, they must already be gathered (see `score`)."""
+        sharded, they must already be gathered (see `head_forward`)."""
         head, smoothing = self.head, self.label_smoothing
         if self.implementation == "plain":
             return token_losses(head.logits(hidden_NH), targets_N, smoothing).sum()

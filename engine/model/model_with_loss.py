@@ -42,7 +42,7 @@ class ModelWithLoss(nn.Module):
     def use(self, loss: LossFunction) -> None:
         """Make `loss` run through this module's forward, and compute token losses through the forward of `head`."""
         self.loss = self.head.loss = loss
-        loss.through, loss.score = self, self.head
+        loss.forward, loss.head_forward = self, self.head
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the loss of a batch. For a batch without targets the head runs too, and the loss is multiplied by 0:

@@ -155,7 +155,7 @@ def _train_and_record(start: RunStart, journal: Journal, requests: RunRequests) 
             raise
         traceback.print_exc()
         status, code, error = noted["status"], noted["exit_code"], f"rank {noted['rank']}: {noted['error']}"
-    except Exception as failure:
+    except Exception as failure:  # of any kind: the journal must say how the run ended
         if start.ranks.size > 1 and isinstance(failure, torch.AcceleratorError):
             raise
         traceback.print_exc()

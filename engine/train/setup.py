@@ -149,7 +149,7 @@ def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journa
     made: list[PreparedData] = []
 
     def prepare() -> None:
-        made.append(prepare_data(spec, tokenizer, say=lambda text: journal.phase("tokenising", text)))
+        made.append(prepare_data(spec, tokenizer, notify=lambda text: journal.phase("tokenising", text)))
 
     ranks.run_on_rank0(prepare)
     if not made:

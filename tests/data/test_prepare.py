@@ -21,8 +21,8 @@ Write = Callable[..., str]
 PAIRS = [{"prompt": f"say {number}:", "completion": "x" * (1 + number % 9)} for number in range(40)]
 
 
-def prepared(data: dict[str, Any], *, say: Callable[[str], None] = lambda text: None, **keys: Any) -> PreparedData:
-    return prepare_data(run_spec(data, **keys), tokenizer(), say=say)
+def prepared(data: dict[str, Any], *, notify: Callable[[str], None] = lambda text: None, **keys: Any) -> PreparedData:
+    return prepare_data(run_spec(data, **keys), tokenizer(), notify=notify)
 
 
 def one(path: str, **keys: Any) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ def test_a_damaged_cache_is_noticed_and_built_again(jsonl: Write, own_cache: Pat
     else:
         victim.write_bytes(raw[:-1] if how == "cut" else raw[:-2] + bytes([raw[-2] ^ 1]) + raw[-1:])
     said: list[str] = []
-    assert texts(prepared(data, say=said.append).train) == expected
+    assert texts(prepared(data, notify=said.append).train) == expected
     assert any("damaged" in line for line in said)
 
 

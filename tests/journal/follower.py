@@ -16,7 +16,7 @@ from engine.journal.directory import RunDirectory
 from engine.launch.process import follow_engine
 
 
-def say(text: str) -> None:
+def write_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -34,9 +34,9 @@ def main(path: str, mode: str) -> int:
             stderr=log,
             start_new_session=True,
         )
-    say(str(child.pid))
+    write_line(str(child.pid))
     try:
-        return follow_engine(directory, child, on_event=lambda event: say(event["kind"]), on_notice=say)
+        return follow_engine(directory, child, on_event=lambda event: write_line(event["kind"]), on_notice=write_line)
     except TunedeckError as error:
         sys.stderr.write(error.render())
         return error.exit_code

@@ -107,7 +107,7 @@ def test_evaluation_survives_and_counts_every_sample_once(tmp_path, samples, all
         budget = MicroBatchBudget(context.cost(4, 64), context.cost(4, 64))
         context = EvaluationContext(
             context.device, context.loaded, context.loss, context.cost, budget, spec.recipe.generate,
-            lambda failure, *_: failures.append(failure.phase),
+            lambda failed, *_: failures.append(failed.failure.phase),
         )
         undisturbed = evaluate(context, setup.prepared.validation, ["loss", "exact_match"], limit=None, samples=3)
         context.device.fail_at(allocation)

@@ -11,8 +11,7 @@ import time
 from typing import Any
 
 from engine.batching.budget import MicroBatchBudget
-from engine.device.oom import OutOfMemory
-from engine.evaluate.scores import EvaluationContext, EvaluationStopped
+from engine.evaluate.scores import EvaluationContext, EvaluationStopped, FailedPass
 from engine.evaluate.scores import evaluate as score
 from engine.train.checkpoint.best import is_better
 from engine.train.checkpoint.files import mark_best
@@ -110,12 +109,10 @@ class Evaluator:
             should_stop=self._interrupted,
         )
         validation = self._setup.prepared.validation
-        if validation is not None:
-            step.strategy.join_evaluation(context, validation)
-        return context
+        return context if validation is None else step.strategy.join_evaluation(context, validation)
 
-    def _failed(self, failure: OutOfMemory, remedy: str, before: Any, after: Any) -> None:
-        oom = RankOom(failure, self._context.failed_rank)
+    def _failed(self, failed: FailedPass, remedy: str, before: Any, after: Any) -> None:
+        oom = RankOom(failed.failure, failed.rank)
         self._setup.context.report(RecoveredOom(self._state.step, oom, remedy, 1, before=before, after=after))
 
     def _interrupted(self) -> bool:

@@ -116,10 +116,10 @@ class Strategy(ABC):
         """Context manager around forward passes without a backward. All ranks enter it."""
         return nullcontext()
 
-    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
-        """If the model cannot run on one rank alone, register all ranks to take part in rank 0's later evaluations
-        of `data`; else do nothing."""
-        return
+    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
+        """Return the context with which rank 0 evaluates `data`. If the model cannot run on one rank alone, all ranks
+        are registered to take part."""
+        return context
 
     def evaluation_cost(self, cost: Cost) -> Cost:
         """Return the function that computes a micro-batch's cost in evaluation, given `cost`, the function for

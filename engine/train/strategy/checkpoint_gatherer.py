@@ -45,37 +45,35 @@ class CheckpointGatherer:
         self._wholes: dict[int, Tensor] = {}
         with self._device.host_region():
             self._host_mesh = init_device_mesh("cpu", (ranks.size,))
-        self._problem: BaseException | None = None
         ranks.handlers |= {"gather": self._gather, "write_optimizer": self._write_optimizer}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context manager, on rank 0: inside, `LoadedModel.save` finds whole weights, gathered in host memory."""
-        self._asked("gather")
-        self._loaded.stage = self._staged
+        self._request("gather")
+        self._loaded.copy_to_host = self._whole_on_host
         try:
             yield
         finally:
-            self._loaded.stage = None
+            self._loaded.copy_to_host = None
             self._wholes.clear()
 
     def write_optimizer(self, checkpoint: Path) -> None:
         """On rank 0: have every rank write its part of the optimizer state. Raises OSError, for example if the disk
         is full."""
-        self._asked("write_optimizer", folder=str(checkpoint / OPTIMIZER_FOLDER))
+        self._request("write_optimizer", folder=str(checkpoint / OPTIMIZER_FOLDER))
 
     def read_optimizer(self, checkpoint: Path) -> None:
         """On all ranks: load this rank's part of the optimizer state, from files that any number of ranks wrote."""
         with self._device.host_region(), torch.no_grad():
             read_parts(checkpoint, self._as_parts_of_wholes(), on_all_ranks=True)
 
-    def _asked(self, duty: str, **details: str) -> None:
-        self._problem = None
-        self._ranks.request(duty, **details)
-        if self._problem is not None:
-            raise self._problem
+    def _request(self, handler: str, **details: str) -> None:
+        error: BaseException | None = self._ranks.request(handler, **details)
+        if error is not None:
+            raise error
 
-    def _gather(self) -> None:
+    def _gather(self) -> MemoryError | None:
         def gather() -> None:
             for address, whole in gather_on_rank0(self._wanted(), self._ranks, self._sharded.voted_group, self._device):
                 if whole is not None:
@@ -85,7 +83,8 @@ class CheckpointGatherer:
         failed = gather_failures(self._ranks, failure, None, self._device)
         if failed:
             self._wholes.clear()
-            self._problem = MemoryError(smallest_failed(failed).failure.text)
+            return MemoryError(smallest_failed(failed).failure.text)
+        return None
 
     def _wanted(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (data pointer of this rank's part, parameter) for each parameter to save: the trainable ones, or all of
@@ -95,12 +94,12 @@ class CheckpointGatherer:
             if everything or parameter.requires_grad:
                 yield local_part(parameter).data_ptr(), parameter
 
-    def _staged(self, tensor: Tensor) -> Tensor:
+    def _whole_on_host(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
             return self._wholes[local_part(tensor).data_ptr()]
         return self._device.staged(tensor)
 
-    def _write_optimizer(self, folder: str) -> None:
+    def _write_optimizer(self, folder: str) -> BaseException | None:
         with self._device.host_region():
             state = self._as_parts_of_wholes(self._host_mesh)
             writer = HuggingFaceStorageWriter(folder, save_distributed=True)
@@ -108,7 +107,8 @@ class CheckpointGatherer:
                 save(state, storage_writer=writer)
             except CheckpointException as error:
                 # torch raises this on all ranks; rank 0 decides what to do about it.
-                self._problem = next(iter(error.failures.values()))[0]
+                return next(iter(error.failures.values()))[0]
+        return None
 
     def _as_parts_of_wholes(self, host_mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
         """Optimizer state by name. The state of a part of a parameter becomes a DTensor with the parameter's full

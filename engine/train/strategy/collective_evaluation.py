@@ -8,67 +8,50 @@ Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import numpy as np
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import catch_oom
-from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
 from engine.distributed.voted_group import VotedGroup
-from engine.evaluate.scores import EvaluationContext, generate_answers, loss_sum
+from engine.evaluate.scores import PASSES, EvaluationContext, FailedPass
 from engine.model.loss import eval_mode
 from engine.train.recovery.consensus import gather_failures, smallest_failed
 
 
-class CollectiveEvaluation:
-    """Runs every evaluation pass of `context` over `data` on all ranks. Every rank creates an instance."""
+def join_evaluation(
+    context: EvaluationContext, data: TokenData, ranks: Ranks, sharded: ShardedModel
+) -> EvaluationContext:
+    """Register handlers for the passes of an evaluation of `data`; returns the context with which rank 0 evaluates, and
+    whose passes run on all ranks. All ranks call this."""
+    voted_group, device = sharded.voted_group, context.device
+    processors = LogitsProcessorList([*context.logits_processors, SameTokens(voted_group, device)])
+    on_each_rank = replace(context, logits_processors=processors)
 
-    def __init__(self, context: EvaluationContext, data: TokenData, ranks: Ranks, sharded: ShardedModel) -> None:
-        self._context, self._data, self._ranks, self._sharded = context, data, ranks, sharded
-        self._asked_for: Callable[[], None] | None = None
-        self._failure: OutOfMemory | None = None
-        context.run_on_all_ranks = self.perform
-        context.logits_processors.append(SameTokens(sharded.voted_group, context.device))
-        ranks.handlers |= {kind: self._duty(kind) for kind in ("evaluate", "generate")}
+    def run(kind: str, members: list[int]) -> Any:
+        results: list[Any] = []
 
-    def perform(self, kind: str, members: Sequence[int], action: Callable[[], None]) -> OutOfMemory | None:
-        """On rank 0: run `action` here and the same forward pass on the other ranks; returns the allocation failure
-        of the lowest rank on which memory ran out, or None."""
-        self._asked_for, self._failure = action, None
-        self._ranks.request(kind, members=[int(member) for member in members])
-        self._asked_for = None
-        return self._failure
+        def forward() -> None:
+            with eval_mode(context.loaded.model), sharded.forward_only(gathers_head=kind == "generate"):
+                results.append(PASSES[kind](on_each_rank, data, members))
 
-    def _duty(self, kind: str) -> Callable[..., None]:
-        passes: dict[str, Callable[[list[int]], object]] = {
-            "evaluate": lambda members: loss_sum(self._context, self._data, np.array(members)),
-            "generate": lambda members: generate_answers(self._context, self._data, members),
-        }
+        failure = catch_oom(lambda: voted_group.run_together(forward), device, kind)
+        failed = gather_failures(ranks, failure, None, device)
+        if not failed:
+            return results[0]
+        device.release_cached()
+        oom = smallest_failed(failed)
+        return FailedPass(oom.failure, oom.rank)
 
-        def duty(members: list[int]) -> None:
-            self._run(kind, self._asked_for or (lambda: passes[kind](members)))
-
-        return duty
-
-    def _run(self, kind: str, action: Callable[[], object]) -> None:
-        device = self._context.device
-
-        def run() -> None:
-            model = self._context.loaded.model
-            with eval_mode(model), self._sharded.forward_only(gathers_head=kind == "generate"):
-                action()
-
-        failure = catch_oom(lambda: self._sharded.voted_group.run_together(run), device, kind)
-        failed = gather_failures(self._ranks, failure, None, device)
-        if failed:
-            device.release_cached()
-            self._context.failed_rank, self._failure = smallest_failed(failed).rank, smallest_failed(failed).failure
+    ranks.handlers |= {kind: partial(run, kind) for kind in PASSES}
+    return replace(on_each_rank, run_on_all_ranks=lambda kind, members: ranks.request(kind, members=members))
 
 
 class SameTokens(LogitsProcessor):
@@ -76,13 +59,13 @@ class SameTokens(LogitsProcessor):
     devices, and a rank that ended an answer early would be missing from the next all-gather."""
 
     def __init__(self, voted_group: VotedGroup, device: Device) -> None:
-        self._joint, self._device = voted_group, device
+        self._voted_group, self._device = voted_group, device
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Set the scores [B, V] to minus infinity, except for the token of each row that rank 0 chose; returns the
         scores."""
         with self._device.host_region():
             tokens_B = scores.argmax(-1).cpu()
-            self._joint.broadcast_object(tokens_B)
+            self._voted_group.broadcast_tensor(tokens_B)
             tokens_B1 = tokens_B.unsqueeze(-1).to(scores.device)
             return scores.fill_(float("-inf")).scatter_(1, tokens_B1, 0.0)

@@ -105,6 +105,6 @@ class SequenceParallel(Strategy):
         """Delegate to the inner strategy."""
         return self.inner.forward_only()
 
-    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
+    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
         """Delegate to the inner strategy."""
-        self.inner.join_evaluation(context, data)
+        return self.inner.join_evaluation(context, data)

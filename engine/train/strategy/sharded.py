@@ -25,7 +25,7 @@ from engine.model.loss import LossFunction
 from engine.train.strategy.base import Strategy
 from engine.train.strategy.checkpoint_gatherer import CheckpointGatherer
 from engine.train.strategy.checkpoint_storage import CheckpointStorage
-from engine.train.strategy.collective_evaluation import CollectiveEvaluation
+from engine.train.strategy.collective_evaluation import join_evaluation
 
 NORM_EPSILON = 1e-6
 """Added to a norm that gradients are divided by, as in torch's clip_grads_with_norm_."""
@@ -94,6 +94,7 @@ class Sharded(Strategy):
         """Context manager for forward passes without a backward: gathered weights are freed after use."""
         return self.model.forward_only()
 
-    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> None:
-        """Register all ranks to run the forward passes that rank 0 requests in later evaluations of `data`."""
-        CollectiveEvaluation(context, data, self.ranks, self.model)
+    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
+        """Register all ranks to run the forward passes that rank 0 requests in later evaluations of `data`; returns a
+        context that makes these requests."""
+        return join_evaluation(context, data, self.ranks, self.model)
