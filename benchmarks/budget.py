@@ -60,11 +60,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "full, adafactor": {"method": {"kind": "full"}, "train": {"optimizer": "adafactor"}},
     "full, upper layers only": {"method": {"kind": "full", "train_only": ["model.layers.*[13579].**"]}},
 }
-WAYS_WITH_TOWER: dict[str, dict[str, Any]] = {
+WAYS_WITH_VISION_ENCODER: dict[str, dict[str, Any]] = {
     "full, decoder only": {"method": {"kind": "full", "train_only": ["model.language_model"]}},
-    "LoRA on decoder and tower": {"method": {"rank": 16, "targets": ["**.[0-9]*.**"]}},
+    "LoRA on decoder and vision encoder": {"method": {"rank": 16, "targets": ["**.[0-9]*.**"]}},
 }
-FOR_VISION = ("LoRA", "DoRA", "full", "LoRA, everything kept", *WAYS_WITH_TOWER)
+FOR_VISION = ("LoRA", "DoRA", "full", "LoRA, everything kept", *WAYS_WITH_VISION_ENCODER)
 FOR_EXPERTS = ("LoRA on attention", "LoRA", "LoRA, bf16 adapters", "full", "LoRA, plain loss")
 TARGETS = {"dense": (0.5, 2.0), "experts": (2.0, 5.0), "vision": (2.0, 5.0)}
 """Target for the median and the worst error in percent, by kind of model."""
@@ -121,7 +121,7 @@ def _shape(drawn: random.Random) -> tuple[int, int]:
 
 def spec_of(cell: Cell) -> RunSpec:
     """The run spec of a cell, for a device large enough for every cell."""
-    way = (WAYS | WAYS_WITH_TOWER)[cell.way]
+    way = (WAYS | WAYS_WITH_VISION_ENCODER)[cell.way]
     images = {"image_max_pixels": cell.image_tokens * PIXELS_PER_TOKEN} if cell.image_tokens else {}
     data = {"sources": [{"name": "main", "path": "none.jsonl"}], "max_length": 8192, **images}
     recipe = {

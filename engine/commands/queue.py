@@ -97,7 +97,7 @@ def list_queue(as_json: JsonOption = False, runs: RunsOption = None) -> None:
     state = waiting.read()
     rows = _rows(waiting, state)
     if as_json:
-        print_json({"keeper": state.worker.pid if state.worker else None, "runs": rows}, indent=None)
+        print_json({"worker": state.worker.pid if state.worker else None, "runs": rows}, indent=None)
         return
     for row in rows:
         position = "now" if row["position"] == 0 else str(row["position"])

@@ -42,7 +42,7 @@ class Queue:
     @property
     def log(self) -> Path:
         """The queue worker's log file, one line for each thing it did."""
-        return self.folder / "keeper.log"
+        return self.folder / "worker.log"
 
     def run(self, name: str) -> RunDirectory:
         """The directory of a run in this queue."""
@@ -126,7 +126,7 @@ class Queue:
         path = self.folder / "order.json"
         try:
             found = json.loads(path.read_text("utf-8"))
-            worker = found["keeper"]
+            worker = found["worker"]
             return QueueState(
                 [str(name) for name in found["waiting"]],
                 found["current"],
@@ -157,7 +157,7 @@ class Queue:
 
     def _store(self, state: QueueState) -> None:
         worker = None if state.worker is None else asdict(state.worker)
-        content = {"waiting": state.waiting, "current": state.current, "keeper": worker}
+        content = {"waiting": state.waiting, "current": state.current, "worker": worker}
         try:
             write_atomically(self.folder / "order.json", json.dumps(content, indent=2) + "\n")
         except OSError as error:

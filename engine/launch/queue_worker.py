@@ -3,7 +3,7 @@
 The worker uses no device and has no state: if it is killed, the queue is unchanged and the run that it started goes on.
 A run that fails, or cannot be started, is logged and the next one is started. The worker ends when no run waits.
 
-Try: `tunedeck queue start`, then `cat runs/.queue/keeper.log`
+Try: `tunedeck queue start`, then `cat runs/.queue/worker.log`
 """
 
 from __future__ import annotations

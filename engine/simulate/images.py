@@ -10,16 +10,16 @@ import torch
 from engine.budget.architecture.vision_encoder import VisionEncoder
 
 
-def images_of(tower: VisionEncoder, patches: int, rows: int, length: int) -> dict[str, torch.Tensor]:
+def images_of(encoder: VisionEncoder, patches: int, rows: int, length: int) -> dict[str, torch.Tensor]:
     """Create `Batch.images` for `rows` rows of `length` tokens, each with an image of `patches` patches. Pixels are
     fp32."""
-    if tower.patches is not None:
-        side = int(patches**0.5) * tower.patch_side
-        pixels = torch.zeros((rows, tower.patch_shape[0], side, side))
+    if encoder.patches is not None:
+        side = int(patches**0.5) * encoder.patch_side
+        pixels = torch.zeros((rows, encoder.patch_shape[0], side, side))
         return {"pixel_values": pixels, "token_type_ids": torch.zeros((rows, length), dtype=torch.int64)}
     return {
-        "pixel_values": torch.zeros((rows * patches, tower.patch_values)),
-        "image_grid_thw": torch.tensor([[1, *grid_of(patches, tower.merge)]] * rows),
+        "pixel_values": torch.zeros((rows * patches, encoder.patch_values)),
+        "image_grid_thw": torch.tensor([[1, *grid_of(patches, encoder.merge)]] * rows),
         "position_ids": torch.zeros((3, rows, length), dtype=torch.int64),
     }
 

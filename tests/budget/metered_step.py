@@ -89,7 +89,7 @@ GEMMA3_VL: dict[str, Any] = {
         "num_attention_heads": 2, "image_size": 224, "patch_size": 14, "vision_use_head": False,
     },
 }
-WITH_TOWER: dict[str, dict[str, Any]] = {
+WITH_VISION_ENCODER: dict[str, dict[str, Any]] = {
     config["model_type"]: config for config in (QWEN2_VL, QWEN2_5_VL, GEMMA3_VL)
 }
 

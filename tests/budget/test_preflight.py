@@ -73,7 +73,7 @@ def test_images_larger_than_a_sequence_are_warned_of_with_a_size_that_fits() -> 
 
 
 def test_images_for_a_model_that_cannot_see_are_warned_of() -> None:
-    assert "no vision tower" in warned(spec_of("lora", "model.id=Qwen/Qwen2.5-7B", VISION[1]))
+    assert "no vision encoder" in warned(spec_of("lora", "model.id=Qwen/Qwen2.5-7B", VISION[1]))
 
 
 def test_offload_from_host_memory_to_itself_is_warned_of() -> None:

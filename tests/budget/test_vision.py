@@ -17,7 +17,7 @@ from engine.budget.trace.polynomial import shape_of
 from engine.simulate.step import simulate_step
 from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import (
-    WITH_TOWER,
+    WITH_VISION_ENCODER,
     folder_of,
     measured_evaluation,
     measured_generation,
@@ -27,11 +27,11 @@ from tests.budget.metered_step import (
 
 LORA: dict[str, Any] = {"rank": 8}
 FULL: dict[str, Any] = {"kind": "full"}
-TOWER_LORA: dict[str, Any] = {"rank": 8, "targets": ["q_proj", "attn.qkv", "fc1", "gate_proj", "out_proj"]}
+VISION_LORA: dict[str, Any] = {"rank": 8, "targets": ["q_proj", "attn.qkv", "fc1", "gate_proj", "out_proj"]}
 SAVING, KEEPING = {"gradient_checkpointing": True}, {"gradient_checkpointing": False}
 
 
-@pytest.mark.parametrize("family", WITH_TOWER)
+@pytest.mark.parametrize("family", WITH_VISION_ENCODER)
 @pytest.mark.parametrize(
     ("method", "train", "data"),
     [(LORA, SAVING, {}), (FULL, SAVING, {}), (LORA, KEEPING, {"packing": True})],
@@ -41,7 +41,7 @@ def test_the_peak_of_training_on_text_is_predicted(
     family: str, method: dict[str, Any], train: dict[str, Any], data: dict[str, Any], tmp_path: Path
 ) -> None:
     spec = run_spec(
-        folder_of(WITH_TOWER[family], tmp_path),
+        folder_of(WITH_VISION_ENCODER[family], tmp_path),
         method=method, train={**train, "batch_size": 2}, model={"dtype": "bfloat16"}, data={"max_length": 256, **data},
     )
     static_bytes, peak_bytes = measured_step(spec, 2, 200)
@@ -54,11 +54,11 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lora": (LORA, SAVING, {}),
     "lora, kept": (LORA, KEEPING, {}),
     "lora fp32": (LORA, SAVING, {"dtype": "float32"}),
-    "lora on the tower": (TOWER_LORA, SAVING, {}),
+    "lora on the vision encoder": (VISION_LORA, SAVING, {}),
     "dora": ({**LORA, "dora": True}, KEEPING, {}),
     "full": (FULL, SAVING, {}),
     "full, kept": (FULL, {**KEEPING, "loss": "plain"}, {}),
-    "full, tower frozen": ({**FULL, "freeze": ["model.visual", "model.vision_tower"]}, SAVING, {}),
+    "full, vision encoder frozen": ({**FULL, "freeze": ["model.visual", "model.vision_tower"]}, SAVING, {}),
     "lora, eager": (LORA, SAVING, {"attention": "eager"}),
 }
 
@@ -67,19 +67,19 @@ def with_images(family: str, way: str, folder: Path, tokens: int, device: dict[s
     """A run spec with images; each has `tokens` tokens if the model takes images of any size."""
     method, train, model = WAYS[way]
     if "freeze" in method:
-        towers = {"gemma3": ["model.vision_tower", "model.multi_modal_projector"]}
-        method = {**method, "freeze": towers.get(family, ["model.visual"])}
+        encoders = {"gemma3": ["model.vision_tower", "model.multi_modal_projector"]}
+        method = {**method, "freeze": encoders.get(family, ["model.visual"])}
     if "targets" in method:
         here = {"qwen2_vl": (0, 1, 2), "qwen2_5_vl": (0, 1, 3), "gemma3": (0, 2, 4)}[family]
-        method = {**method, "targets": [TOWER_LORA["targets"][place] for place in here]}
+        method = {**method, "targets": [VISION_LORA["targets"][place] for place in here]}
     return run_spec(
-        folder_of(WITH_TOWER[family], folder), device,
+        folder_of(WITH_VISION_ENCODER[family], folder), device,
         method=method, train={**train, "batch_size": 4}, model={"dtype": "bfloat16", **model},
         data={"max_length": 512, "image_max_pixels": tokens * 28 * 28},
     )
 
 
-@pytest.mark.parametrize("family", WITH_TOWER)
+@pytest.mark.parametrize("family", WITH_VISION_ENCODER)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_peak_of_training_on_images_is_predicted(family: str, way: str, tmp_path: Path) -> None:
     spec = with_images(family, way, tmp_path, tokens=80)
@@ -88,7 +88,7 @@ def test_the_peak_of_training_on_images_is_predicted(family: str, way: str, tmp_
     assert -0.005 <= predicted / measured_step(spec, 2, 120, 2)[1] - 1 <= (0.03 if "eager" in way else 0.01)
 
 
-@pytest.mark.parametrize("family", WITH_TOWER)
+@pytest.mark.parametrize("family", WITH_VISION_ENCODER)
 @pytest.mark.parametrize("way", ["lora", "full"])
 def test_the_simulation_holds_what_the_metered_device_counts(family: str, way: str, tmp_path: Path) -> None:
     spec = with_images(family, way, tmp_path, tokens=80)
@@ -139,6 +139,6 @@ def test_an_image_takes_the_tokens_its_processor_makes_of_it() -> None:
 def test_a_config_saved_by_transformers_says_the_same_as_the_published_one(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    for family, config in WITH_TOWER.items():
+    for family, config in WITH_VISION_ENCODER.items():
         AutoConfig.for_model(family, **{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(tmp_path)
         assert from_config(find_config(str(tmp_path))) == from_config(config)

@@ -15,14 +15,14 @@ def test_the_queue_runs_to_its_end_past_a_run_that_fails(tunedeck: Tunedeck, tmp
     tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--name", "good", *SHORT)
     tunedeck("queue", "add", "-p", "demo", "-r", write_recipe(tmp_path, data=None), "--name", "bad", "--first")
     listed = json.loads(tunedeck("queue", "list", "--json").out)
-    assert listed["keeper"] is None
+    assert listed["worker"] is None
     assert [(row["position"], row["run"].partition("-")[2], row["status"]) for row in listed["runs"]] == [
         (1, "bad", "queued"), (2, "good", "queued"),
     ]  # fmt: skip
     outcome = tunedeck("queue", "start")
     assert outcome.code == 5
     assert "bad: failed at step 0" in outcome.out and "good: done at step 2" in outcome.out
-    assert json.loads(tunedeck("queue", "list", "--json").out) == {"keeper": None, "runs": []}
+    assert json.loads(tunedeck("queue", "list", "--json").out) == {"worker": None, "runs": []}
 
 
 def test_a_removed_run_goes_to_the_trash(tunedeck: Tunedeck, tmp_path: Path) -> None:

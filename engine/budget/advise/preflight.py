@@ -72,7 +72,7 @@ def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     if key is None:
         return
     if arch.vision_encoder is None:
-        yield f"{key} is about images, which {spec.recipe.model.id} cannot see: it has no vision tower"
+        yield f"{key} is about images, which {spec.recipe.model.id} cannot see: it has no vision encoder"
         return
     tokens = arch.vision_encoder.tokens_of(data.image_max_pixels)
     if tokens < data.max_length:

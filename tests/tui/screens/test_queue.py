@@ -87,7 +87,7 @@ async def test_the_queue_is_worked_on_by_a_process_of_its_own(console: Opener, r
         await open_queue(pilot)
         await pilot.sees(name)
         await pilot.press("s")
-        # The spec above is none that an engine accepts: the keeper notes it and goes on to the end.
+        # The spec above is none that an engine accepts: the queue worker notes it and goes on to the end.
         await pilot.until(lambda: "ended with" in Queue(runs).log.read_text("utf-8"))
         await pilot.sees("the queue is empty")
     assert summarise(RunDirectory(runs / name)).status != "queued"

@@ -1,4 +1,4 @@
-"""Vision-language models trained on text: adapters stay in the decoder, the tower keeps still."""
+"""Vision-language models trained on text: adapters stay in the decoder, the vision encoder keeps still."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.errors import UsageError
 from engine.model.loaded import LoadedModel
 from engine.model.loss import hidden_states, make_loss
 from engine.model.tokenizer import byte_tokenizer
-from tests.budget.metered_step import WITH_TOWER
+from tests.budget.metered_step import WITH_VISION_ENCODER
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
 
-FAMILIES = list(WITH_TOWER)
+FAMILIES = list(WITH_VISION_ENCODER)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _one_thread() -> None:
 
 
 def write(folder: Path, family: str) -> Path:
-    facts = {key: value for key, value in WITH_TOWER[family].items() if key != "model_type"}
+    facts = {key: value for key, value in WITH_VISION_ENCODER[family].items() if key != "model_type"}
     with torch.random.fork_rng():
         torch.manual_seed(3)
         AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **facts)).save_pretrained(folder)
@@ -58,20 +58,20 @@ def test_text_alone_trains_adapters_of_the_decoder_and_the_loss_is_the_models_ow
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_fine_tuning_on_text_leaves_the_tower_as_it_is(tmp_path: Path, family: str) -> None:
+def test_full_fine_tuning_on_text_leaves_the_vision_encoder_as_it_is(tmp_path: Path, family: str) -> None:
     loaded = loaded_from(tmp_path, family, method={"kind": "full"})
     names = {name for name, _ in loaded.trainable()}
     assert "model.language_model.embed_tokens.weight" in names
     assert not any("visual" in name or "vision_tower" in name or "projector" in name for name in names)
 
 
-def test_a_pattern_reaches_into_the_tower(tmp_path: Path) -> None:
+def test_a_pattern_reaches_into_the_vision_encoder(tmp_path: Path) -> None:
     loaded = loaded_from(tmp_path, "qwen2_vl", method={"targets": ["model.visual.blocks.*.attn.qkv", "q_proj"]})
     assert loaded.coverage.adapted == {"attn.qkv": 3, "self_attn.q_proj": 3}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_needs_no_mask_although_the_tower_looks_both_ways(tmp_path: Path, family: str) -> None:
+def test_padding_needs_no_mask_although_the_vision_encoder_looks_both_ways(tmp_path: Path, family: str) -> None:
     assert not loaded_from(tmp_path, family).attends_to_padding
 
 
@@ -89,7 +89,7 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_with_a_tower_is_read_back(tmp_path: Path, family: str) -> None:
+def test_a_saved_model_with_a_vision_encoder_is_read_back(tmp_path: Path, family: str) -> None:
     loaded = loaded_from(tmp_path / "a", family, method={"kind": "full"})
     disturb(loaded)
     loaded.save(tmp_path / "b")
@@ -97,7 +97,7 @@ def test_a_saved_model_with_a_tower_is_read_back(tmp_path: Path, family: str) ->
     assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), again.model.parameters(), strict=True))
 
 
-def test_a_family_whose_tower_is_not_known_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_family_whose_vision_encoder_is_not_known_is_refused_with_the_way_out(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3_vl").save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="not a causal language model"):
         load(run_spec(str(tmp_path), tokenizer="builtin:bytes"))
