@@ -51,6 +51,7 @@ SLOW = (
     "tests/data/test_command.py",
     "tests/device/test_conformance.py",
     "tests/device/test_torture.py",
+    "tests/model/test_attention.py",
 )
 """Files and folders that `make check` leaves out."""
 

@@ -5,6 +5,8 @@ Try: `tunedeck eval last --checkpoint all`
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +18,8 @@ from engine.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.evaluate.scores import Scores
+    from engine.journal.directory import RunDirectory
+    from engine.spec.schema.run import RunSpec
 
 
 SHOWN_CHARACTERS = 80
@@ -36,31 +40,59 @@ def evaluate(
     runs: RunsOption = None,
 ) -> None:
     """Score a run's checkpoints, or a model, on held-out data: loss, perplexity, exact match."""
-    with importing():
-        from engine.evaluate.run import score_model, score_run, spec_for_model
-        from engine.model.library_output import silence_libraries
+    from engine.spec.load import load_run_spec
 
-    silence_libraries()
-    results: list[tuple[int | None, Scores]]
-    if recipe is not None:
+    if recipe is None:
+        if overrides or profile:
+            raise UsageError(
+                "-p and --set need -r RECIPE: a run is scored with its own settings", fix="add -r, or leave them out"
+            )
+        place = find_run(target, runs)
+        results = _score(load_run_spec(place.run_toml, own=True), place, checkpoint)
+    else:
         if checkpoint is not None or profile is None:
             raise UsageError(
                 "-r was given, so a model is scored",
                 expected="-p PROFILE and -r RECIPE, without --checkpoint",
                 fix="leave -r out to score a run",
             )
-        spec = spec_for_model(target, recipe, profile, overrides or [])
-        results = [(None, score_model(spec, print_progress))]
-    elif overrides or profile:
-        raise UsageError(
-            "-p and --set need -r RECIPE: a run is scored with its own settings", fix="add -r, or leave them out"
-        )
-    else:
-        results = list(score_run(find_run(target, runs), checkpoint, print_progress))
+        results = _score(spec_for_model(target, recipe, profile, overrides or []))
     if as_json:
         print_json([_as_json(step, scores) for step, scores in results], indent=None)
     else:
         _print(results)
+
+
+def _score(
+    spec: RunSpec, place: RunDirectory | None = None, checkpoint: str | None = None
+) -> list[tuple[int | None, Scores]]:
+    """Score the chosen checkpoints of the run in `place`, or without one the model of `spec`, in this process."""
+    from engine.launch.environment import set_device_environment
+
+    set_device_environment(spec)
+    with importing():
+        from engine.evaluate.run import score_model, score_run
+        from engine.model.library_output import silence_libraries
+
+    silence_libraries()
+    if place is None:
+        return [(None, score_model(spec, print_progress))]
+    return list(score_run(place, checkpoint, print_progress))
+
+
+def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:
+    """Resolve the run spec for scoring `model` (hub id, folder, builtin:NAME) on a recipe's data.
+
+    The recipe's settings for its own model are reset: adapter and revision, and unless `model` is built-in, random
+    weights and tokenizer. The user's `overrides` are applied last.
+    """
+    from engine.spec.load import resolve
+
+    chosen = str(Path(model).absolute()) if Path(model).is_dir() else model
+    own = ["model.adapter=", "model.revision="]
+    if not model.startswith("builtin:"):
+        own += ["model.init=", "model.tokenizer="]
+    return resolve(profile, recipe, [*own, f"model.id={json.dumps(chosen)}", *overrides]).spec
 
 
 def _as_json(step: int | None, scores: Scores) -> dict[str, Any]:

@@ -96,6 +96,9 @@ def _resume_as_rank(
 ) -> int:
     """Train as one rank of the resumed run. `prepare` is called on rank 0 only, and only at the first start of the
     launcher's job, not when the launcher restarts the ranks."""
+    from engine.launch.environment import set_device_environment
+
+    set_device_environment(spec)
     with importing():
         from engine.train.external_launcher import Task, take_up, train_launched, worked_on
 

@@ -93,6 +93,9 @@ def _train_as_rank(
     resolved: Resolved, launcher_rank: LauncherRank, folder: Path, force: bool, as_json: bool
 ) -> int:
     """Train as one rank of a new run, or of the run that an earlier start of the launcher's job created."""
+    from engine.launch.environment import set_device_environment
+
+    set_device_environment(resolved.spec)
     with importing():
         from engine.train.external_launcher import Task, begin_or_go_on, train_launched
 
@@ -110,9 +113,12 @@ def engine_process(
     """Be the engine of a run: started by `train` and `resume`, never by hand."""
     if not (directory / "run.toml").is_file():
         raise EnvironmentProblem(f"{directory} is not a run directory", fix="use: tunedeck train")
+    from engine.launch.environment import set_device_environment
     from engine.spec.load import load_run_spec
 
-    profile = load_run_spec(directory / "run.toml", own=True).profile
+    spec = load_run_spec(directory / "run.toml", own=True)
+    profile = spec.profile
+    set_device_environment(spec)
     with importing():
         if profile.device.count * profile.nodes.count == 1 or "TUNEDECK_RANK_OF" in os.environ:
             from engine.train.main import run

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.device.allocator import allocator_notices
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.nvml import read_gpus
 from engine.errors import DeviceBusyError, EnvironmentProblem
@@ -24,9 +25,6 @@ from engine.errors import DeviceBusyError, EnvironmentProblem
 if TYPE_CHECKING:
     from engine.spec.schema.profile import Device as DeviceTable
     from engine.spec.schema.run import RunSpec
-
-ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
-
 
 class CudaDevice:
     """One CUDA card. Implements `engine.device.base.Device`."""
@@ -123,28 +121,16 @@ def open_cuda(spec: RunSpec) -> CudaDevice:
     Raises EnvironmentProblem: no CUDA, fewer cards than asked for, or other processes hold memory of the first card.
     """
     table = spec.profile.device
-    notices = choose_allocator(table.allocator)
     _require_cuda()
     indices = choose_indices(spec.limits.devices, table.count, torch.cuda.device_count())
     index = indices[0]
     properties = torch.cuda.get_device_properties(index)
+    notices = allocator_notices(table.allocator)
     uuid = _nvml_uuid(str(properties.uuid))
     for reading in read_gpus([uuid]):
         notices += check_free(reading, min(table.capacity_bytes, properties.total_memory))
     notices += compare_size(table, properties.name, properties.total_memory)
     return CudaDevice(index, table.capacity_bytes, uuid, notices)
-
-
-def choose_allocator(setting: str | None) -> list[str]:
-    """Set the profile's allocator setting in the environment, or return a notice if the user has set another one. Call
-    before CUDA starts."""
-    if not setting:
-        return []
-    present = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_ALLOC_CONF")
-    if present and present != setting:
-        return [f"{ALLOCATOR_VARIABLE}={present} is set and is used; the profile asks for {setting}"]
-    os.environ[ALLOCATOR_VARIABLE] = setting
-    return []
 
 
 def _require_cuda() -> None:

@@ -5,9 +5,7 @@ Try: `tunedeck eval last --checkpoint best`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from engine.batching.cost import micro_batch_cost
@@ -23,9 +21,8 @@ from engine.journal.directory import RunDirectory
 from engine.model.config import check_packing
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
-from engine.model.reference import BUILTIN_PREFIX
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.load import load_run_spec, resolve
+from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
 
 
@@ -120,16 +117,3 @@ def _score(context: EvaluationContext, data: TokenData, spec: RunSpec) -> Scores
     asked = spec.recipe.evaluate
     metrics = sorted({*asked.metrics, *spec.recipe.eval.metrics})
     return evaluate(context, data, metrics, limit=asked.limit, samples=asked.log_samples)
-
-
-def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:
-    """Resolve the run spec for scoring `model` (hub id, folder, builtin:NAME) on a recipe's data.
-
-    The recipe's settings for its own model are reset: adapter and revision, and unless `model` is built-in, random
-    weights and tokenizer. The user's `overrides` are applied last.
-    """
-    chosen = str(Path(model).absolute()) if Path(model).is_dir() else model
-    own = ["model.adapter=", "model.revision="]
-    if not model.startswith(BUILTIN_PREFIX):
-        own += ["model.init=", "model.tokenizer="]
-    return resolve(profile, recipe, [*own, f"model.id={json.dumps(chosen)}", *overrides]).spec

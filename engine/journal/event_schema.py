@@ -30,11 +30,12 @@ def _event_kind(required: str = "", optional: str = "") -> EventKind:
 EVENT_KINDS: dict[str, EventKind] = {
     "run_started": _event_kind(
         "run pid world_size versions",
-        "host device device_name simulated capacity_bytes resumed seed parameters trainable",
+        "host device device_name simulated capacity_bytes allocator resumed seed parameters trainable",
     ),
     "stage_started": _event_kind(
         "",
-        "name max_steps epochs batch_size samples validation_samples tokens target_tokens dropped reasons loss dtype",
+        "name max_steps epochs batch_size samples validation_samples tokens target_tokens dropped reasons loss"
+        " attention dtype",
     ),
     "stage_finished": _event_kind("", "name steps seconds reason"),
     "plan": _event_kind(

@@ -15,6 +15,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.launch.environment import export_lines
 from engine.spec.schema.run import RunSpec
 
 SECONDS_TO_SAVE = 120
@@ -86,7 +87,7 @@ RUNS=${{TUNEDECK_RUNS:-{shlex.quote(str(job.runs))}}}
 export TUNEDECK_JOB="slurm-${{SLURM_CLUSTER_NAME:-cluster}}-$SLURM_JOB_ID"
 # How long torchrun lets the ranks save before it kills them (torch 2.13 or newer).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SECONDS_TO_SAVE - 20}
-
+{export_lines(job.spec)}
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${{hosts%%$'\\n'*}}
 port=$((20000 + SLURM_JOB_ID % 10000))
@@ -123,7 +124,7 @@ TUNEDECK=$("$PYTHON" -c 'import tunedeck; print(tunedeck.__file__)')
 SPEC={shlex.quote(str(job.spec_file))}
 RUNS=$TUNEDECK_RUNS
 export TUNEDECK_JOB="skypilot-$SKYPILOT_TASK_ID"
-head=${{SKYPILOT_NODE_IPS%%$'\\n'*}}
+{export_lines(job.spec)}head=${{SKYPILOT_NODE_IPS%%$'\\n'*}}
 mkdir -p "$RUNS"
 
 "$PYTHON" -P -m torch.distributed.run \\

@@ -20,7 +20,7 @@ from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
 from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers
-from engine.model.attention import attends_to_later_tokens, resolve_attention
+from engine.model.attention import ChosenAttention, attends_to_later_tokens, choose_attention
 from engine.model.config import auto_class, load_config
 from engine.model.dropout import key_dropout
 from engine.model.freezing import freeze_parameters
@@ -46,8 +46,7 @@ class ModelSettings:
     start: StartingWeights
     config: PreTrainedConfig
     precision: Precision
-    attention: str
-    """transformers' name of the attention kernel."""
+    attention: ChosenAttention
 
 
 def choose_settings(
@@ -59,7 +58,9 @@ def choose_settings(
         EnvironmentProblem, UsageError: the recipe asks for an attention kernel that cannot be used.
     """
     precision = choose_precision(recipe.model, recipe.method, config.model_type, device)
-    attention = resolve_attention(config, recipe.model.attention, device, precision.compute)
+    attention = choose_attention(
+        config, recipe.model.attention, device, precision.compute, packing=recipe.data.packing
+    )
     return ModelSettings(start, config, precision, attention)
 
 
@@ -104,9 +105,9 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
         coverage=coverage,
         device=device,
         precision=settings.precision,
-        attention=settings.attention,
+        attention=settings.attention.name,
         base_exists_elsewhere=not _has_new_weights(spec, settings.start),
-        notices=list(settings.precision.notices),
+        notices=[*settings.precision.notices, *settings.attention.notices],
         attends_to_padding=attends_to_later_tokens(base.get_decoder()),
     )
     loaded.model.train()
@@ -130,7 +131,7 @@ def _has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:
 
 def _load_base(spec: RunSpec, settings: ModelSettings, device: Device, place: torch.device) -> PreTrainedModel:
     start, config = settings.start, settings.config
-    options: dict[str, Any] = {"dtype": settings.precision.weights, "attn_implementation": settings.attention}
+    options: dict[str, Any] = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
     if spec.recipe.model.quantize == "nf4":
         options["quantization_config"] = _nf4_config(spec, settings, device)
         return _load_pretrained(spec, settings, options, device.torch_device)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from engine.device import open_device
+from engine.device.allocator import allocator_settings
 from engine.device.base import Device
 from engine.device.catch_oom import frozen_gc
 from engine.device.oom import classify
@@ -262,6 +263,7 @@ def _write_run_started(start: RunStart, journal: Journal, device: Device) -> Non
         device_name=device.name,
         simulated=device.simulated,
         capacity_bytes=device.capacity_bytes,
+        allocator=allocator_settings() if device.kind == "cuda" else None,
         resumed=start.resume,
         seed=start.spec.recipe.train.seed,
     )
@@ -281,6 +283,7 @@ def _write_stage_started(training: Training, journal: Journal) -> None:
         tokens=int(data.lengths.sum()),
         target_tokens=int(data.target_counts.sum()),
         loss=setup.context.loss.implementation,
+        attention=setup.context.loaded.attention,
     )
 
 

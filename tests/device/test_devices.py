@@ -12,7 +12,7 @@ import torch
 
 from engine.device import open_device
 from engine.device.base import GpuProcess, GpuReading
-from engine.device.cuda import ALLOCATOR_VARIABLE, check_free, choose_allocator, choose_indices, compare_size
+from engine.device.cuda import check_free, choose_indices, compare_size
 from engine.device.nvml import read_gpus
 from engine.errors import EnvironmentProblem
 from engine.spec.schema.profile import Device as DeviceTable
@@ -133,16 +133,6 @@ def test_a_profile_larger_than_the_card_is_noticed() -> None:
     table = DeviceTable(kind="cuda", memory_gib=79.2)
     assert "23.6 GiB" in compare_size(table, "NVIDIA A10G", int(23.6 * GIB))[0]
     assert compare_size(table, "NVIDIA H100", int(79.15 * GIB)) == []
-
-
-def test_the_users_own_allocator_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ALLOCATOR_VARIABLE, raising=False)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    assert choose_allocator("expandable_segments:True") == []
-    assert os.environ[ALLOCATOR_VARIABLE] == "expandable_segments:True"
-    monkeypatch.setenv(ALLOCATOR_VARIABLE, "max_split_size_mb:64")
-    assert "max_split_size_mb:64 is set and is used" in choose_allocator("expandable_segments:True")[0]
-    assert os.environ[ALLOCATOR_VARIABLE] == "max_split_size_mb:64"
 
 
 def test_nvml_readings_need_no_torch_and_never_raise() -> None:

@@ -32,7 +32,7 @@ PAIRS.remove(("gemma2", "sdpa"))
 @pytest.mark.parametrize(("family", "attention"), PAIRS)
 def test_packed_documents_have_the_logits_they_have_alone(family: str, attention: str) -> None:
     model = build(family, attention)
-    assert why_documents_mix(model.config.to_dict(), attention) is None
+    assert why_documents_mix(model.config.to_dict()) is None
     generator = torch.Generator().manual_seed(2)
     rows = [[torch.randint(0, 256, (length,), generator=generator) for length in row] for row in LENGTHS]
     ids_BS = torch.stack([torch.cat(row) for row in rows])
@@ -44,14 +44,14 @@ def test_packed_documents_have_the_logits_they_have_alone(family: str, attention
 
 
 def test_families_with_a_running_state_are_refused() -> None:
-    assert "state" in (why_documents_mix({"model_type": "mamba"}, "auto") or "")
+    assert "state" in (why_documents_mix({"model_type": "mamba"}) or "")
     mixed = {"model_type": "something_new", "layer_types": ["full_attention", "linear_attention"]}
-    assert "state" in (why_documents_mix(mixed, "sdpa") or "")
+    assert "state" in (why_documents_mix(mixed) or "")
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mpt"])
 def test_families_blind_to_positions_are_refused(model_type: str) -> None:
-    assert "position ids" in (why_documents_mix({"model_type": model_type}, "sdpa") or "")
+    assert "position ids" in (why_documents_mix({"model_type": model_type}) or "")
 
 
 def test_packing_is_refused_where_documents_would_mix(tmp_path: Path) -> None:

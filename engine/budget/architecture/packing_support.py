@@ -47,7 +47,7 @@ POSITION_BLIND_FAMILIES = frozenset({"bloom", "mpt", "codegen", "ctrl", "xlnet",
 """Model types that take no position ids, or build their mask without them."""
 
 
-def why_documents_mix(facts: Mapping[str, Any], attention: str) -> str | None:
+def why_documents_mix(facts: Mapping[str, Any]) -> str | None:
     """None when documents of one packed row cannot see each other; otherwise the reason, as a sentence."""
     model_type = str(facts.get("model_type", "unknown"))
     layers = {str(layer) for layer in facts.get("layer_types") or ()}
@@ -55,14 +55,12 @@ def why_documents_mix(facts: Mapping[str, Any], attention: str) -> str | None:
         return f"{model_type} carries a state from token to token, so packed documents would run into each other"
     if model_type in POSITION_BLIND_FAMILIES or facts.get("alibi"):
         return f"{model_type} does not take position ids, so nothing marks where a packed document starts"
-    if attention not in ("auto", "flash", "sdpa", "eager"):
-        return f"attention {attention!r} is not known to keep packed documents apart"
     return None
 
 
 def refuse_unsafe_packing(facts: Mapping[str, Any], spec: RunSpec) -> None:
     """Raise UsageError where a recipe packs documents that would see each other; `facts` are the model's config."""
-    reason = why_documents_mix(facts, spec.recipe.model.attention) if spec.recipe.data.packing else None
+    reason = why_documents_mix(facts) if spec.recipe.data.packing else None
     if reason is not None:
         raise UsageError(
             f"data.packing = true, but {reason}",

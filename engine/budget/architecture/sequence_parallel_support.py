@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.packing_support import POSITION_BLIND_FAMILIES, STATEFUL_FAMILIES
 from engine.errors import UnknownArchitectureError, UsageError
+from engine.spec.attention_kernels import FLASH_CHOICES
 from engine.spec.check.images import image_key
 from engine.spec.schema.run import RunSpec
 
@@ -93,7 +94,7 @@ def _window(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
     arch, longest = _known(facts), spec.recipe.data.max_length
     window = arch.sliding_window if arch else facts.get("sliding_window")
     slides = any(arch.sliding_layers) if arch else True
-    if window and slides and longest > int(window) and spec.recipe.model.attention != "flash":
+    if window and slides and longest > int(window) and spec.recipe.model.attention not in FLASH_CHOICES:
         yield Obstacle(
             f"data.max_length = {longest} is beyond the model's sliding window of {window}, which needs a mask",
             f'set model.attention = "flash" where it runs, or data.max_length to {window}',

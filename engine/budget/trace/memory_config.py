@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.vision_parameters import VISION_MODULES
+from engine.spec.attention_kernels import FLASH_CHOICES
 from engine.spec.check.images import image_key
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
@@ -185,8 +186,11 @@ def chunk_tokens(vocab: int) -> int:
 
 
 def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
-    """The attention kernel of a run; "auto" is sdpa, but eager for families without sdpa or with capped scores."""
+    """What a run's attention kernel allocates; "auto" is sdpa, but eager for families without sdpa or with capped
+    scores. All flash kernels save the same tensors."""
     asked = spec.recipe.model.attention
-    if asked != "auto":
+    if asked in FLASH_CHOICES:
+        return "flash"
+    if asked == "sdpa" or asked == "eager":
         return asked
     return "eager" if arch.default_attention == "eager" or arch.attention_softcap is not None else "sdpa"

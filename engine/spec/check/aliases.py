@@ -64,10 +64,10 @@ FORMATS = {
     "parquet": "auto",
 }
 ATTENTION = {
-    "flash_attention_2": "flash",
-    "flash_attention_3": "flash",
-    "fa2": "flash",
     "flash_attn": "flash",
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+    "fa4": "flash_attention_4",
     "math": "eager",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
+from engine.spec.attention_kernels import FLASH_CHOICES, flash_kernels
 from engine.spec.check.rules import Problems
 from engine.spec.files.document import Problem
 from engine.spec.files.lines import Place
@@ -19,7 +20,7 @@ PLAIN_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:,@+-]*")
 """Text that is safe in a shell script without quotes: names of partitions and clouds, times such as 2-12:00:00."""
 
 AMPERE = 8.0
-"""The first compute capability whose matrix units have bf16 and that supports flash attention."""
+"""The first compute capability whose matrix units have bf16."""
 
 
 def reserve_within_memory(profile: Profile) -> Problems:
@@ -79,39 +80,50 @@ def words_for_launchers_are_plain(profile: Profile) -> Problems:
 
 def problems_on_device(profile: Profile, recipe: Recipe) -> Problems:
     """Problems of a recipe on the hardware of a profile; the place of each problem is in the recipe."""
-    needs_cuda: dict[Place, tuple[str, str]] = {
-        ("model", "quantize"): (recipe.model.quantize, "nf4"),
-        ("model", "attention"): (recipe.model.attention, "flash"),
-        ("train", "optimizer"): (recipe.train.optimizer, "adamw_8bit"),
-        ("train", "loss"): (recipe.train.loss, "fused"),
+    needs_cuda: dict[Place, tuple[str, tuple[str, ...]]] = {
+        ("model", "quantize"): (recipe.model.quantize, ("nf4",)),
+        ("model", "attention"): (recipe.model.attention, FLASH_CHOICES),
+        ("train", "optimizer"): (recipe.train.optimizer, ("adamw_8bit",)),
+        ("train", "loss"): (recipe.train.loss, ("fused",)),
     }
-    for place, (written, choice) in needs_cuda.items():
-        if written == choice and profile.device.kind != "cuda":
+    for place, (written, choices) in needs_cuda.items():
+        if written in choices and profile.device.kind != "cuda":
             yield Problem(
                 place,
-                f"{quoted(choice)} on device.kind = {quoted(profile.device.kind)}",
+                f"{quoted(written)} on device.kind = {quoted(profile.device.kind)}",
                 "it needs a CUDA device; choose another value or profile",
             )
-    yield from _before_ampere(profile, recipe)
+    yield from _bfloat16_is_native(profile, recipe)
+    yield from _flash_runs_on_the_gpu(profile, recipe)
 
 
-def _before_ampere(profile: Profile, recipe: Recipe) -> Problems:
-    """Yield problems for GPUs before Ampere, which compute bf16 in software, many times slower, and have no kernels
-    for flash attention."""
+def _bfloat16_is_native(profile: Profile, recipe: Recipe) -> Problems:
+    """Yield a problem for bf16 on GPUs before Ampere, which compute it in software, many times slower."""
     capability = profile.device.compute_capability
     if profile.device.kind != "cuda" or capability is None or capability >= AMPERE:
         return
-    needs_ampere = {
-        ("model", "dtype"): (recipe.model.dtype, "bfloat16", '"auto" or "float16"'),
-        ("model", "attention"): (recipe.model.attention, "flash", '"auto" or "sdpa"'),
-    }
-    for place, (written, choice, instead) in needs_ampere.items():
-        if written == choice:
-            yield Problem(
-                place,
-                f"{quoted(choice)} on device.compute_capability = {capability:g}",
-                f"it needs {AMPERE:g} or newer; {instead} is allowed",
-            )
+    if recipe.model.dtype == "bfloat16":
+        yield Problem(
+            ("model", "dtype"),
+            f'"bfloat16" on device.compute_capability = {capability:g}',
+            f'it needs {AMPERE:g} or newer; "auto" or "float16" is allowed',
+        )
+
+
+def _flash_runs_on_the_gpu(profile: Profile, recipe: Recipe) -> Problems:
+    """Yield a problem for flash attention that does not run on GPUs of the profile's compute capability."""
+    capability, asked = profile.device.compute_capability, recipe.model.attention
+    if profile.device.kind != "cuda" or capability is None or asked not in FLASH_CHOICES:
+        return
+    able = flash_kernels(capability)
+    if asked in able or (asked == "flash" and able):
+        return
+    allowed = ", ".join(quoted(choice) for choice in ("auto", *able, "sdpa"))
+    yield Problem(
+        ("model", "attention"),
+        f"{quoted(asked)} on device.compute_capability = {capability:g}, for which it has no kernels",
+        f"one of these is allowed: {allowed}",
+    )
 
 
 PROFILE_RULES: tuple[Callable[[Profile], Iterable[Problem]], ...] = (

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from engine.spec.attention_kernels import AttentionChoice
 from engine.spec.schema.base import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Table
 
 
@@ -28,8 +29,9 @@ class Model(Table):
     """A Jinja chat template (text, or a path ending in .jinja) used instead of the tokenizer's."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the base weights. auto: bfloat16 where the device has it, else float16 on CUDA, float32 on a CPU."""
-    attention: Literal["auto", "flash", "sdpa", "eager"] = "auto"
-    """Attention kernel. auto: flash where installed and supported, else sdpa."""
+    attention: AttentionChoice = "auto"
+    """Attention kernel. flash: the best flash attention that is installed and runs on the GPU; auto: that where there
+    is one, else sdpa, else eager. The other values name one kernel: varlen is torch's own flash attention."""
     quantize: Literal["none", "nf4"] = "none"
     """nf4 stores the frozen base in 4 bits (bitsandbytes, CUDA only)."""
     init: Literal["pretrained", "random"] = "pretrained"
