@@ -61,7 +61,7 @@ COMPONENTS: dict[str, ComponentStyle] = {
 
 VERDICTS: dict[str, StateStyle] = {
     "fits": StateStyle("✓", "+", "bold $good"),
-    "tight": StateStyle("◐", "%", "bold $caution"),
+    "fits_smaller": StateStyle("◐", "%", "bold $caution"),
     "does_not_fit": StateStyle("✗", "x", "bold $bad"),
 }
 """The verdicts of a plan. Screens show spaces for their underscores."""

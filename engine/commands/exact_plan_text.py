@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from engine.commands.plan_text import VERDICTS, format_size, phase_table, wrap_lines
+from engine.commands.plan_text import format_size, phase_table, verdict_sentence, wrap_lines
 from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
     """Format the simulated plan as lines of text: the table of phases, the comparison with the closed form, the
     verdict."""
-    simulation, capacity = found.simulation, found.capacity_bytes
+    simulation, used = found.simulation, found.device_bytes
     rest = "left" if found.margin_bytes >= 0 else "missing"
     summary = [
-        VERDICTS[found.verdict],
-        f"{format_size(found.device_bytes, capacity)} of {format_size(capacity, capacity)}, "
-        f"{format_size(abs(found.margin_bytes), capacity)} {rest}; {simulation.deciding_phase} decides (*)",
+        verdict_sentence(found.verdict, found.micro_batch, {}),
+        f"{format_size(used, used)} of {format_size(found.capacity_bytes, used)}, "
+        f"{format_size(abs(found.margin_bytes), used)} {rest}; {simulation.deciding_phase} decides (*)",
         f"micro-batch {found.micro_batch} × {found.length} tokens, {found.accumulation} per optimizer step",
     ]
     if any(found.beside.values()):
-        beside = ", ".join(f"{name} {format_size(held, capacity)}" for name, held in found.beside.items())
+        beside = ", ".join(f"{name} {format_size(held, used)}" for name, held in found.beside.items())
         summary.append(f"memory outside tensors, from the plan: {beside}")
     head = f"{visible(spec.recipe.model.id)}: the engine's own step was simulated; no memory was allocated"
     rows = phase_table(simulation.phases, simulation.deciding_phase)
@@ -44,13 +44,13 @@ def _compared(found: ExactPlan) -> Iterator[str]:
         yield ""
         return
     yield f"{'':<19}{'simulated':>14}{'closed form':>14}"
-    sums, capacity = found.simulation.sums, found.capacity_bytes
+    sums, used = found.simulation.sums, found.device_bytes
     for phase, row in found.closed_form.items():
         predicted_bytes = sum(row.values())
         if phase in sums:
-            simulated, predicted = format_size(sums[phase], capacity), format_size(predicted_bytes, capacity)
+            simulated, predicted = format_size(sums[phase], used), format_size(predicted_bytes, used)
             error_percent = 100 * (predicted_bytes / sums[phase] - 1)
             yield f" {phase:<18}{simulated:>14}{predicted:>14}{error_percent:>+9.2f} %"
         elif phase != "load":
-            yield f" {phase:<18}{'not simulated':>14}{format_size(predicted_bytes, capacity):>14}"
+            yield f" {phase:<18}{'not simulated':>14}{format_size(predicted_bytes, used):>14}"
     yield ""

@@ -187,10 +187,9 @@ def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
     slower = sum(lever.slower_percent for lever in suggestion.levers)
     speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
     learning = ", CHANGES WHAT IS LEARNED" if suggestion.changes_learning else ""
-    plan = suggestion.plan
+    plan, used = suggestion.plan, suggestion.plan.prediction.device_bytes
     lines = [
-        f"{index}. {format_size(plan.prediction.device_bytes, plan.capacity_bytes)}, "
-        f"{format_size(plan.margin_bytes, plan.capacity_bytes)} left, "
+        f"{index}. {format_size(used, used)}, {format_size(plan.margin_bytes, used)} left, "
         f"micro-batch {plan.micro_batch}, {speed}{learning}"
     ]
     for key, (before, after) in suggestion.changes.items():

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from engine.journal.event_text import describe_verdict
 from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
@@ -29,12 +30,6 @@ HEADS = {
     "recompute": "recomp", "loss": "loss", "buffers": "buffer",
 }  # fmt: skip
 """The column title of each component, short enough for 80 columns."""
-VERDICTS = {
-    "fits": "fits",
-    "tight": "tight: fits only with a smaller micro-batch or a remedy",
-    "does_not_fit": "does not fit: not even one sequence with every remedy",
-}
-
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
     """Wrap lines at spaces; continuation lines are indented."""
@@ -103,12 +98,12 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     used, capacity = planned.prediction.device_bytes, planned.capacity_bytes
     rest = "left" if planned.margin_bytes >= 0 else "missing"
     each = f" on each of {planned.ranks} devices" if planned.ranks > 1 else ""
-    tensor_bytes = format_size(planned.peak_bytes, capacity)
+    tensor_bytes = format_size(planned.peak_bytes, used)
     tensors = f"; {tensor_bytes} of it in torch's tensors" if used != planned.peak_bytes else ""
     lines = [
-        f"{VERDICTS[planned.verdict]}",
-        f"{format_size(used, capacity)} of {format_size(capacity, capacity)}{each}, "
-        f"{format_size(abs(planned.margin_bytes), capacity)} {rest}{tensors}",
+        verdict_sentence(planned.verdict, planned.micro_batch, planned.remedies),
+        f"{format_size(used, used)} of {format_size(capacity, used)}{each}, "
+        f"{format_size(abs(planned.margin_bytes), used)} {rest}{tensors}",
         f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
     ]
@@ -116,10 +111,19 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is kept")
     if planned.remedies:
         changes = ", ".join(f"{key} = {toml_text(value)}" for key, value in planned.remedies.items())
-        lines.append(f"fits with {changes}; what is learned stays the same")
+        start = "on this simulated device train starts as written, to show it, and gets to" if planned.simulated else (
+            "train starts with"
+        )
+        lines.append(f"{start} {changes}; what is learned stays the same")
     if planned.verdict == "does_not_fit":
         lines.append("see what would help: tunedeck fit with the same arguments")
     return lines
+
+
+def verdict_sentence(verdict: str, micro_batch: int, remedies: dict[str, Any]) -> str:
+    """The verdict of a plan in words."""
+    words = describe_verdict(verdict, micro_batch, remedies)
+    return f"{words}: not even one sequence with every remedy" if verdict == "does_not_fit" else words
 
 
 def residual_lines(spec: RunSpec) -> Iterator[str]:

@@ -40,7 +40,8 @@ EVENT_KINDS: dict[str, EventKind] = {
     "stage_finished": _event_kind("", "name steps seconds reason"),
     "plan": _event_kind(
         "predicted verdict",
-        "capacity_bytes deciding_phase micro_batch accumulation tokens_per_micro_batch components phases basis budget",
+        "capacity_bytes deciding_phase micro_batch accumulation tokens_per_micro_batch components phases basis budget"
+        " remedies",
     ),
     "phase": _event_kind("name", "detail done total"),
     "heartbeat": _event_kind("", "phase"),

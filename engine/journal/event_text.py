@@ -6,7 +6,7 @@ else, and no text in it may move the cursor or act as markup.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Event = dict[str, Any]
@@ -60,6 +60,13 @@ def format_bytes(count: float | None) -> str:
     return f"{count / 2**20:,.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
+def format_share(used: float, total: float) -> str:
+    """Format two numbers of bytes in one unit, such as "6.36 of 22.50 GiB"; in MiB where `used` is below 1 GiB."""
+    if used >= 2**30:
+        return f"{used / 2**30:,.2f} of {total / 2**30:,.2f} GiB"
+    return f"{used / 2**20:,.0f} of {total / 2**20:,.0f} MiB"
+
+
 def format_number(value: object, digits: int = 4) -> str:
     """Format a number; None becomes "not finite", because the journal records a loss that is not finite as null."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -102,9 +109,8 @@ def describe_backoff(event: Event) -> str:
     phase = str(event["phase"])
     where = PHASE_NAMES.get(phase, phase)
     what = RETRIED_PARTS.get(phase.split()[0] if phase else "", "the step")
-    held = format_bytes(event.get("allocated_bytes"))
-    capacity = event.get("capacity_bytes")
-    held = f"{held.removesuffix(' MiB')} of {format_bytes(capacity)}" if capacity and held.endswith("MiB") else held
+    held_bytes, capacity = event.get("allocated_bytes"), event.get("capacity_bytes")
+    held = format_share(held_bytes, capacity) if held_bytes is not None and capacity else format_bytes(held_bytes)
     wanted = event.get("requested_bytes")
     wanted_text = f"wanted {format_bytes(wanted)}, {held} held" if wanted is not None else f"{held} held"
     remedy = REMEDY_TEXTS.get(str(event["remedy"]), f"remedy: {event['remedy']}; {{what}} is redone")
@@ -147,13 +153,44 @@ def _resumed(event: Event) -> str:
     return f"resumed after step {event['step']} from {event['from']}{schedule}"
 
 
+OLD_VERDICTS = {"tight": "fits_smaller"}
+"""Verdicts as earlier versions wrote them into plan.json and events, and as they are called now."""
+
+REMEDY_WORDS = {
+    "train.gradient_checkpointing": "gradient checkpointing",
+    "train.loss": "a chunked loss",
+    "train.activation_offload": "activations in host memory",
+    "train.optimizer_offload": "optimizer state in host memory",
+}
+"""What a plan's remedies are called in a sentence; the micro-batch is named with its number."""
+
+
+def describe_verdict(verdict: str, micro_batch: object = None, remedies: Mapping[str, Any] | None = None) -> str:
+    """Describe a plan's verdict: "fits", "fits with micro-batch 17 in place of 64" or "does not fit".
+
+    `micro_batch` is that of the plan as written, `remedies` the recipe keys with which it fits; events of earlier
+    versions have none.
+    """
+    verdict = OLD_VERDICTS.get(verdict, verdict)
+    if verdict != "fits_smaller":
+        return clean(verdict).replace("_", " ")
+    remedies = remedies or {}
+    parts = [words for key, words in REMEDY_WORDS.items() if key in remedies]
+    smaller = remedies.get("train.micro_batch")
+    if isinstance(smaller, int) and smaller != micro_batch:
+        instead = f" in place of {micro_batch}" if isinstance(micro_batch, int) and micro_batch > smaller else ""
+        parts.append(f"micro-batch {smaller}{instead}")
+    return "fits with " + (" and ".join(parts) or "a smaller micro-batch")
+
+
 def _plan(event: Event) -> str:
     predicted = event["predicted"]
     peak = predicted.get("peak_bytes") if isinstance(predicted, dict) else predicted
     capacity = event.get("capacity_bytes")
-    return f"plan: {str(event['verdict']).replace('_', ' ')}, predicted peak {format_bytes(peak)}" + (
-        f" of {format_bytes(capacity)}" if capacity else ""
-    )
+    verdict = describe_verdict(str(event["verdict"]), event.get("micro_batch"), event.get("remedies"))
+    size = format_share(peak, capacity) if capacity and peak is not None else format_bytes(peak)
+    as_written = " as written" if verdict.startswith("fits with") else ""
+    return f"plan: {verdict}; predicted peak{as_written} {size}"
 
 
 def _phase(event: Event) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.journal.event_text import OLD_VERDICTS
 from engine.journal.events import Event
 
 
@@ -135,4 +136,7 @@ def plan_digest(plan: dict[str, Any]) -> dict[str, Any]:
     predicted = plan.get("predicted")
     inner = predicted if isinstance(predicted, dict) else {"peak_bytes": predicted} if predicted is not None else {}
     keys = ("peak_bytes", "capacity_bytes", "verdict", "deciding_phase", "components")
-    return {**inner, **{key: plan[key] for key in keys if plan.get(key) is not None}}
+    digest = {**inner, **{key: plan[key] for key in keys if plan.get(key) is not None}}
+    if "verdict" in digest:
+        digest["verdict"] = OLD_VERDICTS.get(digest["verdict"], digest["verdict"])
+    return digest

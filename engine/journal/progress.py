@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.journal.event_text import clean, describe_phase, format_bytes, format_duration, format_number
+from engine.journal.event_text import clean, describe_phase, format_bytes, format_duration, format_number, format_share
 from engine.journal.events import Event
 from engine.journal.journal_state import JournalState
 
@@ -63,8 +63,8 @@ class Progress:
         return done + (f", {format_duration(left)} left" if left is not None else "")
 
     def _figures(self, step: Event) -> str:
-        peak = format_bytes(step.get("peak_bytes"))
-        memory = f"{peak} of {format_bytes(self.capacity_bytes)}" if self.capacity_bytes else peak
+        peak = step.get("peak_bytes")
+        memory = format_share(peak, self.capacity_bytes) if self.capacity_bytes and peak else format_bytes(peak)
         return (
             f"loss {format_number(step.get('loss'))}, {step.get('tokens_per_second') or 0:,.0f} tokens/s, "
             f"memory {memory}{' (simulated device)' if self.simulated else ''}"

@@ -8,7 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.journal.event_text import clean, format_bytes, format_duration, format_number, format_score
+from engine.journal.event_text import (
+    clean,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_score,
+    format_share,
+)
 from engine.journal.summary import RunSummary
 
 Rows = list[tuple[str, str]]
@@ -58,7 +65,7 @@ def _memory_rows(summary: RunSummary) -> Rows:
     capacity = summary.predicted.get("capacity_bytes")
     if measured is None:
         return []
-    text = format_bytes(measured) + (f" of {format_bytes(capacity)}" if capacity else "")
+    text = format_share(measured, capacity) if capacity else format_bytes(measured)
     predicted = summary.measured.get("predicted")
     if predicted:
         shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"

@@ -86,7 +86,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
     found = simulate_step(spec, rows=rows, length=length)
     beside = non_torch_memory(spec.profile).components(found.peak_bytes)
     fits = found.peak_bytes + sum(beside.values()) <= capacity
-    verdict = "fits" if fits else "tight" if _remedied_fits(spec, length) else "does_not_fit"
+    verdict = "fits" if fits else "fits_smaller" if _remedied_fits(spec, length) else "does_not_fit"
     return ExactPlan(verdict, capacity, found, beside, rows, -(-batch // rows), length, closed_form)
 
 

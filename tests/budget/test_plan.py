@@ -43,15 +43,22 @@ def test_a_batch_that_fits_whole_is_planned_whole_though_a_part_of_it_would_have
     assert (make_plan(fitted).verdict, make_plan(fitted).micro_batch) == ("fits", 16)
 
 
-def test_a_fixed_micro_batch_that_is_too_large_is_tight_and_names_the_remedy() -> None:
+def test_a_fixed_micro_batch_that_is_too_large_fits_smaller_and_names_the_remedy() -> None:
     spec = run_spec(
         "Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64, "micro_batch": 64}, data={"max_length": 1024}
     )
     plan = make_plan(spec)
-    assert plan.verdict == "tight"
+    assert plan.verdict == "fits_smaller"
     assert plan.micro_batch == 64
     assert plan.remedies == {"train.micro_batch": make_plan(run_spec(
         "Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64}, data={"max_length": 1024})).micro_batch}
+
+
+def test_remedies_never_raise_the_micro_batch_of_the_recipe() -> None:
+    wanting = {"batch_size": 64, "micro_batch": 2, "gradient_checkpointing": False}
+    plan = make_plan(run_spec("Qwen/Qwen2.5-7B", card(24.0), train=wanting))
+    assert plan.verdict == "fits_smaller"
+    assert plan.remedies == {"train.gradient_checkpointing": True, "train.micro_batch": 2}
 
 
 def test_what_no_remedy_can_fit_does_not_fit() -> None:
@@ -181,7 +188,7 @@ def test_the_lever_that_a_plan_names_lowers_its_peak() -> None:
 
 
 def test_plan_json_is_one_document() -> None:
-    assert json.loads(invoke("plan", "-p", "demo", "-r", "demo", "--json").stdout)["verdict"] in ("fits", "tight")
+    assert json.loads(invoke("plan", "-p", "demo", "-r", "demo", "--json").stdout)["verdict"] == "fits_smaller"
 
 
 def test_plan_exits_with_3_when_it_does_not_fit() -> None:
@@ -192,7 +199,7 @@ def test_plan_exits_with_3_when_it_does_not_fit() -> None:
 
 def test_the_exact_plan_agrees_with_the_closed_form() -> None:
     document = json.loads(invoke("plan", "-p", "demo", "-r", "demo", "--exact", "--json").stdout)
-    assert document["exact"] and document["verdict"] == "tight"
+    assert document["exact"] and document["verdict"] == "fits_smaller"
     assert document["closed_form_bytes"] == pytest.approx(document["peak_bytes"], rel=0.005)
 
 

@@ -24,5 +24,5 @@ id = "builtin:tiny"
 
 def new_run(folder: Path, name: str = "demo") -> RunDirectory:
     """A run directory as `train` makes it, but not started."""
-    plan = {"verdict": "tight", "peak_bytes": 300 << 20, "capacity_bytes": 256 << 20}
+    plan = {"verdict": "fits_smaller", "peak_bytes": 300 << 20, "capacity_bytes": 256 << 20}
     return create_run_directory(folder, name, RUN_TOML.format(name=name), plan)

@@ -110,7 +110,7 @@ def test_a_forked_worker_that_outlives_its_engine_does_not_keep_the_claim(run: R
 def test_a_new_run_is_complete_and_a_collision_gets_a_number(tmp_path: Path) -> None:
     runs = [new_run(tmp_path) for _ in range(4)]
     assert len({run.name for run in runs}) == 4
-    assert all(run.exists() and json.loads(run.plan_json.read_text())["verdict"] == "tight" for run in runs)
+    assert all(run.exists() and json.loads(run.plan_json.read_text())["verdict"] == "fits_smaller" for run in runs)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

@@ -9,7 +9,14 @@ from rich.console import Console
 
 from engine.commands.reporter import LiveReporter, PlainReporter
 from engine.journal.event_schema import EVENT_KINDS
-from engine.journal.event_text import EVENT_DESCRIPTIONS, clean, describe_event, format_bytes
+from engine.journal.event_text import (
+    EVENT_DESCRIPTIONS,
+    clean,
+    describe_event,
+    describe_verdict,
+    format_bytes,
+    format_share,
+)
 from engine.journal.progress import Progress
 from engine.launch.resume_changes import find_changes, makes_longer, notices_of, refused_changes
 from tests.journal.event_fields import backoff_fields, step_fields
@@ -25,6 +32,37 @@ def test_a_backoff_is_a_sentence() -> None:
         "step 12: out of memory in backward (wanted 24 MiB, 230 of 256 MiB held); "
         "the step is redone with at most 8 sequences at a time; no sample lost"
     )
+
+
+@pytest.mark.parametrize(
+    ("verdict", "micro_batch", "remedies", "words"),
+    [
+        ("fits", 4, {}, "fits"),
+        ("fits_smaller", 64, {"train.micro_batch": 17}, "fits with micro-batch 17 in place of 64"),
+        ("fits_smaller", 1, {"train.gradient_checkpointing": True, "train.micro_batch": 4},
+         "fits with gradient checkpointing and micro-batch 4"),
+        ("fits_smaller", 1, {"train.loss": "chunked", "train.micro_batch": 1}, "fits with a chunked loss"),
+        ("does_not_fit", 1, {}, "does not fit"),
+        ("tight", 64, None, "fits with a smaller micro-batch"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_said_in_words(
+    verdict: str, micro_batch: int, remedies: dict[str, object] | None, words: str
+) -> None:
+    assert describe_verdict(verdict, micro_batch, remedies) == words
+
+
+def test_two_sizes_beside_each_other_have_one_unit() -> None:
+    assert format_share(6516 * 2**20, 22.5 * 2**30) == "6.36 of 22.50 GiB"
+    assert format_share(56 * 2**20, 18.75 * 2**30) == "56 of 19,200 MiB"
+
+
+def test_the_plan_of_a_run_of_an_earlier_version_is_readable() -> None:
+    old = event("plan", predicted={"peak_bytes": 127 << 20}, verdict="tight", capacity_bytes=64 << 20, micro_batch=64)
+    assert describe_event(old) == "plan: fits with a smaller micro-batch; predicted peak as written 127 of 64 MiB"
+    progress = Progress("demo", simulated=True)
+    progress.take(old)
+    assert progress.state.predicted["verdict"] == "fits_smaller"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +117,7 @@ def test_the_status_says_step_loss_speed_memory_and_time_left() -> None:
     progress.take(event("step", **step_fields(4)))
     assert progress.lines() == [
         "demo: training, step 4 of 10, 0:03 left",
-        "  loss 0.25, 1,000 tokens/s, memory 200 MiB of 256 MiB (simulated device)",
+        "  loss 0.25, 1,000 tokens/s, memory 200 of 256 MiB (simulated device)",
     ]
 
 

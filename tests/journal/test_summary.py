@@ -33,7 +33,7 @@ def age(directory: RunDirectory, seconds: float) -> None:
 def test_a_run_without_an_engine_is_queued_and_knows_its_plan(run: RunDirectory) -> None:
     summary = summarise(run)
     assert (summary.status, summary.step, summary.name, summary.simulated) == ("queued", 0, "demo", True)
-    assert summary.predicted == {"peak_bytes": 300 << 20, "capacity_bytes": 256 << 20, "verdict": "tight"}
+    assert summary.predicted == {"peak_bytes": 300 << 20, "capacity_bytes": 256 << 20, "verdict": "fits_smaller"}
 
 
 def test_progress_scores_and_memory_come_from_the_events(run: RunDirectory) -> None:

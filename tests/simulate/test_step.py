@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_told_from_what_a_remedy_makes_fit(tmp_path: Path) 
 
     roomy = plan(4.0)
     half, too_little = 0.5 * roomy.simulation.peak_bytes / 2**30, 0.5 * roomy.simulation.static_bytes / 2**30
-    assert [roomy.verdict, plan(half).verdict, plan(too_little).verdict] == ["fits", "tight", "does_not_fit"]
+    assert [roomy.verdict, plan(half).verdict, plan(too_little).verdict] == ["fits", "fits_smaller", "does_not_fit"]
 
 
 def test_a_four_bit_base_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ set = ["train.max_steps=100"]
 """
 
 COMPONENTS = {"weights": 3 << 20, "optimizer": 6 << 20, "activations": 120 << 20}
-PLAN = {"verdict": "tight", "peak_bytes": 129 << 20, "capacity_bytes": 64 << 20, "components": COMPONENTS}
+PLAN = {"verdict": "fits_smaller", "peak_bytes": 129 << 20, "capacity_bytes": 64 << 20, "components": COMPONENTS}
 
 
 def make_run(
@@ -55,7 +55,7 @@ def make_run(
 
 def _history(run: RunDirectory, writer: EventWriter, steps: int) -> None:
     writer.write("run_started", run=run.name, pid=1, world_size=1, versions={}, device_name="a device")
-    writer.write("plan", predicted={"peak_bytes": 129 << 20, "components": COMPONENTS}, verdict="tight",
+    writer.write("plan", predicted={"peak_bytes": 129 << 20, "components": COMPONENTS}, verdict="fits_smaller",
                  capacity_bytes=64 << 20)  # fmt: skip
     writer.write("stage_started", max_steps=100)
     held = {"capacity_bytes": 64 << 20, "allocated_bytes": 63 << 20, "requested_bytes": 1 << 20}

@@ -47,7 +47,7 @@ def test_with_a_full_disk_it_says_what_it_cannot_write_and_stays(terminal: Termi
     add(paused, lambda writer: writer.write("run_started", **started))
     add(paused, lambda writer: writer.write("run_finished", status="paused", exit_code=130, result=None))
     terminal.open_console("-p", "demo", "-r", "demo", under=FULL_DISK)
-    terminal.sees("tight", "missing")
+    terminal.sees("fits with micro-batch 17", "missing")
     terminal.press("s")
     terminal.sees("no run directory can be created", "fix: choose another with --runs")
     terminal.press("1")
@@ -81,7 +81,7 @@ def test_it_outlives_the_folder_it_was_opened_in(terminal: Terminal, tmp_path: P
     folder = tmp_path / "project"
     folder.mkdir()
     terminal.open_console("-p", "demo", "-r", "demo", cwd=folder)
-    terminal.sees("tight", "missing")
+    terminal.sees("fits with micro-batch 17", "missing")
     folder.rmdir()
     terminal.press("a")
     terminal.sees("✓ fits", "17 × 4 × 1")

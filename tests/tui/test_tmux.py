@@ -55,7 +55,7 @@ def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(
     terminal: Terminal, runs: Path, recipe: Path
 ) -> None:
     terminal.open_console("-p", "demo", "-r", str(recipe))
-    terminal.sees("Launch", "tight")
+    terminal.sees("Launch", "fits with micro-batch 17")
     terminal.press("s")
     terminal.sees("out of memory in", "1 time, survived")
     (demo,) = list_runs(runs)

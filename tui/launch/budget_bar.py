@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from textual.content import Content
 
 from engine.budget.advise.plan import Plan
+from engine.journal.event_text import describe_verdict
 from engine.spec.files.text import visible
 from tui.launch.evaluate import EvaluatedChoice
 from tui.launch.fields import format_value
@@ -180,20 +181,22 @@ def _wrap_entries(entries: Sequence[Content], width: int) -> list[Content]:
     return [Content.assemble(*line).rstrip() for line in lines]
 
 
-def verdict_text(verdict: str, *, ascii_only: bool) -> Content:
-    """The glyph and the words of a verdict, in the verdict's colour."""
+def verdict_text(verdict: str, words: str = "", *, ascii_only: bool) -> Content:
+    """The glyph and the words of a verdict, in the verdict's colour; by default the verdict's own, which are short."""
     shown = VERDICTS[verdict]
-    return Content.styled(f"{shown.letter if ascii_only else shown.glyph} {verdict.replace('_', ' ')}", shown.style)
+    text = words or verdict.replace("_", " ")
+    return Content.styled(f"{shown.letter if ascii_only else shown.glyph} {text}", shown.style)
 
 
 def verdict_line(plan: Plan, width: int, *, ascii_only: bool) -> Content:
     """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, and the phase of the
-    peak."""
+    peak; where there is no room for all, the phase goes first, the sizes next."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     left = f"{decimal_bytes(abs(margin))} {'left' if margin >= 0 else 'missing'}"
     phase = PHASES.get(plan.prediction.deciding_phase, plan.prediction.deciding_phase)
     texts = [f"{decimal_bytes(used)} of {decimal_bytes(plan.capacity_bytes)}", left, f"peak in the {phase}"]
-    head = verdict_text(plan.verdict, ascii_only=ascii_only)
+    words = describe_verdict(plan.verdict, remedies=plan.remedies)
+    head = verdict_text(plan.verdict, words, ascii_only=ascii_only)
     while head.cell_length + sum(len(text) + 3 for text in texts) > width and len(texts) > 1:
-        texts.pop(0)
+        texts.pop(-1 if len(texts) == 3 else 0)
     return Content.assemble(head, *(f"   {text}" for text in texts))

@@ -1,6 +1,6 @@
 """Plans a run: the micro-batch to start with, the verdict, and the memory prediction they are based on.
 
-Verdicts: fits, tight (only a smaller micro-batch or a remedy that leaves learning unchanged fits),
+Verdicts: fits, fits_smaller (only a smaller micro-batch or a remedy that leaves learning unchanged fits),
 does_not_fit (one sequence with every such remedy exceeds capacity).
 
 Try: `tunedeck plan -p 24gb -r lora`
@@ -18,7 +18,7 @@ from engine.budget.predict.prediction import Prediction, Predictor
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.spec.schema.run import RunSpec
 
-Verdict = Literal["fits", "tight", "does_not_fit"]
+Verdict = Literal["fits", "fits_smaller", "does_not_fit"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Plan:
     image_tokens: int
     """Tokens of the image that each sequence is planned with; 0 for text alone."""
     remedies: dict[str, Any]
-    """Recipe keys that would make a tight plan fit, without changing what is learned."""
+    """Recipe keys that would make a plan of verdict fits_smaller fit, without changing what is learned."""
 
     @property
     def peak_bytes(self) -> int:
@@ -121,7 +121,7 @@ def _largest_that_fits(predictor: Predictor, length: int) -> int:
 def _verdict(
     arch: Architecture, spec: RunSpec, planned: Prediction, rows: int, length: int
 ) -> tuple[Verdict, dict[str, Any]]:
-    """The verdict, and for "tight" the cheapest set of remedies with which the run fits."""
+    """The verdict, and for "fits_smaller" the cheapest set of remedies with which the run fits."""
     if planned.device_bytes <= spec.profile.device.capacity_bytes:
         return "fits", {}
     for changes in _remedies(spec):
@@ -129,7 +129,9 @@ def _verdict(
             continue  # planned already
         most = _largest_that_fits(Predictor(arch, _with_train(spec, changes)), length)
         if most:
-            return "tight", {**{f"train.{key}": value for key, value in changes.items()}, "train.micro_batch": most}
+            # A number in the recipe is a limit: remedies do not raise it.
+            most = most if spec.recipe.train.micro_batch == "auto" else min(most, rows)
+            return "fits_smaller", {f"train.{key}": value for key, value in {**changes, "micro_batch": most}.items()}
     return "does_not_fit", {}
 
 

@@ -177,7 +177,7 @@ def test_the_last_valid_plan_stays_until_another_recipe_is_chosen(launch: Launch
 
 def test_applied_advice_makes_it_fit_and_can_be_taken_back(launch: LaunchState) -> None:
     advice = launch.advice(compute=True)
-    assert advice is not None and advice.plan.verdict == "tight"
+    assert advice is not None and advice.plan.verdict == "fits_smaller"
     launch.apply(advice.suggestions[0])
     assert launch.evaluated.plan is not None and launch.evaluated.plan.verdict == "fits"
     launch.undo()
@@ -202,7 +202,7 @@ def test_every_recipe_gets_its_verdict_on_the_chosen_profile(launch: LaunchState
     while launch.compute_next_verdict():
         pass
     verdicts = {name: evaluated.plan and evaluated.plan.verdict for name, evaluated in launch.verdicts.items()}
-    assert (verdicts["demo"], verdicts["full"], verdicts["qlora"]) == ("tight", "does_not_fit", None)
+    assert (verdicts["demo"], verdicts["full"], verdicts["qlora"]) == ("fits_smaller", "does_not_fit", None)
     launch.change(replace(launch.choice, profile="80gb"))
     assert launch.verdicts == {}
 

@@ -42,7 +42,7 @@ async def type_in(pilot: ConsolePilot, key: str, text: str) -> None:
 async def test_verdict_bar_and_start_key_are_in_sight(console: Opener, width: int, height: int) -> None:
     async with console(width, height, **DEMO) as pilot:
         assert isinstance(pilot.screen, LaunchScreen)
-        await pilot.sees("tight", "simulated", "300 %", "activations", "s start", "q quit")
+        await pilot.sees("fits with micro-batch 17", "simulated", "300 %", "activations", "s start", "q quit")
         assert all(len(line) <= width for line in pilot.text.splitlines())
 
 
@@ -215,7 +215,7 @@ async def test_a_run_can_be_queued_instead(console: Opener, runs: Path) -> None:
         await pilot.sees("is number 1 in the queue")
     (directory,) = list_runs(runs)
     assert Queue(runs).read().waiting == [directory.name]
-    assert json.loads((directory.path / "plan.json").read_text())["verdict"] == "tight"
+    assert json.loads((directory.path / "plan.json").read_text())["verdict"] == "fits_smaller"
 
 
 async def test_saving_asks_for_a_name_and_esc_takes_the_question_back(
@@ -256,7 +256,7 @@ async def test_a_strangers_title_is_shown_as_it_is_written(
 
 async def test_in_ascii_nothing_else_is_drawn(console: Opener) -> None:
     async with console(120, 36, ascii=True, **DEMO) as pilot:
-        await pilot.sees("tight", "aaaaaaaa", "64 x 1 x 1")
+        await pilot.sees("fits with", "aaaaaaaa", "64 x 1 x 1")
         assert pilot.text.isascii(), [letter for letter in pilot.text if not letter.isascii()]
 
 
