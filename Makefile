@@ -18,7 +18,7 @@ demo: $(READY)
 
 # Hundreds of engines are started: each would compile what Python may not write down.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest \
-	-n 2 --dist loadfile --no-loadscope-reorder -o console_output_style=count
+	-n 2 --dist loadgroup --no-loadscope-reorder -o console_output_style=count
 
 check: $(READY)
 	@echo "make check: about two minutes. make test runs all tests."

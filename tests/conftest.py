@@ -1,6 +1,6 @@
 """What all tests share: nothing they do reaches the user's own folders, caches or the network.
 
-And the order they run in: groups of ranks one after another, then the longest files, so that two workers end together.
+And the order they run in: groups of ranks on one worker, slow files, then fast ones.
 """
 
 from __future__ import annotations
@@ -14,38 +14,27 @@ from typing import Any
 import pytest
 
 FOLDERS = ("TUNEDECK_STATE", "TUNEDECK_CACHE", "TUNEDECK_CONFIG", "HF_HOME")
-GROUPS = "tests/distributed/"
+RANKS = "tests/distributed/"
 """Tests that start two to four ranks, which wait for each other all the time. Two such groups at once on two cores took
 four tenths more of the processors than one after the other, so one worker gets all of these files."""
 
-LONGEST = (
-    "tests/train/test_resume.py",
-    "tests/train/test_demo.py",
-    "tests/simulate/test_step.py",
-    "tests/train/test_torture.py",
-    "tests/test_gpu_suites.py",
-    "tests/cli/test_bad_runs.py",
-    "tests/tui/test_tmux.py",
-    "tests/budget/test_capacity_runs.py",
-    "tests/budget/test_fit_on_real_runs.py",
-    "tests/budget/test_accuracy.py",
-    "tests/simulate/test_profiled_steps.py",
-    "tests/train/recovery/test_budget_growth.py",
-    "tests/train/test_backoff_benchmark.py",
-)
-"""Files that take longest, after the groups of ranks. None is begun when the other worker has nothing left to do."""
-
 SLOW = (
-    GROUPS,
-    *LONGEST,
+    RANKS,
     "tests/train/",
     "tests/package/",
     "tests/docs/",
+    "tests/simulate/",
+    "tests/test_gpu_suites.py",
+    "tests/cli/test_bad_runs.py",
     "tests/cli/test_queue.py",
     "tests/cli/test_evaluate.py",
     "tests/cli/test_clean_output.py",
     "tests/cli/test_full_disk.py",
     "tests/cli/test_deleted_folder.py",
+    "tests/tui/test_tmux.py",
+    "tests/budget/test_capacity_runs.py",
+    "tests/budget/test_fit_on_real_runs.py",
+    "tests/budget/test_accuracy.py",
     "tests/budget/test_vision.py",
     "tests/data/test_prepare.py",
     "tests/data/test_command.py",
@@ -67,36 +56,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("TUNEDECK_RUNS", None)
 
 
-@pytest.hookimpl(tryfirst=True)  # -m is applied in the same hook
+@pytest.hookimpl(tryfirst=True)  # -m and xdist read the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests, and put files into the order they are handed out in.
-
-    Tests of a file stay in their order, and so do the files not named here.
-    """
-    places = {file: place for place, file in enumerate((GROUPS, *LONGEST))}
+    """Mark slow tests and the tests that one worker gets together (its file, or all groups of ranks), and put the ranks
+    first, then the other slow files. The fast files at the end are short, so that two workers end together."""
     for item in items:
-        if item.nodeid.startswith(SLOW):
+        ranks, slow = item.nodeid.startswith(RANKS), item.nodeid.startswith(SLOW)
+        item.add_marker(pytest.mark.xdist_group("ranks" if ranks else item.nodeid.partition("::")[0]))
+        if slow:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: places.get(unit_of(item.nodeid), len(places)))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadfile, a worker gets a file at a time, and all groups of ranks at once."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByUnit(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return unit_of(nodeid)
-
-    return ByUnit(config, log)
-
-
-def unit_of(nodeid: str) -> str:
-    """What a worker is given together with this test: its file, or all groups of ranks."""
-    return GROUPS if nodeid.startswith(GROUPS) else nodeid.partition("::")[0]
+    items.sort(key=lambda item: (not item.nodeid.startswith(RANKS), not item.nodeid.startswith(SLOW)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

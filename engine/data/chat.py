@@ -12,14 +12,13 @@ Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.data.chat_content import contains, ends_thinking, require_complete, thinking_of, without_thinking
 from engine.data.chat_template import (
     PROBES,
     ChatTemplate,
@@ -33,23 +32,7 @@ from engine.data.chat_template import (
 from engine.data.formats import ChatRecord, Dropped
 from engine.errors import DataError
 
-LEFT_OUT = "the chat template leaves out"
-"""First words of the drop reasons for a conversation of which the rendered text lacks a part."""
-
 TOKEN_SPANS_START = "a token spans the end of the prompt and the start of the answer"
-
-THINKING_START = re.compile(r"\s*(?:<(?:\w+:)?(?:think|thinking|thought|reasoning)>|\[THINK\])\s*")
-"""Tag that starts the thinking in a message's content. The prompt may contain it."""
-
-THINKING_END = re.compile(
-    r"</(?:\w+:)?(?:think|thinking|thought|reasoning)(?::\w+)?>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
-)
-"""Tag that ends the thinking in a message's content or in a prompt. Templates may leave out what comes before it."""
-
-THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that may hold its thinking."""
-
-WORD = re.compile(r"\w+")
 
 TokenRow = tuple[list[int], list[bool]]
 """Token ids, and whether each is learned."""
@@ -133,12 +116,12 @@ class ChatRenderer:
         if not _is_unicode(whole):
             raise TemplateRefusal("its text is not valid Unicode")
         if self.learn_all:
-            _check_complete(messages, whole, None)
+            require_complete(messages, whole, None)
             return self._one_row(messages, whole, [(0, len(whole))])
         if self.template.marks_assistant:
             return self._marked_rows(messages, tools, whole)
         turns = self._turns(messages, tools, whole)
-        _check_complete(messages, whole, {number: turn.answer for number, turn in turns.items()})
+        require_complete(messages, whole, {number: turn.answer for number, turn in turns.items()})
         facts = _turn_facts(messages, turns)
         if all(turn.in_whole and whole.startswith(turn.text) for turn in turns.values()):
             result = self._one_row(messages, whole, [(turn.start, len(turn.text)) for turn in turns.values()])
@@ -157,7 +140,7 @@ class ChatRenderer:
         text, spans = self.template.render_marked(messages, tools)
         if text != whole:
             raise TemplateRefusal("the chat template renders the same conversation in two ways")
-        _check_complete(messages, whole, None)
+        require_complete(messages, whole, None)
         if self._grows(messages, tools, whole):
             return self._one_row(messages, whole, spans)
         turns, rows = self._turns(messages, tools, whole), []
@@ -199,7 +182,7 @@ class ChatRenderer:
         has no thinking), the template's thinking switches are tried. A switch that changes the text beyond the prompt,
         such as the system message, is used only for answers with thinking.
         """
-        thinking = _thinking(messages[-1])
+        thinking = thinking_of(messages[-1])
         history = messages[:-1]
         default_prompt = self._prompt(history, tools, {})
         if default_prompt is not None and plain.startswith(default_prompt):
@@ -209,7 +192,7 @@ class ChatRenderer:
             prompt = self._prompt(history, tools, mode)
             if prompt is None or not text.startswith(prompt):
                 continue
-            if text == plain or (thinking and _contains(text[len(prompt) :], thinking)):
+            if text == plain or (thinking and contains(text[len(prompt) :], thinking)):
                 return AssistantTurn(text, len(prompt), in_whole=text == plain, prompted=True)
         if default_prompt is not None and (turn := self._turn_after_rewrite(messages, tools, plain, default_prompt)):
             return turn
@@ -231,7 +214,7 @@ class ChatRenderer:
         conversation is rendered with all earlier thinking removed beforehand: the answer is the text after its prompt.
         """
         *history, message = messages
-        bare = [_without_thinking(turn) for turn in history]
+        bare = [without_thinking(turn) for turn in history]
         bare_prompt, bare_text = self._prompt(bare, tools, {}), self.template.render([*bare, message], tools)
         if bare_prompt is None or not bare_text.startswith(bare_prompt):
             return None
@@ -255,8 +238,8 @@ class ChatRenderer:
         start = _common_length([text, *probed])
         if prompt is None:
             return AssistantTurn(text, start, in_whole=True, prompted=False)
-        thinking, content = _thinking(message), (message["content"] or "").lstrip()
-        if _ends_thinking(prompt) and not (thinking and _contains(text[start:], thinking)):
+        thinking, content = thinking_of(message), (message["content"] or "").lstrip()
+        if ends_thinking(prompt) and not (thinking and contains(text[start:], thinking)):
             return AssistantTurn(prompt + text[start:], len(prompt), in_whole=False, prompted=True)
         opening = prompt[start:] if prompt.startswith(text[:start]) else ""
         if opening.strip() and content.startswith(opening.strip()):
@@ -330,14 +313,6 @@ def _per_turn(rows: list[TokenRow | Dropped], facts: Counter[str]) -> RenderedCh
     return RenderedChat(rows, Counter(per_turn=1) + facts)
 
 
-def _without_thinking(message: Message) -> Message:
-    """The message without thinking; when it calls tools, also without content, which may be thinking."""
-    if message["role"] != "assistant":
-        return message
-    kept = {key: value for key, value in message.items() if key not in THINKING_FIELDS}
-    return {**kept, "content": ""} if message.get("tool_calls") else kept
-
-
 def _assistant_turns(messages: list[Message]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
@@ -347,78 +322,8 @@ def _turn_facts(messages: list[Message], turns: dict[int, AssistantTurn]) -> Cou
     facts = Counter(context_only=len(_assistant_turns(messages)) - len(turns))
     for number, turn in turns.items():
         facts["unprompted"] += not turn.prompted
-        facts["thinking_left_out"] += not _contains(turn.answer, _thinking(messages[number]))
+        facts["thinking_left_out"] += not contains(turn.answer, thinking_of(messages[number]))
     return +facts
-
-
-def _check_complete(messages: list[Message], whole: str, answers: dict[int, str] | None) -> None:
-    """Raise TemplateRefusal when the text or a tool call of a message is missing from the rendered text `whole`.
-
-    Assistant messages are looked up in `answers` (by message index) where given. Thinking may be missing.
-    """
-    for number, message in enumerate(messages):
-        is_answer = message["role"] == "assistant"
-        text = answers.get(number, whole) if is_answer and answers is not None else whole
-        content = message["content"] or ""
-        if not _contains(text, content) and not (is_answer and _contains_answer(text, content)):
-            raise TemplateRefusal(f"{LEFT_OUT} text of a turn of the role {message['role']}")
-        if is_answer and not all(_shows_call(text, call) for call in message.get("tool_calls") or ()):
-            raise TemplateRefusal(f"{LEFT_OUT} a tool call, or its arguments")
-
-
-def _shows_call(text: str, call: Any) -> bool:
-    """Whether the text has the tool call's name and arguments: JSON text verbatim, objects by their keys and values."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments.strip() not in text:
-        return False
-    return all(_contains(text, value) for value in _strings([function["name"], arguments]))
-
-
-def _strings(value: Any) -> list[str]:
-    """All texts in nested lists and objects, keys included."""
-    found, waiting = [], [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, dict):
-            waiting += [*value, *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-    return found
-
-
-def _thinking(message: Message) -> str:
-    """The thinking of an assistant turn, from its own field or from the start of its content."""
-    given = next((message[name] for name in THINKING_FIELDS if isinstance(message.get(name), str)), "")
-    *thinking, _ = THINKING_END.split(message["content"] or "")
-    return given or THINKING_START.sub("", " ".join(thinking), count=1)
-
-
-def _ends_thinking(prompt: str) -> bool:
-    tags = list(THINKING_END.finditer(prompt))
-    return bool(tags) and not prompt[tags[-1].end() :].strip()
-
-
-def _contains_answer(text: str, content: str) -> bool:
-    """Whether the text contains `content` without its opening thinking tag, or without all of its thinking."""
-    without_tag = THINKING_START.sub("", content, count=1)
-    return _contains(text, without_tag) or _contains(text, THINKING_END.split(content)[-1])
-
-
-def _contains(text: str, part: str) -> bool:
-    """Whether the text contains `part` verbatim, or at least each of its words (line breaks may be escaped)."""
-    if part.strip() in text:
-        return True
-    missing = set(WORD.findall(part)) - set(WORD.findall(text))
-    return all(word in text or _escaped(word) in text for word in missing)
-
-
-def _escaped(word: str) -> str:
-    return "".join(letter if letter.isascii() else f"\\u{ord(letter):04x}" for letter in word)
 
 
 def _is_unicode(text: str) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from engine.data.cache import cache_folder, hash_text
-from engine.data.chat import LEFT_OUT
+from engine.data.chat_content import LEFT_OUT
 from engine.data.formats import Format, recognise
 from engine.data.packing import pack
 from engine.data.report import DataReport, describe, drop_lines
