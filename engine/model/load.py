@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, 
 from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
+from engine.model.adapted_linear import compute_in_input_dtype
 from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers
 from engine.model.attention import ChosenAttention, attends_to_later_tokens, choose_attention
 from engine.model.config import auto_class, load_config
@@ -98,6 +99,7 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
     base.config.use_cache = False
     trained, coverage = _apply_method(spec, settings.start, base)
     key_dropout(trained)
+    compute_in_input_dtype(trained)
     loaded = LoadedModel(
         model=trained,
         kind="adapter" if recipe.method.kind == "lora" else "model",

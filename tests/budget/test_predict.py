@@ -34,8 +34,7 @@ def published_window(arch: Architecture, method: str, rank: int) -> int:
     f, h, q, k = arch.intermediate, arch.hidden, arch.query_width, arch.kv_width
     tail = 4 * arch.heads + 8 + 2 * h
     return {
-        "fp32 adapters": 14 * f + 40 * h + 8 * q + 4 * k + 24 * rank + tail,
-        "bf16 adapters": 12 * f + 14 * h + 4 * q + 4 * k + 12 * rank + tail,
+        "adapters": 12 * f + 14 * h + 4 * q + 4 * k + 12 * rank + tail,
         "full": 12 * f + 18 * h + 4 * q + 4 * k + tail,
     }[method]
 
@@ -44,8 +43,8 @@ def published_window(arch: Architecture, method: str, rank: int) -> int:
 @pytest.mark.parametrize(
     ("method", "table"),
     [
-        ("fp32 adapters", {"rank": 128}),
-        ("bf16 adapters", {"rank": 128, "adapter_dtype": "bfloat16"}),
+        ("adapters", {"rank": 128}),
+        ("adapters", {"rank": 128, "adapter_dtype": "bfloat16"}),
         ("full", {"kind": "full"}),
     ],
 )

@@ -144,8 +144,8 @@ def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         note = "optimizer state in host memory between steps; the same updates"
         yield Lever((("train.optimizer_offload", True),), 35.0, note)
     if recipe.method.kind == "lora" and recipe.method.adapter_dtype == "float32" and plan.config.base_bytes < 4:
-        note = "adapters in bf16: their inputs are no longer copied to fp32, their updates are rounded"
-        yield Lever((("method.adapter_dtype", "bfloat16"),), -3.0, note, quality=8.0)
+        note = "adapters in bf16: half of their bytes, gradients and optimizer state, but their updates are rounded"
+        yield Lever((("method.adapter_dtype", "bfloat16"),), 0.0, note, quality=8.0)
     if cuda and train.optimizer == "adamw":
         note = "optimizer state in 8 bits (bitsandbytes)"
         yield Lever((("train.optimizer", "adamw_8bit"),), 2.0, note, quality=5.0)

@@ -1,6 +1,6 @@
-"""LoRA beside a linear layer as peft 0.19 computes it: plain, with keyed dropout, on a 4-bit base, and DoRA.
+"""LoRA beside a linear layer: plain as `engine.model.adapted_linear` computes it, DoRA as peft 0.19 does.
 
-The local variables are those of `peft/tuners/lora/layer.py`, `bnb.py` and `dora.py`.
+The local variables are those of that file, and of `peft/tuners/lora/layer.py`, `bnb.py` and `dora.py`.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -13,7 +13,7 @@ from engine.budget.blocks import round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import add, cast, copy, linear, scale, scale_by_weight
-from engine.budget.trace.polynomial import BYTE, POSITION
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, POSITION, TOKEN, BytesPolynomial
 
 INTEGER = 4
 """Bytes of an int32."""
@@ -27,30 +27,71 @@ class AdaptedLayer(NamedTuple):
     biased: bool
     merged: int = 1
     """Tokens that are joined into one input of the layer."""
+    unpacked: int = 0
+    """Bytes of the dequantised copy of a quantised weight, which exists during a product with it."""
 
 
-def adapted(
+def plain_lora(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
+    """Trace `engine.model.adapted_linear`: base(x) + dropout(x) · Aᵀ · Bᵀ · scaling as one operation, in x's dtype.
+
+    The adapter's weights are cast for each product. Their gradients are live together until the operation's backward
+    is over.
+    """
+    adapter_input = dropped(trace, x) if config.dropout else x
+    itemsize, rank = x.itemsize, -(-config.rank // layer.merged) * TOKEN
+    sides = [config.rank * width for width in (layer.inputs, layer.outputs)]
+    casts = [count * itemsize * BYTE if config.adapter_bytes != itemsize else NO_BYTES for count in sides]
+    gradients = [round_to_blocks(count * config.adapter_bytes) * BYTE for count in sides]
+    size, whole_size, rank_size = x.size, layer.unpacked * BYTE, rank * itemsize
+    x_wanted, dropout = x.node is not None, config.dropout
+
+    def weight_gradient(side: int) -> Storage:
+        product = trace.allocate(casts[side])
+        gradient = trace.allocate(gradients[side])
+        del product
+        return gradient
+
+    def passing(size: BytesPolynomial) -> None:
+        temporary = trace.allocate(size)
+        del temporary
+
+    def backward(gradient: Storage) -> list[Storage | None]:
+        grad_b = weight_gradient(1)
+        low_rank = trace.allocate(casts[1])
+        grad_low_rank = trace.allocate(rank_size)
+        del low_rank
+        grad_a = weight_gradient(0)
+        whole = trace.allocate(whole_size)
+        grad_x = trace.allocate(size) if x_wanted else None
+        del whole
+        a = trace.allocate(casts[0])
+        grad_dropped = trace.allocate(size) if x_wanted and dropout else None
+        del a, grad_low_rank
+        trace.adopt_gradient(grad_a)
+        trace.adopt_gradient(grad_b)
+        return [grad_x, grad_dropped] if dropout else [grad_x]
+
+    whole = trace.allocate(whole_size)
+    output = trace.new(-(-layer.outputs // layer.merged) * TOKEN, itemsize)
+    del whole
+    a = trace.allocate(casts[0])
+    low_rank = trace.new(rank, itemsize)
+    del a
+    passing(casts[1])
+    inputs = [x, adapter_input] if config.dropout else [x]
+    return trace.on_tape(output, inputs, backward, trace.save(adapter_input, low_rank), trains=True)
+
+
+def dora(
     trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor, result: TracedTensor
 ) -> TracedTensor:
-    """Trace base(x) + B(A(dropout(x))) * scaling, where `result` is base(x): computed in the wider dtype of base and
-    adapter, then cast to the base's."""
+    """Trace peft's DoRA, where `result` is base(x): computed in the wider dtype of base and adapter, then cast to the
+    base's."""
     itemsize = result.itemsize
     if config.quantized:
         result = copy(trace, result)
     x = cast(trace, x, config.adapter_bytes)
-    if config.dora:
-        result = _dora(trace, config, layer, x, result)
-    elif config.quantized:
-        update = cast(trace, _update(trace, config, layer, x), itemsize)
-        result = add(trace, result, update)
-    else:
-        result = add(trace, result, _update(trace, config, layer, x))
-    return cast(trace, result, itemsize)
-
-
-def _update(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
-    """Trace B(A(dropout(x))) * scaling."""
-    return scale(trace, _low_rank(trace, config, layer, dropped(trace, x) if config.dropout else x))
+    return cast(trace, _dora(trace, config, layer, x, result), itemsize)
 
 
 def _low_rank(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from engine.budget.architecture.parameter import Parameter
 from engine.budget.blocks import round_to_blocks
-from engine.budget.trace.adapter import AdaptedLayer, adapted
+from engine.budget.trace.adapter import AdaptedLayer, dora, plain_lora
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, TracedTensor
 from engine.budget.trace.operations import half_linear, linear
@@ -45,9 +45,12 @@ class Weights:
         parameter = self.parameters[f"{module}.weight"]
         if parameter.name not in self.trainable.adapted:
             return self._base(module, parameter, x, merged)
-        layer = AdaptedLayer(*self._shape(parameter), f"{module}.bias" in self.parameters, merged)
+        biased, unpacked = f"{module}.bias" in self.parameters, self._unpacked(parameter)
+        layer = AdaptedLayer(*self._shape(parameter), biased, merged, unpacked)
+        if not self.config.dora:
+            return plain_lora(self.trace, self.config, layer, x)
         # Nested, so that the base layer's output is freed as soon as the adapter's output has been added to it.
-        return adapted(self.trace, self.config, layer, x, self._base(module, parameter, x, merged))
+        return dora(self.trace, self.config, layer, x, self._base(module, parameter, x, merged))
 
     def _base(self, module: str, parameter: Parameter, x: TracedTensor, merged: int) -> TracedTensor:
         """Trace the linear layer without its adapter."""
