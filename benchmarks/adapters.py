@@ -1,0 +1,142 @@
+"""Compares a step of LoRA in bf16 as the engine computes it with the same step as peft computes it.
+
+Run: python -m benchmarks.adapters [--rounds 12]        (CPU, about two minutes)
+
+The engine multiplies fp32 adapters in the base's dtype (`engine.model.adapted_linear`); peft copies the input of every
+adapter to fp32 and multiplies in fp32. Everything else is the engine's: model, loss, checkpointing and optimizer. Both
+sides are loaded from the same seed and take turns step by step on the same samples, so that every ratio compares two
+steps that ran within a few seconds. Peaks are those of the metered device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.job import Job, write_job
+from engine.data.batch import Batch
+from engine.device import open_device
+from engine.model.library_output import silence_libraries
+from engine.model.load import load_model
+from engine.model.loss import make_loss
+from engine.model.tokenizer import load_tokenizer
+from engine.spec.schema.run import RunSpec
+from engine.train.step.optimizer import allocate_state, build_optimizer
+
+ROWS, LENGTH, HIDDEN, RANK = 8, 256, 512, 16
+
+
+def lora_spec(job: Job, device: str) -> RunSpec:
+    """A run spec that trains fp32 adapters on every linear layer of a bf16 base, with checkpointing."""
+    recipe = {
+        "name": "adapters",
+        "model": {"id": str(job.folder), "dtype": "bfloat16", "tokenizer": str(job.folder)},
+        "method": {"rank": RANK},
+        "data": {"sources": [{"name": "main", "path": str(job.folder / "samples.jsonl")}]},
+        "train": {"batch_size": ROWS, "gradient_checkpointing": True},
+    }
+    profile = {"name": "adapters", "device": {"kind": device, "memory_gib": 16.0}}
+    return RunSpec.model_validate({"name": "adapters", "profile": profile, "recipe": recipe})
+
+
+class Side:
+    """A model with its loss and optimizer; `as_peft`: its LoRA layers use peft's own forward methods."""
+
+    def __init__(self, spec: RunSpec, device: Any, *, as_peft: bool) -> None:
+        self.device = device
+        with device.host_region():
+            tokenizer = load_tokenizer(spec.recipe.model)
+        self.loaded = load_model(spec, device, tokenizer)
+        if as_peft:
+            leave_to_peft(self.loaded.model)
+        train = spec.recipe.train
+        self.loss = make_loss(
+            self.loaded, implementation=train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
+        )
+        self.optimizer = build_optimizer(train, self.loaded.trainable())
+        allocate_state(self.optimizer)
+
+    def step(self, job: Job, number: int) -> float:
+        """Take an optimizer step on the job's next samples; returns its loss."""
+        rows = torch.tensor(job.sequences[number * ROWS : (number + 1) * ROWS])
+        targets = ROWS * (rows.shape[1] - 1)
+        batch = Batch(self.device.upload(rows), self.device.upload(rows), None, None, tuple(range(ROWS)), targets)
+        loss = self.loss(batch) / targets
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+
+def leave_to_peft(model: nn.Module) -> None:
+    """Remove the engine's forward method from every LoRA layer."""
+    for module in model.modules():
+        vars(module).pop("forward", None)
+
+
+def compare_time(job: Job, rounds: int) -> dict[str, Any]:
+    """Seconds of a step on both sides, and peft's seconds divided by the engine's: median and quartiles."""
+    device = open_device(lora_spec(job, "cpu"))
+    sides = {name: Side(lora_spec(job, "cpu"), device, as_peft=name == "peft") for name in ("engine", "peft")}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    losses: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 2):
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            began = time.process_time()
+            losses[name].append(sides[name].step(job, number))
+            seconds[name].append(time.process_time() - began)
+    ratios = [theirs / ours for ours, theirs in zip(seconds["engine"][2:], seconds["peft"][2:], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "CPU seconds of a step": {name: round(statistics.median(own[2:]), 3) for name, own in seconds.items()},
+        "peft / engine": [round(ratio, 3) for ratio in (middle, low, high)],
+        "last loss": {name: round(own[-1], 5) for name, own in losses.items()},
+    }
+
+
+@contextmanager
+def metered(job: Job, *, as_peft: bool) -> Iterator[Side]:
+    """One side on a metered device."""
+    spec = lora_spec(job, "metered")
+    device = open_device(spec)
+    with device.activate():
+        yield Side(spec, device, as_peft=as_peft)
+
+
+def compare_memory(job: Job) -> dict[str, float]:
+    """MiB that a step takes at its peak beyond weights, adapters and optimizer state."""
+    found = {}
+    for name in ("engine", "peft"):
+        with metered(job, as_peft=name == "peft") as side:
+            before = side.device.memory().allocated_bytes
+            side.device.reset_peak()
+            side.step(job, 0)
+            found[name] = round((side.device.memory().peak_bytes - before) / 2**20, 1)
+    return found
+
+
+def main() -> None:
+    """Run both comparisons and print their figures."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--rounds", type=int, default=12)
+    rounds = arguments.parse_args().rounds
+    silence_libraries()
+    with tempfile.TemporaryDirectory() as folder:
+        lengths = [LENGTH] * (ROWS * (rounds + 2))
+        job = write_job(Path(folder, "job"), lengths, vocabulary=264, hidden=HIDDEN, steps=rounds)
+        print("MiB of a step beyond what stays:", json.dumps(compare_memory(job)), flush=True)
+        print("time:", json.dumps(compare_time(job, rounds)))
+
+
+if __name__ == "__main__":
+    main()
