@@ -19,6 +19,24 @@ from engine.data.tokens import IGNORED, Example, TokenData
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Where the documents of a micro-batch begin, if its rows are concatenated to one. Flash kernels with variable
+    lengths take these numbers; found on the host, so that no layer has to read them back from the device."""
+
+    starts_D1: Tensor | None
+    """Position at which each document begins, and at the end the number of all positions: int32[documents + 1]. None
+    for attention kernels that do not take it."""
+    longest: int
+    """Positions of the longest document."""
+    one_per_row: bool
+    """Whether every row is a single document, so that causal attention needs no further separation."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Documents:
+        """The same documents with `move` applied to `starts_D1`."""
+        return replace(self, starts_D1=None if self.starts_D1 is None else move(self.starts_D1))
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch, or a rank's slice of one (`engine.data.slices`). Tokens that are not targets have label -100."""
 
@@ -40,10 +58,13 @@ class Batch:
     """True in slices: the label of a position is the token after it. False: it is the token itself."""
     first_position: int = 0
     """Position in the row at which a slice begins."""
+    documents: Documents | None = None
+    """None for a slice, which holds only parts of documents. The padding of a row belongs to the document before it,
+    or in packed rows is one more document."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same micro-batch with `move` applied to every tensor."""
-        mask_BS, positions_BS = self.attention_mask_BS, self.position_ids_BS
+        mask_BS, positions_BS, documents = self.attention_mask_BS, self.position_ids_BS, self.documents
         return replace(
             self,
             input_ids_BS=move(self.input_ids_BS),
@@ -51,11 +72,15 @@ class Batch:
             attention_mask_BS=None if mask_BS is None else move(mask_BS),
             position_ids_BS=None if positions_BS is None else move(positions_BS),
             images={name: move(tensor) for name, tensor in self.images.items()},
+            documents=documents and documents.moved(move),
         )
 
 
-def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_id: int) -> Batch:
-    """The micro-batch of the samples `indices`, padded on the right to the longest of them.
+def collate(
+    data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_id: int, with_starts: bool = False
+) -> Batch:
+    """The micro-batch of the samples `indices`, padded on the right to the longest of them. `with_starts`: the
+    attention kernel takes the positions at which documents begin.
 
     Packed rows get no attention mask: only without one does transformers separate documents where positions restart
     (`masking_utils._preprocess_mask_arguments`). Positions also restart where the padding of a packed row begins, so
@@ -81,7 +106,18 @@ def collate(data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_
         torch.from_numpy(positions_BS) if data.packed else None,
         tuple(rows),
         int((labels_BS[:, 1:] != IGNORED).sum()),
+        documents=_documents(positions_BS if data.packed else None, shape, with_starts),
     )
+
+
+def _documents(positions_BS: NDArray[np.int64] | None, shape: tuple[int, int], with_starts: bool) -> Documents:
+    """Find the documents of rows of `shape`: one for each 0 in `positions_BS`, or without positions, one for each
+    row."""
+    rows, length = shape
+    starts = np.arange(0, rows * length, length) if positions_BS is None else np.flatnonzero(positions_BS == 0)
+    bounds = np.append(starts, rows * length).astype(np.int32)
+    starts_D1 = torch.from_numpy(bounds) if with_starts else None
+    return Documents(starts_D1, int(np.diff(bounds).max()), len(starts) == rows)
 
 
 def _positions(example: Example, width: int) -> NDArray[np.int64]:

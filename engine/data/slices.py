@@ -34,6 +34,7 @@ def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
         labels_BS=labels_BS,
         labels_shifted=True,
         attention_mask_BS=None,
+        documents=None,
         position_ids_BS=positions_S[None],
         first_position=first,
         target_tokens=int((labels_BS != IGNORED).sum()),

@@ -134,6 +134,16 @@ class Device(Protocol):
         offload)."""
         ...
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether operations are queued, so that the host can prepare data while the device computes."""
+        ...
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a host tensor with the same values in page-locked memory, from which `upload` does not wait for the
+        device. Where there is none, or none is left, return `tensor` itself."""
+        ...
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device. The copy has no autograd history."""
         ...

@@ -29,6 +29,7 @@ class CpuDevice:
     kind = "cpu"
     simulated = False
     supports_bfloat16 = True
+    asynchronous = False
 
     def __init__(self, capacity_bytes: int) -> None:
         self.name = "CPU"
@@ -76,6 +77,10 @@ class CpuDevice:
     def host_region(self) -> Iterator[None]:
         """Does nothing: the device is host memory."""
         yield
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself: the device is host memory."""
+        return tensor
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy, which the caller may change without changing `tensor`."""

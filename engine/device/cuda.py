@@ -20,6 +20,7 @@ import torch
 from engine.device.allocator import allocator_notices
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.nvml import read_gpus
+from engine.device.oom import classify
 from engine.errors import DeviceBusyError, EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class CudaDevice:
 
     kind = "cuda"
     simulated = False
+    asynchronous = True
 
     def __init__(self, index: int, capacity_bytes: int, uuid: str, notices: list[str]) -> None:
         """Cap the memory of card `index` at `capacity_bytes` or its total, whichever is smaller."""
@@ -40,7 +42,12 @@ class CudaDevice:
         self.capacity_bytes = min(capacity_bytes, properties.total_memory)
         self.notices = notices
         self._uuid = uuid
+        self._can_pin = True
         torch.cuda.set_per_process_memory_fraction(self.capacity_bytes / properties.total_memory, index)
+        # On Hopper and Blackwell torch prefers cuDNN's attention, which builds an execution plan for each new shape of
+        # a batch (reported: 0.44 s forward, 0.55 s backward). Rows of real lengths make a new shape of nearly every
+        # micro-batch. What cuDNN computes, the flash and memory-efficient kernels compute, too.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     @property
     def available_bytes(self) -> int:
@@ -86,6 +93,25 @@ class CudaDevice:
     def host_region(self) -> Iterator[None]:
         """Does nothing: torch's allocator never counts host tensors."""
         yield
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy `tensor` to page-locked memory of torch's host allocator, which keeps freed blocks for the next copy.
+
+        Containers and Windows may cap page-locked memory far below the machine's memory. After the first refusal no
+        more is asked for, a notice is left, and copies wait for the card again.
+        """
+        if not self._can_pin:
+            return tensor
+        try:
+            return tensor.pin_memory()
+        except RuntimeError as error:
+            if classify(error) is None:
+                raise
+            self._can_pin = False
+            self.notices.append(
+                f"no more page-locked host memory ({str(error).splitlines()[0]}); copies to and from the card wait for it"
+            )
+            return tensor
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to the card; the copy is asynchronous if `tensor` is in pinned memory."""

@@ -33,6 +33,7 @@ class MeteredDevice:
     kind = "metered"
     simulated = True
     supports_bfloat16 = True
+    asynchronous = False
 
     def __init__(self, capacity_bytes: int, co_tenant: SharedByteCount | None = None) -> None:
         """Create a device of `capacity_bytes`, from which the bytes that `co_tenant` currently holds are subtracted."""
@@ -86,6 +87,10 @@ class MeteredDevice:
     def host_region(self) -> AbstractContextManager[None]:
         """Treat storages created inside the block as host memory: they are not counted, not even after the block."""
         return self._meter.host_region()
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself: the device is host memory."""
+        return tensor
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy that is counted. Raises torch.OutOfMemoryError if the copy does not fit."""

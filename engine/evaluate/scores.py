@@ -28,6 +28,7 @@ from engine.device.base import Device
 from engine.device.catch_oom import ATTEMPTS, catch_oom
 from engine.device.oom import OutOfMemory
 from engine.errors import MemoryExhaustedError
+from engine.model.documents import takes_starts
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction, eval_mode
 from engine.spec.schema.recipe import Generate
@@ -205,9 +206,11 @@ def _retries_unchanged(
 
 def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> float:
     """Compute the sum of the token losses of the samples `chosen`."""
-    with context.device.host_region():
-        batch = collate(data, np.array(chosen), pad_id=_pad_id(context))
-    return float(context.loss(batch.moved(context.device.upload)))
+    device = context.device
+    with device.host_region():
+        with_starts = takes_starts(context.loaded.attention)
+        batch = collate(data, np.array(chosen), pad_id=_pad_id(context), with_starts=with_starts).moved(device.pin)
+    return float(context.loss(batch.moved(device.upload)))
 
 
 def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:

@@ -32,6 +32,7 @@ from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
 from engine.model.chunked import LossSettings, chunked_loss, token_losses
+from engine.model.documents import flash_options, separate_documents, takes_starts
 from engine.model.head import OutputHead, find_head
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
@@ -125,7 +126,7 @@ def make_loss(
 ) -> LossFunction:
     """Create the loss of `loaded`, after checking on a few tokens that decoder and head give the model's own logits.
 
-    By default, `chunk_tokens` is the number that memory plans assume (64 MiB of fp32 logits).
+    By default, `chunk_tokens` is the number that memory plans assume for this vocabulary and device.
 
     Raises:
         UsageError: "fused" was asked for, but no fused kernel can compute this loss; or the model's own forward pass
@@ -134,7 +135,8 @@ def make_loss(
     head = find_head(loaded.base)
     verify_logits(loaded, head, device)
     chosen = choose_implementation(implementation, head, label_smoothing, device)
-    return LossFunction(loaded, head, chosen, label_smoothing, chunk_tokens or default_chunk_tokens(head.vocabulary))
+    chunk_tokens = chunk_tokens or default_chunk_tokens(head.vocabulary, device.capacity_bytes)
+    return LossFunction(loaded, head, chosen, label_smoothing, chunk_tokens)
 
 
 def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> str:
@@ -159,17 +161,27 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     for 255 positions than for 256. Causal models get no mask for padding, because padding is on the right. Flash
     attention separates packed documents only in a batch of one row, so packed rows are concatenated.
     """
-    ids_BS, positions_BS = batch.input_ids_BS, batch.position_ids_BS
+    ids_BS, positions_BS, documents = batch.input_ids_BS, batch.position_ids_BS, batch.documents
     mask_BS = batch.attention_mask_BS if loaded.attends_to_padding else None
     shape = ids_BS.shape
-    if positions_BS is not None and not batch.labels_shifted and loaded.attention.startswith("flash"):
+    flat = positions_BS is not None and not batch.labels_shifted and takes_starts(loaded.attention)
+    if flat and positions_BS is not None:
         ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
     extra = {} if positions_BS is None else {"position_ids": _by_axis(loaded, positions_BS)}
     # The vision encoder is part of the module around the decoder.
     body = loaded.base.base_model if batch.images else decoder_of(loaded.base)
-    output = body(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **{**extra, **batch.images})
+    if mask_BS is None and (flat or len(ids_BS) == 1):  # otherwise flash kernels know that each row is one document
+        extra |= flash_options(body, documents)
+    with _documents_of(batch):
+        output = body(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **{**extra, **batch.images})
     hidden_BSH: Tensor = output.last_hidden_state
     return hidden_BSH.reshape(*shape, -1)
+
+
+def _documents_of(batch: Batch) -> AbstractContextManager[None]:
+    """Return a context in which transformers' masks fit the documents of a batch; without knowledge of them (a slice),
+    transformers finds out itself."""
+    return nullcontext() if batch.documents is None else separate_documents(not batch.documents.one_per_row)
 
 
 def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:

@@ -114,7 +114,8 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     _leave_meta(loaded.model)
     head = find_head(loaded.base)
     implementation = choose_implementation(train.loss, head, train.label_smoothing, device)
-    loss = LossFunction(loaded, head, implementation, train.label_smoothing, chunk_tokens(head.vocabulary))
+    chunk = chunk_tokens(head.vocabulary, spec.profile.device.capacity_bytes)
+    loss = LossFunction(loaded, head, implementation, train.label_smoothing, chunk)
     loss.offload.on = train.activation_offload
     optimizer = build_optimizer(train, loaded.trainable())
     host_state = HostState(optimizer, device)

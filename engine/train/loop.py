@@ -170,6 +170,7 @@ class Training:
 
     def _between_steps(self) -> None:
         spec, step = self.setup.spec.recipe, self.state.step
+        self.journal.write_notices(self.context.device.notices)
         if self.evaluator.has_validation and spec.eval.every_steps and step % spec.eval.every_steps == 0:
             self.evaluate()
         minutes = spec.checkpoint.every_minutes

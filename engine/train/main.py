@@ -267,8 +267,7 @@ def _write_run_started(start: RunStart, journal: Journal, device: Device) -> Non
         resumed=start.resume,
         seed=start.spec.recipe.train.seed,
     )
-    for notice in device.notices:
-        journal.warn("device", notice)
+    journal.write_notices(device.notices)
 
 
 def _write_stage_started(training: Training, journal: Journal) -> None:

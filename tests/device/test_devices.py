@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from engine.device import open_device
 from engine.device.base import GpuProcess, GpuReading
-from engine.device.cuda import check_free, choose_indices, compare_size
+from engine.device.cuda import CudaDevice, check_free, choose_indices, compare_size
 from engine.device.nvml import read_gpus
 from engine.errors import EnvironmentProblem
 from engine.spec.schema.profile import Device as DeviceTable
@@ -98,6 +99,17 @@ def test_a_cuda_device_caps_counts_and_recovers() -> None:
         device.release_cached()
         assert torch.equal(device.download(device.upload(torch.arange(4))), torch.arange(4))
         assert device.readings()[0].used_bytes > 0
+
+
+def test_attention_on_a_card_does_not_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: None)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    CudaDevice(0, 80 * GIB, "GPU-0", [])
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 def test_devices_are_the_first_ones_or_those_asked_for() -> None:

@@ -78,6 +78,11 @@ class Journal:
             if error.errno not in FULL:
                 raise
 
+    def write_notices(self, notices: list[str]) -> None:
+        """Write the device's notices as warnings and remove them from the list: more may come during the run."""
+        while notices:
+            self.warn("device", notices.pop(0))
+
     def warn(self, code: str, text: str, fix: str = "") -> None:
         """Write a warning, and what to do about it."""
         log.warning("%s: %s", code, text)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import torch
@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from engine.batching.micro_batches import MicroBatch
 from engine.data.batch import Batch, collate
+from engine.device.host_syncs import host_syncs
+from engine.model.documents import takes_starts
 from engine.model.dropout import keyed, keyed_dropouts
+from engine.train.step.batch_loader import BatchLoader
 from engine.train.step.context import StepContext
 
 
@@ -29,6 +32,7 @@ class StepComputation:
     def __init__(self, context: StepContext) -> None:
         self.context = context
         self._dropouts = keyed_dropouts(context.loaded.model)
+        self._loader = BatchLoader(context.device, self._on_host)
         self.phase = "forward"
         self.in_flight: MicroBatch | None = None
         """The micro-batch being worked on; None outside forward and backward."""
@@ -37,7 +41,6 @@ class StepComputation:
         self.grad_norm = 0.0
         """Norm of the gradients before clipping."""
         self.busy_seconds = 0.0
-        self.data_wait_seconds = 0.0
         self.peak_bytes = 0
         """Most bytes allocated at once in this attempt: one that failed held as much as there was, whatever its step
         takes."""
@@ -45,6 +48,11 @@ class StepComputation:
     def begin(self) -> None:
         """Start a new attempt at a step."""
         self.phase, self.in_flight, self.peak_bytes = "forward", None, 0
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """How long this process has waited for micro-batches to be prepared on the host, since the run began."""
+        return self._loader.wait_seconds
 
     @property
     def is_finite(self) -> bool:
@@ -59,12 +67,14 @@ class StepComputation:
         began = time.perf_counter()
         # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
         total: torch.Tensor | None = None
-        for group in plan:
-            if group.members:
-                loss = self._micro_batch(step, samples, group, target_tokens)
-                total = loss if total is None else total.add_(loss)
-            else:
-                self._dummy_micro_batch(step)
+        with closing(self._loader.batches([self._samples_of(group, samples) for group in plan])) as batches:
+            for group in plan:
+                self.phase, self.in_flight = "forward", group if group.members else None
+                if group.members:
+                    loss = self._micro_batch(step, batches, group, target_tokens)
+                    total = loss if total is None else total.add_(loss)
+                else:
+                    self._dummy_micro_batch(step, batches)
         self.in_flight = None
         # Waits for the device: errors of its kernels are raised here, before other ranks are told that all went well.
         self.mean_loss = 0.0 if total is None else float(total)
@@ -97,16 +107,23 @@ class StepComputation:
             self.context.guard.step()
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
-    def _micro_batch(
+    def host_syncs(
         self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int
+    ) -> list[str]:
+        """Run forward and backward of one micro-batch; return the operations for which the host waited for the device
+        (`engine.device.host_syncs`). Drop the gradients afterwards."""
+        with closing(self._loader.batches([self._samples_of(group, samples)])) as batches:
+            return host_syncs(lambda: self._micro_batch(step, batches, group, target_tokens))
+
+    def _micro_batch(
+        self, step: int, batches: Iterator[Batch], group: MicroBatch, target_tokens: int
     ) -> torch.Tensor:
-        """Run forward and backward of one micro-batch, adding to the gradients; returns its share of the step's
+        """Run forward and backward of the next of `batches`, adding to the gradients; returns its share of the step's
         loss."""
         context = self.context
-        self.phase, self.in_flight = "forward", group
         if context.measures:
             context.device.reset_peak()
-        batch = self._load(samples[list(group.members)])
+        batch = next(batches).moved(context.device.upload)
         with self._around(step, batch):
             loss = context.loss(batch) / target_tokens
             self.phase = "backward"
@@ -117,12 +134,11 @@ class StepComputation:
         context.budget.record_success(group.cost_bytes, max(0, peak_bytes - context.static_bytes))
         return loss.detach()
 
-    def _dummy_micro_batch(self, step: int) -> None:
-        """Run the shortest sequence at zero weight, to join the collectives of a micro-batch that only other ranks
-        have."""
+    def _dummy_micro_batch(self, step: int, batches: Iterator[Batch]) -> None:
+        """Run the next of `batches`, the shortest sequence, at zero weight, to join the collectives of a micro-batch
+        that only other ranks have."""
         context = self.context
-        self.phase, self.in_flight = "forward", None
-        batch = self._load(np.array([context.data.lengths.argmin()]))
+        batch = next(batches).moved(context.device.upload)
         with context.strategy.dummy_micro_batch(), self._around(step, batch):
             (0.0 * context.loss(batch)).backward()
 
@@ -140,11 +156,13 @@ class StepComputation:
         with dropout_masks, context.strategy.micro_batch():
             yield
 
-    def _load(self, indices: NDArray[np.int64]) -> Batch:
-        began = time.perf_counter()
-        with self.context.device.host_region():
-            batch = collate(self.context.data, indices, pad_id=self.context.pad_id)
-            batch = self.context.strategy.local_part(batch, pad_id=self.context.pad_id)
-        batch = batch.moved(self.context.device.upload)
-        self.data_wait_seconds += time.perf_counter() - began
-        return batch
+    def _samples_of(self, group: MicroBatch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples of a micro-batch: for a dummy micro-batch, the shortest sequence of the data."""
+        return samples[list(group.members)] if group.members else np.array([self.context.data.lengths.argmin()])
+
+    def _on_host(self, samples: NDArray[np.int64]) -> Batch:
+        """This rank's part of the micro-batch of `samples`, in host memory."""
+        context = self.context
+        with_starts = takes_starts(context.loaded.attention)
+        batch = collate(context.data, samples, pad_id=context.pad_id, with_starts=with_starts)
+        return context.strategy.local_part(batch, pad_id=context.pad_id)

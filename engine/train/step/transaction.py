@@ -91,7 +91,7 @@ class StepTransaction:
         """
         if not self._targets(samples):
             return StepOutcome(0.0, 0.0, self._tokens(samples), 0, 0, 0, len(samples), 0.0, applied=False)
-        self.work.data_wait_seconds, began = 0.0, time.perf_counter()
+        waited_before, began = self.work.data_wait_seconds, time.perf_counter()
         own_samples = self._share(samples)
         plan = self._run_with_recovery(
             step,
@@ -114,7 +114,7 @@ class StepTransaction:
             micro_batches=max(each["micro_batches"] for each in stats),
             micro_batch_rows=max(each["largest_micro_batch"] for each in stats),
             samples=0 if overflowed else sum(each["samples"] for each in stats[::ranks_per_sample]),
-            data_wait_seconds=self.work.data_wait_seconds,
+            data_wait_seconds=self.work.data_wait_seconds - waited_before,
             applied=not overflowed,
             costliest=plan[0] if plan and plan[0].members else None,
             overflowed=overflowed,

@@ -1,0 +1,61 @@
+"""Tells transformers where the documents of a micro-batch begin, so that it need not read it back from the device.
+
+transformers finds packed documents by the values of position ids, once for each mask or, with a flash kernel, in every
+layer. Each time the host waits until the device has computed all that is queued. The host made the micro-batch and
+knows it already (`engine.data.batch.Documents`).
+
+Try: `python -m pytest tests/model/test_flash_lengths.py tests/train/test_host_syncs.py`
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from engine.data.batch import Documents
+from engine.spec.attention_kernels import FLASH_KERNELS
+
+
+def takes_starts(attention: str) -> bool:
+    """Whether an attention kernel, by its name in transformers, takes the positions at which documents begin."""
+    return attention in FLASH_KERNELS
+
+
+def flash_options(module: torch.nn.Module, documents: Documents | None) -> dict[str, Any]:
+    """Options with which `module`, a decoder, tells flash kernels where documents begin (transformers'
+    `FlashAttentionKwargs`); empty for a decoder that takes no further options, or for kernels that take no starts."""
+    if documents is None or documents.starts_D1 is None or not takes_any_option(module):
+        return {}
+    starts_D1, longest = documents.starts_D1, documents.longest
+    return dict(cu_seq_lens_q=starts_D1, cu_seq_lens_k=starts_D1, max_length_q=longest, max_length_k=longest)
+
+
+def takes_any_option(module: torch.nn.Module) -> bool:
+    """Whether the forward of `module` passes on options that it does not know."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+@contextmanager
+def separate_documents(apart: bool) -> Iterator[None]:
+    """Inside the block, the masks that transformers makes keep the documents of a row apart if `apart` is True; else
+    every row is one document. `find_packed_sequence_indices` is the one function that decides it for all masks."""
+    former = masking_utils.find_packed_sequence_indices
+
+    def known(position_ids: Tensor) -> Tensor | None:
+        if not apart:
+            return None
+        steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+        return (steps != 1).cumsum(-1)
+
+    masking_utils.find_packed_sequence_indices = known
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = former
