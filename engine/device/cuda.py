@@ -108,9 +108,8 @@ class CudaDevice:
             if classify(error) is None:
                 raise
             self._can_pin = False
-            self.notices.append(
-                f"no more page-locked host memory ({str(error).splitlines()[0]}); copies to and from the card wait for it"
-            )
+            reason = str(error).splitlines()[0]
+            self.notices.append(f"no page-locked host memory is left ({reason}); copies to the card wait for it")
             return tensor
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def flash_options(module: torch.nn.Module, documents: Documents | None) -> dict[
     if documents is None or documents.starts_D1 is None or not takes_any_option(module):
         return {}
     starts_D1, longest = documents.starts_D1, documents.longest
-    return dict(cu_seq_lens_q=starts_D1, cu_seq_lens_k=starts_D1, max_length_q=longest, max_length_k=longest)
+    return {"cu_seq_lens_q": starts_D1, "cu_seq_lens_k": starts_D1, "max_length_q": longest, "max_length_k": longest}
 
 
 def takes_any_option(module: torch.nn.Module) -> bool:

@@ -5,6 +5,7 @@ The kernels need a card. Stand-ins with their signature compute each document by
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from engine.model.loaded import LoadedModel
 from engine.model.loss import decoder_of, hidden_states
 from tests.model.samples import load_family
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "mixtral", "olmo2", "cohere")
+FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "mixtral", "olmo2", "cohere")
 
 
-def attend(query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float | None, window: tuple[int, int]) -> Tensor:
+def attend(
+    query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scale: float | None, window: tuple[int, int]
+) -> Tensor:
     """Causal attention of one document, limited to `window[0]` tokens to the left (-1: all)."""
     query_HSD, key_KSD, value_KSD = (tensor.transpose(0, 1) for tensor in (query_SHD, key_SKD, value_SKD))
     length = query_HSD.shape[1]
@@ -47,9 +50,9 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     assert causal
     bounds = cu_seqlens_q.numpy().tolist()
     assert cu_seqlens_q.dtype == torch.int32
-    assert int(max_seqlen_q) == max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    assert int(max_seqlen_q) == max(end - start for start, end in itertools.pairwise(bounds))
     pieces = [attend(q[start:end], k[start:end], v[start:end], softmax_scale, window_size)
-              for start, end in zip(bounds, bounds[1:], strict=False)]
+              for start, end in itertools.pairwise(bounds)]
     return torch.cat(pieces)
 
 
