@@ -26,6 +26,7 @@ from engine.distributed.elastic import spec_of_rank
 from engine.distributed.host_gather import HostGather
 from engine.distributed.ranks import Ranks
 from engine.journal.directory import RunDirectory
+from engine.launch.run_requests import RunRequests
 from engine.model.library_output import disable_progress_bars
 from engine.spec.schema.run import RunSpec
 from engine.train.loop import Training
@@ -33,7 +34,6 @@ from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.run_context import RunContext
-from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
 SIZES = {"small": (64, 48), "larger": (192, 256)}

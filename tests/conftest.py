@@ -21,6 +21,7 @@ four tenths more of the processors than one after the other, so one worker gets 
 SLOW = (
     RANKS,
     "tests/train/",
+    "tests/stages/",
     "tests/package/",
     "tests/docs/",
     "tests/simulate/",

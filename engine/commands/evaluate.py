@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.commands.importing import importing
-from engine.commands.options import JsonOption, OverridesOption, RunsOption, find_run
+from engine.commands.options import JsonOption, OverridesOption, RunsOption, find_result_run
 from engine.commands.output import print_json, print_progress
 from engine.errors import UsageError
 
@@ -47,7 +47,7 @@ def evaluate(
             raise UsageError(
                 "-p and --set need -r RECIPE: a run is scored with its own settings", fix="add -r, or leave them out"
             )
-        place = find_run(target, runs)
+        place = find_result_run(target, runs)
         results = _score(load_run_spec(place.run_toml, own=True), place, checkpoint)
     else:
         if checkpoint is not None or profile is None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from engine.commands.importing import importing
-from engine.commands.options import RunArgument, RunsOption, TrustOption, find_run
+from engine.commands.options import RunArgument, RunsOption, TrustOption, find_result_run
 from engine.commands.output import print_line, print_progress
 
 OutOption = Annotated[
@@ -38,7 +38,7 @@ def merge(
         from engine.model.reference import find_run_weights
 
     silence_libraries()
-    directory = find_run(run, runs)
+    directory = find_result_run(run, runs)
     adapter = find_run_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
     target = (out or directory.path / "merged").absolute()
     size_bytes = merge_adapter(adapter, target, print_progress, trust_remote_code=trust_remote_code)

@@ -62,6 +62,13 @@ def runs_folder(given: Path | None) -> Path:
     return find_folder(given)
 
 
+def find_result_run(run: str, runs: Path | None) -> RunDirectory:
+    """As `find_run`; of a staged run, the stage whose result is the result of the run (`result_run`)."""
+    from engine.journal.stages import result_run
+
+    return result_run(find_run(run, runs))
+
+
 def find_run(run: str, runs: Path | None) -> RunDirectory:
     """Find the run that a RUN argument names. Raises UsageError if no run matches, or several do."""
     from engine.journal.index import resolve_run

@@ -40,10 +40,16 @@ WriteOption = Annotated[
 ]
 
 
+StageOption = Annotated[
+    str | None, typer.Option("--stage", metavar="NAME", help="Of a recipe with stages, only this one, in full.")
+]
+
+
 def plan(
     profile: ProfileOption,
     recipe: RecipeOption,
     overrides: OverridesOption = None,
+    stage: StageOption = None,
     exact: ExactOption = False,
     as_json: JsonOption = False,
     runs: RunsOption = None,
@@ -52,6 +58,10 @@ def plan(
     from engine.budget.advise.plan import make_plan
 
     spec = _resolve(profile, recipe, overrides or [])
+    if spec.recipe.stages and stage is None:
+        _plan_stages(spec, runs, as_json=as_json, exact=exact)
+        return
+    spec = _of_stage(spec, stage)
     if exact:
         _warn(spec, runs, simulated=True)
         _exactly(spec, as_json)
@@ -62,6 +72,45 @@ def plan(
         print_json(planned.as_json())
     else:
         _print_plan(planned, spec)
+    if planned.verdict == "does_not_fit":
+        raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _of_stage(spec: RunSpec, name: str | None) -> RunSpec:
+    """The run spec to plan: of a staged run, that of the stage `name`. Raises UsageError if there is none."""
+    from engine.budget.advise.staged_plan import planning_spec
+    from engine.errors import UsageError
+    from engine.spec.stages import enabled_stages
+
+    if name is None:
+        return spec
+    stages = {stage.name: stage for _, stage in enabled_stages(spec.recipe)}
+    if name not in stages:
+        known = ", ".join(stages)
+        raise UsageError(
+            f"{spec.recipe.name} has no enabled stage {name!r}",
+            expected=f"one of: {known}" if known else "a recipe with [[stages]]",
+            fix="leave --stage out",
+        )
+    return planning_spec(spec, stages[name])
+
+
+def _plan_stages(spec: RunSpec, runs: Path | None, *, as_json: bool, exact: bool) -> None:
+    """Print a line for each stage. Exit code 3 when one of them does not fit."""
+    from engine.budget.advise.staged_plan import make_staged_plan
+    from engine.commands import plan_text as text
+    from engine.errors import UsageError
+
+    if exact:
+        raise UsageError("--exact simulates one stage", fix=f"name it: --stage {spec.recipe.stages[0].name}")
+    planned = make_staged_plan(spec)
+    for stage in planned.stages:
+        if stage.plan is not None:
+            _warn(stage.spec, runs)
+    if as_json:
+        print_json(planned.as_json())
+    else:
+        print_line("\n".join(text.stage_lines(planned, spec, shutil.get_terminal_size().columns)))
     if planned.verdict == "does_not_fit":
         raise typer.Exit(DoesNotFitError.exit_code)
 
@@ -104,13 +153,23 @@ def fit(
     profile: ProfileOption,
     recipe: RecipeOption,
     overrides: OverridesOption = None,
+    stage: StageOption = None,
     as_json: JsonOption = False,
     write: WriteOption = None,
 ) -> None:
     """Rank the changes that make a run fit, or that use the memory left. Exit code 3 when no change makes it fit."""
     from engine.budget.advise.fit import advise
+    from engine.errors import UsageError
 
     spec = _resolve(profile, recipe, overrides or [])
+    if spec.recipe.stages and (stage is None or write is not None):
+        name = spec.recipe.stages[0].name
+        raise UsageError(
+            "this recipe has stages, and fit looks at one of them",
+            expected="--stage NAME, without --write",
+            fix=f"tunedeck fit with --stage {name}; apply a change with --set stages.{name}.KEY=VALUE",
+        )
+    spec = _of_stage(spec, stage)
     advice = advise(spec)
     if write is not None:
         _write(advice, recipe, overrides or [], write)

@@ -14,6 +14,7 @@ from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
     from engine.budget.advise.plan import Plan
+    from engine.budget.advise.staged_plan import StagedPlan
     from engine.spec.schema.run import RunSpec
 
 MIB, GIB = 2**20, 2**30
@@ -124,6 +125,34 @@ def verdict_sentence(verdict: str, micro_batch: int, remedies: dict[str, Any]) -
     """The verdict of a plan in words."""
     words = describe_verdict(verdict, micro_batch, remedies)
     return f"{words}: not even one sequence with every remedy" if verdict == "does_not_fit" else words
+
+
+def stage_lines(planned: StagedPlan, spec: RunSpec, width: int) -> list[str]:
+    """A line for each stage (name, kind, verdict, memory, deciding phase), and one for the run as a whole."""
+    first = planned.stages[0].plan
+    simulated = " (simulated device)" if first is not None and first.simulated else ""
+    rows = [["stage", "kind", "verdict", "memory", "decides"]]
+    for stage in planned.stages:
+        found = stage.plan
+        if found is None:
+            rows.append([stage.name, stage.kind, "no plan", "", stage.unknown])
+            continue
+        used = format_size(found.prediction.device_bytes, found.capacity_bytes)
+        capacity = format_size(found.capacity_bytes, found.capacity_bytes)
+        verdict = describe_verdict(found.verdict, found.micro_batch, found.remedies)
+        rows.append([stage.name, stage.kind, verdict, f"{used} of {capacity}", found.prediction.deciding_phase])
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    table = ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+    skipped = [stage.name for stage in spec.recipe.stages if not stage.enabled]
+    lines = [f"recipe {spec.recipe.name} on profile {spec.profile.name}{simulated}, {len(planned.stages)} stages"]
+    lines += [line.rstrip() for line in table]
+    lines += [f"disabled: {', '.join(skipped)}"] if skipped else []
+    disk = sum(stage.disk_bytes for stage in planned.stages)
+    verdict = describe_verdict(planned.verdict)
+    lines.append(f"{verdict}; checkpoints of all stages take up to {format_size(disk, disk)} of disk")
+    if planned.worst is not None:
+        lines.append(f"see the largest in full: --stage {planned.worst.name}")
+    return [piece for line in lines for piece in ([line] if line in table else wrap_lines([line], width))]
 
 
 def residual_lines(spec: RunSpec) -> Iterator[str]:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from engine.launch.launcher_rank import LauncherRank
     from engine.spec.schema.run import RunSpec
 
+FromStageOption = Annotated[
+    str | None,
+    typer.Option("--from-stage", metavar="NAME", help="Do this stage, and all that start from it, again."),
+]
 FromOption = Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="Continue from this checkpoint.")]
 
 
@@ -42,6 +46,7 @@ def resume(
     profile: OptionalProfile = None,
     overrides: OverridesOption = None,
     from_step: FromOption = None,
+    from_stage: FromStageOption = None,
     devices: DevicesOption = None,
     wait: WaitOption = None,
     max_hours: MaxHoursOption = None,
@@ -73,7 +78,10 @@ def resume(
     directory = find_run(run, runs)
 
     def prepare() -> None:
-        print_notices(prepare_resume(directory, overrides or [], limits, profile=profile, from_step=from_step))
+        notices = prepare_resume(
+            directory, overrides or [], limits, profile=profile, from_step=from_step, from_stage=from_stage
+        )
+        print_notices(notices)
 
     launcher_rank = find_launcher_rank()
     if launcher_rank is None:

@@ -131,6 +131,15 @@ def engine_process(
     raise typer.Exit(code)
 
 
+def conductor_process(
+    directory: Annotated[Path, typer.Argument()], resume: Annotated[bool, typer.Option("--resume")] = False
+) -> None:
+    """Be the conductor of a staged run: started by `train` and `resume`, never by hand."""
+    from engine.stages.conductor import conduct
+
+    raise typer.Exit(conduct(directory.absolute(), resume=resume))
+
+
 def view_process(
     directory: Annotated[Path, typer.Argument()],
     offset: Annotated[int, typer.Option("--from", min=0)] = 0,

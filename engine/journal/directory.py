@@ -97,6 +97,16 @@ class RunDirectory:
         """The folder of the model that a full fine-tuning produces."""
         return self.path / "model"
 
+    @property
+    def merged(self) -> Path:
+        """The folder of the model that a LoRA run's result was merged into."""
+        return self.path / "merged"
+
+    @property
+    def stages(self) -> Path:
+        """The folder of a staged run's stages: `01-NAME`, each a run directory."""
+        return self.path / "stages"
+
     def exists(self) -> bool:
         """Whether this is a run directory: it contains a run spec."""
         return self.run_toml.is_file()
@@ -120,6 +130,14 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
             expected="a writable folder on a disk with room",
             fix="choose another with --runs DIR or $TUNEDECK_RUNS",
         ) from error
+
+
+def create_stage_directory(stage: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None:
+    """Create the run directory of a stage, inside its run; it appears complete or not at all. Raises OSError."""
+    stage.path.parent.mkdir(exist_ok=True)
+    draft = RunDirectory(stage.path.with_name(f".new-{secrets.token_hex(6)}"))
+    _fill(draft, run_toml_text, plan)
+    os.rename(draft.path, stage.path)
 
 
 def _fill(draft: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-COMMON = frozenset({"seq", "time", "kind", "stage", "rank"})
-"""Fields of every event, which only the writer sets."""
+COMMON = frozenset({"seq", "time", "kind", "stage", "rank", "stage_seq"})
+"""Fields that only the writer sets: all but `stage_seq` in every event. In the journal of a staged run, `stage` names
+the stage that an event comes from, and `stage_seq` is the event's `seq` in that stage's own journal."""
 
 FINAL_STATUSES = ("paused", "done", "stopped", "failed", "oom")
 """Statuses that an engine records in `run_finished`. A run may also be queued, running or stale, which nothing records:
@@ -35,9 +36,11 @@ EVENT_KINDS: dict[str, EventKind] = {
     "stage_started": _event_kind(
         "",
         "name max_steps epochs batch_size samples validation_samples tokens target_tokens dropped reasons loss"
-        " attention dtype",
+        " attention dtype number of from path from_start device_used_bytes device_processes stage_kind",
     ),
-    "stage_finished": _event_kind("", "name steps seconds reason"),
+    "stage_finished": _event_kind(
+        "name status exit_code", "number steps seconds peak_bytes device_used_bytes result reason"
+    ),
     "plan": _event_kind(
         "predicted verdict",
         "capacity_bytes deciding_phase micro_batch accumulation tokens_per_micro_batch components phases basis budget"

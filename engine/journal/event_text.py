@@ -85,7 +85,8 @@ def format_duration(seconds: float) -> str:
 def describe_event(event: Event) -> str | None:
     """The line that is printed for an event; None for kinds of events that only change the status block."""
     describe = EVENT_DESCRIPTIONS.get(event["kind"])
-    return None if describe is None else clean(describe(event))
+    text = describe(event) if describe is not None else None
+    return None if text is None else clean(text)
 
 
 def _scores(metrics: Event) -> str:
@@ -199,7 +200,24 @@ def _phase(event: Event) -> str:
     return f"{event['name']}{progress}" + (f": {event['detail']}" if event.get("detail") else "")
 
 
-EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
+def _stage_started(event: Event) -> str | None:
+    if "number" not in event:
+        return None
+    after = f", from {' and '.join(map(clean, event['from']))}" if event.get("from") else ""
+    again = "" if event.get("from_start") else ", continued"
+    return f"stage {event['number']} of {event['of']}: {event['name']}{after}{again}"
+
+
+def _stage_finished(event: Event) -> str:
+    peak = f", peak {format_bytes(event['peak_bytes'])}" if event.get("peak_bytes") else ""
+    steps = f" at step {event['steps']}" if event.get("steps") else ""
+    reason = f": {event['reason']}" if event.get("reason") else ""
+    return f"stage {event['name']} {event['status']}{steps}{peak}{reason}"
+
+
+EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str | None]] = {
+    "stage_started": _stage_started,
+    "stage_finished": _stage_finished,
     "plan": _plan,
     "eval": _eval,
     "backoff": describe_backoff,

@@ -57,6 +57,13 @@ class EventWriter:
         with self._lock:
             return self._append(kind, fields)
 
+    def copy(self, event: Event, stage: str) -> Event:
+        """Append an event of a stage's own journal, with its time and fields as they are; returns what was appended.
+        The event's `seq` there becomes `stage_seq`."""
+        fields = {key: value for key, value in event.items() if key not in ("seq", "kind", "stage")}
+        with self._lock:
+            return self._append(event["kind"], {**fields, "stage": stage, "stage_seq": event["seq"]})
+
     def write_if_quiet(self, quiet_seconds: float, kind: str, **fields: Any) -> Event | None:
         """Like `write`, but only if nothing was written for `quiet_seconds`; otherwise writes nothing and returns
         None."""

@@ -20,11 +20,12 @@ from pathlib import Path
 
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
+from engine.journal.stages import find_stage, stage_directories, stage_name
 
 DIRECTORY_NAME = re.compile(r"^(\d{8}T\d{6}Z)-(.+)$")
 """TIMESTAMP-NAME, as `create_run` makes it."""
 
-EXPECTED_RUN = "a path, a run's directory name, its --name, a unique prefix, or 'last'"
+EXPECTED_RUN = "a path, a run's directory name, its --name, a unique prefix, or 'last'; RUN/STAGE for one stage"
 LIST_RUNS = "list them: tunedeck runs"
 
 
@@ -95,7 +96,7 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
     if not text:
         raise UsageError("RUN is empty", expected=EXPECTED_RUN, fix=LIST_RUNS)
     if os.sep in text or text in (".", ".."):
-        return _at_path(Path(text).expanduser())
+        return _stage_of(text, runs_dir) or _at_path(Path(text).expanduser())
     places: list[Callable[[], list[RunDirectory]]] = [recorded_runs]
     if runs_dir is not None:
         places.insert(0, lambda: list_runs(runs_dir))
@@ -148,6 +149,26 @@ def _among(text: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
             return run
     starting = [run for run in runs if run.name.startswith(text)]
     return _require_one(text, starting) if starting else None
+
+
+def _stage_of(text: str, runs_dir: Path | None) -> RunDirectory | None:
+    """The stage that "RUN/NAME" means; None if the text is a path. Raises UsageError if the run has no such stage."""
+    if Path(text).expanduser().exists() or text.startswith((".", "/", "~")):
+        return None
+    name, _, stage = text.rstrip(os.sep).rpartition(os.sep)
+    try:
+        run = resolve_run(name, runs_dir)
+    except UsageError:
+        return None
+    found = find_stage(run, stage)
+    if found is None:
+        begun = ", ".join(map(stage_name, stage_directories(run)))
+        raise UsageError(
+            f"{run.name} has no stage {stage!r} that has begun",
+            expected=f"one of: {begun}" if begun else "a run of several stages that has begun",
+            fix=f"tunedeck show {run.name}",
+        )
+    return found
 
 
 def _require_one(text: str, runs: Sequence[RunDirectory]) -> RunDirectory:

@@ -16,9 +16,27 @@ from engine.journal.events import Event
 
 
 @dataclass
-class JournalState:
-    """The state of a run according to the events so far."""
+class StageState:
+    """One stage of a staged run: its last `stage_started` event, and its `stage_finished` if it has ended since."""
 
+    started: Event | None = None
+    finished: Event | None = None
+
+    @property
+    def status(self) -> str:
+        """running, or the status with which the stage ended: done, failed, stopped, paused or skipped."""
+        return str(self.finished["status"]) if self.finished is not None else "running"
+
+
+@dataclass
+class JournalState:
+    """The state of a run according to the events so far. Of a staged run, step, losses and scores are those of the
+    stage that started last."""
+
+    stages: dict[str, StageState] = field(default_factory=dict)
+    """The stages of a staged run that have started or were skipped, by name, in that order."""
+    stage: str = ""
+    """The stage that started last; "" in the journal of a run without stages."""
     step: int = 0
     max_steps: int | None = None
     first_step: Event | None = None
@@ -35,6 +53,12 @@ class JournalState:
     paused: bool = False
     phase: str = ""
     peak_bytes: int = 0
+
+    def folder_of(self, event: Event) -> str:
+        """The folder, with a slash at its end, that paths in an event are relative to: "" for the run directory, that
+        of the stage for an event that a stage's engine wrote."""
+        stage = self.stages.get(event["stage"]) if "stage_seq" in event else None
+        return f"{stage.started['path']}/" if stage is not None and stage.started is not None else ""
 
     def fold(self, event: Event) -> None:
         """Update the state with one event."""
@@ -57,7 +81,20 @@ def _run_started(state: JournalState, event: Event) -> None:
 
 
 def _stage_started(state: JournalState, event: Event) -> None:
-    state.max_steps = event.get("max_steps", state.max_steps)
+    if "number" not in event:  # written by the engine of a stage, or of a run without stages
+        state.max_steps = event.get("max_steps", state.max_steps)
+        return
+    name = str(event["name"])
+    state.stages[name] = StageState(started=event)
+    if name != state.stage or event.get("from_start"):
+        state.stage, state.step, state.max_steps = name, 0, None
+        state.first_step = state.last_step = None
+        state.evals.clear()
+
+
+def _stage_finished(state: JournalState, event: Event) -> None:
+    state.stages.setdefault(str(event["name"]), StageState()).finished = event
+    state.phase = ""
 
 
 def _plan(state: JournalState, event: Event) -> None:
@@ -85,7 +122,7 @@ def _backoff(state: JournalState, event: Event) -> None:
 
 
 def _oom_report(state: JournalState, event: Event) -> None:
-    state.oom_reports.append(str(event["path"]))
+    state.oom_reports.append(f"{state.folder_of(event)}{event['path']}")
 
 
 def _warning(state: JournalState, event: Event) -> None:
@@ -100,7 +137,9 @@ def _resumed(state: JournalState, event: Event) -> None:
     """Discard what happened after the step from which the run is resumed."""
     step = int(event["step"])
     for kept in (state.evals, state.backoffs):
-        kept[:] = [earlier for earlier in kept if int(earlier["step"]) <= step]
+        kept[:] = [
+            earlier for earlier in kept if earlier["stage"] != event["stage"] or int(earlier["step"]) <= step
+        ]
     state.step = step
     for name in ("first_step", "last_step"):
         earlier = getattr(state, name)
@@ -118,6 +157,7 @@ def _run_finished(state: JournalState, event: Event) -> None:
 _FOLDS = {
     "run_started": _run_started,
     "stage_started": _stage_started,
+    "stage_finished": _stage_finished,
     "plan": _plan,
     "phase": _phase,
     "step": _step,

@@ -24,7 +24,7 @@ from engine.journal.control import was_requested
 from engine.journal.directory import RunDirectory
 from engine.journal.event_schema import FINAL_STATUSES
 from engine.journal.events import EventTail, decode_event
-from engine.journal.journal_state import JournalState, plan_digest
+from engine.journal.journal_state import JournalState, StageState, plan_digest
 from engine.journal.liveness import (
     REMOTE_STALE_SECONDS,
     STALE_SECONDS,
@@ -82,6 +82,8 @@ class RunSummary:
     """Steps of the checkpoints on disk."""
     oom_reports: list[str]
     warnings: list[dict[str, Any]]
+    stages: list[dict[str, Any]]
+    """Of a staged run: name, status, number, steps, peak and result of each stage that has begun or was skipped."""
     damaged_lines: int
     stopping: bool
     """Whether a stop was requested and the engine has not ended yet."""
@@ -165,7 +167,7 @@ class SummaryReader:
         self.state.fold_steps(opening, event)
 
 
-_STEP_BOUND = ("resumed", "run_started", "run_finished", "stage_started", "phase")
+_STEP_BOUND = ("resumed", "run_started", "run_finished", "stage_started", "stage_finished", "phase")
 """Kinds of events whose meaning depends on earlier steps, so that unparsed step lines are folded before them."""
 
 
@@ -227,9 +229,22 @@ def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) 
         checkpoints=[saved.step for saved in reversed(find_checkpoints(directory.checkpoints))],
         oom_reports=list(state.oom_reports),
         warnings=[{key: event.get(key) for key in ("code", "text", "fix")} for event in state.warnings],
+        stages=[_stage_row(name, stage, state) for name, stage in state.stages.items()],
         damaged_lines=damaged,
         stopping=state.finished is None and was_requested(directory, "stop"),
     )
+
+
+def _stage_row(name: str, stage: StageState, state: JournalState) -> dict[str, Any]:
+    started, finished = stage.started or {}, stage.finished or {}
+    return {
+        "name": name,
+        "status": stage.status,
+        "number": started.get("number") or finished.get("number"),
+        "path": started.get("path"),
+        "steps": finished.get("steps", state.step if name == state.stage else 0),
+        **{key: finished.get(key) for key in ("exit_code", "seconds", "peak_bytes", "result", "reason")},
+    }
 
 
 def _metrics(state: JournalState) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def result_rows(summary: RunSummary) -> Rows:
     rows = [
         ("run", clean(summary.run)),
         ("status", status_text(summary)),
+        *_stage_rows(summary),
         ("steps", f"{summary.step:,}{total}"),
         *_score_rows(summary.metrics),
         ("out of memory", backoffs),
@@ -45,6 +46,17 @@ def status_text(summary: RunSummary) -> str:
     """The status, followed by a note if the device is simulated, and the recorded reason why the run ended."""
     reason = f": {clean(summary.reason)}" if summary.reason else ""
     return summary.status + (" (simulated device)" if summary.simulated else "") + reason
+
+
+def _stage_rows(summary: RunSummary) -> Rows:
+    """A row for each stage of a staged run: how it ended, its steps and its peak."""
+    rows = []
+    for stage in summary.stages:
+        steps = f" at step {stage['steps']:,}" if stage["steps"] else ""
+        peak = f", peak {format_bytes(stage['peak_bytes'])}" if stage["peak_bytes"] else ""
+        reason = f": {clean(stage['reason'])}" if stage["reason"] else ""
+        rows.append((f"stage {clean(stage['name'])}", f"{stage['status']}{steps}{peak}{reason}"))
+    return rows
 
 
 def _score_rows(metrics: dict[str, Any]) -> Rows:

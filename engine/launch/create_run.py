@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.preflight import free_bytes, refuse_unsafe, warnings_of
+from engine.budget.advise.staged_plan import make_staged_plan
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.shards import require_shards
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
@@ -101,12 +103,25 @@ def create_run(
     require_training_packages()
     if not launched:
         require_launcher(spec)
-    plan, notices = checked_plan(spec, folder, force=force)
+    plan, notices = _checked_plans(spec, folder, force=force)
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
-    directory = create_run_directory(folder, spec.name, dump_run_spec(spec), plan.as_json() if plan is not None else {})
+    directory = create_run_directory(folder, spec.name, dump_run_spec(spec), plan)
     warning = record_start(directory)
     return directory, [*notices, *([warning] if warning else [])]
+
+
+def _checked_plans(spec: RunSpec, folder: Path, *, force: bool) -> tuple[dict[str, Any], list[str]]:
+    """Check and plan a run, or each stage of a staged one; returns the document of plan.json and notices."""
+    if not spec.recipe.stages:
+        plan, notices = checked_plan(spec, folder, force=force)
+        return plan.as_json() if plan is not None else {}, notices
+    staged, notices = make_staged_plan(spec), []
+    for stage in staged.stages:
+        if stage.kind == "train":
+            _, found = checked_plan(stage.spec, folder, force=force)
+            notices += [f"stage {stage.name}: {notice}" for notice in found]
+    return staged.as_json(), list(dict.fromkeys(notices))
 
 
 def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | None, list[str]]:
@@ -125,7 +140,7 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
         # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
         notices.append(f"no plan before the start: {unknown.found}")
     if plan is not None and plan.verdict == "does_not_fit" and not force:
-        raise _does_not_fit(plan)
+        raise _does_not_fit(plan, spec.name)
     return plan, notices
 
 
@@ -156,9 +171,10 @@ def drop_untrusted_limits(directory: RunDirectory) -> str | None:
     )
 
 
-def _does_not_fit(plan: Plan) -> DoesNotFitError:
+def _does_not_fit(plan: Plan, name: str) -> DoesNotFitError:
+    what = f"stage {name.partition('/')[2]}" if "/" in name else "the run"
     return DoesNotFitError(
-        f"the run does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
+        f"{what} does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
         f"of {plan.capacity_bytes / 2**30:.3g} GiB, and even one sequence with every remedy needs too much",
         fix="see what needs the memory: tunedeck plan with the same arguments; --force trains anyway",
     )

@@ -74,6 +74,11 @@ def find_launcher_rank(environment: Mapping[str, str] = os.environ) -> LauncherR
 
 def require_launchable(spec: RunSpec, launcher_rank: LauncherRank, *, detach: bool) -> None:
     """Raise UsageError unless the launcher's processes can be the ranks of this run."""
+    if spec.recipe.stages:
+        raise UsageError(
+            f"recipe {spec.recipe.name!r} has stages, and {launcher_rank.launcher} starts the ranks of one",
+            fix="start it without the launcher: tunedeck train starts the ranks of each stage",
+        )
     require_rank_per_device(spec, launcher_rank)
     if detach:
         raise UsageError(

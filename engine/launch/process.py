@@ -36,6 +36,8 @@ from engine.journal.liveness import (
     record_engine,
     refuse_if_claimed,
 )
+from engine.journal.stages import stage_directories
+from engine.journal.summary import read_spec
 from engine.launch.training_packages import require_training_packages
 from engine.spec.files.working_directory import working_directory
 
@@ -72,7 +74,8 @@ class FileOffsets:
 def start_engine(
     directory: RunDirectory, *, resume_from: int | None = None, resume: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start an engine on this run, in an OS session of its own; its output goes to `engine.log`.
+    """Start an engine on this run, in an OS session of its own; its output goes to `engine.log`. A staged run gets a
+    conductor, which starts the engines of its stages.
 
     Raises EnvironmentProblem when another engine works on the run, packages for training are not installed, or the
     process cannot be started.
@@ -85,7 +88,7 @@ def start_engine(
     arguments += ["--from", str(resume_from)] if resume_from is not None else []
     with directory.log.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", str(ENTRY_FILE), "_engine", str(directory.path), *arguments],
+            [sys.executable, "-P", str(ENTRY_FILE), _command_of(directory), str(directory.path), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -104,6 +107,12 @@ def start_engine(
         process.wait()
         raise
     return process
+
+
+def _command_of(directory: RunDirectory) -> str:
+    """The hidden command that trains this run: `_engine`, or for a run of several stages `_conductor`."""
+    recipe = read_spec(directory).get("recipe", {})
+    return "_conductor" if isinstance(recipe, dict) and recipe.get("stages") else "_engine"
 
 
 def _engine_folder(directory: RunDirectory) -> Path:
@@ -214,6 +223,7 @@ def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> No
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    _force_stop_stages(directory)
     record_forced_stop(directory)
 
 
@@ -226,7 +236,16 @@ def force_stop(directory: RunDirectory) -> None:
     if identity is not None:
         _require_on_this_machine(identity)
         _kill(identity)
+    _force_stop_stages(directory)
     record_forced_stop(directory)
+
+
+def _force_stop_stages(directory: RunDirectory) -> None:
+    """Kill the engine of each stage of this run that is still alive: it does not end with the conductor."""
+    for stage in stage_directories(directory):
+        identity = engine_process(stage)
+        if identity is not None and is_alive(identity):
+            force_stop(stage)
 
 
 def _require_on_this_machine(identity: ProcessIdentity) -> None:

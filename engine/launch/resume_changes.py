@@ -8,8 +8,13 @@ the steps to come may change with a notice.
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from typing import Any
+
+from engine.spec.schema.recipe import Recipe, Stage
+from engine.spec.schema.run import RunSpec
+from engine.spec.stages import stage_recipe
 
 FREELY_CHANGEABLE = (
     "name",
@@ -38,6 +43,7 @@ FREELY_CHANGEABLE = (
     "recipe.backoff.*",
     "recipe.trackers.*",
     "recipe.finish.*",
+    "recipe.stages.*.enabled",
 )
 """Keys that do not alter what a step learns, beyond the rounding of another kernel."""
 
@@ -59,8 +65,29 @@ CHANGEABLE_WITH_NOTICE = (
 """Keys that alter what is learned from the resumed step on, so the user is told."""
 
 
+STAGES_KEY = "recipe.stages"
+STAGE_OF_KEY = re.compile(r"^recipe\.stages\.[a-z0-9][a-z0-9._-]*?\.(?=(?:" + "|".join(Recipe.model_fields) + r")\b)")
+"""The part of a key that names a stage; a stage's name may contain dots."""
+
+UNFELT_KEYS = ("enabled", "name", "title", "notes")
+"""Keys of a stage that may change when it is done, because nothing of it is done again."""
+
 Changes = dict[str, tuple[Any, Any]]
 """Maps a dotted key to (value before, value after)."""
+
+
+def comparable(spec: RunSpec) -> dict[str, Any]:
+    """The data of a run spec in which changes are found. Of a staged run, the recipe is replaced by the whole recipe of
+    each stage, so that a change counts for the stages that it reaches and for no other."""
+    data = spec.model_dump(by_alias=True)
+    if spec.recipe.stages:
+        data["recipe"] = {"stages": {stage.name: _comparable_stage(spec, stage) for stage in spec.recipe.stages}}
+    return data
+
+
+def _comparable_stage(spec: RunSpec, stage: Stage) -> dict[str, Any]:
+    own = stage.model_dump(by_alias=True, include={"enabled", "from_", "experts_per_token", "shared", "router"})
+    return {**stage_recipe(spec.recipe, stage).model_dump(by_alias=True), **own, "stage_kind": stage.kind}
 
 
 def find_changes(before: Any, after: Any, key: str = "") -> Changes:
@@ -93,8 +120,9 @@ def notices_of(changes: Changes) -> list[str]:
 
 def makes_longer(changes: Changes) -> bool:
     """Whether the changes give the run more steps than before; having no limit counts as more than any limit."""
-    for key in ("recipe.train.epochs", "recipe.train.max_steps"):
-        old, new = changes.get(key, (None, None))
+    for key, (old, new) in changes.items():
+        if _of_any_stage(key) not in ("recipe.train.epochs", "recipe.train.max_steps"):
+            continue
         if old is not None and (new is None or new > old):
             return True
         if old is None and new is not None and key.endswith("epochs") and new > 1:
@@ -103,4 +131,9 @@ def makes_longer(changes: Changes) -> bool:
 
 
 def _matches(key: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(key, glob) for glob in globs)
+    return any(fnmatchcase(_of_any_stage(key), glob) for glob in globs)
+
+
+def _of_any_stage(key: str) -> str:
+    """The key as it is called in a recipe without stages: "recipe.stages.NAME.train.eps" is "recipe.train.eps"."""
+    return STAGE_OF_KEY.sub("recipe.", key)

@@ -18,13 +18,24 @@ from engine.journal.directory import RunDirectory
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start
 from engine.journal.liveness import refuse_if_claimed
+from engine.journal.stages import stage_directories, stage_name
 from engine.journal.summary import summarise
 from engine.launch.create_run import drop_untrusted_limits
-from engine.launch.resume_changes import find_changes, makes_longer, notices_of, refused_changes
+from engine.launch.resume_changes import (
+    STAGES_KEY,
+    UNFELT_KEYS,
+    Changes,
+    comparable,
+    find_changes,
+    makes_longer,
+    notices_of,
+    refused_changes,
+)
 from engine.spec.check.devices import require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.load import dump_run_spec, load_run_spec, override
 from engine.spec.schema.run import RunSpec
+from engine.spec.stages import dependants
 
 
 def prepare_resume(
@@ -34,20 +45,71 @@ def prepare_resume(
     *,
     profile: str | None = None,
     from_step: int | None = None,
+    from_stage: str | None = None,
 ) -> list[str]:
     """Check the requested changes and write the new spec into the run directory; returns notices for the user.
 
-    `limits` holds the limits named on this command line; all others stay as they were at the last start.
+    `limits` holds the limits named on this command line; all others stay as they were at the last start. `from_stage`
+    names a stage that is done again from its start, with all stages that start from it.
 
     Raises:
-        UsageError: `from_step` has no checkpoint, a change is not allowed, or a finished run would not get longer.
+        UsageError: `from_step` has no checkpoint, `from_stage` is no stage of the run, a change is not allowed, or a
+            finished run would not get longer.
         EnvironmentProblem: an engine works on the run.
     """
     refuse_if_claimed(directory)
+    _refuse_other_runs_option(directory, from_step, from_stage)
     _require_checkpoint(directory, from_step)
-    notices = change_spec(directory, overrides, limits, profile=profile, from_step=from_step)
+    if from_stage is not None:
+        set_stages_aside(directory, from_stage)
+    notices = change_spec(
+        directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage
+    )
     warning = record_start(directory)
     return [*notices, *([warning] if warning else [])]
+
+
+def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, from_stage: str | None) -> None:
+    """Raise UsageError for --from on a staged run, and for --from-stage on any other."""
+    stages = [stage.name for stage in load_run_spec(directory.run_toml).recipe.stages]
+    if stages and from_step is not None:
+        raise UsageError(
+            "--from names a step of one stage, and this run has several",
+            fix=f"do a stage again from its start: tunedeck resume {directory.name} --from-stage {stages[-1]}",
+        )
+    if from_stage is not None and from_stage not in stages:
+        raise UsageError(
+            f"{directory.name} has no stage {from_stage!r}",
+            expected=f"one of: {', '.join(stages)}" if stages else "a run of several stages",
+            fix="leave --from-stage out to go on where the run stopped",
+        )
+
+
+def set_stages_aside(directory: RunDirectory, name: str) -> None:
+    """Move the directories of a stage, and of all stages that start from it, to `stages/.old-N/`."""
+    recipe = load_run_spec(directory.run_toml).recipe
+    again = {name, *dependants(recipe, name)}
+    begun = [stage for stage in stage_directories(directory) if stage_name(stage) in again]
+    if not begun:
+        return
+    aside = next(path for number in count(1) if not (path := directory.stages / f".old-{number}").exists())
+    aside.mkdir()
+    for stage in begun:
+        refuse_if_claimed(stage)
+        stage.path.rename(aside / stage.name)
+
+
+def _changes_of_done_stages(directory: RunDirectory, changes: Changes) -> list[str]:
+    """Return one line for each change that reaches into a stage that is done."""
+    done = {row["name"] for row in summarise(directory).stages if row["status"] == "done"}
+    begun = {stage_name(stage) for stage in stage_directories(directory)}
+    refused = []
+    for name in sorted(done & begun):
+        prefix = f"{STAGES_KEY}.{name}."
+        for key, (old, new) in changes.items():
+            if key.startswith(prefix) and key.removeprefix(prefix) not in UNFELT_KEYS:
+                refused.append(f"{key.removeprefix('recipe.')}: {old!r} -> {new!r}; stage {name} is done")
+    return refused
 
 
 def _require_checkpoint(directory: RunDirectory, step: int | None) -> None:
@@ -69,20 +131,21 @@ def change_spec(
     *,
     profile: str | None = None,
     from_step: int | None = None,
+    from_stage: str | None = None,
 ) -> list[str]:
     """Write the changed spec into the run directory, with a copy of the old one as run.N.toml; returns notices for the
     user."""
     before = load_run_spec(directory.run_toml)
     resolved = override(before, overrides, profile=profile)
-    changes = find_changes(before.model_dump(by_alias=True), resolved.spec.model_dump(by_alias=True))
-    if refused := refused_changes(changes):
+    changes = find_changes(comparable(before), comparable(resolved.spec))
+    if refused := [*refused_changes(changes), *_changes_of_done_stages(directory, changes)]:
         raise UsageError(
             "resume cannot change what the run has already learned from:\n  " + "\n  ".join(refused),
             fix="start a new run with: tunedeck train",
         )
     refuse_unsupported(resolved.spec)
     longer = makes_longer(changes)
-    if not longer and from_step is None:
+    if not longer and from_step is None and from_stage is None:
         _refuse_if_done(directory)
     spec, notices = _with_limits(directory, resolved.spec, limits)
     if changes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import resolve_run
+from engine.journal.stages import result_run
 from engine.spec.schema.recipe import Model
 
 RUN_PREFIX = "run:"
@@ -80,7 +81,7 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
 def find_run_weights(text: str) -> Path:
     """Return the folder with the weights that "run:RUN" (the run's result), "run:RUN@STEP" or "run:RUN@best" names."""
     name, _, which = text.removeprefix(RUN_PREFIX).partition("@")
-    run = resolve_run(name, None)
+    run = result_run(resolve_run(name, None))
     folder = _result(run, text) if not which else _checkpoint(run, which, text)
     if not folder.is_dir():
         raise UsageError(

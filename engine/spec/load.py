@@ -1,7 +1,7 @@
 """Resolves a profile, a recipe and overrides to one run spec; writes a run spec as `run.toml` and reads it back.
 
-Precedence: defaults < recipe < stage < profile [overrides] < --set. Stages are not resolved here: each is merged over
-the recipe when it starts. `engine.spec.check` defines which values are allowed.
+Precedence: defaults < recipe < stage < profile [overrides] < --set. A run spec keeps its stages apart;
+`engine.spec.stages` merges one over the recipe. `engine.spec.check` defines which values are allowed.
 
 Try: `python -c "from engine.spec.load import resolve; print(resolve('demo', 'demo').spec.recipe.train)"`
 """
@@ -32,6 +32,7 @@ from engine.spec.schema.base import Table
 from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import Limits, Provenance, RunSpec
+from engine.spec.stages import enabled_stages, stage_recipe
 
 Result = TypeVar("Result")
 
@@ -215,7 +216,7 @@ def _assemble(
     checked_profile, profile_problems = check_table(Profile, profile.data)
     checked_recipe, recipe_problems = check_table(Recipe, recipe.data)
     if checked_profile is not None and checked_recipe is not None:
-        recipe_problems += problems_on_device(checked_profile, checked_recipe)
+        recipe_problems += _problems_on_device(checked_profile, checked_recipe)
     problems += profile.render_all(profile_problems) + recipe.render_all(recipe_problems) + _run_name_problems(name)
     if problems or checked_profile is None or checked_recipe is None:
         raise SpecError(list(dict.fromkeys(problems)))
@@ -230,6 +231,19 @@ def _assemble(
         "limits": limits,
     }
     return Resolved(RunSpec.model_validate(parts), notices)
+
+
+def _problems_on_device(profile: Profile, recipe: Recipe) -> list[Problem]:
+    """The problems of a recipe on the hardware of a profile; of a staged recipe, those of each enabled stage."""
+    if not recipe.stages:
+        return list(problems_on_device(profile, recipe))
+    found = []
+    for number, stage in enabled_stages(recipe):
+        for problem in problems_on_device(profile, stage_recipe(recipe, stage)) if stage.kind == "train" else ():
+            of_stage = problem.under(("stages", number - 1))
+            written = value_at(stage.model_dump(by_alias=True), problem.place) is not None
+            found.append(of_stage if written else problem)
+    return list(dict.fromkeys(found))
 
 
 def _run_name_problems(name: str | None) -> list[str]:

@@ -43,6 +43,7 @@ from engine.journal.events import EventWriter
 from engine.journal.heartbeat import heartbeats
 from engine.journal.liveness import claim
 from engine.launch.on_finish import run_on_finish
+from engine.launch.run_requests import RunRequests
 from engine.model.library_output import disable_progress_bars
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
@@ -54,7 +55,6 @@ from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.memory_settings import effective_spec
 from engine.train.recovery.oom_report import OomReports, oom_reporter
 from engine.train.run_context import RunContext, RunStart
-from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.directory import RunDirectory
+from engine.launch.run_requests import RunRequests
 from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
-from engine.train.run_requests import RunRequests
 
 
 @dataclass(frozen=True)

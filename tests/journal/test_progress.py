@@ -86,6 +86,7 @@ def test_a_backoff_says(fields: dict[str, object], words: str) -> None:
 def test_a_sentence_needs_no_more_than_the_required_fields(kind: str) -> None:
     fields: dict[str, object] = dict.fromkeys(EVENT_KINDS[kind].required, 1)
     fields |= {"metrics": {"loss": None}} if kind == "eval" else {}
+    fields |= {"name": "a", "number": 1, "of": 2} if kind == "stage_started" else {}  # the conductor's, not an engine's
     text = describe_event(event(kind, **fields))
     assert text and "\n" not in text
 

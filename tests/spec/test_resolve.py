@@ -316,7 +316,6 @@ def test_override_refuses_what_resolve_refuses() -> None:
 
 
 LATER = {
-    "stages": '[{name = "a"}]',
     "sweep": '{"train.seed" = [1]}',
     "trackers.use": '["wandb"]',
     "finish.merge": "true",

@@ -20,6 +20,7 @@ from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.files import write_atomically
+from engine.launch.run_requests import RunRequests
 from engine.spec.schema.run import RunSpec
 from engine.train.checkpoint.run_state import RunState
 from engine.train.loop import Ending, Training
@@ -29,7 +30,6 @@ from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.recovery.oom_report import oom_reporter
 from engine.train.run_context import RunContext
-from engine.train.run_requests import RunRequests
 from engine.train.setup import TrainingSetup, set_up
 from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import StepGuard, allocate_state, state_tensors

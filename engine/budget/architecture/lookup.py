@@ -21,6 +21,7 @@ import tomli
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.errors import ConfigNotHereError, UsageError
 from engine.journal.index import resolve_run
+from engine.journal.stages import result_run
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
 
@@ -81,7 +82,7 @@ def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
     """Replace "run:RUN" by the model and revision that the run started from; both models have the same shapes."""
     while model.startswith(RUN_PREFIX):
         text = model.removeprefix(RUN_PREFIX).partition("@")[0]
-        start = load_run_spec(resolve_run(text, None).run_toml).recipe.model
+        start = load_run_spec(result_run(resolve_run(text, None)).run_toml).recipe.model
         model, revision = start.id, start.revision
     return model, revision
 

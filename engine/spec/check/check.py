@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from engine.spec.check.aliases import CHOICE_ALIASES, translate_key
 from engine.spec.check.hardware_rules import problems_of_profile
 from engine.spec.check.rules import problems_of_recipe
+from engine.spec.check.stage_rules import problems_of_stages
 from engine.spec.files.document import INTEGER_RANGE, Problem, key_text, merge_tables, value_at
 from engine.spec.files.lines import Place
 from engine.spec.files.text import UNSAFE, closest_match, quoted, visible
@@ -24,6 +25,7 @@ from engine.spec.schema.base import SCHEMA_VERSION, Table
 from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
+from engine.spec.stages import STAGE_TABLES, merge_stage
 
 CheckedTable = TypeVar("CheckedTable", bound=Table)
 Data = dict[str, Any]
@@ -70,7 +72,7 @@ OVERRIDABLE_TABLES = (
     "trackers",
     "finish",
 )
-"""Tables of a recipe that a profile's [overrides] or a stage may set."""
+"""Tables of a recipe that a profile's [overrides] may set."""
 
 MINIMAL_RECIPE: Data = {
     "name": "example",
@@ -329,15 +331,14 @@ def _written(extra: Data, problem: Problem) -> bool:
     return any(value_at(extra, place) is not None for place in (problem.place, *problem.beside))
 
 
-def _base_of(data: Data) -> Data:
-    return {key: value for key, value in data.items() if key not in ("stages", "sweep")}
-
-
 def _stage_problems(recipe: Recipe, data: Data) -> Iterator[Problem]:
+    """Yield the problems of the stages, and of each stage's own keys in the recipe that the stage trains with."""
+    yield from problems_of_stages(recipe)
     for index, stage in enumerate(recipe.stages):
-        tables = {key: getattr(stage, key, None) for key in OVERRIDABLE_TABLES}
-        own = {key: table for key, table in tables.items() if table and isinstance(table, dict)}
-        yield from (problem.under(("stages", index)) for problem in _partial(_base_of(data), own))
+        tables = stage.model_dump(by_alias=True, exclude_none=True)
+        _, problems = check_table(Recipe, merge_stage(data, tables))
+        own = {key: tables[key] for key in STAGE_TABLES if tables.get(key)}
+        yield from (problem.under(("stages", index)) for problem in problems if _written(own, problem))
 
 
 def _sweep_problems(recipe: Recipe, data: Data) -> Iterator[Problem]:
@@ -347,5 +348,5 @@ def _sweep_problems(recipe: Recipe, data: Data) -> Iterator[Problem]:
             extra: Any = value
             for part in reversed(parts):
                 extra = {part: extra}
-            for problem in _partial(_base_of(data), extra):
+            for problem in _partial({key: data[key] for key in data if key not in ("stages", "sweep")}, extra):
                 yield Problem(("sweep", key, index), problem.found, problem.allowed)

@@ -321,30 +321,6 @@ def rungs_once(recipe: Recipe) -> Problems:
             )
 
 
-def stages_follow(recipe: Recipe) -> Problems:
-    earlier: list[str] = []
-    for index, stage in enumerate(recipe.stages):
-        origins = [stage.from_] if isinstance(stage.from_, str) else stage.from_ or []
-        for origin in origins:
-            if origin not in earlier:
-                yield Problem(
-                    ("stages", index, "from"),
-                    f"{quoted(origin)} is not an earlier stage",
-                    f"one of: {', '.join(earlier) or 'none comes before this one'}",
-                )
-        if stage.kind == "train":
-            for key in ("experts_per_token", "shared", "router"):
-                if getattr(stage, key):
-                    yield Problem(("stages", index, key), f'{key} with kind = "train"', 'kind = "assemble" is needed')
-            if len(origins) > 1:
-                yield Problem(
-                    ("stages", index, "from"), f"{len(origins)} stages to start from", 'one, or kind = "assemble"'
-                )
-        elif not origins:
-            yield Problem(("stages", index, "from"), "missing", "the stages to assemble are needed")
-        earlier.append(stage.name)
-
-
 def sweep_has_values(recipe: Recipe) -> Problems:
     for key, values in recipe.sweep.items():
         if not values:
@@ -377,7 +353,6 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     early_stopping_is_reached,
     best_metric_is_evaluated,
     rungs_once,
-    stages_follow,
     sweep_has_values,
 )
 

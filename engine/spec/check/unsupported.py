@@ -12,6 +12,7 @@ from engine.errors import SpecError
 from engine.spec.check.images import image_key
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
+from engine.spec.stages import stage_specs
 
 
 def _scores(recipe: Recipe) -> str | None:
@@ -29,7 +30,6 @@ def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) 
 
 
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
-    (lambda spec: _when(bool(spec.recipe.stages), "stages"), "runs of several stages"),
     (lambda spec: _when(bool(spec.recipe.sweep), "sweep"), "sweeps"),
     (lambda spec: image_key(spec.recipe), "images"),
     (
@@ -62,10 +62,11 @@ def refuse_unsupported(spec: RunSpec, *, planning: bool = False) -> None:
 
     With `planning`, features that can be planned but not trained yet are accepted.
     """
-    problems = [
+    found = [
         f"{written}: this version does not do {feature} yet"
+        for part in (stage_specs(spec) if spec.recipe.stages else [spec])
         for asks, feature in UNSUPPORTED_FEATURES
-        if (written := asks(spec)) and not (planning and feature in PLANNABLE_FEATURES)
+        if (written := asks(part)) and not (planning and feature in PLANNABLE_FEATURES)
     ]
-    if problems:
+    if problems := list(dict.fromkeys(found)):
         raise SpecError(problems, fix="remove these keys, or restore their defaults with --set KEY=")

@@ -17,7 +17,7 @@ from engine.spec.files.text import quoted
 
 PATH_KEYS = frozenset({"path", "image_root"})
 POSSIBLE_PATH_KEYS = frozenset({"id", "tokenizer", "adapter", "chat_template"})
-NON_FILE_PREFIXES = ("builtin:", "run:")
+NON_FILE_PREFIXES = ("builtin:", "run:", "stage:")
 
 
 def path_values(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:

@@ -18,13 +18,14 @@ class Model(Table):
     """The model to start from."""
 
     id: str
-    """Hub id, folder, "builtin:tiny", or "run:RUN[@STEP|@best]" to start from an earlier run."""
+    """Hub id, folder, "builtin:tiny", "run:RUN[@STEP|@best]" to start from an earlier run, or in a stage
+    "stage:NAME[@STEP|@best]" to start from an earlier stage."""
     tokenizer: str | None = None
     """Hub id, folder or "builtin:bytes"; by default the model's own."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     adapter: str | None = None
-    """A LoRA adapter to continue: hub id, folder, or "run:RUN[@STEP|@best]"."""
+    """A LoRA adapter to continue: hub id, folder, "run:RUN[@STEP|@best]", or in a stage "stage:NAME[@STEP|@best]"."""
     chat_template: str | None = None
     """A Jinja chat template (text, or a path ending in .jinja) used instead of the tokenizer's."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -315,15 +316,18 @@ class Stage(Table):
     kind: Literal["train", "assemble"] = "train"
     """train, or assemble experts of earlier stages into a mixture."""
     from_: str | list[str] | None = Field(None, alias="from")
-    """The earlier stage, or stages, this one starts from."""
+    """train: the earlier stage to start from, instead of [model]. assemble: two or more earlier stages, one for each
+    expert; "base" is the recipe's own [model], and a name may be repeated."""
     enabled: bool = True
-    """false: skip this stage."""
+    """false: leave this stage out."""
     experts_per_token: Count | None = None
-    """assemble: experts each token is routed to."""
+    """assemble: experts each token is routed to; by default 2."""
     shared: list[str] = []
-    """assemble: parameters taken from the first expert for all."""
+    """assemble: globs on parameters that are taken from the first expert where the experts differ; others are
+    averaged."""
     router: Literal["random", "hidden"] | None = None
-    """assemble: how the router is initialised."""
+    """assemble: initial router weights. random (the default), or hidden: the direction of each expert's own data in
+    the hidden states of the recipe's model."""
     model: dict[str, Any] = {}
     """Keys of [model] in this stage."""
     method: dict[str, Any] = {}
@@ -344,6 +348,8 @@ class Stage(Table):
     """Keys of [generate] in this stage."""
     backoff: dict[str, Any] = {}
     """Keys of [backoff] in this stage."""
+    finish: dict[str, Any] = {}
+    """Keys of [finish] in this stage."""
 
 
 class Recipe(Table):

@@ -1,0 +1,70 @@
+"""Creates the run directory of a stage when its turn has come: its run spec, with the weights it starts from, and plan.
+
+Try: `cat runs/*/stages/*/run.toml`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.budget.advise.plan import make_plan
+from engine.errors import ConfigNotHereError, UnknownArchitectureError
+from engine.journal.directory import RunDirectory, create_stage_directory
+from engine.journal.files import write_atomically
+from engine.journal.stages import stage_directory
+from engine.model.reference import find_run_weights
+from engine.spec.load import dump_run_spec, load_run_spec
+from engine.spec.schema.recipe import Stage
+from engine.spec.schema.run import RunSpec
+from engine.spec.stages import STAGE_PREFIX, stage_of_reference, stage_spec
+
+
+def create_or_update_stage(spec: RunSpec, run: RunDirectory, stage: Stage, directory: RunDirectory) -> list[str]:
+    """Create the stage's run directory, or write a changed spec into the one that exists; returns notices.
+
+    Raises UsageError when the weights that the stage starts from are not there.
+    """
+    resolved = resolved_stage_spec(spec, run, stage)
+    text = dump_run_spec(resolved)
+    if directory.exists():
+        if load_run_spec(directory.run_toml, own=True) != resolved:
+            write_atomically(directory.run_toml, text)
+        return []
+    plan, notices = _plan_of(resolved)
+    create_stage_directory(directory, text, plan)
+    return notices
+
+
+def resolved_stage_spec(spec: RunSpec, run: RunDirectory, stage: Stage) -> RunSpec:
+    """The run spec of a stage of this run, in which `stage:NAME` is the absolute path of that stage."""
+    alone = stage_spec(spec, stage)
+    model = alone.recipe.model
+    merged = alone.recipe.method.kind == "full"
+    changes = {
+        key: _weights_of(spec, run, text, merged=merged)
+        for key in ("id", "adapter")
+        if (text := getattr(model, key)) is not None and text.startswith(STAGE_PREFIX)
+    }
+    limits = alone.limits.model_copy(update={"max_hours": None})  # the conductor's clock covers all stages
+    recipe = alone.recipe.model_copy(update={"model": model.model_copy(update=changes)})
+    return alone.model_copy(update={"recipe": recipe, "limits": limits})
+
+
+def _weights_of(spec: RunSpec, run: RunDirectory, reference: str, *, merged: bool) -> str:
+    """What "stage:NAME[@STEP|@best]" means in this run: "run:" and the absolute path of that stage's run directory, so
+    that an adapter is found with the model below it. With `merged`, the model that the adapter was merged into."""
+    name, which = stage_of_reference(reference)
+    number = [other.name for other in spec.recipe.stages].index(name) + 1
+    before = stage_directory(run, number, name)
+    if merged and not which and before.merged.is_dir():
+        return str(before.merged)
+    weights = f"run:{before.path}" + (f"@{which}" if which else "")
+    find_run_weights(weights)
+    return weights
+
+
+def _plan_of(spec: RunSpec) -> tuple[dict[str, Any], list[str]]:
+    try:
+        return make_plan(spec).as_json(), []
+    except (UnknownArchitectureError, ConfigNotHereError) as unknown:
+        return {}, [f"no plan before the start: {unknown.found}"]

@@ -1,0 +1,193 @@
+"""Staged runs with real processes: order, failure, requests, kills and resumes. The run's journal tells it all once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import UsageError
+from engine.journal.control import send_request
+from engine.journal.directory import RunDirectory
+from engine.journal.index import resolve_run
+from engine.journal.liveness import engine_process, is_alive
+from engine.journal.stages import NOT_COPIED, stage_directories, stage_directory, stage_name
+from engine.journal.summary import summarise
+from engine.launch.process import start_engine
+from engine.launch.resume_run import prepare_resume
+from tests.events import read_events
+from tests.stages.staged_runs import (
+    assert_equal,
+    conduct,
+    ends_of,
+    events_of,
+    kill,
+    kill_engine,
+    new_staged_run,
+    staged_spec,
+    wait_for,
+    weights_of,
+)
+
+CHAIN: list[dict[str, Any]] = [
+    {"name": "one"},
+    {"name": "two", "from": "one", "train": {"learning_rate": 5e-4}},
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = new_staged_run(folder, staged_spec(folder, CHAIN))
+    assert conduct(run) == 0, run.log.read_text()
+    return run
+
+
+def assert_story_told_once(run: RunDirectory) -> None:
+    """Every event of every stage is in the run's journal exactly once, in order, and each stage ends once."""
+    for stage in stage_directories(run):
+        own = [event["seq"] for event in read_events(stage.events) if event["kind"] not in NOT_COPIED]
+        copied = [
+            event["stage_seq"]
+            for event in read_events(run.events)
+            if event["stage"] == stage_name(stage) and "stage_seq" in event
+        ]
+        assert copied == own
+    assert set(Counter(name for name, status, _ in ends_of(run) if status == "done").values()) <= {1}
+    assert [event["seq"] for event in read_events(run.events)] == list(range(1, len(list(read_events(run.events))) + 1))
+
+
+def test_a_chain_runs_to_its_end(undisturbed: RunDirectory) -> None:
+    assert ends_of(undisturbed) == [("one", "done", 0), ("two", "done", 0)]
+    assert_story_told_once(undisturbed)
+    finished = events_of(undisturbed, "run_finished")[-1]
+    assert (finished["status"], finished["result"]) == ("done", "stages/02-two/model")
+    summary = summarise(undisturbed)
+    assert (summary.status, summary.step, [stage["status"] for stage in summary.stages]) == ("done", 4, ["done"] * 2)
+
+
+def test_a_stage_goes_on_from_the_weights_of_the_one_it_starts_from(undisturbed: RunDirectory) -> None:
+    first, second = stage_directories(undisturbed)
+    ends = [event["loss"] for event in read_events(first.events) if event["kind"] == "step"]
+    starts = [event["loss"] for event in read_events(second.events) if event["kind"] == "step"]
+    assert starts[0] < ends[0]
+    assert f'id = "run:{first.path}"' in second.run_toml.read_text()
+    with pytest.raises(AssertionError):
+        assert_equal(weights_of(second), weights_of(first))
+
+
+def test_a_stage_is_addressed_by_run_and_name(undisturbed: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = undisturbed.path.parent
+    assert resolve_run("last/two", folder).path == stage_directories(undisturbed)[1].path
+    with pytest.raises(UsageError, match="no stage 'three' that has begun") as caught:
+        resolve_run(f"{undisturbed.name}/three", folder)
+    assert caught.value.expected == "one of: one, two"
+
+
+def test_the_conductor_imports_no_torch() -> None:
+    heavy = "[name for name in ('torch', 'transformers', 'peft') if name in sys.modules]"
+    code = f"import sys, engine.stages.conductor; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_failed_stage_skips_what_starts_from_it_and_nothing_else(tmp_path: Path) -> None:
+    nothing = {"sources": [{"name": "main", "path": str(tmp_path / "missing.jsonl")}]}
+    stages = [
+        {"name": "bad", "data": nothing},
+        {"name": "after", "from": "bad"},
+        {"name": "last", "from": "after"},
+        {"name": "other"},
+    ]
+    run = new_staged_run(tmp_path, staged_spec(tmp_path, stages, train={"max_steps": 1}))
+    assert conduct(run) == 5
+    assert ends_of(run) == [("bad", "failed", 5), ("after", "skipped", 0), ("last", "skipped", 0), ("other", "done", 0)]
+    summary = summarise(run)
+    assert (summary.status, summary.exit_code) == ("failed", 5)
+    assert "stage bad failed" in summary.reason
+    (tmp_path / "missing.jsonl").write_text((tmp_path / "samples.jsonl").read_text())
+    prepare_resume(run, [], {})
+    assert conduct(run, resume=True) == 0, run.log.read_text()
+    assert_story_told_once(run)
+    assert [row["status"] for row in summarise(run).stages] == ["done"] * 4
+
+
+@pytest.mark.parametrize("request_name", ["stop", "pause"])
+def test_a_request_ends_the_running_stage_and_resume_goes_on_there(
+    tmp_path: Path, undisturbed: RunDirectory, request_name: str
+) -> None:
+    run = new_staged_run(tmp_path, staged_spec(tmp_path, CHAIN))
+    process = start_engine(run)
+    wait_for(lambda: len(events_of(run, "stage_started")) >= 3, process)  # conductor, engine, conductor: stage two
+    send_request(run, request_name)
+    assert process.wait(120) == 130
+    status = {"stop": "stopped", "pause": "paused"}[request_name]
+    assert ends_of(run)[-1][:2] == ("two", status)
+    assert summarise(run).status == status
+    prepare_resume(run, [], {})
+    assert conduct(run, resume=True) == 0, run.log.read_text()
+    assert_equal(weights_of(stage_directory(run, 2, "two")), weights_of(stage_directory(undisturbed, 2, "two")))
+    assert_story_told_once(run)
+
+
+def test_a_killed_conductor_is_replaced_and_its_engine_is_adopted(tmp_path: Path, undisturbed: RunDirectory) -> None:
+    run = new_staged_run(tmp_path, staged_spec(tmp_path, CHAIN))
+    process = start_engine(run)
+    wait_for(lambda: len(events_of(run, "step")) >= 1, process)
+    kill(process)
+    engine = engine_process(stage_directory(run, 1, "one"))
+    assert engine is not None and is_alive(engine)
+    assert conduct(run, resume=True) == 0, run.log.read_text()
+    assert len([event for event in read_events(stage_directory(run, 1, "one").events)
+                if event["kind"] == "run_started"]) == 1  # fmt: skip
+    assert_equal(weights_of(stage_directory(run, 2, "two")), weights_of(stage_directory(undisturbed, 2, "two")))
+    assert_story_told_once(run)
+
+
+def test_a_killed_engine_fails_its_stage_and_resume_goes_on(tmp_path: Path, undisturbed: RunDirectory) -> None:
+    run = new_staged_run(tmp_path, staged_spec(tmp_path, CHAIN))
+    process = start_engine(run)
+    wait_for(lambda: any(event["step"] >= 2 for event in events_of(run, "step")), process)
+    kill_engine(stage_directory(run, 1, "one"))
+    assert process.wait(120) == 137
+    assert [end[:2] for end in ends_of(run)] == [("one", "failed"), ("two", "skipped")]
+    prepare_resume(run, [], {})
+    assert conduct(run, resume=True) == 0, run.log.read_text()
+    assert_equal(weights_of(stage_directory(run, 2, "two")), weights_of(stage_directory(undisturbed, 2, "two")))
+    assert_story_told_once(run)
+
+
+def test_a_change_may_not_reach_into_a_stage_that_is_done(undisturbed: RunDirectory) -> None:
+    with pytest.raises(UsageError, match="stage one is done"):
+        prepare_resume(undisturbed, ["train.max_steps=8"], {})
+    with pytest.raises(UsageError, match=r"stages\.two\.train\.batch_size"):
+        prepare_resume(undisturbed, ["stages.two.train.batch_size=2"], {}, from_stage=None)
+    with pytest.raises(UsageError, match="has no stage 'three'"):
+        prepare_resume(undisturbed, [], {}, from_stage="three")
+
+
+def test_a_stage_is_done_again_with_those_that_start_from_it(tmp_path: Path) -> None:
+    stages = [{"name": "one"}, {"name": "two", "from": "one"}, {"name": "other"}]
+    run = new_staged_run(tmp_path, staged_spec(tmp_path, stages, train={"max_steps": 1}))
+    assert conduct(run) == 0, run.log.read_text()
+    prepare_resume(run, ["stages.two.train.max_steps=2"], {}, from_stage="two")
+    assert (run.stages / ".old-1" / "02-two").is_dir()
+    assert conduct(run, resume=True) == 0, run.log.read_text()
+    assert [end[0] for end in ends_of(run)] == ["one", "two", "other", "two"]
+    assert [row["steps"] for row in summarise(run).stages] == [1, 2, 1]
+    copied = [event["stage_seq"] for event in read_events(run.events) if event["stage"] == "two"]
+    assert copied.count(copied[0]) == 2, "the second time is told from its start, too"
+
+
+def test_plan_json_has_a_plan_for_each_stage(undisturbed: RunDirectory) -> None:
+    plan = json.loads(undisturbed.plan_json.read_text())
+    assert plan["verdict"] == "fits"
+    assert [(stage["name"], stage["kind"], stage["verdict"]) for stage in plan["stages"]] == [
+        ("one", "train", "fits"), ("two", "train", "fits"),
+    ]  # fmt: skip
+    assert plan["stages"][0]["peak_bytes"] == plan["stages"][0]["plan"]["peak_bytes"]
