@@ -6,6 +6,10 @@ combination of GPU, driver, torch version, number of ranks, and expandable segme
 entry's last runs count. A run on CUDA adds its measurement when it ends (`engine.train.monitor.calibrate`). Runs in
 host memory are not calibrated.
 
+Fragmentation is a share of the peak, and only runs that used half of the card or more say anything about it. torch
+takes memory from the driver in segments of 2 and 20 MiB, so a run of 100 MiB that leaves three of them half empty has a
+share of 30 %; applied to a plan for 24 GB, that would be 7 GiB. Plans are decided near capacity.
+
 Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
 """
 
@@ -23,7 +27,11 @@ from engine.journal.index import state_folder
 from engine.spec.schema.profile import Profile
 
 FILE = "calibration.json"
+VERSION = 2
+"""Version 1 took what was reserved at the end of a run for the reserved memory of its peak."""
 RUNS_KEPT = 8
+SMALL_RUN = 0.5
+"""A run is small whose peak is below this share of the card's memory."""
 SAME_MEMORY = 0.02
 """A profile matches a recorded GPU whose memory differs by at most this share."""
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -49,8 +57,8 @@ class Residuals:
 
     context_bytes: int
     workspace_bytes: int
-    fragmented_share: float
-    """Fragmentation: reserved divided by allocated memory at the peak, minus one."""
+    fragmented_share: float | None
+    """Fragmentation: reserved divided by allocated memory at the peak, minus one; None if all runs were small."""
 
 
 def residuals_for(profile: Profile) -> Residuals | None:
@@ -72,9 +80,9 @@ def record(key: CalibrationKey, residuals: Residuals) -> None:
     if entry is None:
         entry = {"setting": asdict(key), "runs": []}
         entries.append(entry)
-    entry["runs"] = [*entry["runs"], asdict(residuals)][-RUNS_KEPT:]
+    entry["runs"] = _newest([*entry["runs"], asdict(residuals)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"version": 1, "entries": entries}, indent=1) + "\n")
+    write_atomically(path, json.dumps({"version": VERSION, "entries": entries}, indent=1) + "\n")
 
 
 def calibration_file() -> Path:
@@ -99,11 +107,17 @@ def _fits(key: CalibrationKey, profile: Profile) -> bool:
     )
 
 
+def _newest(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last RUNS_KEPT small runs and the last RUNS_KEPT others, so that neither kind displaces the other."""
+    kept = [[run for run in runs if (run["fragmented_share"] is None) == small][-RUNS_KEPT:] for small in (True, False)]
+    return [run for run in runs if any(run is each for group in kept for each in group)]
+
+
 def _worst(found: list[Residuals]) -> Residuals:
     return Residuals(
         max(each.context_bytes for each in found),
         max(each.workspace_bytes for each in found),
-        max(each.fragmented_share for each in found),
+        max([each.fragmented_share for each in found if each.fragmented_share is not None], default=None),
     )
 
 
@@ -122,7 +136,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     it."""
     try:
         found = json.loads(path.read_text("utf-8"))
-        entries = found["entries"] if found["version"] == 1 else []
+        entries = found["entries"] if found["version"] == VERSION else []
         for entry in entries:
             CalibrationKey(**entry["setting"])
             for run in entry["runs"]:

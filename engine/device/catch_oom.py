@@ -12,6 +12,7 @@ Try: `pytest tests/train/recovery/test_host_memory_limits.py`
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,10 @@ from engine.device.oom import MemoryBreakdown, OutOfMemory, classify, clear_fram
 from engine.errors import MemoryExhaustedError
 
 T = TypeVar("T")
+
+STEADY_READINGS, STEADY_PAUSE_SECONDS, STEADY_LIMIT = 3, 0.002, 250
+"""Memory is steady when it is the same for so many readings, so long apart; at most half a second is waited. Dropping
+a queue is microseconds of work, but its thread may wait for the interpreter's lock."""
 
 ATTEMPTS = 3
 """How many times an action is tried that cannot be made smaller. A temporary shortage of memory may make the action
@@ -55,6 +60,35 @@ def catch_oom(
     return None
 
 
+def free_failed_graph(device: Device) -> None:
+    """Free the graph of a backward pass that ran out of memory. Call it outside the `except` block.
+
+    On CUDA autograd runs backward in a thread of its own. When an operation fails there, the caller gets the exception
+    at once, while that thread still drops what it had queued, gradients of the failed graph among them. So wait until
+    the allocated bytes no longer change.
+    """
+    flush_autograd()
+    if device.kind == "cuda":
+        device.synchronize()
+        wait_until_steady(lambda: device.memory().allocated_bytes)
+
+
+def wait_until_steady(
+    read: Callable[[], int], pause: Callable[[float], None] = time.sleep, *, limit: int = STEADY_LIMIT
+) -> bool:
+    """Call `read` every few milliseconds until it has returned the same value STEADY_READINGS times in a row; returns
+    False if it has not after `limit` readings."""
+    last, same = read(), 1
+    for _ in range(limit - 1):
+        pause(STEADY_PAUSE_SECONDS)
+        now = read()
+        same = same + 1 if now == last else 1
+        if same == STEADY_READINGS:
+            return True
+        last = now
+    return False
+
+
 def retry_on_oom(
     action: Callable[[], T], phase: str, device: Device, report: Callable[[OutOfMemory, str, int], None]
 ) -> T:
@@ -70,7 +104,7 @@ def retry_on_oom(
         failure = catch_oom(lambda: results.append(action()), device, phase)
         if failure is None:
             return results[0]
-        flush_autograd()
+        free_failed_graph(device)
         device.release_cached()
         report(failure, "retry" if number < ATTEMPTS else "give_up", number)
     assert failure is not None

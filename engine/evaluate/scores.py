@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,7 @@ from engine.errors import MemoryExhaustedError
 from engine.model.documents import takes_starts
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction, eval_mode
+from engine.spec.attention_kernels import FLASH_KERNELS
 from engine.spec.schema.recipe import Generate
 
 GENERATION_ROWS = 64
@@ -298,7 +300,19 @@ def generate_tokens(
     """Generate answers; returns the token ids of each prompt followed by its answer. `options` are passed on to
     transformers' `generate`."""
     generate = cast(Callable[..., Tensor], loaded.model.generate)
-    return generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **options)
+    with half_precision_for_flash(loaded):
+        return generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **options)
+
+
+def half_precision_for_flash(loaded: LoadedModel) -> AbstractContextManager[object]:
+    """Return a context in which fp32 weights that are computed in fp16 can generate text with flash attention, which
+    takes half precision alone; for all other models it does nothing, and text is generated in the weights' dtype.
+
+    Autocast's cache is off: it would keep an fp16 copy of every trained weight until the last token.
+    """
+    if loaded.autocast_dtype is None or loaded.attention not in FLASH_KERNELS:
+        return nullcontext()
+    return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype, cache_enabled=False)
 
 
 def generation_config(generate: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:

@@ -19,9 +19,9 @@ from engine.spec.schema.run import RunSpec
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Both names of torch's allocator settings. torch 2.11 to 2.13 read either one; if both are set, the first."""
 
-DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
-"""What deterministic kernels need: a cuBLAS workspace of fixed size (cuBLAS documentation, "Results reproducibility"),
-and flash attention's deterministic backward pass (transformers, `modeling_flash_attention_utils`)."""
+DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What deterministic kernels need: a cuBLAS workspace of fixed size (cuBLAS documentation, "Results reproducibility").
+The rest is set where they are switched on (`engine.device.determinism`)."""
 
 
 def device_environment(spec: RunSpec, present: Mapping[str, str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import import_utils
 
 from engine.device.base import Device
+from engine.device.determinism import has_deterministic_backward
 from engine.errors import EnvironmentProblem, UsageError
 from engine.spec.attention_kernels import (
     BLACKWELL,
@@ -32,6 +33,9 @@ from engine.spec.attention_kernels import (
 POSITIONS_BY_AXIS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Model types whose position ids have three axes, for images. They recognise packed documents only if the position ids
 have a fourth axis, put before the three, with the positions in the text."""
+
+CONSUMER_BLACKWELL = 12.0
+"""Compute capability of Blackwell cards that are not for data centers."""
 
 MOST_HEAD_DIM = 256
 """The widest heads of flash attention's kernels."""
@@ -55,11 +59,18 @@ class Obstacle(NamedTuple):
 
 
 def choose_attention(
-    config: PreTrainedConfig, asked: AttentionChoice, device: Device, dtype: torch.dtype, *, packing: bool
+    config: PreTrainedConfig,
+    asked: AttentionChoice,
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    packing: bool = False,
+    deterministic: bool = False,
 ) -> ChosenAttention:
     """Choose the attention kernel for `model.attention = asked`.
 
-    torch's own varlen kernel is chosen by "auto" for packed data alone: without packing sdpa runs the same kernel.
+    torch's own varlen kernel is chosen by "auto" for packed data alone: without packing sdpa runs the same kernel. With
+    `deterministic`, only kernels whose backward pass can be deterministic are chosen.
 
     Raises:
         EnvironmentProblem: flash attention was asked for, of any or of one kind, and cannot run here.
@@ -69,7 +80,7 @@ def choose_attention(
         return ChosenAttention("eager", [])
     found: dict[str, Obstacle] = {}
     for kernel in _flash_candidates(asked, device, packing):
-        obstacle = _flash_obstacle(kernel, config, device, dtype)
+        obstacle = _flash_obstacle(kernel, config, device, dtype, deterministic)
         if obstacle is None:
             return ChosenAttention(kernel, _notices(found))
         found[kernel] = obstacle
@@ -111,14 +122,16 @@ def _flash_candidates(asked: AttentionChoice, device: Device, packing: bool) -> 
     return [kernel for kernel in kernels if asked == "flash" or packing or kernel != "varlen"]
 
 
-def _flash_obstacle(kernel: str, config: PreTrainedConfig, device: Device, dtype: torch.dtype) -> Obstacle | None:
+def _flash_obstacle(
+    kernel: str, config: PreTrainedConfig, device: Device, dtype: torch.dtype, deterministic: bool
+) -> Obstacle | None:
     """Return why a flash kernel cannot be used, or None if it can."""
     reason = (
         _obstacle_on_device(kernel, device, dtype) or _obstacle_in_model(kernel, config, device) or _missing(kernel)
     )
     if reason is not None:
         return Obstacle(reason, unexpected=False)
-    problem = _import_problem(kernel)
+    problem = _import_problem(kernel) or (_nondeterminism(kernel, device) if deterministic else None)
     return None if problem is None else Obstacle(problem, unexpected=True)
 
 
@@ -167,6 +180,19 @@ def _import_problem(kernel: str) -> str | None:
     # A package built for another torch, or without its compiler, fails in one of these ways.
     except (ImportError, OSError, RuntimeError) as error:
         return f"needs {facts.package}, which is installed and does not import: {str(error).splitlines()[0]}"
+    return None
+
+
+def _nondeterminism(kernel: str, device: Device) -> str | None:
+    """Return why a kernel's backward pass cannot be deterministic, or None if it can. torch's own follows
+    `torch.use_deterministic_algorithms`."""
+    if kernel == "varlen":
+        return None
+    # flash_attn/cute/interface.py of flash-attn-4: "deterministic backward not supported on SM 12.0".
+    unable = kernel == "flash_attention_4" and _capability(device) >= CONSUMER_BLACKWELL
+    facts = FLASH_KERNELS[kernel]
+    if unable or not has_deterministic_backward(importlib.import_module(facts.module).flash_attn_varlen_func):
+        return f"has no deterministic backward pass here ({facts.package})"
     return None
 
 

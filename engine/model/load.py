@@ -60,7 +60,12 @@ def choose_settings(
     """
     precision = choose_precision(recipe.model, recipe.method, config.model_type, device)
     attention = choose_attention(
-        config, recipe.model.attention, device, precision.compute, packing=recipe.data.packing
+        config,
+        recipe.model.attention,
+        device,
+        precision.compute,
+        packing=recipe.data.packing,
+        deterministic=recipe.train.deterministic,
     )
     return ModelSettings(start, config, precision, attention)
 

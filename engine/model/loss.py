@@ -5,8 +5,8 @@ implementations, which give the same result up to rounding:
 
 - plain: all logits at once; the reference.
 - chunked: `engine.model.chunked`, on any device, with soft-caps, smoothing and adapters on the head.
-- fused: Liger's kernel on CUDA if installed, else torch's chunked `linear_cross_entropy` (torch 2.13). Both need a head
-  that is a plain linear layer; torch's kernel supports neither soft-cap nor smoothing.
+- fused: Liger's kernel on CUDA (`engine.model.liger`), else torch's chunked `linear_cross_entropy` (torch 2.13). Both
+  need a head that is a plain linear layer, Liger's a frozen one. torch's supports neither soft-cap nor smoothing.
 
 Shapes: B rows, S tokens, H hidden, V vocabulary, N tokens with a target.
 
@@ -15,11 +15,10 @@ Try: `python -m pytest tests/model/test_loss.py`.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from engine.model.attention import POSITIONS_BY_AXIS
 from engine.model.chunked import LossSettings, chunked_loss, token_losses
 from engine.model.documents import flash_options, separate_documents, takes_starts
 from engine.model.head import OutputHead, find_head
+from engine.model.liger import liger_applies, liger_loss, liger_problem
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
 from engine.spec.schema.recipe import Train
@@ -135,23 +135,40 @@ def make_loss(
     head = find_head(loaded.base)
     verify_logits(loaded, head, device)
     chosen = choose_implementation(implementation, head, label_smoothing, device)
+    loaded.notices += chosen.notices
     chunk_tokens = chunk_tokens or default_chunk_tokens(head.vocabulary, device.capacity_bytes)
-    return LossFunction(loaded, head, chosen, label_smoothing, chunk_tokens)
+    return LossFunction(loaded, head, chosen.name, label_smoothing, chunk_tokens)
 
 
-def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> str:
-    """Choose "plain", "chunked", "liger" or "torch". For "auto": Liger on CUDA where it applies, else "chunked"."""
-    liger = _liger_applies(head, device)
+class ChosenLoss(NamedTuple):
+    """The implementation of a loss: "plain", "chunked", "liger" or "torch"."""
+
+    name: str
+    notices: list[str]
+    """Why Liger's kernel is not used, although it is installed and applies."""
+
+
+def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> ChosenLoss:
+    """Choose the implementation for `train.loss = asked`. For "auto": Liger where it applies and works, else "chunked".
+
+    Raises:
+        UsageError: "fused" was asked for, but no fused kernel can compute this loss.
+    """
+    if asked not in ("auto", "fused"):
+        return ChosenLoss(asked, [])
+    notices = []
+    if liger_applies(head, device):
+        assert head.linear is not None
+        problem = liger_problem(device.torch_device, head.linear.weight.dtype)
+        if problem is None:
+            return ChosenLoss("liger", [])
+        notices = [f"Liger's fused loss is not used: {problem}"]
     if asked == "auto":
-        return "liger" if liger else "chunked"
-    if asked != "fused":
-        return asked
-    if liger:
-        return "liger"
+        return ChosenLoss("chunked", notices)
     obstacle = _torch_obstacle(head, label_smoothing)
     if obstacle:
-        raise UsageError(f'train.loss = "fused": {obstacle}', fix='set train.loss = "auto"')
-    return "torch"
+        raise UsageError("; ".join([f'train.loss = "fused": {obstacle}', *notices]), fix='set train.loss = "auto"')
+    return ChosenLoss("torch", notices)
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
@@ -248,24 +265,6 @@ def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None
         )
 
 
-def liger_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
-    """Compute the sum of token losses with Liger's fused linear cross-entropy; per-token losses are summed in fp32."""
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    assert head.linear is not None
-    loss: Tensor = liger_fused_linear_cross_entropy(
-        hidden_NH * head.scale if head.scale != 1.0 else hidden_NH,
-        head.linear.weight,
-        targets_N,
-        bias=head.linear.bias,
-        label_smoothing=label_smoothing,
-        softcap=head.softcap,
-        reduction="sum",
-        accum_dtype=torch.float32,
-    )
-    return loss.float()
-
-
 def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
     """Compute the sum of token losses with torch's chunked linear_cross_entropy. Per-token losses are summed here in
     fp32: torch's own sum has the input's dtype and would lose all precision in bf16."""
@@ -283,15 +282,6 @@ def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tok
         ),
     )
     return losses_N.float().sum()
-
-
-def _liger_applies(head: OutputHead, device: Device) -> bool:
-    return (
-        device.torch_device.type == "cuda"
-        and head.linear is not None
-        and head.softcap is None
-        and importlib.util.find_spec("liger_kernel") is not None
-    )
 
 
 def _torch_obstacle(head: OutputHead, label_smoothing: float) -> str | None:

@@ -113,7 +113,7 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     train = spec.recipe.train
     _leave_meta(loaded.model)
     head = find_head(loaded.base)
-    implementation = choose_implementation(train.loss, head, train.label_smoothing, device)
+    implementation = choose_implementation(train.loss, head, train.label_smoothing, device).name
     chunk = chunk_tokens(head.vocabulary, spec.profile.device.capacity_bytes)
     loss = LossFunction(loaded, head, implementation, train.label_smoothing, chunk)
     loss.offload.on = train.activation_offload

@@ -15,6 +15,7 @@ from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.train.checkpoint.manager import CheckpointManager
 from engine.train.checkpoint.run_state import RunState
+from engine.train.monitor.calibrate import ProbeMemory
 from engine.train.monitor.evaluator import Evaluator
 from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, prediction_error
 from engine.train.recovery.budget_growth import BudgetGrowth
@@ -62,6 +63,8 @@ class Training:
         self._reloads = 0
         self.sound = True
         """False when weights and optimizer state belong to no step: they must not be saved."""
+        self.probe_memory: ProbeMemory | None = None
+        """What the probe of this process took; None until it has run."""
         self.peak: Peak | None = None
         """The step of this process with the highest memory peak."""
 
@@ -101,7 +104,10 @@ class Training:
         lengths = self.context.data.lengths
         most = min(len(lengths), self.setup.spec.recipe.train.batch_size)
         longest = lengths.argsort(kind="stable")[::-1][:most].copy()
+        device = self.context.device
+        device.release_cached()
         self.transaction.probe(self.state.step + 1, longest)
+        self.probe_memory = ProbeMemory(self.transaction.work.peak_bytes, device.memory().reserved_bytes)
 
     def one_step(self) -> None:
         """Take the next optimizer step, and write its line in the journal."""

@@ -23,6 +23,7 @@ from engine.device import open_device
 from engine.device.allocator import allocator_settings
 from engine.device.base import Device
 from engine.device.catch_oom import frozen_gc
+from engine.device.determinism import deterministic_kernels
 from engine.device.oom import classify
 from engine.distributed.elastic import (
     BEYOND_REPAIR_CODE,
@@ -192,7 +193,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
     spec, place, ranks = start.spec, start.directory, start.ranks
     device = _open(spec_of_rank(spec, ranks.local_rank), journal, requests, ranks)
     _write_run_started(start, journal, device)
-    with device.activate():
+    with device.activate(), deterministic_kernels(spec.recipe.train.deterministic, device.kind):
         emergency_memory = EmergencyHostMemory()
         reports = OomReports(place, device, lambda: spec)
         report = oom_reporter(journal, device, reports if ranks.is_rank0 else None)
@@ -206,8 +207,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
         with frozen_gc(), watchdog.watching(), _checkpoint_on_failure(training, ranks):
             ending = training.run()
         if ranks.is_rank0:
-            peak_bytes = training.peak.peak_bytes if training.peak else 0
-            calibrate(device, spec.profile, ranks.size, peak_bytes, journal)
+            calibrate(device, ranks.size, training.probe_memory, journal)
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,11 +13,13 @@ from typer.testing import CliRunner
 
 from engine.budget import calibration
 from engine.budget.architecture.lookup import find_architecture
-from engine.budget.calibration import CalibrationKey, Residuals, calibration_file, record, residuals_for
+from engine.budget.calibration import RUNS_KEPT, CalibrationKey, Residuals, calibration_file, record, residuals_for
+from engine.budget.predict.non_torch_memory import FRAGMENTED_SHARE, non_torch_memory
 from engine.budget.predict.prediction import Prediction, predict
 from engine.cli import app
 from engine.spec.schema.profile import Profile
 from engine.spec.schema.run import RunSpec
+from engine.train.monitor.calibrate import ProbeMemory
 from tests.budget.metered_step import run_spec
 
 H100 = CalibrationKey("NVIDIA H100", 9.0, 79.18, "570.1", version("torch"), 1, True)
@@ -85,7 +88,25 @@ def test_of_the_last_runs_the_worst_is_believed() -> None:
     assert found.context_bytes == 507 * 2**20
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"version": 2, "entries": []}', '{"version": 1, "entries": [{"runs": 3}]}'])
+def test_small_runs_say_nothing_about_fragmentation_and_displace_no_run_that_does() -> None:
+    """A run of 100 MiB that leaves a few 20 MiB segments half empty once cost a plan for 24 GB 4 GiB."""
+    small = ProbeMemory(100 * 2**20, 117 * 2**20).fragmented_share(24 * 2**30)
+    assert small is None
+    record(H100, replace(SEEN, fragmented_share=small))
+    assert non_torch_memory(profile()).fragmented_share == FRAGMENTED_SHARE[True]
+    record(H100, SEEN)
+    for _ in range(2 * RUNS_KEPT):
+        record(H100, replace(SEEN, fragmented_share=None))
+    assert non_torch_memory(profile()).fragmented_share == SEEN.fragmented_share
+    assert len(json.loads(calibration_file().read_text())["entries"][0]["runs"]) == RUNS_KEPT + 1
+
+
+def test_the_share_is_what_was_reserved_at_the_peak() -> None:
+    assert ProbeMemory(20 * 2**30, 21 * 2**30).fragmented_share(24 * 2**30) == 0.05
+    assert ProbeMemory(20 * 2**30, 19 * 2**30).fragmented_share(24 * 2**30) == 0.0
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 1, "entries": []}', '{"version": 2, "entries": [{"runs": 3}]}'])
 def test_a_damaged_file_is_no_calibration_and_is_written_anew(text: str) -> None:
     calibration_file().parent.mkdir(parents=True, exist_ok=True)
     calibration_file().write_text(text)

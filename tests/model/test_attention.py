@@ -30,11 +30,11 @@ from engine.errors import TunedeckError
 from engine.model.attention import choose_attention
 class Card:
     torch_device, name = torch.device("cuda", 0), "a card"
-for asked, family, capability in json.loads(sys.argv[1]):
+for asked, family, capability, deterministic in json.loads(sys.argv[1]):
     torch.cuda.get_device_capability = lambda *_: divmod(round(10 * capability), 10)
     config = AutoConfig.for_model(family)
     try:
-        found = choose_attention(config, asked, Card(), torch.bfloat16, packing=False)
+        found = choose_attention(config, asked, Card(), torch.bfloat16, deterministic=deterministic)
         print(json.dumps({"name": found.name, "notices": found.notices}))
     except TunedeckError as error:
         print(json.dumps({"error": error.render()}))
@@ -44,14 +44,10 @@ for asked, family, capability in json.loads(sys.argv[1]):
 def install(folder: Path, distribution: str, body: str = "") -> None:
     """Write a look-alike of a distribution: the module with its submodules, and the metadata that names it."""
     module, version = PACKAGES[distribution]
-    package = folder / module
+    package = folder / module / "cute" if distribution == "flash-attn-4" else folder / module
     package.mkdir(parents=True, exist_ok=True)
-    (package / "__init__.py").write_text(f"__version__ = {version!r}\n" + (body if module != "flash_attn" else ""))
-    if distribution == "flash-attn-4":
-        (package / "cute").mkdir(exist_ok=True)
-        (package / "cute" / "__init__.py").write_text(body)
-    elif distribution == "flash-attn":
-        (package / "__init__.py").write_text(f"__version__ = {version!r}\n{body}")
+    (package / "__init__.py").write_text(f"__version__ = {version!r}\n{body}")
+    (folder / module / "__init__.py").touch()
     info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
@@ -59,11 +55,12 @@ def install(folder: Path, distribution: str, body: str = "") -> None:
     (info / "RECORD").write_text(f"{module}/__init__.py,,\n")
 
 
-def choose(folder: Path, *questions: tuple[str, str, float]) -> list[dict[str, Any]]:
+def choose(folder: Path, *questions: tuple[str, str, float], deterministic: bool = False) -> list[dict[str, Any]]:
     """Answer (model.attention, family, compute capability) in a new process that finds the look-alikes in `folder`."""
     root = Path(__file__).parents[2]
+    asked = json.dumps([(*question, deterministic) for question in questions])
     finished = subprocess.run(
-        [sys.executable, "-P", "-c", CHOOSE, json.dumps(questions)],
+        [sys.executable, "-P", "-c", CHOOSE, asked],
         env={"PYTHONPATH": f"{folder}:{root}", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
@@ -106,6 +103,21 @@ def test_a_package_built_for_another_torch_is_passed_over_and_said(tmp_path: Pat
     assert chosen["name"] == "sdpa"
     assert "flash_attention_2 is not used" in chosen["notices"][0] and "undefined symbol" in chosen["notices"][0]
     assert "undefined symbol" in named["error"] and 'model.attention = "auto"' in named["error"]
+
+
+def test_a_deterministic_run_gets_a_kernel_with_a_deterministic_backward_pass(tmp_path: Path) -> None:
+    install(tmp_path, "flash-attn", "def flash_attn_varlen_func(q, k, v): pass\n")
+    install(tmp_path, "flash-attn-4", "def flash_attn_varlen_func(q, k, v, deterministic=False): pass\n")
+    on_hopper, old, named = choose(
+        tmp_path,
+        ("auto", "llama", 9.0),
+        ("auto", "llama", 12.0),
+        ("flash_attention_2", "llama", 8.0),
+        deterministic=True,
+    )
+    assert on_hopper["name"] == "flash_attention_4"
+    assert old["name"] == "sdpa" and "no deterministic backward pass here (flash-attn-4)" in old["notices"][0]
+    assert "no deterministic backward pass here (flash-attn)" in named["error"]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def _prefilling(arch: Architecture, config: MemoryConfig) -> Sizes:
     Of each kind only the last layer counts: the key-value cache of all earlier layers exists by then. Prompts are
     padded on the left and therefore masked.
     """
-    # Autocast is on only while a loss is computed: text is generated in the weights' own dtype.
+    # Text is generated in the weights' own dtype. (Under autocast with flash attention, where it takes less.)
     config = replace(inference_config(config), packed=True, autocast=False)
     stack = layer_stack(arch, config)
     batch = inputs(arch, config, masks_of(config, stack.kinds)) + embeddings_held(arch, config, learning=False)

@@ -177,6 +177,7 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
     return replace(
         step_config(config),
         loss="plain",
+        liger=False,
         chunk_tokens=0,
         # A checkpointed layer offloads only its input, which its trace does not count.
         activation_offload=config.activation_offload and not config.checkpointing,
@@ -193,5 +194,9 @@ def inference_config(config: MemoryConfig) -> MemoryConfig:
 def head_config(config: MemoryConfig) -> MemoryConfig:
     """The config with choices that do not matter to the trace of the model's end set to fixed values."""
     return replace(
-        layer_config(config), loss=config.loss, checkpointing=False, activation_offload=config.activation_offload
+        layer_config(config),
+        loss=config.loss,
+        liger=config.liger,
+        checkpointing=False,
+        activation_offload=config.activation_offload,
     )

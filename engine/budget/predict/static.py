@@ -66,7 +66,7 @@ class StaticBytes(NamedTuple):
 def static_config(config: MemoryConfig) -> MemoryConfig:
     """The config with choices that do not matter to static bytes set to fixed values, so that more configs share a
     result."""
-    return replace(config, checkpointing=False, activation_offload=False, loss="plain")
+    return replace(config, checkpointing=False, activation_offload=False, loss="plain", liger=False)
 
 
 def static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:

@@ -47,6 +47,8 @@ class Head:
         hidden = self.gather_targets(hidden)
         if self.config.loss == "plain":
             return self.plain(hidden)
+        if self.config.liger and self.table_name not in self.trained:
+            return self.liger(hidden)
         if self.config.loss == "fused":
             return self.fused(hidden)
         return self.recomputed(hidden) if self.wrapped else self.chunked(hidden)
@@ -133,6 +135,31 @@ class Head:
         del scores
         saved = trace.save(hidden)
         return trace.result(NO_BYTES, FLOAT, [hidden], back, saved, trains=trained)
+
+    def liger(self, hidden: TracedTensor) -> TracedTensor:
+        """Trace Liger's fused linear cross-entropy for a frozen head (liger-kernel 0.8,
+        ops/fused_linear_cross_entropy.py): forward computes logits chunk by chunk in the hidden states' dtype and
+        overwrites them with their gradients, of which it keeps the hidden states' alone.
+
+        A chunk is T · H / V tokens, rounded up to a power of two; the trace counts the most that can be. The engine
+        computes the loss with its own chunks where Liger's kernel fails (`engine.model.liger.liger_problem`), so both
+        are counted.
+        """
+        trace, arch, narrow = self.trace, self.arch, self.config.base_bytes
+        saved = trace.allocate(hidden.size)
+        instead = trace.allocate(arch.vocab * (FLOAT + narrow * (narrow < FLOAT)) * CHUNK)
+        del instead
+        losses = trace.allocate((FLOAT + 1) * TOKEN)  # fp32 losses, and which targets count
+        rows = -(-arch.vocab // arch.hidden)
+        per_row = 2 * narrow * (arch.vocab + arch.hidden)  # logits, and the gradient of the hidden states
+        chunk = trace.allocate(-(-per_row // rows) * TOKEN + per_row * BYTE)
+        del chunk, losses
+        kept = [saved] if trace.learning else []
+
+        def back(gradient: Storage) -> list[Storage | None]:
+            return [kept.pop()]
+
+        return trace.result(NO_BYTES, FLOAT, [hidden], back)
 
     def recomputed(self, hidden: TracedTensor) -> TracedTensor:
         """Trace the chunked loss for a head wrapped by peft: each chunk is checkpointed, and backward recomputes them

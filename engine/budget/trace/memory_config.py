@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.vision_parameters import VISION_MODULES
+from engine.budget.installed import installed
 from engine.spec.attention_kernels import FLASH_CHOICES
 from engine.spec.check.images import image_key
 from engine.spec.schema.recipe import Recipe
@@ -61,6 +62,8 @@ class MemoryConfig:
     activation_offload: bool
     """Tensors saved for backward are moved to the host until backward needs them."""
     loss: Literal["plain", "chunked", "fused"]
+    liger: bool
+    """Liger's kernel computes the loss if the head is frozen (`engine.model.liger`)."""
     chunk_tokens: int
     optimizer: Optimizer
     optimizer_offload: bool
@@ -115,6 +118,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         checkpointing=train.gradient_checkpointing,
         activation_offload=train.activation_offload and device.kind != "cpu",
         loss=resolved_loss(spec),
+        liger=_liger_is_there(arch, spec),
         chunk_tokens=chunk_tokens(arch.vocab, device.capacity_bytes),
         optimizer=train.optimizer,
         optimizer_offload=train.optimizer_offload and device.kind != "cpu",
@@ -184,6 +188,13 @@ def resolved_loss(spec: RunSpec) -> Literal["plain", "chunked", "fused"]:
     """The loss of a run; "auto" is planned as the engine's chunked loss, which works on every device."""
     asked = spec.recipe.train.loss
     return "chunked" if asked == "auto" else asked
+
+
+def _liger_is_there(arch: Architecture, spec: RunSpec) -> bool:
+    """Whether a run chooses Liger's kernel for a frozen head: on CUDA, where the package is installed, for a head
+    without soft-cap."""
+    asked, on_cuda = spec.recipe.train.loss, spec.profile.device.kind == "cuda"
+    return on_cuda and asked in ("auto", "fused") and arch.logit_softcap is None and bool(installed("liger-kernel"))
 
 
 def chunk_tokens(vocab: int, capacity_bytes: int) -> int:

@@ -190,7 +190,8 @@ class Train(Table):
     compile: bool = False
     """torch.compile the decoder layers."""
     deterministic: bool = False
-    """Deterministic kernels: bit-for-bit resume on CUDA."""
+    """Deterministic kernels alone, which are slower: bit-for-bit resume on CUDA. A run that needs a kernel without a
+    deterministic version is refused, with its name."""
     log_every_steps: Count = 1
     """Optimizer steps between two step events."""
     groups: list[ParameterGroup] = []

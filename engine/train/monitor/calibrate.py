@@ -2,7 +2,9 @@
 
 The size of the CUDA context is what the driver counts for this process minus what torch reserved; if NVML does not
 report this count, nothing is recorded. cuBLAS takes its workspace from torch's allocator, so it is measured by freeing
-it.
+it. Fragmentation is measured in the probe, which runs the most expensive micro-batch with caches released before: later
+torch also holds what evaluation, saving and micro-batches of other shapes have left, and would give it back if it ran
+short.
 
 Runs on CUDA only; `engine.budget.calibration` reads what is recorded here.
 """
@@ -10,26 +12,43 @@ Runs on CUDA only; `engine.budget.calibration` reads what is recorded here.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 
-from engine.budget.calibration import CalibrationKey, Residuals, is_expandable, record
+from engine.budget.calibration import SMALL_RUN, CalibrationKey, Residuals, is_expandable, record
+from engine.device.allocator import allocator_settings
 from engine.device.base import Device
 from engine.device.nvml import driver_version
-from engine.spec.schema.profile import Profile
 from engine.train.monitor.journal import Journal
 
 
-def calibrate(device: Device, profile: Profile, ranks: int, peak_bytes: int, journal: Journal) -> None:
-    """Record this run's `Residuals` (CUDA context, workspace, fragmentation). Does nothing without CUDA or without the
-    driver's count."""
+@dataclass(frozen=True)
+class ProbeMemory:
+    """Memory of the most expensive micro-batch, run with caches released before."""
+
+    peak_bytes: int
+    """Most bytes allocated at once."""
+    reserved_bytes: int
+    """Bytes taken from the driver by its end. torch gives none back while it has enough, so this is their peak."""
+
+    def fragmented_share(self, card_bytes: int) -> float | None:
+        """Reserved divided by allocated memory, minus one; None for a small run on a card of `card_bytes`."""
+        if self.peak_bytes < SMALL_RUN * card_bytes:
+            return None
+        return round(max(0.0, self.reserved_bytes / self.peak_bytes - 1.0), 4)
+
+
+def calibrate(device: Device, ranks: int, probe: ProbeMemory | None, journal: Journal) -> None:
+    """Record this run's `Residuals` (CUDA context, workspace, fragmentation). Does nothing without CUDA, without a
+    probe, or without the driver's count."""
     driver = driver_version()
-    if device.kind != "cuda" or not peak_bytes or driver is None:
-        return
-    found = _residuals(device, peak_bytes)
-    if found is None:
+    if device.kind != "cuda" or probe is None or driver is None:
         return
     properties = torch.cuda.get_device_properties(device.torch_device)
+    found = _residuals(device, probe.fragmented_share(properties.total_memory))
+    if found is None:
+        return
     setting = CalibrationKey(
         gpu=properties.name,
         compute_capability=float(f"{properties.major}.{properties.minor}"),
@@ -37,7 +56,7 @@ def calibrate(device: Device, profile: Profile, ranks: int, peak_bytes: int, jou
         driver=driver,
         torch=torch.__version__,
         ranks=ranks,
-        expandable=is_expandable(profile.device.allocator),
+        expandable=is_expandable(allocator_settings()),
     )
     try:
         record(setting, found)
@@ -45,7 +64,7 @@ def calibrate(device: Device, profile: Profile, ranks: int, peak_bytes: int, jou
         journal.warn("not_calibrated", f"what this run showed of the device could not be kept: {error}")
 
 
-def _residuals(device: Device, peak_bytes: int) -> Residuals | None:
+def _residuals(device: Device, fragmented_share: float | None) -> Residuals | None:
     used_bytes = _used_by_this_process(device)
     if used_bytes is None:
         return None
@@ -55,7 +74,7 @@ def _residuals(device: Device, peak_bytes: int) -> Residuals | None:
     return Residuals(
         context_bytes=max(0, used_bytes - held.reserved_bytes),
         workspace_bytes=workspace_bytes,
-        fragmented_share=round(max(0.0, held.reserved_bytes / peak_bytes - 1.0), 4),
+        fragmented_share=fragmented_share,
     )
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
-from engine.device.catch_oom import ATTEMPTS, catch_oom, retry_on_oom
-from engine.device.oom import MemoryBreakdown, OutOfMemory, flush_autograd
+from engine.device.catch_oom import ATTEMPTS, catch_oom, free_failed_graph, retry_on_oom
+from engine.device.oom import MemoryBreakdown, OutOfMemory
 from engine.errors import DivergedError
 from engine.train.monitor.memory_breakdown import memory_breakdown
 from engine.train.recovery.consensus import (
@@ -258,7 +258,7 @@ class StepTransaction:
 
     def _undo(self, undone: list[bool]) -> None:
         self.context.strategy.drop_gradients()
-        flush_autograd()
+        free_failed_graph(self.context.device)
         self.context.strategy.recover()
         self.context.device.release_cached()
         undone.append(self.context.guard.restore())

@@ -1,0 +1,86 @@
+"""`train.deterministic`: every kernel computes the same bits from the same inputs, or the run ends with its name.
+
+torch then chooses deterministic kernels, on CPUs too, and raises an error for an operation that has none; its own
+attention does likewise (scaled_dot_product_attention leaves cuDNN's kernel out). cuBLAS needs a workspace of fixed
+size, which is set in the environment (`engine.launch.environment`). Flash attention's packages have a switch that
+transformers reads from the environment at every call.
+
+Try: `python -m pytest tests/device/test_determinism.py`
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from engine.errors import EnvironmentProblem, UsageError
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_SETTINGS = (":4096:8", ":16:8")
+"""The workspaces that make cuBLAS deterministic (its documentation, "Results reproducibility")."""
+
+FLASH_SWITCH = "FLASH_ATTENTION_DETERMINISTIC"
+"""Read by transformers (`modeling_flash_attention_utils`) at every call of flash attention."""
+
+_NO_DETERMINISTIC_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
+"""torch's error for an operation without a deterministic kernel (aten/src/ATen/Context.cpp)."""
+
+
+@contextmanager
+def deterministic_kernels(on: bool, device_kind: str) -> Iterator[None]:
+    """If `on`, use deterministic kernels alone inside the block; afterwards restore torch's former settings.
+
+    Raises:
+        EnvironmentProblem: on CUDA, the user's own CUBLAS_WORKSPACE_CONFIG makes cuBLAS nondeterministic.
+        UsageError: an operation in the block has no deterministic kernel.
+    """
+    if not on:
+        yield
+        return
+    if device_kind == "cuda":
+        _require_fixed_workspace()
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    tuning, switch = torch.backends.cudnn.benchmark, os.environ.get(FLASH_SWITCH)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    os.environ[FLASH_SWITCH] = "1"
+    try:
+        yield
+    except RuntimeError as error:
+        operation = _NO_DETERMINISTIC_KERNEL.search(str(error))
+        if operation is None:
+            raise
+        raise UsageError(
+            f"train.deterministic = true, but {operation[1]} has no deterministic kernel on this device",
+            fix="set train.deterministic = false: a resumed run then equals an uninterrupted one up to rounding",
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = tuning
+        if switch is None:
+            del os.environ[FLASH_SWITCH]
+        else:
+            os.environ[FLASH_SWITCH] = switch
+
+
+def _require_fixed_workspace() -> None:
+    found = os.environ.get(CUBLAS_VARIABLE, "")
+    if found in CUBLAS_SETTINGS:
+        return
+    raise EnvironmentProblem(
+        f"train.deterministic = true, but {CUBLAS_VARIABLE}={found or '(not set)'}",
+        expected=" or ".join(CUBLAS_SETTINGS),
+        fix=f"unset {CUBLAS_VARIABLE}, and start the run with tunedeck, which sets it",
+    )
+
+
+def has_deterministic_backward(flash_attention: Callable[..., Any]) -> bool:
+    """Whether a flash attention function has the switch for a deterministic backward pass (flash-attn 2.4.1 and
+    newer). transformers leaves the switch out, without a word, where it does not."""
+    return "deterministic" in inspect.signature(flash_attention).parameters

@@ -1,0 +1,69 @@
+"""`train.deterministic` changes torch's settings for the run, and nothing after it; what cannot be had is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.device.determinism import deterministic_kernels
+from engine.errors import EnvironmentProblem, UsageError
+from engine.train.step.computation import StepComputation
+from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
+
+
+def test_settings_hold_inside_the_block_and_are_restored() -> None:
+    with deterministic_kernels(True, "cpu"):
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+        # Freshly allocated memory is filled, so that reading it shows: torch does so in deterministic mode alone.
+        assert torch.empty(4).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled() and "FLASH_ATTENTION_DETERMINISTIC" not in os.environ
+    with deterministic_kernels(False, "cuda"):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
+    with pytest.raises(UsageError, match=r"put_.* has no deterministic kernel"), deterministic_kernels(True, "cpu"):
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(RuntimeError, match="must match"), deterministic_kernels(True, "cpu"):
+        torch.zeros(2) + torch.zeros(3)
+
+
+@pytest.mark.parametrize("found", [None, ":0:0"])
+def test_a_workspace_that_makes_cublas_nondeterministic_is_refused(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if found:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", found)
+    with pytest.raises(EnvironmentProblem, match="CUBLAS_WORKSPACE_CONFIG"), deterministic_kernels(True, "cuda"):
+        pass
+
+
+def test_a_run_trains_with_deterministic_kernels_and_learns_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = write_samples(tmp_path / "samples.jsonl")
+    seen: list[bool] = []
+    apply = StepComputation.apply
+
+    def looking(work: StepComputation, plan: list[object]) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        apply(work, plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StepComputation, "apply", looking)
+    found = {}
+    for on in (True, False):
+        spec = make_spec(samples, device="metered", train={"deterministic": on, "max_steps": 3})
+        code, events = train(new_run(tmp_path / str(on), spec))
+        assert code == 0
+        peaks = [event["peak_bytes"] for event in of_kind(events, "step")]
+        found[on] = losses(events), peaks
+    assert seen == [True] * 3 + [False] * 3
+    # Same numbers in the same memory: on one thread, the kernels of a CPU are deterministic anyway.
+    assert found[True] == found[False]
