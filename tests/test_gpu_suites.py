@@ -1,58 +1,113 @@
-"""The suites for a real card, small on the metered device: each has a cell that measures what it says it measures."""
+"""The suites for a real card, small on the metered device: each measures what it says it measures, without a network
+and with the packages of the `cuda` extra or look-alikes of them."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks.gpu_suites import SUITES, SuiteDevice
+from benchmarks.gpu import _own_folder
+from benchmarks.gpu_runs import DriverMemory, SuiteDevice, engines_in
+from benchmarks.gpu_suites import SUITES, measurements_of
+from engine.budget.architecture.lookup import find_config
+from engine.device.base import GpuProcess, GpuReading
+from engine.model.config import load_config
+from engine.model.reference import StartingWeights
 
 ROOT = Path(__file__).resolve().parent.parent
+LOOK_ALIKES = ROOT / "tests" / "look_alikes"
+CARD = SuiteDevice("cuda", "a card", 139.8, 9.0, "GPU-1")
 
 
 def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the suites in processes that reach no network."""
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--device", "metered"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    folders = [LOOK_ALIKES / "no_network", ROOT]
+    if importlib.util.find_spec("bitsandbytes") is None:
+        folders.append(LOOK_ALIKES / "cuda_extra")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
-    ("suite", "cell", "key"),
-    [
-        ("smoke", "out-of-memory", "samples_lost"),
-        ("budget", "qwen2.5-0.5b-lora-1x512", "error_percent"),
-        ("backoff", "attention-lora-0.05gb", "samples_lost"),
-        ("edge", "full-0.05gb", "largest_sequences"),
-    ],
+    ("suite", "key"),
+    [("smoke", "said"), ("budget", "error_percent"), ("backoff", "samples_lost"), ("edge", "largest_sequences")],
 )
-def test_a_cell_is_measured_kept_and_shown(suite: str, cell: str, key: str, tmp_path: Path) -> None:
-    done = gpu(suite, "--out", str(tmp_path), "--cell", cell)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / suite / f"{cell}.json").read_text())
-    assert found["ok"], found
-    assert key in found
-    # Nothing is run in no time: the table has what is kept, and says what is missing.
-    table = gpu(suite, "--out", str(tmp_path), "--limit", "0").stdout.splitlines()
-    assert "simulated device" in table[0]
-    assert [line.split()[0] for line in table if f" {cell} " in line] == ["ok"]
-    assert sum("not run yet" in line for line in table) == len(table) - 2
+def test_every_cell_of_a_suite_is_measured_kept_and_shown(suite: str, key: str, tmp_path: Path) -> None:
+    done = gpu(suite, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [measurement.name for measurement in measurements_of(suite, SuiteDevice.of("metered"))]
+    for name in names:
+        found = json.loads((tmp_path / suite / f"{name}.json").read_text())
+        assert found["ok"] and key in found, found
+    assert "simulated device" in done.stdout.splitlines()[0]
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [["ok", name] for name in names]
     machine = json.loads((tmp_path / "machine.json").read_text())
     assert machine["simulated"] and machine["torch"]
+    # What a suite leaves behind: no process, no weights.
+    assert not list(engines_in(tmp_path)) and not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_cell_that_fails_is_recorded_and_told(tmp_path: Path) -> None:
+def test_a_suite_that_was_interrupted_shows_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "smoke").mkdir()
     (tmp_path / "smoke" / "lora-bfloat16.json").write_text('{"ok": false, "error": "Traceback\\nRuntimeError: no"}')
     done = gpu("smoke", "--out", str(tmp_path), "--limit", "0")
     assert done.returncode == 1
     assert "WRONG  lora-bfloat16" in done.stdout and "RuntimeError: no" in done.stdout
+    assert done.stdout.count("not run yet") == len(done.stdout.splitlines()) - 2
 
 
-def test_on_a_card_the_models_are_of_their_real_size() -> None:
-    card = SuiteDevice("cuda", "a card", 139.8, 9.0)
-    names = [cell.name for cell in SUITES["budget"](card)]
-    assert len(names) > 15
-    assert len(list(SUITES["edge"](card))) == 9
+def test_an_engine_is_not_left_on_the_card_when_its_measurement_runs_out_of_time(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "smoke" / "cell"
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    other = subprocess.Popen([*sleeping, "_engine", str(tmp_path / "runs" / "smoke" / "cell-2" / "run")])
+    editor = subprocess.Popen([*sleeping, str(folder / "run" / "engine.log")])
+    with pytest.raises(subprocess.TimeoutExpired), _own_folder(folder):
+        # In a session of its own, as the engine is: it is no child of the process that is killed with its group.
+        engine = subprocess.Popen([*sleeping, "_engine", str(folder / "run")], start_new_session=True)
+        raise subprocess.TimeoutExpired("a measurement", 1.0)
+    assert not psutil.pid_exists(engine.pid)
+    assert other.poll() is None and editor.poll() is None
+    for process in (other, editor):
+        process.kill()
+        process.wait()
+
+
+def test_on_a_card_the_models_are_of_their_real_size_and_come_from_no_hub(tmp_path: Path) -> None:
+    cases = [cell.run.args[0] for suite in SUITES for cell in measurements_of(suite, CARD)]  # type: ignore[attr-defined]
+    assert len(cases) > 40
+    for model in sorted({case.model for case in cases}):
+        folder = tmp_path / model.replace("/", "--")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(find_config(model)))
+        config = load_config(StartingWeights(str(folder), None, None), trust_remote_code=False)
+        assert config.get_text_config().hidden_size == find_config(model)["hidden_size"]
+
+
+def test_a_case_starts_as_it_is_written_even_where_the_plan_says_that_it_does_not_fit(tmp_path: Path) -> None:
+    cell = next(cell for cell in measurements_of("backoff", CARD) if cell.name == "lora-24gb")
+    case = cell.run.args[0]  # type: ignore[attr-defined]
+    spec = case.spec(CARD, tmp_path, 24.0, micro_batch=64)
+    assert spec.limits.as_written and spec.recipe.train.micro_batch == 64
+    assert Path(spec.recipe.model.id) == tmp_path / "model"
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_the_driver_s_count_is_of_the_run_s_own_process(visible: bool) -> None:
+    def reading(total_bytes: int, own_bytes: int) -> GpuReading:
+        processes = (GpuProcess(7, 900, "another"), GpuProcess(42, own_bytes, "python")) if visible else ()
+        return GpuReading(0, "a card", "GPU-1", 10_000, total_bytes, None, None, None, processes)
+
+    # Another process holds 900 bytes of the card all the time, the run up to 500, and the driver 10.
+    readings = iter([reading(910, 0), reading(1310, 400), reading(1410, 500), reading(1210, 300)])
+    driver = DriverMemory("GPU-1", lambda _uuids: [next(readings)])
+    for _ in range(3):
+        driver.look(42)
+    assert driver.used_bytes == 500

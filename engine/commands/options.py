@@ -45,7 +45,7 @@ WaitOption = Annotated[
     float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait this long for a busy device.")
 ]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Return once the run has started.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Train even if the plan says that it does not fit.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Start as written even if the plan says it does not fit.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with a hub model.")]
 MaxHoursOption = Annotated[
     float | None, typer.Option("--max-hours", metavar="H", min=0, help="Write a checkpoint and stop after H hours.")

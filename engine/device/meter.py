@@ -45,7 +45,7 @@ from engine.device.operations import (
 )
 
 COUNTING, HOST, OFF = 0, 1, 2
-_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _c_resize = torch.UntypedStorage.resize_
 
 
@@ -66,6 +66,9 @@ class _CountingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and not _PLAIN.issuperset(types):
+            if all(kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for kind in types):
+                _PLAIN.update(types)  # a subclass that leaves operations alone, such as bitsandbytes' parameters
+                return self.__torch_dispatch__(func, types, args, kwargs)
             if not any(issubclass(kind, FakeTensor) for kind in types):
                 return NotImplemented  # a wrapper such as DTensor unpacks first; its inner operations come back here
             if not self.tracker.counts_fake_tensors or func.namespace == "prim":

@@ -93,6 +93,7 @@ def create_run(
     """Plan the run and create its directory in `folder`; returns the directory and notices for the user.
 
     A profile of several machines is accepted only where a launcher has started a process for each device (`launched`).
+    With `force`, the run starts as it is written, whatever the plan says.
 
     Raises:
         UsageError: the spec needs a feature that this version lacks, or would train wrongly.
@@ -106,6 +107,8 @@ def create_run(
     plan, notices = _checked_plans(spec, folder, force=force)
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
+    if force:
+        spec = spec.model_copy(update={"limits": spec.limits.model_copy(update={"as_written": True})})
     directory = create_run_directory(folder, spec.name, dump_run_spec(spec), plan)
     warning = record_start(directory)
     return directory, [*notices, *([warning] if warning else [])]
@@ -167,7 +170,7 @@ def drop_untrusted_limits(directory: RunDirectory) -> str | None:
     write_atomically(directory.run_toml, dump_run_spec(spec.model_copy(update={"limits": Limits()})))
     return (
         "this run was not started by you on this machine: its limits (--on-finish, --max-hours, --devices, --wait, "
-        "--trust-remote-code) are left out; give them again if you want them"
+        "--force, --trust-remote-code) are left out; give them again if you want them"
     )
 
 

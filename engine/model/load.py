@@ -205,13 +205,16 @@ def _expect_safetensors(start: StartingWeights) -> None:
 
 
 def _nf4_config(spec: RunSpec, settings: ModelSettings, device: Device) -> BitsAndBytesConfig:
-    if device.torch_device.type != "cuda":
-        raise EnvironmentProblem(
-            f'model.quantize = "nf4" needs a CUDA device, this is {device.name}', fix='set model.quantize = "none"'
-        )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise EnvironmentProblem(
             'model.quantize = "nf4" needs bitsandbytes, which is not installed', fix='pip install "tunedeck[cuda]"'
+        )
+    from bitsandbytes import supported_torch_devices
+
+    if device.torch_device.type not in supported_torch_devices:
+        raise EnvironmentProblem(
+            f'model.quantize = "nf4": the installed bitsandbytes does not compute on {device.name}',
+            fix='set model.quantize = "none"',
         )
     if spec.recipe.method.kind == "full" or _has_new_weights(spec, settings.start):
         raise UsageError(

@@ -188,8 +188,8 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
 def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, MicroBatchCost]:
     """Write the plan for the longest kept sequence to the journal; returns the spec that the run starts with.
 
-    Where only a smaller micro-batch or a remedy fits, the run starts with it, except on the metered device, where a run
-    starts as it is written, to show what happens.
+    Where only a smaller micro-batch or a remedy fits, the run starts with it, except with `--force` and on the metered
+    device, where a run starts as it is written, to show what happens.
     """
     micro_batches = micro_batch_cost(spec, longest)
     if micro_batches.plan is None:
@@ -200,7 +200,7 @@ def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tu
         )
         return spec, micro_batches
     _write_plan(micro_batches.plan, journal)
-    if micro_batches.plan.verdict != "fits_smaller" or device.simulated:
+    if micro_batches.plan.verdict != "fits_smaller" or device.simulated or spec.limits.as_written:
         return spec, micro_batches
     changes = ", ".join(f"{key} = {value}" for key, value in micro_batches.plan.remedies.items())
     journal.warn("fits_smaller", f"as written this does not fit; it starts with {changes}, which learns the same", "")

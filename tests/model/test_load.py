@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -118,10 +119,15 @@ def test_a_soft_capped_attention_never_gets_sdpa(tmp_path: Path) -> None:
         load(run_spec(str(tmp_path / "gemma2"), attention="sdpa"))
 
 
-@pytest.mark.parametrize("keys", [{"attention": "flash"}, {"quantize": "nf4"}])
-def test_what_needs_cuda_says_so(keys: dict[str, str]) -> None:
+def test_what_needs_cuda_says_so() -> None:
     with pytest.raises(EnvironmentProblem, match="CUDA"):
-        load(run_spec(**keys))
+        load(run_spec(attention="flash"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_what_needs_bitsandbytes_says_so() -> None:
+    with pytest.raises(EnvironmentProblem, match="bitsandbytes"):
+        load(run_spec(quantize="nf4"))
 
 
 def test_the_metered_device_counts_the_weights(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class Limits(Table):
     """Shell command run when the run ends, with TUNEDECK_RUN and TUNEDECK_STATUS set."""
     devices: list[int] = []
     """Indices of the devices to use; empty: the first ones."""
+    as_written: bool = False
+    """Start with the recipe's own micro-batch and memory settings even if the plan says that they do not fit."""
     trust_remote_code: bool = False
     """Allow model code from the hub; only ever set by the user's own command line."""
 

@@ -1,0 +1,75 @@
+"""Trains the steps of a run with the engine's own set-up, loop and recovery, and writes no checkpoint and no result.
+
+A model with random weights is kept beside its adapter, so each run of a 7B model would write 15 GB: minutes that say
+nothing about memory or speed. Everything else is as in `engine.train.main`.
+
+Run: python -m benchmarks.measured_run RUN_DIRECTORY        (started by `benchmarks.gpu_runs`)
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+from engine.device import open_device
+from engine.device.base import Device
+from engine.errors import TunedeckError
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.spec.load import load_run_spec
+from engine.spec.schema.run import RunSpec
+from engine.train.loop import Training
+from engine.train.main import log_to_stderr
+from engine.train.monitor.calibrate import calibrate
+from engine.train.monitor.journal import Journal
+from engine.train.monitor.watchdog import Watchdog
+from engine.train.recovery.emergency_memory import EmergencyHostMemory
+from engine.train.recovery.oom_report import OomReports, oom_reporter
+from engine.train.run_context import RunContext
+from engine.train.run_requests import RunRequests
+from engine.train.setup import set_up
+
+
+def measure(place: RunDirectory) -> int:
+    """Train the run in `place`; returns the exit code that the engine would return. The journal says what happened."""
+    spec = load_run_spec(place.run_toml, own=True)
+    with EventWriter(place) as writer:
+        journal = Journal(writer)
+        try:
+            device = open_device(spec)
+            with device.activate():
+                _train(spec, place, device, journal)
+        except TunedeckError as error:
+            traceback.print_exc()
+            journal.write(
+                "run_finished", status="failed", exit_code=error.exit_code, result=None, error=error.render()
+            )
+            return error.exit_code
+    return 0
+
+
+def _train(spec: RunSpec, place: RunDirectory, device: Device, journal: Journal) -> None:
+    emergency_memory = EmergencyHostMemory()
+    report = oom_reporter(journal, device, OomReports(place, device, lambda: spec))
+    setup = set_up(spec, device, journal, report)
+    run = RunContext(place, journal, RunRequests(None, None, None), Watchdog(journal, 600.0))
+    training = Training(setup, run, emergency_memory)
+    training.probe()
+    while training.state.step < setup.total_steps:
+        training.one_step()
+    if training.peak:
+        calibrate(device, spec.profile, 1, training.peak.peak_bytes, journal)
+    journal.write(
+        "run_finished",
+        status="done",
+        exit_code=0,
+        result=None,
+        measured=training.measured(),
+        samples_lost=training.samples_lost,
+    )
+
+
+if __name__ == "__main__":
+    log_to_stderr()
+    sys.exit(measure(RunDirectory(Path(sys.argv[1]))))

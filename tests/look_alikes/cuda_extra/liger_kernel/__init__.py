@@ -1,0 +1,1 @@
+"""Stands in for liger-kernel where it is not installed."""
