@@ -17,6 +17,7 @@ from engine.device.base import Device
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
+from engine.launch.run_requests import RunRequests
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
 from engine.train.loop import Training
@@ -27,7 +28,6 @@ from engine.train.monitor.watchdog import Watchdog
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.oom_report import OomReports, oom_reporter
 from engine.train.run_context import RunContext
-from engine.train.run_requests import RunRequests
 from engine.train.setup import set_up
 
 
