@@ -58,8 +58,7 @@ def _train(spec: RunSpec, place: RunDirectory, device: Device, journal: Journal)
     training.probe()
     while training.state.step < setup.total_steps:
         training.one_step()
-    if training.peak:
-        calibrate(device, spec.profile, 1, training.peak.peak_bytes, journal)
+    calibrate(device, 1, training.probe_memory, journal)
     journal.write(
         "run_finished",
         status="done",
