@@ -31,7 +31,7 @@ from engine.model.load import load_model
 from engine.model.loss import make_loss
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.schema.run import RunSpec
-from engine.train.step.optimizer import allocate_state, build_optimizer
+from engine.train.step.optimizer import guarded_optimizer
 
 ROWS, LENGTH, HIDDEN, RANK = 8, 256, 512, 16
 
@@ -63,8 +63,7 @@ class Side:
         self.loss = make_loss(
             self.loaded, implementation=train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
         )
-        self.optimizer = build_optimizer(train, self.loaded.trainable())
-        allocate_state(self.optimizer)
+        self.optimizer = guarded_optimizer(train, self.loaded, device).optimizer
 
     def step(self, job: Job, number: int) -> float:
         """Take an optimizer step on the job's next samples; returns its loss."""

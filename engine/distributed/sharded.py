@@ -4,7 +4,8 @@ Every decoder layer, the embedding, the head, and each small module beside them 
 gathered for their use and dropped after it (ZeRO-3), or kept from forward to backward (ZeRO-2). The head, which comes
 last in forward and first in backward, is kept either way; a head tied to the embedding is one group with it, kept for
 the whole pass. Gradients are reduced after each micro-batch, in fp32: if they were kept until the last micro-batch,
-they would take the memory of the whole model's gradients.
+they would take the memory of the whole model's gradients. Sums over micro-batches have the dtype of the weights, as on
+one device (docs/measurements.md says what that costs in bf16).
 
 Both collectives vote on the host after their buffers are allocated and before they are launched, so that memory that
 runs out on one rank ends the attempt of all at the same collective. `recover` then puts the model back.
@@ -174,6 +175,14 @@ class ShardedModel:
         """The DTensor of every trainable parameter, by the same names as in `local_parameters`."""
         learning = {id(p.sharded_param) for p in self._learning}
         return {name: cast(DTensor, p) for name, p in self.model.named_parameters() if id(p) in learning}
+
+    def first_elements(self) -> dict[str, int]:
+        """The number, in the whole parameter, of the first element of this rank's part, by the same names."""
+        found = {}
+        for name, whole in self.full_parameters().items():
+            rows = -(-len(whole) // whole.device_mesh.size())  # torch gives each rank as many rows, the last one fewer
+            found[name] = min(rows * whole.device_mesh.get_rank(), len(whole)) * whole[:1].numel()
+        return found
 
     def sync_gradients(self) -> None:
         """After the last backward: give every local parameter its part of the gradient summed over ranks. A parameter

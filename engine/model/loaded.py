@@ -56,6 +56,8 @@ class LoadedModel:
     """Whether activations are recomputed in backward."""
     shards: dict[str, Parameter] | None = None
     """If weights are sharded, this rank's shards of the trained parameters, by name (see `plain_name`); else None."""
+    first_elements: dict[str, int] = field(default_factory=dict)
+    """If weights are sharded, the number in the whole parameter of the first element of this rank's shard, by name."""
     copy_to_host: Callable[[Tensor], Tensor] | None = None
     """Function that copies a tensor to the host for saving; None means `device.staged`."""
     attends_to_padding: bool = True

@@ -37,8 +37,8 @@ from engine.simulate.images import images_of
 from engine.simulate.phase_peaks import PhasePeaks
 from engine.spec.check.images import image_key
 from engine.spec.schema.run import RunSpec
-from engine.train.step.optimizer import allocate_state, allocation_free, build_optimizer, state_tensors
-from engine.train.step.optimizer_offload import HostState
+from engine.train.step.optimizer import guarded_optimizer
+from engine.train.step.optimizer_state import state_tensors
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,9 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     chunk = chunk_tokens(head.vocabulary, spec.profile.device.capacity_bytes)
     loss = LossFunction(loaded, head, implementation, train.label_smoothing, chunk)
     loss.offload.on = train.activation_offload
-    optimizer = build_optimizer(train, loaded.trainable())
-    host_state = HostState(optimizer, device)
-    if train.optimizer_offload:
-        allocate_state(optimizer, device.download)
-    else:
-        allocate_state(optimizer)
-    host_state.on = train.optimizer_offload and not host_state.empty
+    guard = guarded_optimizer(train, loaded, device)
     static_bytes = device.memory().allocated_bytes
-    held = _held(loaded, None if host_state.on else optimizer)
+    held = _held(loaded, None if guard.host_state.on else guard.optimizer)
     peaks = PhasePeaks(device, loaded.base, lambda: bytes_of(_gradients(loaded)), _ends(spec))
     dropouts = keyed_dropouts(loaded.model)
     for _ in range(min(2, -(-train.batch_size // rows))):
@@ -139,9 +133,11 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
         del total, batch
     peaks.enter("optimizer_step")
     _clip(train.max_grad_norm, loaded)
-    host_state.make_room()
-    if not allocation_free(optimizer):  # a fused step allocates nothing, and its kernel rejects fake tensors
-        host_state.step()
+    guard.host_state.make_room()
+    guard.update.make_room()
+    if not guard.never_allocates:  # a fused step allocates nothing, and its kernel rejects fake tensors
+        guard.host_state.step(lambda: guard.update.step(1))
+    guard.accept()
     peaks.leave()
     if evaluates(spec.recipe):
         loaded.model.zero_grad(set_to_none=True)

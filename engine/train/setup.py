@@ -25,7 +25,6 @@ from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.model.config import check_packing, model_config_dict
 from engine.model.load import LoadedModel
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.schema.recipe import Train
 from engine.spec.schema.run import RunSpec
 from engine.train.checkpoint.run_state import Identity
 from engine.train.monitor.journal import Journal
@@ -36,7 +35,7 @@ from engine.train.recovery.records import RecoveredOom
 from engine.train.schedule import Schedule
 from engine.train.step.context import StepContext
 from engine.train.step.loss_scaler import LossScaler
-from engine.train.step.optimizer import StepGuard, allocate_state, build_optimizer
+from engine.train.step.optimizer import guarded_optimizer
 from engine.train.step.rollback import Rollback
 from engine.train.strategy.base import Strategy
 from engine.train.strategy.load import load_strategy
@@ -115,7 +114,7 @@ def _step_context(
     """Build the context that all steps share; allocates the optimizer's state."""
     train, backoff, loaded, loss = spec.recipe.train, spec.recipe.backoff, strategy.loaded, strategy.loss
     guard = retry_on_oom(
-        lambda: _guarded_optimizer(train, loaded, device), "optimizer_state", device, local_recoveries.note
+        lambda: guarded_optimizer(train, loaded, device), "optimizer_state", device, local_recoveries.note
     )
     context = StepContext(
         device=device,
@@ -155,19 +154,6 @@ def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journa
     if not made:
         prepare()
     return made[0]
-
-
-def _guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:
-    """The optimizer with its state allocated, on the device or on the host."""
-    optimizer = build_optimizer(train, loaded.trainable())
-    offload = train.optimizer_offload and device.kind != "cpu"
-    if offload:
-        allocate_state(optimizer, device.download)
-    else:
-        allocate_state(optimizer)
-    guard = StepGuard(optimizer, loaded.trainable(), device)
-    guard.host_state.on = offload and not guard.host_state.empty
-    return guard
 
 
 def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:

@@ -69,6 +69,16 @@ WAYS: dict[str, Way] = {
     "full, attention only": Way("bfloat16", {"kind": "full", "train_only": ["**.self_attn"]}, KEEPING),
     "full, adafactor": Way("float32", FULL, {**SAVING, "optimizer": "adafactor"}),
     "full, sgd": Way("float32", FULL, {**SAVING, "optimizer": "sgd", "momentum": 0.9}),
+    "full, stochastic, state in bf16": Way(
+        "bfloat16", FULL, {**SAVING, "rounding": "stochastic", "state_dtype": "bfloat16"}
+    ),
+    "full, nearest, sgd": Way(
+        "bfloat16", FULL, {**SAVING, "rounding": "nearest", "optimizer": "sgd", "momentum": 0.9}
+    ),
+    "full, adafactor in bf16": Way("bfloat16", FULL, {**SAVING, "optimizer": "adafactor"}),
+    "lora bf16, stochastic, + head": Way(
+        "bfloat16", {**LORA16, "also_train": ["lm_head"]}, {**SAVING, "rounding": "stochastic"}
+    ),
     "lora, smoothing": Way("float32", LORA, {**KEEPING, "label_smoothing": 0.1}),
     "lora, plain loss": Way("bfloat16", LORA, {**KEEPING, "loss": "plain"}),
     "full, fused loss": Way("float32", FULL, {**SAVING, "loss": "fused"}),

@@ -166,7 +166,7 @@ class LoadedStep:
     device: Any
     loaded: Any
     loss: Any
-    optimizer: Any
+    guard: Any
     static_bytes: int
 
     def keyed(self, batch: Any) -> AbstractContextManager[None]:
@@ -184,8 +184,10 @@ class LoadedStep:
                 value = self.loss(batch) / (rows * length)
                 value.backward()
             del value, batch
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.guard.prepare()
+        self.guard.step(1)
+        self.guard.accept()
+        self.guard.optimizer.zero_grad(set_to_none=True)
 
     def batch(self, rows: int, length: int) -> Any:
         """Random tokens, all of them targets but one, so that targets are gathered."""
@@ -235,7 +237,7 @@ def loaded_step(spec: RunSpec) -> Iterator[LoadedStep]:
     from engine.model.load import load_model
     from engine.model.loss import make_loss
     from engine.model.tokenizer import load_tokenizer
-    from engine.train.step.optimizer import allocate_state, build_optimizer
+    from engine.train.step.optimizer import guarded_optimizer
 
     device, train = open_device(spec), spec.recipe.train
     with device.activate():
@@ -246,7 +248,6 @@ def loaded_step(spec: RunSpec) -> Iterator[LoadedStep]:
             loaded, implementation=train.loss, label_smoothing=train.label_smoothing, chunk_tokens=None, device=device
         )
         loss.offload.on = train.activation_offload
-        optimizer = build_optimizer(train, loaded.trainable())
-        allocate_state(optimizer)
+        guard = guarded_optimizer(train, loaded, device)
         gc.collect()
-        yield LoadedStep(spec, device, loaded, loss, optimizer, device.memory().allocated_bytes)
+        yield LoadedStep(spec, device, loaded, loss, guard, device.memory().allocated_bytes)

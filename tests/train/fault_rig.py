@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from engine.train.recovery.oom_report import oom_reporter
 from engine.train.run_context import RunContext
 from engine.train.setup import TrainingSetup, set_up
 from engine.train.step.loss_scaler import LossScaler
-from engine.train.step.optimizer import StepGuard, allocate_state, state_tensors
+from engine.train.step.optimizer import StepGuard
+from engine.train.step.optimizer_state import Rounding, allocate_state, state_tensors
+from engine.train.step.piecewise_update import PiecewiseUpdate
 from tests.train.run_helpers import make_spec, write_samples
 
 
@@ -50,6 +52,9 @@ class Case:
     rows: int = 2
     """Sequences of the longest kind in a micro-batch."""
     dtype: str = "float32"
+    train: dict[str, Any] = field(default_factory=dict)
+    """More keys of the recipe's table."""
+    ladder: tuple[str, ...] = ("retry", "defragment", "cut", "checkpointing", "chunk_loss")
     torch_optimizer: dict[str, Any] | None = None
     """Keyword arguments of an optimizer that no recipe asks for, and its `kind`."""
 
@@ -68,11 +73,12 @@ class Case:
                 "gradient_checkpointing": self.checkpointing,
                 "max_steps": 2,
                 "warmup_steps": 0,
+                **self.train,
             },
             eval={"metrics": ["loss", "exact_match"], "samples": 2},
             generate={"max_new_tokens": 3},
             # Rungs that move memory to the host change the level that "not a byte more" is measured from.
-            backoff={"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]},
+            backoff={"ladder": list(self.ladder)},
         )
 
 
@@ -270,8 +276,10 @@ def replace_optimizer(setup: TrainingSetup, options: dict[str, Any]) -> None:
     kind = options.pop("kind")
     groups = [{"params": g["params"], "peak_lr": g["peak_lr"]} for g in context.optimizer.param_groups]
     context.optimizer = getattr(torch.optim, kind)(groups, lr=1e-3, **options)
-    allocate_state(context.optimizer)
-    context.guard = StepGuard(context.optimizer, context.loaded.trainable(), context.device)
+    rounding = Rounding.of(setup.spec.recipe.train)
+    allocate_state(context.optimizer, rounding)
+    trainable = context.loaded.trainable()
+    context.guard = StepGuard(PiecewiseUpdate(context.optimizer, trainable, rounding), trainable, context.device)
     context.device.release_cached()
     context.static_bytes = context.device.memory().allocated_bytes
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.train.fault_rig import STEP, UNITS, Case, rigged
-from tests.train.torture import CASES, OPTIMIZER_CASES, SMALLER, Tally, sweep, sweep_pairs, sweep_set_up
+from tests.train.torture import CASES, OPTIMIZER_CASES, ROUNDING_CASES, SMALLER, Tally, sweep, sweep_pairs, sweep_set_up
 
 SEED = 20261121
 FAULTS = {"step": 60, "probe": 20, "evaluation": 20, "checkpoint": 4, "whole run": 5}
@@ -50,6 +50,14 @@ def test_a_second_failure_in_the_recovery_or_the_next_attempt_changes_nothing(tm
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=named)
 def test_loading_and_making_optimizer_state_are_done_again(tmp_path, case, draw, tried):
     tally = sweep_set_up(case, tmp_path, 6, draw)
+    tried.append(tally)
+    assert tally.wrong == []
+
+
+@pytest.mark.parametrize("case", ROUNDING_CASES, ids=named)
+def test_weights_in_bf16_are_those_of_an_undisturbed_step_to_the_bit(tmp_path, case, draw, tried):
+    with rigged(case, tmp_path) as rig:
+        tally = sweep(rig, STEP, case.name, 60, draw)
     tried.append(tally)
     assert tally.wrong == []
 

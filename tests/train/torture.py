@@ -161,6 +161,16 @@ CASES = tuple(
     for checkpointing in (False, True)
 )
 SMALLER = tuple(Case(f"{method}, one layer", method, layers=1, width=8, batch=2) for method in ("full", "lora"))
+ROUNDING_CASES = tuple(
+    Case(f"bf16, {name}", "full", layers=1, width=8, dtype="bfloat16", train=train, ladder=("retry", "defragment"))
+    for name, train in {
+        "exact": {"rounding": "exact"},
+        "stochastic": {"rounding": "stochastic"},
+        "stochastic, state in bf16": {"rounding": "stochastic", "state_dtype": "bfloat16"},
+        "exact, adafactor": {"rounding": "exact", "optimizer": "adafactor"},
+    }.items()
+)
+"""Weights in bf16. Without remedies that change the split, every bit of the result must be the same."""
 OPTIMIZER_CASES = tuple(
     Case(name, "full", layers=1, width=8, torch_optimizer=options)
     for name, options in {
@@ -178,7 +188,7 @@ def jobs() -> Iterator[tuple[str, Case]]:
     yield from (("pairs", case) for case in SMALLER)
     yield from (("units", case) for case in CASES)
     yield from (("set-up", case) for case in CASES)
-    yield from (("optimizer", case) for case in OPTIMIZER_CASES)
+    yield from (("optimizer", case) for case in (*OPTIMIZER_CASES, *ROUNDING_CASES))
 
 
 def run_job(kind: str, case: Case, sample: int | None, seed: int) -> list[Tally]:

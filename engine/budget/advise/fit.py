@@ -17,6 +17,7 @@ from typing import Any
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.lookup import find_architecture
 from engine.spec.check.hardware_rules import problems_on_device
+from engine.spec.check.rules import state_has_a_dtype
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 
@@ -144,14 +145,31 @@ def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         note = "optimizer state in host memory between steps; the same updates"
         yield Lever((("train.optimizer_offload", True),), 35.0, note)
     if recipe.method.kind == "lora" and recipe.method.adapter_dtype == "float32" and plan.config.base_bytes < 4:
-        note = "adapters in bf16: half of their bytes, gradients and optimizer state, but their updates are rounded"
+        note = "adapters in bf16: half of their bytes and gradients; updates are rounded as train.rounding says"
         yield Lever((("method.adapter_dtype", "bfloat16"),), 0.0, note, quality=8.0)
+    if plan.config.trains_in_bfloat16:
+        yield from _rounding_levers(spec)
     if cuda and train.optimizer == "adamw":
-        note = "optimizer state in 8 bits (bitsandbytes)"
+        note = "optimizer state in 8 bits (bitsandbytes): moments are rounded to one of 256 values"
+        if plan.config.trains_in_bfloat16 and train.rounding == "exact":
+            note += "; weights stay exact"
         yield Lever((("train.optimizer", "adamw_8bit"),), 2.0, note, quality=5.0)
     if cuda and recipe.method.kind == "lora" and recipe.model.quantize == "none":
         note = "the frozen base in 4 bits (nf4, bitsandbytes)"
         yield Lever((("model.quantize", "nf4"),), 25.0, note, quality=15.0)
+
+
+def _rounding_levers(spec: RunSpec) -> Iterator[Lever]:
+    """Levers that give up exactness of weights that are trained in bf16, or of their optimizer's state."""
+    train = spec.recipe.train
+    by_chance = "rounded up or down by chance: right on average, each step off by less than 1/128 of itself"
+    has_state = train.optimizer == "adamw" or (train.optimizer == "sgd" and train.momentum > 0)
+    stochastic = ("train.rounding", "stochastic")
+    narrow = ("train.state_dtype", "bfloat16")
+    if train.rounding == "exact":
+        yield Lever((stochastic,), 1.0, f"2 bytes a weight less: weights {by_chance}", quality=4.0)
+    if has_state and train.state_dtype == "float32":
+        yield Lever((narrow,), 2.0, f"4 bytes a weight less with adamw: moments {by_chance}", quality=4.0)
 
 
 def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
@@ -192,6 +210,8 @@ def _search(spec: RunSpec, levers: list[Lever], longest: int | None) -> list[Sug
     for chosen in _sets_by_cost(levers):
         if len(found) == MAX_SUGGESTIONS or any(earlier <= set(chosen) for earlier, _ in found):
             continue
+        if any(state_has_a_dtype(with_changes(spec, _changes(chosen)).recipe)):
+            continue  # an 8-bit optimizer beside state in bf16
         suggestion = _try(spec, chosen, longest)
         if suggestion.plan.verdict == "fits":
             found.append((frozenset(chosen), suggestion))
@@ -211,11 +231,16 @@ def _sets_by_cost(levers: list[Lever]) -> list[tuple[Lever, ...]]:
 
 def _try(spec: RunSpec, levers: tuple[Lever, ...], longest: int | None) -> Suggestion:
     """Apply these levers and plan the run again."""
-    changes = {key: value for lever in levers for key, value in lever.changes}
+    changes = _changes(levers)
     changed = with_changes(spec, changes)
     length = min(longest, changed.recipe.data.max_length) if longest else None
     moved = {key: (value_of(spec.recipe, key), value) for key, value in changes.items()}
     return Suggestion(levers, moved, make_plan(changed, longest=length))
+
+
+def _changes(levers: tuple[Lever, ...]) -> dict[str, Any]:
+    """The recipe keys that these levers change, with their new values."""
+    return {key: value for lever in levers for key, value in lever.changes}
 
 
 def _room(spec: RunSpec, longest: int | None) -> Iterator[Suggestion]:

@@ -39,6 +39,7 @@ def warnings_of(
     """All warnings of a run; those about disk space only if `free_disk_bytes` is given. `torch_version` defaults to the
     installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
+    found += _nothing_to_round(arch, spec)
     found += _shards(spec, torch_version or installed("torch"))
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
@@ -138,6 +139,19 @@ def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
         f"failure is a restart of all ranks from the last checkpoint; install torch {KNOWN_TORCH[-1]}, or choose a "
         "train.micro_batch that is sure to fit"
     )
+
+
+def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Warn of keys about weights in bf16 where none is trained."""
+    train, config = spec.recipe.train, memory_config_of(arch, spec)
+    asked = {"train.rounding": (train.rounding, "exact"), "train.state_dtype": (train.state_dtype, "float32")}
+    for key, (value, default) in asked.items():
+        if value != default and not config.trains_in_bfloat16:
+            learning = config.adapter_dtype or config.dtype
+            yield (
+                f'{key} = "{value}" changes nothing here: it is about weights that are trained in bfloat16, and these '
+                f"are trained in {learning}; leave it out"
+            )
 
 
 def _generation(spec: RunSpec) -> Iterator[str]:

@@ -26,6 +26,7 @@ from engine.budget.predict.parallel_layout import (
 from engine.budget.predict.phase import PhaseCost, costliest
 from engine.budget.predict.static import optimizer_scratch
 from engine.budget.predict.step import step_cost
+from engine.budget.predict.update_scratch import update_scratch
 from engine.budget.trace.memory_config import MemoryConfig, for_rows, memory_config_of
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, BytesPolynomial, highest, highest_value, shape_of
 from engine.spec.schema.run import RunSpec
@@ -91,7 +92,8 @@ def batch_of_a_rank(spec: RunSpec, layout: ParallelLayout) -> int:
 @lru_cache(maxsize=256)
 def _cost_model(arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> CostModel:
     total = static_of_a_rank(arch, config, layout)
-    end = PhaseCost(total.gradients, NO_BYTES, (optimizer_scratch(arch, config) * BYTE,), "optimizer", NO_BYTES)
+    scratch_bytes = optimizer_scratch(arch, config) + update_scratch(arch, config, layout)
+    end = PhaseCost(total.gradients, NO_BYTES, (scratch_bytes * BYTE,), "optimizer", NO_BYTES)
     # With `one_row` the cost may be higher, and the cost model must hold for any number of rows.
     phases = step_cost(arch, for_rows(arch, config, 1), accumulating, layout).values()
     sizes = highest([size for cost in (end, *sum(phases, ())) for size in cost.sizes()])
@@ -126,8 +128,7 @@ class Predictor:
         phases = {"load": {"weights": self.total.weights, "adapters": self.total.adapters}}
         for name, costs in step_cost(self.arch, config, rows < self.batch, self.layout).items():
             phases[name] = self._row(costliest(costs, shape).components(shape))
-        scratch_bytes = optimizer_scratch(self.arch, self.config)
-        phases["optimizer_step"] = self._row({"gradients": self.total.gradients, "optimizer": scratch_bytes})
+        phases["optimizer_step"] = self._row(self._update())
         if evaluates(self.recipe):
             phases["evaluate"] = self._row(self._evaluation(config, rows, length))
         if generates(self.recipe):
@@ -148,6 +149,12 @@ class Predictor:
         if self._bucket_bytes or "buffers" in parts:
             row["buffers"] = parts.get("buffers", 0) + self._bucket_bytes
         return row
+
+    def _update(self) -> dict[str, int]:
+        """Bytes of the optimizer's step by component, above the static bytes."""
+        parts = {"gradients": self.total.gradients, "optimizer": optimizer_scratch(self.arch, self.config)}
+        scratch_bytes = update_scratch(self.arch, self.config, self.layout)
+        return parts | ({"buffers": scratch_bytes} if scratch_bytes else {})
 
     def _evaluation(self, config: MemoryConfig, rows: int, length: int) -> dict[str, int]:
         """Bytes of evaluation by component, above the static bytes, on rank 0.

@@ -21,9 +21,9 @@ from engine.budget.architecture.parameter import Parameter
 from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
 from engine.budget.blocks import BLOCK_BYTES, round_to_blocks
 from engine.budget.installed import installed, older
-from engine.budget.predict.static import Tensors, state_bytes, vision_tensors
+from engine.budget.predict.static import Tensors, state_bytes, vision_tensors, widened_bytes
 from engine.budget.trace.layer_kinds import LayerKind, layer_stack
-from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
 from engine.budget.trace.operations import FLOAT
 from engine.budget.trace.trainable import trainable_outer
 from engine.errors import EnvironmentProblem
@@ -35,8 +35,8 @@ With other versions sharding works, too, but all ranks have to restart after an 
 SHARDS_SINCE = "2.13"
 """Earlier versions of `fully_shard` cannot reduce zero gradients for weights that only other ranks have used."""
 
-Value = tuple[tuple[int, ...], int, bool, bool]
-"""A tensor: shape, bytes per value, whether it is trained, whether it is part of an adapter."""
+Value = tuple[tuple[int, ...], str, bool, bool]
+"""A tensor: shape, dtype, whether it is trained, whether it is part of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -174,30 +174,32 @@ def _outer_values(arch: Architecture, config: MemoryConfig, parameters: Iterable
 
 
 def _values(parameter: Parameter, config: MemoryConfig, trained: bool, adapted: bool) -> Iterator[Value]:
-    yield parameter.shape, config.base_bytes, trained and not config.lora, False
+    yield parameter.shape, config.dtype, trained and not config.lora, False
     if trained and config.lora:  # peft trains a copy and keeps the original
-        yield parameter.shape, config.base_bytes, True, False
+        yield parameter.shape, config.dtype, True, False
     if adapted:
         outputs, inputs = parameter.shape
         shapes = [(config.rank, inputs), (outputs, config.rank), *([(outputs,)] if config.dora else [])]
-        yield from ((shape, config.adapter_bytes, True, True) for shape in shapes)
+        yield from ((shape, config.adapter_dtype or "", True, True) for shape in shapes)
 
 
 def _group(values: Iterable[Value], config: MemoryConfig, ranks: int) -> Group:
-    parts = [((-(-shape[0] // ranks), *shape[1:]), width, learns, adapter) for shape, width, learns, adapter in values]
-    learning = [(shape, width) for shape, width, learns, _ in parts if learns]
+    parts = [((-(-shape[0] // ranks), *shape[1:]), dtype, learns, adapter) for shape, dtype, learns, adapter in values]
+    learning = [(shape, dtype) for shape, dtype, learns, _ in parts if learns]
+    sizes = [(prod(shape) * DTYPE_BYTES[dtype], adapter) for shape, dtype, _, adapter in parts]
 
     def weights(of_adapters: bool) -> int:
-        return sum(round_to_blocks(prod(shape) * width) for shape, width, _, adapter in parts if adapter == of_adapters)
+        return sum(round_to_blocks(size) for size, adapter in sizes if adapter == of_adapters)
 
     return Group(
         Tensors(
             weights(False),
             weights(True),
-            round_to_blocks(sum(prod(shape) * width for shape, width in learning)),
-            sum(state_bytes(shape, width, config) for shape, width in learning),
+            round_to_blocks(sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in learning)),
+            sum(state_bytes(shape, dtype, config) for shape, dtype in learning),
+            widened_bytes(learning, config),
         ),
-        gathered=sum(round_to_blocks(ranks * prod(shape) * width) for shape, width, _, _ in parts),
-        flat=round_to_blocks(ranks * sum(prod(shape) * width for shape, width, _, _ in parts)),
+        gathered=sum(round_to_blocks(ranks * size) for size, _ in sizes),
+        flat=round_to_blocks(ranks * sum(size for size, _ in sizes)),
         reduced=round_to_blocks(ranks * FLOAT * sum(prod(shape) for shape, _ in learning)),
     )

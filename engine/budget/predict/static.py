@@ -20,7 +20,8 @@ from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_
 from engine.budget.architecture.vision_encoder import VisionEncoder
 from engine.budget.architecture.vision_parameters import vision_end_parameters, vision_layer_parameters
 from engine.budget.blocks import BLOCK_BYTES, round_to_blocks
-from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
+from engine.budget.trace.operations import FLOAT
 from engine.budget.trace.trainable import (
     Trainable,
     trainable_by_layer,
@@ -33,6 +34,10 @@ STAGE_BYTES = 32 * 2**20
 """Bytes of offloaded optimizer state copied to the device at a time: enough that PCIe bandwidth is the limit."""
 
 
+Trained = tuple[tuple[int, ...], str]
+"""A trained tensor: shape and dtype."""
+
+
 class Tensors(NamedTuple):
     """Bytes of a group of tensors, by component."""
 
@@ -40,6 +45,9 @@ class Tensors(NamedTuple):
     adapters: int = 0
     gradients: int = 0
     optimizer: int = 0
+    """State, and the remainders of weights that are trained in bf16 with exact rounding."""
+    widened: int = 0
+    """Bytes that the weights updated in scratch (`engine.budget.predict.update_scratch`) would take in fp32."""
 
     def plus(self, other: Tensors, times: int = 1) -> Tensors:
         """The sum of this group and `times` the group `other`."""
@@ -49,6 +57,10 @@ class Tensors(NamedTuple):
     def static(self) -> int:
         """Bytes that are live at every moment of the run."""
         return self.weights + self.adapters + self.optimizer
+
+
+REMAINDER_BYTES = 2
+"""Bytes of what rounding drops of one fp32 weight."""
 
 
 class StaticBytes(NamedTuple):
@@ -122,40 +134,51 @@ def _layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainabl
 def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: MemoryConfig) -> Tensors:
     """Add up the bytes of parameters and of their adapters, gradients and optimizer state."""
     weights = adapters = 0
-    learning: list[tuple[tuple[int, ...], int]] = []
+    learning: list[Trained] = []
     for parameter in parameters:
         name, whole = parameter.name, round_to_blocks(parameter.elements * config.base_bytes)
         packed = config.quantized and parameter.linear and name != HEAD
         weights += _nf4_bytes(parameter.elements) if packed else whole
         if name in trainable.trained:
             weights += whole if config.lora else 0  # peft trains a copy and keeps the original
-            learning.append((parameter.shape, config.base_bytes))
+            learning.append((parameter.shape, config.dtype))
         if name in trainable.adapted:
             shapes = _adapter_shapes(parameter, config)
             adapters += sum(round_to_blocks(prod(shape) * config.adapter_bytes) for shape in shapes)
-            learning += [(shape, config.adapter_bytes) for shape in shapes]
-    gradients = sum(round_to_blocks(prod(shape) * itemsize) for shape, itemsize in learning)
-    state = sum(state_bytes(shape, itemsize, config) for shape, itemsize in learning)
-    return Tensors(weights, adapters, gradients, state)
+            learning += [(shape, config.adapter_dtype or "") for shape in shapes]
+    gradients = sum(round_to_blocks(prod(shape) * DTYPE_BYTES[dtype]) for shape, dtype in learning)
+    state = sum(state_bytes(shape, dtype, config) for shape, dtype in learning)
+    return Tensors(weights, adapters, gradients, state, widened_bytes(learning, config))
+
+
+def widened_bytes(learning: Iterable[Trained], config: MemoryConfig) -> int:
+    """Bytes in fp32 of those of the trained tensors that are updated in scratch."""
+    return sum(round_to_blocks(FLOAT * prod(shape)) for shape, dtype in learning if config.updates_in_scratch(dtype))
 
 
 @lru_cache(maxsize=256)
 def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
-    """Bytes that the optimizer's step allocates temporarily.
+    """Bytes that the optimizer's step allocates temporarily, without the scratch of weights in bf16.
 
     Fused optimizers need none; adafactor needs the largest tensor's update; optimizer offload adds its staging buffer.
     """
     if not config.optimizer_offload and config.optimizer != "adafactor":
         return 0
-    shapes = set(_learning_shapes(arch, config))
+    shapes = trained_shapes(arch, config)
     scratch = _stage(arch, config, shapes) if config.optimizer_offload else 0
     if config.optimizer == "adafactor":
-        scratch += round_to_blocks(max((prod(shape) * width for shape, width in shapes), default=0))
+        updates = [prod(shape) * _update_bytes(dtype, config) for shape, dtype in shapes]
+        scratch += round_to_blocks(max(updates, default=0))
     return scratch
 
 
-def _learning_shapes(arch: Architecture, config: MemoryConfig) -> list[tuple[tuple[int, ...], int]]:
-    """(shape, bytes per element) of every trained tensor."""
+def _update_bytes(dtype: str, config: MemoryConfig) -> int:
+    """Bytes per element of an update as the optimizer computes it."""
+    return FLOAT if config.updates_in_scratch(dtype) else DTYPE_BYTES[dtype]
+
+
+def trained_shapes(arch: Architecture, config: MemoryConfig) -> set[Trained]:
+    """The different shapes and dtypes of trained tensors."""
     outer = trainable_outer(arch, config.patterns)
     full = [p.shape for p in outer_parameters(arch) if p.name in outer]
     adapted: list[Parameter] = []
@@ -165,7 +188,7 @@ def _learning_shapes(arch: Architecture, config: MemoryConfig) -> list[tuple[tup
         full += [p.shape for p in parts if p.name in trained]
         adapted += [p for p in parts if p.name in beside]
     sides = [(side, config.rank) for p in adapted for side in p.shape]
-    return [(shape, config.base_bytes) for shape in full] + [(shape, config.adapter_bytes) for shape in sides]
+    return {(shape, config.dtype) for shape in full} | {(shape, config.adapter_dtype or "") for shape in sides}
 
 
 def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Parameter, ...], set[Trainable]]]:
@@ -184,11 +207,11 @@ def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Pa
         yield vision_end_parameters(arch.vision_encoder), {trainable_vision_ends(arch.vision_encoder, config.patterns)}
 
 
-def _stage(arch: Architecture, config: MemoryConfig, shapes: set[tuple[tuple[int, ...], int]]) -> int:
+def _stage(arch: Architecture, config: MemoryConfig, shapes: set[Trained]) -> int:
     """Bytes of the staging buffer of `engine.train.step.optimizer_offload`: STAGE_BYTES or the largest tensor's state,
     whichever is larger, but no more than all state."""
     kept = replace(config, optimizer_offload=False)
-    largest = max((state_bytes(shape, width, kept) for shape, width in shapes), default=0)
+    largest = max((state_bytes(shape, dtype, kept) for shape, dtype in shapes), default=0)
     return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
 
 
@@ -212,16 +235,24 @@ def _adapter_shapes(parameter: Parameter, config: MemoryConfig) -> list[tuple[in
     return [(rank, inputs), (outputs, rank), (outputs,)] if config.dora else [(rank, inputs), (outputs, rank)]
 
 
-def state_bytes(shape: tuple[int, ...], dtype_bytes: int, config: MemoryConfig) -> int:
+def state_bytes(shape: tuple[int, ...], dtype: str, config: MemoryConfig) -> int:
     """Bytes of the optimizer state of one tensor on the device, each piece rounded up to whole blocks.
 
-    adamw: two moments in the parameter's dtype and an fp32 step counter. adamw_8bit: two moments of one byte with an
-    fp32 scale per 256 values (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column
-    factors in fp32 for matrices, a full variance for vectors. sgd: the momentum buffer, if any. With optimizer offload
+    adamw: two moments and an fp32 step counter. adamw_8bit: two moments of one byte with an fp32 scale per 256 values
+    (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column factors for matrices, a
+    full variance for vectors. sgd: the momentum buffer, if any. They have the parameter's dtype, but that of
+    train.state_dtype for weights in bf16, where exact rounding adds a remainder of two bytes. With optimizer offload
     the result is 0.
     """
     if config.optimizer_offload:
         return 0
+    exact = dtype == "bfloat16" and config.rounding == "exact"
+    remainder = round_to_blocks(REMAINDER_BYTES * prod(shape)) if exact else 0
+    wide = config.state_dtype if config.updates_in_scratch(dtype) else dtype
+    return remainder + _moments(shape, DTYPE_BYTES[wide], config)
+
+
+def _moments(shape: tuple[int, ...], dtype_bytes: int, config: MemoryConfig) -> int:
     elements = prod(shape)
     if config.optimizer == "adamw":
         return 2 * round_to_blocks(elements * dtype_bytes) + BLOCK_BYTES

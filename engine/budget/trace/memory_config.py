@@ -33,6 +33,7 @@ ROUTERS = ("**.mlp.gate", "**.mlp.router")
 """Modules that `moe.freeze_router` excludes from training."""
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
+Rounding = Literal["exact", "stochastic", "nearest"]
 
 
 class Patterns(NamedTuple):
@@ -66,6 +67,10 @@ class MemoryConfig:
     """Liger's kernel computes the loss if the head is frozen (`engine.model.liger`)."""
     chunk_tokens: int
     optimizer: Optimizer
+    rounding: Rounding
+    """How updates of weights trained in bf16 are rounded."""
+    state_dtype: str
+    """dtype of the optimizer's state for weights trained in bf16."""
     optimizer_offload: bool
     """The optimizer's state lives in host memory between steps."""
     momentum: bool
@@ -102,6 +107,18 @@ class MemoryConfig:
         return DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
 
 
+    @property
+    def trains_in_bfloat16(self) -> bool:
+        """Whether any weight is trained in bf16: adapters, or weights themselves."""
+        in_full = not self.lora or bool(self.patterns.also_train)
+        return self.adapter_dtype == "bfloat16" or (self.dtype == "bfloat16" and in_full)
+
+    def updates_in_scratch(self, dtype: str) -> bool:
+        """Whether trained weights of this dtype are updated in fp32 scratch; if not, the optimizer updates them
+        directly."""
+        return dtype == "bfloat16" and (self.rounding, self.state_dtype) != ("nearest", "bfloat16")
+
+
 def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
     """Read the `MemoryConfig` out of a run spec, with every "auto" resolved for this architecture."""
     recipe, device = spec.recipe, spec.profile.device
@@ -121,6 +138,8 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         liger=_liger_is_there(arch, spec),
         chunk_tokens=chunk_tokens(arch.vocab, device.capacity_bytes),
         optimizer=train.optimizer,
+        rounding=train.rounding,
+        state_dtype=train.state_dtype,
         optimizer_offload=train.optimizer_offload and device.kind != "cpu",
         momentum=train.momentum > 0,
         attention=resolved_attention(arch, spec),

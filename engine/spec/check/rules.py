@@ -208,6 +208,24 @@ def momentum_is_sgd(recipe: Recipe) -> Problems:
         )
 
 
+def state_has_a_dtype(recipe: Recipe) -> Problems:
+    """Yield a problem for train.state_dtype = "bfloat16" beside an optimizer without state of that kind."""
+    train = recipe.train
+    why = {
+        "adamw_8bit": "whose state has 8 bits",
+        "adafactor": "whose state is two vectors for each matrix, and stays in float32",
+        "sgd": "which has no state without momentum",
+    }
+    has_state = train.optimizer == "adamw" or (train.optimizer == "sgd" and train.momentum > 0)
+    if train.state_dtype == "bfloat16" and not has_state:
+        yield Problem(
+            ("train", "state_dtype"),
+            f"bfloat16 with optimizer = {quoted(train.optimizer)}, {why[train.optimizer]}",
+            'train.state_dtype = "float32", or optimizer = "adamw"',
+            (("train", "optimizer"),),
+        )
+
+
 def groups_do_something(recipe: Recipe) -> Problems:
     for index, group in enumerate(recipe.train.groups):
         if group.learning_rate is None and group.weight_decay is None:
@@ -343,6 +361,7 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     micro_batch_within_batch,
     restarts_restart,
     momentum_is_sgd,
+    state_has_a_dtype,
     groups_do_something,
     fields_of_the_method,
     adapters_somewhere,

@@ -165,6 +165,15 @@ class Train(Table):
     """Steps spent warming up."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
     """adamw is torch's fused one; adamw_8bit needs bitsandbytes on CUDA."""
+    rounding: Literal["exact", "stochastic", "nearest"] = "exact"
+    """How updates of weights that are trained in bf16 are rounded. bf16 has 8 bits: an update below 1/512 of a weight
+    is lost when it is rounded to nearest. exact: the 16 bits that rounding drops are kept beside each weight; together
+    they are the fp32 weight. stochastic: rounded up or down by chance, right on average, with no bytes beside. nearest:
+    rounded to the nearest. It says nothing about weights that are trained in float32 or float16."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the state of adamw, and of sgd's momentum, for weights that are trained in bf16; other weights have
+    state of their own dtype. bfloat16 is rounded stochastically, or to nearest with rounding = "nearest", which then
+    is torch's own optimizer on bf16 weights."""
     optimizer_offload: bool = False
     """Keep optimizer state in host memory."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

@@ -17,7 +17,8 @@ from engine.device.allocation_tracker import bytes_of, storage_key
 from engine.device.base import Device, LiveTensor
 from engine.device.oom import MemoryBreakdown
 from engine.model.loaded import LoadedModel
-from engine.train.step.optimizer import StepGuard, state_tensors
+from engine.train.step.optimizer import StepGuard
+from engine.train.step.optimizer_state import state_tensors
 
 LARGEST = 12
 """Number of live tensors that are listed one by one."""

@@ -20,7 +20,7 @@ from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict
 from engine.spec.schema.run import RunSpec
 from engine.train.step.context import StepContext
-from engine.train.step.optimizer import state_tensors
+from engine.train.step.optimizer_state import state_tensors
 
 MISS = 0.05
 """Share of the peak by which a prediction may be wrong before it is worth a warning."""

@@ -100,11 +100,11 @@ class StepComputation:
             self.context.guard.prepare()
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
-    def apply(self, _plan: list[MicroBatch]) -> None:
+    def apply(self, step: int) -> None:
         """Take the optimizer's step, unless loss or gradients are not finite."""
         self.phase = "optimizer"
         if self.is_finite:
-            self.context.guard.step()
+            self.context.guard.step(step)
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
     def host_syncs(

@@ -1,14 +1,14 @@
-"""Optimizers: built from the recipe, their state allocated before the first step, their step made all-or-nothing.
+"""Optimizers: built from the recipe, and their step made all-or-nothing.
 
-State is allocated up front so that what a run holds is known in the first minute, and without advancing the step
-counters, so that training is bit-equal to lazy allocation.
+How state is allocated is in `engine.train.step.optimizer_state`, how weights in bf16 are updated in
+`engine.train.step.piecewise_update`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -16,8 +16,11 @@ from torch.nn import Parameter
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem
 from engine.model.groups import parameter_groups
+from engine.model.loaded import LoadedModel
 from engine.spec.schema.recipe import Train
 from engine.train.step.optimizer_offload import HostState
+from engine.train.step.optimizer_state import Rounding, allocate_state, state_tensors
+from engine.train.step.piecewise_update import PiecewiseUpdate
 
 SNAPSHOT_LIMIT_BYTES = 512 * 2**20
 """Trainables plus state up to this size are copied to the host before a step that may allocate: 0.5 GiB takes about
@@ -54,39 +57,6 @@ def _adamw_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optim
     return optimizer
 
 
-def allocate_state(
-    optimizer: torch.optim.Optimizer, settle: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-) -> None:
-    """Allocate all optimizer state, one parameter at a time, leaving every step counter at 0.
-
-    `settle` is applied to each tensor of the state, and may move it elsewhere, such as to the host.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            _allocate_one(optimizer, group, parameter)
-            state = optimizer.state.get(parameter, {})
-            state.update({key: settle(value) for key, value in state.items() if isinstance(value, torch.Tensor)})
-
-
-def _allocate_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Parameter) -> None:
-    """Allocate one parameter's state, through the optimizer's own `_init_group` with a zero gradient, so that the
-    optimizer chooses shapes, dtypes and devices.
-
-    SGD itself creates its momentum buffer in the first step; starting from zeros gives the same result.
-    """
-    if isinstance(optimizer, torch.optim.SGD):
-        if group["momentum"]:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return
-    init_group: Callable[..., object] = cast(Any, optimizer)._init_group
-    lists = len(inspect.signature(init_group).parameters) - 1
-    try:
-        parameter.grad = torch.zeros_like(parameter)
-        init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))
-    finally:
-        parameter.grad = None
-
-
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float:
     """Set every group to `factor` times its peak; returns the first group's rate."""
     for group in optimizer.param_groups:
@@ -94,35 +64,45 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float
     return float(optimizer.param_groups[0]["lr"])
 
 
-def state_tensors(
-    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (`parameter name::state name`, tensor) for all optimizer state that is a tensor, in a fixed order."""
-    for name, parameter in named:
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, torch.Tensor):
-                yield f"{name}::{key}", value
+def guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:
+    """The recipe's optimizer over a model's trained weights, with its state allocated on the device or the host.
+
+    Raises:
+        EnvironmentProblem: adamw_8bit without bitsandbytes.
+        torch.OutOfMemoryError: the state does not fit.
+    """
+    optimizer, rounding = build_optimizer(train, loaded.trainable()), Rounding.of(train)
+    offload = train.optimizer_offload and device.kind != "cpu"
+    if offload:
+        allocate_state(optimizer, rounding, device.download)
+    else:
+        allocate_state(optimizer, rounding)
+    update = PiecewiseUpdate(optimizer, loaded.trainable(), rounding, loaded.first_elements)
+    guard = StepGuard(update, loaded.trainable(), device)
+    guard.host_state.on = offload and not guard.host_state.empty
+    return guard
 
 
 class StepGuard:
     """Makes `optimizer.step()` all or nothing.
 
-    torch's fused AdamW and SGD allocate nothing once their state exists (a test counts), so for them no copy is taken.
+    torch's fused AdamW and SGD allocate nothing once their state and the update's scratch exist (a test counts), so for
+    them no copy is taken.
     For other optimizers, weights and state are copied to the host first if they are small enough. For a large model
     under an optimizer that allocates there is no copy: `restore` returns False after a failure and the caller goes back
     to the last checkpoint.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]], device: Device
+        self, update: PiecewiseUpdate, named: Sequence[tuple[str, Parameter]], device: Device
     ) -> None:
-        self.optimizer, self.device = optimizer, device
-        self.host_state = HostState(optimizer, device)
+        self.update, self.optimizer, self.device = update, update.optimizer, device
+        self.host_state = HostState(self.optimizer, device)
         self._named = named
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
-        self.never_allocates = allocation_free(optimizer)
+        self.never_allocates = update.allocation_free
         self.takes_copy = not self.never_allocates and size_bytes <= SNAPSHOT_LIMIT_BYTES
-        self._counted = [parameter for _, parameter in named if "step" in optimizer.state.get(parameter, {})]
+        self._counted = [parameter for _, parameter in named if "step" in self.optimizer.state.get(parameter, {})]
         self._copies: list[torch.Tensor] = []
         self._stepping = False
         self.steps = 0
@@ -144,11 +124,12 @@ class StepGuard:
         changed. No rank may step before all ranks are prepared, because only a copy or a checkpoint can undo a step."""
         self._copies = [self.device.download(tensor) for tensor in self._tensors()] if self.takes_copy else []
         self.host_state.make_room()
+        self.update.make_room()
 
-    def step(self) -> None:
-        """Call `optimizer.step()`; needs `prepare` first. Until `accept`, `restore` can try to undo the step."""
+    def step(self, number: int) -> None:
+        """Take optimizer step `number`; needs `prepare` first. Until `accept`, `restore` can try to undo the step."""
         self._stepping = True
-        self.host_state.step()
+        self.host_state.step(partial(self.update.step, number))
 
     def accept(self) -> None:
         """Make the step, if one was taken, final, after it succeeded on every rank."""
@@ -181,6 +162,7 @@ class StepGuard:
         self._stepping = False
         self._copies = []
         self.host_state.give_room_back()
+        self.update.give_room_back()
 
     def _tensors(self) -> list[torch.Tensor]:
         """All tensors that a step changes."""
@@ -196,7 +178,3 @@ class StepGuard:
         self._let_go()
         self.read_counters()
 
-
-def allocation_free(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step allocates nothing once its state is allocated."""
-    return isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)) and bool(optimizer.defaults.get("fused"))

@@ -9,7 +9,7 @@ Try: `tunedeck train -p demo -r demo --set train.optimizer_offload=true`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from engine.budget.predict.static import STAGE_BYTES
 from engine.device.base import Device
+from engine.train.step.optimizer_state import changing_state
 
 ALIGNMENT = 512
 """Bytes to which allocators align tensors; tensors in the staging buffer are aligned alike."""
 
 
 class HostState:
-    """Steps an optimizer; while `on`, its state lives on the host between steps."""
+    """Moves an optimizer's state; while `on`, it lives on the host between steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self.optimizer, self.device = optimizer, device
@@ -44,8 +45,7 @@ class HostState:
         moved = [
             (state, key, carry(value))
             for state in self.optimizer.state.values()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
+            for key, value in changing_state(state)
         ]
         for state, key, value in moved:
             state[key] = value
@@ -58,15 +58,16 @@ class HostState:
             most = max((sum(map(_room, self._tensors(batch))) for batch in self._batches()), default=0)
             self._stage = torch.empty(most, dtype=torch.uint8, device=self.device.torch_device)
 
-    def step(self) -> None:
-        """Call `optimizer.step()`, then free the staging buffer. Call `make_room` before."""
+    def step(self, update: Callable[[], None]) -> None:
+        """Call `update`, which steps the parameters in the optimizer's groups, for all of them, or for some at a time
+        while their state is on the device; then free the staging buffer. Call `make_room` before."""
         try:
             if not self.on:
-                self.optimizer.step()
+                update()
                 return
             for batch in self._batches():
                 with self._on_device(batch), self._only(batch):
-                    self.optimizer.step()
+                    update()
         finally:
             self.give_room_back()
 
@@ -81,14 +82,13 @@ class HostState:
         assert self._stage is not None
         staged: list[tuple[dict[str, Tensor], str, Tensor, Tensor]] = []
         offset = 0
-        for state in (self.optimizer.state[parameter] for parameter in batch):
-            for key, held in state.items():
-                if isinstance(held, Tensor):
-                    size_bytes = held.numel() * held.element_size()
-                    view = self._stage[offset : offset + size_bytes].view(held.dtype).view(held.shape)
-                    view.copy_(held)
-                    staged.append((state, key, held, view))
-                    offset += _room(held)
+        for state in (self.optimizer.state.get(parameter, {}) for parameter in batch):
+            for key, held in changing_state(state):
+                size_bytes = held.numel() * held.element_size()
+                view = self._stage[offset : offset + size_bytes].view(held.dtype).view(held.shape)
+                view.copy_(held)
+                staged.append((state, key, held, view))
+                offset += _room(held)
         for state, key, _, view in staged:
             state[key] = view
         try:
@@ -118,7 +118,7 @@ class HostState:
         batch of its own."""
         batches: list[list[Tensor]] = []
         room = 0
-        for parameter in self.optimizer.state:
+        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
             need = sum(_room(tensor) for tensor in self._tensors([parameter]))
             if not batches or need > room:
                 batches.append([])
@@ -129,7 +129,7 @@ class HostState:
 
     def _tensors(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         for parameter in parameters:
-            yield from (value for value in self.optimizer.state[parameter].values() if isinstance(value, Tensor))
+            yield from (tensor for _, tensor in changing_state(self.optimizer.state.get(parameter, {})))
 
 
 def _room(tensor: Tensor) -> int:

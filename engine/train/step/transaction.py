@@ -100,7 +100,7 @@ class StepTransaction:
                 lambda plan: self.work.accumulate(step, own_samples, plan, max(1, self._targets(samples))),
                 self.work.prepare_gradients,
                 self.work.sync_and_clip,
-                self.work.apply,
+                lambda _: self.work.apply(step),
             ],
         )
         overflowed = self._finish_step(step)

@@ -29,7 +29,7 @@ from engine.distributed.weight_broadcast import gather_on_rank0
 from engine.model.load import LoadedModel
 from engine.model.loaded import local_part
 from engine.train.recovery.consensus import gather_failures, smallest_failed
-from engine.train.step.optimizer import state_tensors
+from engine.train.step.optimizer_state import state_tensors
 from engine.train.strategy.checkpoint_storage import OPTIMIZER_FOLDER, read_parts
 
 

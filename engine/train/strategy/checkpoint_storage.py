@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from engine.errors import UsageError
 from engine.model.load import LoadedModel
-from engine.train.step.optimizer import state_tensors
+from engine.train.step.optimizer_state import state_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 """The file of the optimizer state in a checkpoint of a run in which every rank has all weights."""

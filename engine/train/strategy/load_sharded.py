@@ -112,7 +112,8 @@ def _spread(spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, vo
         host_region=device.host_region,
     )
     device.adopt(loaded.model.buffers())
-    loaded.shards = {plain_name(name): shard for name, shard in sharded.local_parameters().items()}
+    loaded.shards = {plain_name(name): part for name, part in sharded.local_parameters().items()}
+    loaded.first_elements = {plain_name(name): first for name, first in sharded.first_elements().items()}
     with sharded.forward_only(gathers_head=True):
         loss = loss_of(spec.recipe.train, loaded, device)
     root.use(loss)

@@ -1,0 +1,295 @@
+"""Takes the optimizer's step in fp32 for weights that are stored in bf16, a piece at a time.
+
+The optimizer holds the bf16 weights and their state. In a step, each piece of the weights is written as fp32 into
+scratch memory (weight, gradient, and the state if it is bf16), the optimizer itself updates the scratch, and the result
+is rounded back as `train.rounding` says:
+
+| rounding | the fp32 weight is | back in bf16 |
+|---|---|---|
+| exact | weight and remainder, joined; the remainder is part of the optimizer's state | split again, nothing lost |
+| stochastic | the bf16 weight | rounded up or down by chance, unbiased |
+| nearest | the bf16 weight | rounded to the nearest |
+
+State in bf16 is rounded stochastically: rounded to nearest, a second moment could not decay at beta2 = 0.999, because
+0.1 % of a number is less than half a unit in the last place of bf16. "nearest" with state in bf16 is torch's own
+optimizer on bf16 weights: it is called directly, without scratch. So are weights in fp32 and fp16.
+
+Scratch is allocated by `make_room`, before the first weight changes. Everything after it works in memory that exists,
+so a step of an optimizer that allocates nothing cannot run out of memory half-way. Optimizers that work element by
+element are given pieces of at most PIECE_ELEMENTS; adafactor, which needs norms of whole matrices, is given one tensor
+at a time.
+
+Try: `pytest tests/train/test_rounding.py tests/train/test_piecewise_update.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from engine.budget.predict.update_scratch import PIECE_ELEMENTS
+from engine.train.step.optimizer_state import CONSTANTS, REMAINDER, Rounding, counts_in_ints
+from engine.train.step.rounding import INDEX_LIMIT, join_, noise_, round_stochastically_, split_
+
+SLOT_ELEMENTS = 128
+"""fp32 numbers in 512 bytes, to which allocators align tensors; tensors in the scratch are aligned alike."""
+CUT_ELEMENTS = 512
+"""Tensors are cut at multiples of this, so that no block of 256 numbers that an 8-bit optimizer quantises together is
+cut in two."""
+BLOCK_ELEMENTS = 256
+"""Numbers that bitsandbytes quantises together (Optimizer2State.init_state)."""
+SCALES = ("absmax1", "absmax2")
+"""State of bitsandbytes that has one number for each block."""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Elements [start, end) of one parameter, with their place in the scratch."""
+
+    parameter: Parameter
+    group: int
+    start: int
+    end: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This segment of a tensor of the parameter's shape."""
+        return tensor.view(-1)[self.start : self.end]
+
+
+class PiecewiseUpdate:
+    """Steps an optimizer over weights of any dtype; those in bf16 piece by piece in fp32."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, Parameter]],
+        rounding: Rounding,
+        first_elements: Mapping[str, int] | None = None,
+        piece_elements: int = PIECE_ELEMENTS,
+    ) -> None:
+        """`first_elements`: if weights are sharded, the number, in the whole parameter, of the first element of this
+        rank's part, by name."""
+        self.optimizer, self.rounding = optimizer, rounding
+        self._keys = {id(parameter): (name, (first_elements or {}).get(name, 0)) for name, parameter in named}
+        self._whole = isinstance(optimizer, torch.optim.Adafactor)
+        self._counts_in_ints = counts_in_ints(optimizer)
+        slots = [_slot(p.numel()) for _, p in named if rounding.needs_scratch(p)]
+        self._capacity = max(slots, default=0) if self._whole else min(piece_elements, sum(slots))
+        self._scratch: Tensor | None = None
+
+    @property
+    def allocation_free(self) -> bool:
+        """Whether a step allocates nothing after `make_room`."""
+        fused = isinstance(self.optimizer, (torch.optim.AdamW, torch.optim.SGD))
+        return fused and bool(self.optimizer.defaults.get("fused"))
+
+    def make_room(self) -> None:
+        """Allocate the scratch that the next step needs. Raises torch.OutOfMemoryError; nothing has changed then."""
+        if self._capacity and self._scratch is None:
+            device = self.optimizer.param_groups[0]["params"][0].device
+            elements = self._rows * self._capacity + SLOT_ELEMENTS
+            self._scratch = torch.empty(elements, dtype=torch.float32, device=device)
+
+    def give_room_back(self) -> None:
+        """Free the scratch of a step that is over or will not be taken."""
+        self._scratch = None
+
+    def step(self, number: int) -> None:
+        """Take optimizer step `number` over the parameters in the optimizer's groups. Call `make_room` before."""
+        groups = self.optimizer.param_groups
+        given = [[parameter for parameter in group["params"] if parameter.grad is not None] for group in groups]
+        direct = [[p for p in parameters if not self.rounding.needs_scratch(p)] for parameters in given]
+        if any(direct):
+            with self._only(direct), self._int_counters(chain(*direct)):
+                self.optimizer.step()
+        scratched = [[p for p in parameters if self.rounding.needs_scratch(p)] for parameters in given]
+        for piece in self._pieces(scratched):
+            self._step_piece(piece, number)
+
+    @property
+    def _rows(self) -> int:
+        """Rows of the scratch: weight, gradient, spare bits of the hash where random bits are drawn, widened state."""
+        return 2 + self._draws + len(self._widened)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether random bits are drawn."""
+        return self.rounding.mode == "stochastic" or bool(self._widened)
+
+    @property
+    def _widened(self) -> tuple[str, ...]:
+        """Names of the state that is stored in bf16 and widened to fp32 in the scratch."""
+        if self.rounding.state_dtype != torch.bfloat16:
+            return ()
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            return ("exp_avg", "exp_avg_sq")
+        with_momentum = any(group.get("momentum") for group in self.optimizer.param_groups)
+        return ("momentum_buffer",) if with_momentum else ()
+
+    def _pieces(self, by_group: Sequence[Sequence[Parameter]]) -> Iterator[list[_Segment]]:
+        """Pack parameters in order into pieces of the scratch's capacity, cut where they do not fit.
+
+        A piece ends where a parameter is cut, so that only its first segment can go on with a parameter of the piece
+        before. For adafactor each parameter is a piece.
+        """
+        piece: list[_Segment] = []
+        offset = 0
+        for group, parameter in ((group, p) for group, parameters in enumerate(by_group) for p in parameters):
+            start = 0
+            while start < parameter.numel():
+                size = self._fitting(parameter, start, self._capacity - offset)
+                if size:
+                    piece.append(_Segment(parameter, group, start, start + size, offset))
+                    offset += _slot(size)
+                    start += size
+                if self._whole or start < parameter.numel():
+                    yield piece
+                    piece, offset = [], 0
+        if piece:
+            yield piece
+
+    def _fitting(self, parameter: Parameter, start: int, room: int) -> int:
+        """How many elements of a parameter, from `start` on, fit into `room` elements of scratch."""
+        rest = parameter.numel() - start
+        if self._whole:
+            return rest
+        first = self._keys[id(parameter)][1] + start
+        rest = min(rest, INDEX_LIMIT - first % INDEX_LIMIT)
+        return rest if _slot(rest) <= room else room // CUT_ELEMENTS * CUT_ELEMENTS
+
+    def _step_piece(self, piece: Sequence[_Segment], number: int) -> None:
+        shadows = {segment: self._shadow(segment) for segment in piece}
+        states = {segment: self._lend_state(segment, shadow) for segment, shadow in shadows.items()}
+        groups: list[list[Parameter]] = [[] for _ in self.optimizer.param_groups]
+        for segment, shadow in shadows.items():
+            groups[segment.group].append(shadow)
+        try:
+            with self._only(groups):
+                self.optimizer.step()
+        finally:
+            for shadow in shadows.values():
+                self.optimizer.state.pop(shadow, None)
+        for segment in piece:
+            self._write_back(segment, states[segment], number)
+
+    def _row(self, row: int, segment: _Segment) -> Tensor:
+        """A segment's place in one row of the scratch, fp32."""
+        assert self._scratch is not None, "make_room was not called"
+        start = row * self._capacity + segment.offset
+        return self._scratch[start : start + segment.size]
+
+    def _bits(self, row: int, segment: _Segment) -> Tensor:
+        return self._row(row, segment).view(torch.int32)
+
+    def _shadow(self, segment: _Segment) -> Parameter:
+        """The segment's weight and gradient in fp32, in the scratch, as a parameter for the optimizer."""
+        parameter, shape = segment.parameter, segment.parameter.shape if self._whole else (segment.size,)
+        assert parameter.grad is not None
+        if self.rounding.mode == "exact":
+            join_(
+                segment.of(parameter.data),
+                segment.of(self.optimizer.state[parameter][REMAINDER]),
+                self._bits(0, segment),
+            )
+        else:
+            self._row(0, segment).copy_(segment.of(parameter.data))
+        self._row(1, segment).copy_(segment.of(parameter.grad))
+        shadow = Parameter(self._row(0, segment).view(shape), requires_grad=False)
+        shadow.grad = self._row(1, segment).view(shape)
+        return shadow
+
+    def _lend_state(self, segment: _Segment, shadow: Parameter) -> dict[str, Any]:
+        """Give the optimizer the segment's part of the state, under the shadow; returns it."""
+        state = self.optimizer.state[segment.parameter]
+        lent = {key: self._part(key, value, segment) for key, value in state.items() if key != REMAINDER}
+        for row, key in enumerate(self._widened):
+            wide = self._row(3 + row, segment)
+            wide.copy_(lent[key])
+            lent[key] = wide
+        if "step" in state:
+            lent["step"] = self._counter(state["step"], first=segment.start == 0)
+        self.optimizer.state[shadow] = lent
+        return lent
+
+    def _part(self, key: str, value: Any, segment: _Segment) -> Any:
+        if self._whole or key in CONSTANTS or not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if key in SCALES:
+            return value[segment.start // BLOCK_ELEMENTS : -(-segment.end // BLOCK_ELEMENTS)]
+        return segment.of(value)
+
+    def _counter(self, counter: Tensor, *, first: bool) -> Any:
+        """The step counter that the optimizer advances for a segment: that of the parameter for its first segment, and
+        a copy from before the step for the others, so that it is advanced once."""
+        if self._counts_in_ints:
+            before = int(counter) - (not first)
+            if first:
+                counter.add_(1)
+            return before
+        assert self._scratch is not None
+        return counter if first else self._scratch[-1].copy_(counter).sub_(1)
+
+    def _write_back(self, segment: _Segment, lent: Mapping[str, Any], number: int) -> None:
+        """Round the updated weight, and state that was widened, into the tensors that stay."""
+        parameter = segment.parameter
+        weight, bits = segment.of(parameter.data), self._bits(0, segment)
+        if self.rounding.mode == "exact":
+            split_(bits, weight, segment.of(self.optimizer.state[parameter][REMAINDER]))
+        elif self.rounding.mode == "nearest":
+            weight.copy_(self._row(0, segment))
+        else:
+            round_stochastically_(bits, self._noise(segment, "", number), weight)
+        for key in self._widened:
+            stored = segment.of(self.optimizer.state[parameter][key])
+            round_stochastically_(lent[key].view(torch.int32), self._noise(segment, key, number), stored)
+
+    def _noise(self, segment: _Segment, state: str, number: int) -> Tensor:
+        """Random bits for one tensor of a segment, in the scratch that its gradient needs no more."""
+        name, first = self._keys[id(segment.parameter)]
+        bits, spare = self._bits(1, segment), self._bits(2, segment)
+        key = f"{name}::{state}" if state else name
+        noise_(bits, spare, seed=self.rounding.seed, step=number, name=key, first=first + segment.start)
+        return bits
+
+    @contextmanager
+    def _only(self, parameters: Sequence[Sequence[Parameter]]) -> Iterator[None]:
+        """While the block runs, the optimizer's groups hold only these parameters."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group, chosen in zip(groups, parameters, strict=True):
+            group["params"] = chosen
+        try:
+            yield
+        finally:
+            for group, former in zip(groups, before, strict=True):
+                group["params"] = former
+
+    @contextmanager
+    def _int_counters(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+        """While the block runs, step counters are integers, if the optimizer needs them so."""
+        states = [self.optimizer.state[parameter] for parameter in parameters if self._counts_in_ints]
+        counters = [state["step"] for state in states]
+        for state in states:
+            state["step"] = int(state["step"])
+        try:
+            yield
+        finally:
+            for state, counter in zip(states, counters, strict=True):
+                state["step"] = counter.fill_(state["step"])
+
+
+def _slot(elements: int) -> int:
+    """Elements of scratch that a tensor takes, up to the next whole slot."""
+    return -(-elements // SLOT_ELEMENTS) * SLOT_ELEMENTS
