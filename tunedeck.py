@@ -8,6 +8,7 @@ absolute path with `-P` (see `engine.launch.process`), so the same holds for the
 Try: `tunedeck`, `tunedeck --help`, or `python -m tunedeck --help`.
 """
 
+import gc
 import os
 import sys
 
@@ -30,6 +31,8 @@ def main() -> None:
 
     flags = parse(sys.argv[1:])
     if flags is not None and (sys.argv[1:] or on_a_terminal()):
+        # Until the first screen is painted almost nothing becomes garbage: looking for it took a tenth of that time.
+        gc.disable()
         from tui.app import run as open_console
 
         open_console(flags)

@@ -8,6 +8,7 @@ Try: `tunedeck`, `tunedeck --ascii`, `tunedeck --runs DIR`, `tunedeck -p demo -r
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterable
@@ -39,6 +40,10 @@ REAP_SECONDS = 1.0
 """Interval at which the engine processes of this console are checked."""
 
 
+PAINTED_SECONDS = 1.0
+"""Time after which the first screen is painted, and garbage is collected again (`tunedeck.py` switches that off)."""
+
+
 class TunedeckApp(SequentialKeysApp):
     """The Textual application: opens screens by name, and performs the actions of the keys that work on every
     screen."""
@@ -68,6 +73,7 @@ class TunedeckApp(SequentialKeysApp):
         """Open the Runs screen, or the Launch screen if the command line names a profile or recipe."""
         self.set_class(self.ascii_only, "-ascii")
         self.set_interval(REAP_SECONDS, self._reap)
+        self.set_timer(PAINTED_SECONDS, _collect_garbage_from_now_on)
         settings = {"profile": self.flags.profile, "recipe": self.flags.recipe}
         if any(settings.values()):
             self.open_screen("launch", settings)
@@ -180,6 +186,13 @@ class TunedeckApp(SequentialKeysApp):
             if row.key:
                 opener = partial(self.open_screen, row.name)
                 yield SystemCommand(f"{row.title} ({row.key})", "open this screen", opener)
+
+
+def _collect_garbage_from_now_on() -> None:
+    """Switch the garbage collector on. What was made until now (modules, widgets) lives as long as the console, and is
+    not looked at."""
+    gc.freeze()
+    gc.enable()
 
 
 def run(flags: Flags) -> NoReturn:

@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tomlkit
-
 from engine.errors import SpecError
 from engine.spec.check.check import check_table
 from engine.spec.check.hardware_rules import problems_on_device
@@ -308,5 +306,7 @@ def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
 def dump_run_spec(spec: RunSpec) -> str:
     """Write a run spec as the text of run.toml, defaults included; keys whose value is None are left out.
     `load_run_spec` reads an equal spec back."""
+    import tomlkit  # reading needs only tomli, and the console reads before its first screen
+
     data = spec.model_dump(by_alias=True, exclude_none=True)
     return tomlkit.dumps({key: value for key, value in data.items() if value != {}})

@@ -1,7 +1,7 @@
 """The profiles and recipes that can be chosen, and for each profile whether it matches this machine.
 
-Where no profile file describes this machine, a profile of the detected device is written into the state folder, so
-that the command shown on the screen can name it.
+Where no profile file describes this machine, there is an entry for a profile of the detected device. Its file is written
+into the state folder when it is chosen (`write_detected_profile`), so that the command shown on the screen can name it.
 
 Try: `python -c "from tui.files.catalog import *; print(*profile_entries(read_machine()), sep='\\n')"`
 """
@@ -18,7 +18,6 @@ from engine.journal.index import state_folder
 from engine.spec.files.detect import count_devices, detect_device
 from engine.spec.files.find import SpecFile, SpecKind, find_spec_file, list_spec_files
 from engine.spec.files.share import write_new_file
-from engine.spec.files.templates import new_profile
 from engine.spec.load import load_spec_file
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.recipe import Recipe
@@ -68,14 +67,25 @@ def read_machine() -> Machine:
     return Machine(Device.model_validate(table), count_devices(), title, notes)
 
 
-def detected_profile(machine: Machine) -> Path:
-    """Write a profile of this machine into the state folder, and return the file's path. Raises UsageError, OSError."""
+def _detected_path(machine: Machine) -> Path:
+    return state_folder() / "machine" / f"{machine.stem}.toml"
+
+
+def write_detected_profile(machine: Machine) -> str:
+    """Write the profile of this machine into the state folder; returns why that is impossible, else an empty text."""
+    from engine.spec.files.templates import new_profile  # slow to import: not before the first paint
+
     device = machine.device.model_dump(exclude_none=True)
     text = new_profile(machine.stem, device, title=machine.title, notes=machine.notes).encode()
-    target = state_folder() / "machine" / f"{machine.stem}.toml"
-    if not target.is_file() or target.read_bytes() != text:
-        write_new_file(target, text, force=True)
-    return target
+    target = _detected_path(machine)
+    try:
+        if not target.is_file() or target.read_bytes() != text:
+            write_new_file(target, text, force=True)
+    except TunedeckError as error:
+        return error.found
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return ""
 
 
 def profile_entries(machine: Machine) -> list[FileEntry]:
@@ -104,11 +114,7 @@ def find_entry(kind: SpecKind, argument: str, machine: Machine) -> FileEntry:
 
 
 def _detected_entry(machine: Machine) -> FileEntry:
-    try:
-        path = detected_profile(machine)
-    except (TunedeckError, OSError) as error:
-        reason = error.found if isinstance(error, TunedeckError) else f"{error.filename}: {error.strerror}"
-        return FileEntry(machine.stem, machine.title, "detected", Path(machine.stem), reason, broken=True)
+    path = _detected_path(machine)
     return FileEntry(str(path), machine.title, "detected", path, is_this_machine=True)
 
 

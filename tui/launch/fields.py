@@ -218,10 +218,7 @@ def field_help(key: str) -> str:
         return SPECIAL_HELP[key]
     place = tuple(key.split("."))
     table = describe.table_at(_model(key), place[:-1])
-    field = describe.fields_of(table).get(place[-1]) if table else None
-    if field is None:
-        return key
-    return field.description or ""
+    return (describe.description_of(table, place[-1]) if table is not None else "") or key
 
 
 def _model(key: str) -> Any:

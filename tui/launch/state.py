@@ -22,10 +22,20 @@ from engine.spec.files.rewrite import kind_of_table
 from engine.spec.files.working_directory import working_directory
 from engine.spec.schema.run import RunSpec
 from tui.files import user_files
-from tui.files.catalog import FileEntry, Machine, find_entry, profile_entries, recipe_entries
+from tui.files.catalog import (
+    FileEntry,
+    Machine,
+    find_entry,
+    profile_entries,
+    recipe_entries,
+    write_detected_profile,
+)
 from tui.launch.choice import Choice, choice_from_settings
 from tui.launch.evaluate import EvaluatedChoice, FieldProblem, evaluate_choice
 from tui.launch.fields import NAME, FieldRow, field_rows, format_value
+
+DEMO = "demo"
+"""The name of the shipped profile and of the shipped recipe that run on any machine."""
 
 QUEUE_WAIT_SECONDS = 24 * 3600.0
 """How long a queued run waits for a busy device; the same as in `tunedeck queue add`."""
@@ -63,6 +73,8 @@ class LaunchState:
         """Profile and recipe of the latest evaluation."""
         self._file_values: tuple[Choice, dict[str, str]] | None = None
         """A choice, and the value that each of its fields has without an override."""
+        self._unwritten: str | None = None
+        """Why the profile of this machine cannot be written, empty if it was; None until it is chosen."""
 
     def snapshot(self) -> LaunchSnapshot:
         """Collect the values that the widgets have to show now."""
@@ -73,22 +85,25 @@ class LaunchState:
     def begin(self, settings: object = None) -> None:
         """Read the profile and recipe files again; if `settings` are given, make them the choice."""
         self._read_files()
-        default = self.choice if self.choice.profile else self._first_choice()
         if settings is not None:
             self.remember()
-        self.choice = choice_from_settings(settings, default)
+        self.choice = choice_from_settings(settings, self.choice if self.choice.profile else self._first_choice())
         self._evaluate()
 
     def _first_choice(self) -> Choice:
-        """The initial choice: this machine's profile, and the first recipe that can be started on it."""
-        choices = [Choice(self.profiles[0].argument, recipe.argument) for recipe in self.recipes]
-        startable = (choice for choice in choices if evaluate_choice(choice).start_refusal("start") is None)
-        return next(startable, choices[0])
+        """The initial choice: the first recipe of the project or the user, else the demo, on the profile of this
+        machine. Without a GPU and without own files, the demo's simulated device."""
+        machine = self.profiles[0]
+        recipe = next((entry for entry in self.recipes if entry.origin != "shipped" and not entry.broken), None)
+        own = recipe is not None or machine.origin not in ("shipped", "detected")
+        profile = machine.argument if own or self._machine.device.kind == "cuda" else DEMO
+        return Choice(profile, recipe.argument if recipe is not None else DEMO)
 
     def _read_files(self) -> None:
         self.profiles, self.recipes = profile_entries(self._machine), recipe_entries()
         self.verdicts.clear()
         self._file_values = None
+        self._unwritten = None
 
     def _evaluate(self) -> None:
         """Evaluate the choice; every method that changes the choice calls this."""
@@ -108,7 +123,12 @@ class LaunchState:
     def _evaluate_on_this_machine(self) -> EvaluatedChoice:
         """Evaluate the choice. If the profile does not match this machine, there is a plan, and also a problem that
         prevents a start."""
-        evaluated, profile = evaluate_choice(self.choice), self.profiles[self.positions[0]]
+        profile = self.profiles[self.positions[0]]
+        if profile.origin == "detected" and self._unwritten is None:
+            self._unwritten = write_detected_profile(self._machine)
+        if profile.origin == "detected" and self._unwritten:
+            return EvaluatedChoice(problems=(FieldProblem("", f"the profile of this machine: {self._unwritten}"),))
+        evaluated = evaluate_choice(self.choice)
         if evaluated.spec is None or not profile.problem:
             return evaluated
         return replace(evaluated, problems=(FieldProblem("", profile.problem), *evaluated.problems))

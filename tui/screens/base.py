@@ -44,6 +44,8 @@ class BaseScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         """Yield title bar, body and footer."""
+        # Before there are widgets: each class that changes later has the styles of all of them computed again.
+        self._set_size_classes(*self.app.size)
         yield TitleBar()
         yield from self.compose_body()
         yield FooterBar()
@@ -114,10 +116,12 @@ class BaseScreen(Screen[None]):
 
     def on_resize(self, event: events.Resize) -> None:
         """Set the CSS classes for the new size, and redraw title bar and footer."""
-        width, height = event.size
+        self._set_size_classes(*event.size)
+        self.call_after_refresh(self.refresh_title_and_footer)
+
+    def _set_size_classes(self, width: int, height: int) -> None:
         self.set_class(width < SMALLEST[0] or height < SMALLEST[1], "-one-pane")
         self.set_class(width >= ROOMY[0] and height >= ROOMY[1], "-roomy")
-        self.call_after_refresh(self.refresh_title_and_footer)
 
     def on_screen_resume(self) -> None:
         """Update title bar and footer whenever the screen is shown again."""

@@ -182,8 +182,9 @@ class LaunchScreen(BaseScreen):
     # Changing the choice.
 
     def _change(self, choice: Choice) -> None:
-        self.state.change(choice)
-        self._show()
+        if choice != self.state.choice:
+            self.state.change(choice)
+            self._show()
 
     def _before_edit(self) -> None:
         """Store the choice for undo before a field is edited."""

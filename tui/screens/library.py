@@ -19,7 +19,7 @@ from engine.spec.files.text import visible
 from engine.spec.load import check_text
 from tui.files import user_files
 from tui.files.annotated import LABEL, annotated_text, line_problems, problems_below
-from tui.files.catalog import FileEntry, profile_entries, read_machine, recipe_entries
+from tui.files.catalog import FileEntry, profile_entries, read_machine, recipe_entries, write_detected_profile
 from tui.keys import bindings
 from tui.screens.base import BaseScreen
 from tui.screens.editor import Draft
@@ -65,6 +65,7 @@ class LibraryScreen(BaseScreen):
     def on_mount(self) -> None:
         """Detect this machine's devices."""
         self._machine = read_machine()
+        write_detected_profile(self._machine)  # where that is impossible, reading the file says so
 
     def on_screen_resume(self) -> None:
         """Read the folders again, since files may have changed."""

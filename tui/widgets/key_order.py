@@ -19,7 +19,7 @@ from textual import events
 from textual.app import App
 from textual.binding import Binding
 from textual.widget import Widget
-from textual.widgets import Input, TextArea
+from textual.widgets import Input
 
 KEY_SECONDS = 0.25
 """Longest time to wait for a field to handle a letter."""
@@ -54,9 +54,9 @@ class SequentialKeysApp(App[None]):
         focused = self.focused if typed and self.screen_stack else None
         if focused is None:
             await super().on_event(event)
-        elif isinstance(focused, Input | TextArea):
+        elif isinstance(focused, Input | OrderedKeys):
             await super().on_event(event)
-            await _field_is_idle(focused)
+            await _field_is_idle(cast(Widget, focused))
         # Esc is left to Textual: not every screen binds it.
         elif (key := cast(events.Key, event).key) != "escape" and await self._run_binding(key):
             self.app_focus = True

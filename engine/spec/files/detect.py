@@ -5,6 +5,7 @@ Try: `tunedeck profiles new mine --detect`
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Any
 
@@ -22,6 +23,8 @@ def detect_device() -> tuple[dict[str, Any], str, str]:
 
 def count_devices() -> int:
     """The number of GPUs that NVML finds; 1 if it finds none, for the CPU."""
+    if not _has_nvml():
+        return 1
     import pynvml
 
     try:
@@ -34,7 +37,19 @@ def count_devices() -> int:
         pynvml.nvmlShutdown()
 
 
+def _has_nvml() -> bool:
+    """Whether the driver's library can be loaded; tried before pynvml is, whose import takes as long as all the rest of
+    the detection."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def _detect_gpu() -> tuple[dict[str, Any], str, str] | None:
+    if not _has_nvml():
+        return None
     import pynvml
 
     try:

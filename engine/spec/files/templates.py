@@ -67,8 +67,7 @@ def _head(kind: str, name: str, title: str, model: type[BaseModel]) -> tomlkit.T
 
 def _table(model: type[BaseModel], values: Values) -> TomlTable:
     table = tomlkit.table()
-    fields = describe.fields_of(model)
     for key, value in values.items():
-        table.add(tomlkit.comment((fields[key].description or "").replace("\n", " ")))
+        table.add(tomlkit.comment(describe.description_of(model, key).replace("\n", " ")))
         table[key] = value
     return table

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from engine.spec.files.lines import Place
 from engine.spec.files.text import quoted
-from engine.spec.schema.base import NAME_PATTERN
+from engine.spec.schema.base import NAME_PATTERN, attribute_docstrings
 
 _PLAIN = {
     str: "text",
@@ -30,6 +30,12 @@ _PLAIN = {
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields of a table type, by their keys in the TOML file."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def description_of(model: type[BaseModel], key: str) -> str:
+    """What a key of a table means: the docstring of its field; empty if the table has no such key."""
+    names = {field.alias or name: name for name, field in model.model_fields.items()}
+    return attribute_docstrings(model).get(names.get(key, ""), "")
 
 
 def type_at(model: Any, place: Place) -> tuple[Any, list[Any]] | None:

@@ -11,7 +11,7 @@ from engine.budget.advise.plan import Plan
 from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.run import RunSpec
-from tui.files.catalog import Machine, mismatch, profile_entries
+from tui.files.catalog import Machine, mismatch, profile_entries, write_detected_profile
 from tui.launch.choice import (
     Choice,
     choice_from_settings,
@@ -147,6 +147,7 @@ def test_this_machine_comes_first_under_the_name_of_a_profile_that_describes_it(
 def test_a_machine_no_profile_describes_gets_one_that_can_be_used() -> None:
     first = profile_entries(CPU)[0]
     assert first.is_this_machine and first.origin == "detected"
+    assert write_detected_profile(CPU) == ""
     spec, _ = spec_of(Choice(first.argument, "demo"))
     assert spec.profile.device.memory_gib == 16.0
 

@@ -1,0 +1,96 @@
+"""Measures the CPU seconds that the console takes until the Launch screen shows its memory bar.
+
+The console is opened as a user opens it, in a pseudo-terminal of 120x36 and in an empty folder; the clock is the kernel's
+own accounting of the process, read when the legend of the bar arrives, and the console is then ended. With another
+checkout, the two are opened in turn, A B A B ..., so that other load on the machine affects both alike.
+
+Run: `python -m benchmarks.first_paint`, `python -m benchmarks.first_paint --beside ../before --runs 15`
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import statistics
+import struct
+import sys
+import tempfile
+import termios
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZE = (36, 120)
+LEGEND = b" weights "
+"""Words of the bar's legend, which no other pane shows; the verdict above the bar is painted with it."""
+
+PATIENCE_SECONDS = 60.0
+
+
+def first_paint(checkout: Path, arguments: list[str]) -> float:
+    """Open the console of a checkout, and return its CPU seconds until the legend is painted. Raises RuntimeError if
+    that does not happen."""
+    with tempfile.TemporaryDirectory() as folder:
+        pid, terminal = pty.fork()
+        if pid == 0:
+            _open_console(checkout, arguments, folder)
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *SIZE, 0, 0))
+        try:
+            _read_until_painted(terminal)
+            return _cpu_seconds(pid)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(terminal)
+
+
+def _open_console(checkout: Path, arguments: list[str], folder: str) -> None:
+    """Become the console, with a user's folders of its own. Does not return."""
+    own = {f"TUNEDECK_{name}": os.path.join(folder, name.lower()) for name in ("STATE", "CONFIG", "CACHE", "RUNS")}
+    kept = {key: text for key, text in os.environ.items() if key not in ("PYTHONDONTWRITEBYTECODE", "NO_COLOR")}
+    terminal = {"PYTHONPATH": str(checkout), "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    os.chdir(folder)
+    command = [sys.executable, "-P", str(checkout / "tunedeck.py"), *arguments]
+    os.execve(command[0], command, {**kept, **own, **terminal})
+
+
+def _read_until_painted(terminal: int) -> None:
+    painted, deadline = b"", time.monotonic() + PATIENCE_SECONDS
+    while LEGEND not in painted:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"no bar after {PATIENCE_SECONDS:.0f} s; the end of what was painted: {painted[-500:]!r}")
+        painted += os.read(terminal, 65536)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU seconds of all threads of a process so far, from Linux's /proc; finer than the clock ticks of times(2)."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def main() -> None:
+    """Print the CPU seconds of each checkout, minimum, median and maximum, and the median ratio of the pairs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=Path, help="another checkout to compare with")
+    parser.add_argument("--runs", type=int, default=9)
+    asked, arguments = parser.parse_known_args()
+    checkouts = [ROOT, *([asked.beside.resolve()] if asked.beside else [])]
+    arguments = arguments or ["-p", "demo", "-r", "demo"]
+    rounds = [[first_paint(checkout, arguments) for checkout in checkouts] for _ in range(asked.runs + 1)][1:]
+    figures: dict[str, object] = {}
+    for checkout, seconds in zip(checkouts, zip(*rounds, strict=True), strict=True):
+        low, middle, high = min(seconds), statistics.median(seconds), max(seconds)
+        figures[checkout.name] = {"min": round(low, 3), "median": round(middle, 3), "max": round(high, 3)}
+    if asked.beside:
+        figures["median ratio of the pairs"] = round(statistics.median(own / other for own, other in rounds), 3)
+    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
