@@ -284,7 +284,10 @@ def _versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            # importlib.metadata.version parses all of a package's metadata, its whole description included.
+            installed = importlib.metadata.distribution(package)
+            metadata = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
+            found[package] = metadata.partition("\nVersion: ")[2].partition("\n")[0]
         except importlib.metadata.PackageNotFoundError:
             continue
     return found

@@ -15,7 +15,6 @@ from pathlib import Path
 from engine.budget.advise.fit import Advice, Suggestion, advise
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
-from engine.journal.queue import Queue
 from engine.launch.create_run import create_run
 from engine.spec.files.find import SpecKind
 from engine.spec.files.rewrite import kind_of_table
@@ -225,6 +224,8 @@ class LaunchState:
     def enqueue_run(self, runs_dir: Path) -> tuple[str, int]:
         """Put the run at the end of the queue; returns the run's name and its place in the queue. Raises
         TunedeckError."""
+        from engine.journal.queue import Queue  # slow to import: not before the first paint
+
         spec = self._current_spec()
         limits = spec.limits.model_copy(update={"wait_seconds": QUEUE_WAIT_SECONDS})
         directory, _ = create_run(spec.model_copy(update={"limits": limits}), runs_dir)

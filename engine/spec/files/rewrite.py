@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
 from engine.errors import SpecError, UsageError
 from engine.spec.check.overrides import parse_overrides, set_value
 from engine.spec.files.document import FROM_COMMAND_LINE, read_document
@@ -58,6 +56,8 @@ def rewrite_text(
     if kind == "recipe" and moved and list(path_values(document.data)):
         make_absolute(document, source_file.folder, cwd)
     document.data["name"] = target.stem
+    import tomlkit  # slow to import: not before the console's first screen
+
     text = tomlkit.parse(Path(source_file.path).read_text(encoding="utf-8"))
     _update(text, document.data)
     return tomlkit.dumps(text)

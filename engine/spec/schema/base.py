@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
@@ -47,12 +48,17 @@ def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
     """
     inherited = [attribute_docstrings(base) for base in model.__bases__ if issubclass(base, Table)]
     found = {name: text for docstrings in inherited for name, text in docstrings.items()}
-    (definition,) = ast.parse(inspect.getsource(model)).body
-    assert isinstance(definition, ast.ClassDef)
-    for field, text in pairwise(definition.body):
+    for field, text in pairwise(_classes_of(model.__module__)[model.__name__].body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
     return found
+
+
+@cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """The classes that a module defines, as syntax trees."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _describe_properties(schema: dict[str, Any], model: type[BaseModel]) -> None:
