@@ -23,7 +23,7 @@ from textual.screen import Screen
 
 from engine.errors import TunedeckError, UsageError
 from engine.journal.directory import RunDirectory
-from engine.journal.index import runs_folder
+from engine.journal.index import list_runs, runs_folder
 from engine.spec.files.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
@@ -70,7 +70,8 @@ class TunedeckApp(SequentialKeysApp):
         self.theme = arguments.theme_name(flags, os.environ)
 
     def on_mount(self) -> None:
-        """Open the Runs screen, or the Launch screen if the command line names a profile or recipe."""
+        """Open the Runs screen; if there is no run yet, or the command line names a profile or recipe, the Launch
+        screen."""
         self.set_class(self.ascii_only, "-ascii")
         self.set_interval(REAP_SECONDS, self._reap)
         self.set_timer(PAINTED_SECONDS, _collect_garbage_from_now_on)
@@ -78,7 +79,14 @@ class TunedeckApp(SequentialKeysApp):
         if any(settings.values()):
             self.open_screen("launch", settings)
         else:
-            self.open_screen(HOME)
+            self.open_screen(HOME if self._has_runs() else "launch")
+
+    def _has_runs(self) -> bool:
+        """Whether there are runs, or the folder cannot be read: the Runs screen then says why."""
+        try:
+            return bool(list_runs(self.runs_dir))
+        except OSError:
+            return True
 
     def open_screen(self, name: str, argument: object = None) -> None:
         """Show a screen of `tui.screens.table`. A screen that is kept in memory replaces all open screens; any other is

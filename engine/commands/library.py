@@ -29,6 +29,7 @@ NewNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of th
 ToOption = Annotated[Path | None, typer.Option("--to", metavar="FILE", help="Write here.", show_default=False)]
 DetectOption = Annotated[bool, typer.Option("--detect", help="Fill in this machine's first GPU, or its CPU.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print tables of keys, as in the documentation.")]
 
 
 def make_group(kind: SpecKind, summary: str) -> typer.Typer:
@@ -63,11 +64,15 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
         target = import_spec_file(kind, file, force=force)
         print_line(f"imported {target.stem}: {target}")
 
-    @group.command(help="Print the JSON Schema, for editors.")
-    def schema() -> None:
+    @group.command(help="Print the JSON Schema, for editors, or with --markdown a table of all keys.")
+    def schema(as_markdown: MarkdownOption = False) -> None:
+        from engine.commands.schema_text import schema_markdown
         from engine.spec.load import SPEC_TABLES
 
-        print_json(SPEC_TABLES[kind].model_json_schema(by_alias=True))
+        if as_markdown:
+            print_line(schema_markdown(SPEC_TABLES[kind]))
+        else:
+            print_json(SPEC_TABLES[kind].model_json_schema(by_alias=True))
 
     _add_new(group, kind)
     return group

@@ -102,6 +102,7 @@ def test_states_can_be_told_apart_without_colour_and_in_ascii() -> None:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 async def test_an_empty_folder_says_so(console: Opener, width: int, height: int) -> None:
     async with console(width, height) as pilot:
+        await pilot.press("1")
         await pilot.sees("no runs in", "? help", "q quit")
 
 

@@ -17,7 +17,6 @@ from engine.budget.advise.plan import Plan
 from engine.journal.event_text import describe_verdict
 from engine.spec.files.text import visible
 from tui.launch.evaluate import EvaluatedChoice
-from tui.launch.fields import format_value
 from tui.theme import COMPONENTS, VERDICTS, glyphs
 
 LABEL_WIDTH = 10
@@ -43,7 +42,7 @@ def budget_lines(
 
     With `letters`, every cell of a bar shows the letter of its component.
     """
-    status = status_line(evaluated, ascii_only=ascii_only)
+    status = status_line(evaluated, width, ascii_only=ascii_only)
     plan = last_valid.plan
     if plan is None:
         return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 2), status]
@@ -73,25 +72,33 @@ def _bar_labels(evaluated: EvaluatedChoice, max_bars: int) -> list[str]:
     return [f"GPU {index}" for index in indices] if count <= max_bars else [f"each of {count}"]
 
 
-def status_line(evaluated: EvaluatedChoice, *, ascii_only: bool) -> Content:
-    """The status line: the first that exists of the reason why the run cannot start, a notice, the remedies with which
-    the run fits, and how the batch is divided."""
-    plan, split = evaluated.plan, evaluated.batch_split
+def status_line(evaluated: EvaluatedChoice, width: int, *, ascii_only: bool) -> Content:
+    """The status line: why the run cannot start, else the next step."""
     if evaluated.problems:
-        more = f" (and {len(evaluated.problems) - 1} more)" if len(evaluated.problems) > 1 else ""
+        problem, more = evaluated.problems[0], len(evaluated.problems) - 1
         cross = glyphs("✗", ascii_only=ascii_only)
-        return Content.styled(f"{cross} cannot start{more}: {visible(evaluated.problems[0].sentence)}", "$bad")
-    if evaluated.unplanned:
-        text = f"? no plan: {visible(evaluated.unplanned)}; the micro-batch budget is learned during the run"
-        return Content.styled(text, "$caution")
+        text = f"{cross} cannot start{f' (and {more} more)' if more else ''}: {visible(problem.sentence)}"
+        edit = "; enter on the field changes it"
+        return Content.styled(text + (edit if problem.row and len(text + edit) <= width else ""), "$bad")
     if evaluated.notices:
-        return Content.styled(visible(evaluated.notices[0]), "$caution")
-    if plan is not None and plan.remedies:
-        remedies = ", ".join(f"{key} = {format_value(value)}" for key, value in plan.remedies.items())
-        return Content.styled(f"fits with {remedies}; the result stays the same", "$caution")
-    if split is not None:
-        return Content.styled(glyphs(split.sentence, ascii_only=ascii_only), "$muted")
-    return Content("")
+        return Content.styled(f"s starts; {visible(evaluated.notices[0])}", "$caution")
+    sure = evaluated.plan is not None and evaluated.plan.verdict == "fits"
+    return Content.styled(next_step(evaluated), "$muted" if sure else "$caution")
+
+
+def next_step(evaluated: EvaluatedChoice) -> str:
+    """What the key `s` does with a choice that has no problems, or which key to press instead."""
+    plan, split = evaluated.plan, evaluated.batch_split
+    if plan is None or split is None:
+        return f"s starts with small micro-batches and learns what fits; no plan: {visible(evaluated.unplanned)}"
+    if plan.verdict == "does_not_fit":
+        return "it does not fit: a applies the first fix, S starts it anyway"
+    if plan.verdict == "fits_smaller" and plan.simulated:
+        return "s starts it as written, to show that an out-of-memory error is survived"
+    if plan.verdict == "fits_smaller":
+        words = describe_verdict(plan.verdict, plan.micro_batch, plan.remedies).removeprefix("fits with ")
+        return f"s starts with {words}; the result stays the same"
+    return f"s starts with {split.sentence}"
 
 
 def decimal_bytes(count: int) -> str:

@@ -97,10 +97,9 @@ class BatchSplit(NamedTuple):
     @property
     def sentence(self) -> str:
         """The division in words."""
-        return (
-            f"{self.micro_batch} micro-batch × {self.accumulation} accumulation × {self.devices} device"
-            f"{'s' * (self.devices > 1)} {self._equals} {self.batch} sequences per step"
-        )
+        each = f" on each of {self.devices} devices" if self.devices > 1 else ""
+        steps = f"{self.accumulation} of them" if self.accumulation > 1 else "one"
+        return f"micro-batch {self.micro_batch}{each}, {steps} for a step of {self.batch} sequences"
 
     @property
     def _equals(self) -> str:

@@ -132,6 +132,12 @@ class FieldList(Vertical):
         room = width - line.cell_length - 2
         return Content.assemble(line, (f"  {problem}", "$bad")) if problem and room > 20 else line
 
+    def move_to(self, key: str) -> None:
+        """Move the cursor to the row of a key, if the key has a row."""
+        keys = [row.key for row in self._rows]
+        if key in keys:
+            self.query_one(RowList).move_to(keys.index(key))
+
     def focus_rows(self) -> None:
         """Move the focus to the rows."""
         self.screen.set_focus(self.query_one(RowList))

@@ -35,28 +35,32 @@ class LaunchView(Vertical):
     class Refocused(Message):
         """Message: another pane came to the front."""
 
-    def __init__(self, tabs: Sequence[str], fields: FieldList, *, ascii_only: bool) -> None:
+    def __init__(self, tabs: Sequence[str], fields: FieldList, front: str, *, ascii_only: bool) -> None:
+        """`front` is the pane that is in front at first."""
         super().__init__(id="launch")
         self._tabs, self._ascii_only = tabs, ascii_only
         self.fields = fields
         self._changed_fields = 0
-        self.pane = FIELDS
+        self.pane = front
         """The pane in front."""
 
     def compose(self) -> ComposeResult:
         """Yield the panes, then the budget."""
         with Container(id="panes"):
-            with Vertical(id=PROFILES, classes="pane"):
+            with Vertical(id=PROFILES, classes=self._classes_of(PROFILES)):
                 yield TextLines(classes="heading")
                 yield RowList(id="profile-rows")
-            with Vertical(id=RECIPES, classes="pane"):
+            with Vertical(id=RECIPES, classes=self._classes_of(RECIPES)):
                 yield TextLines(classes="heading")
                 yield RowList(id="recipe-rows")
-            with Vertical(id=FIELDS, classes="pane -front"):
+            with Vertical(id=FIELDS, classes=self._classes_of(FIELDS)):
                 yield TextLines(classes="heading")
                 yield self.fields
-            yield TabPanel(self._tabs, id=PANEL, classes="pane")
+            yield TabPanel(self._tabs, id=PANEL, classes=self._classes_of(PANEL))
         yield TextLines(id="budget")
+
+    def _classes_of(self, pane: str) -> str:
+        return "pane -front" if pane == self.pane else "pane"
 
     @property
     def panel(self) -> TabPanel:

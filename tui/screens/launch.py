@@ -9,6 +9,7 @@ Try: `tunedeck -p demo -r demo`
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 
 from textual import events
@@ -25,7 +26,7 @@ from tui.launch.field_list import FieldList
 from tui.launch.fields import OTHER, allowed_values
 from tui.launch.state import LaunchState
 from tui.launch.tabs import COMMAND, FIXES, SAMPLES, TABS, TabContents
-from tui.launch.view import FIELDS, PANEL, LaunchView
+from tui.launch.view import FIELDS, PANEL, RECIPES, LaunchView
 from tui.screens.base import BaseScreen
 from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.row_list import RowList
@@ -47,7 +48,6 @@ class LaunchScreen(BaseScreen):
     """The screen on which a run is configured and started: profile, recipe, fields, tabs and the memory budget."""
 
     screen_name = "launch"
-    AUTO_FOCUS = "#field-rows"
     BINDINGS = bindings("launch")
 
     def __init__(self) -> None:
@@ -60,7 +60,9 @@ class LaunchScreen(BaseScreen):
         fields = FieldList(
             allowed_values, self._before_edit, self._on_typed, ascii_only=self.console.ascii_only
         )
-        yield LaunchView(TABS, fields, ascii_only=self.console.ascii_only)
+        recipe_given = isinstance(self._settings, Mapping) and bool(self._settings.get("recipe"))
+        self.AUTO_FOCUS = "#field-rows" if recipe_given else "#recipe-rows"
+        yield LaunchView(TABS, fields, FIELDS if recipe_given else RECIPES, ascii_only=self.console.ascii_only)
         yield InputPrompt()
 
     @property
@@ -86,6 +88,8 @@ class LaunchScreen(BaseScreen):
         settings, self._settings = self._settings, None
         self.state.begin(settings)
         self.call_after_refresh(self._show_with_cursors)
+        if settings is not None:
+            self.call_after_refresh(self._go_to_problem)
 
     def on_resize(self, event: events.Resize) -> None:
         """Format all panes for the new width."""
@@ -98,6 +102,13 @@ class LaunchScreen(BaseScreen):
     def _show_with_cursors(self) -> None:
         self._show()
         self.view.move_cursors(*self.state.positions)
+
+    def _go_to_problem(self) -> None:
+        """Move the cursor to the first field that must be changed before the run can start, if there is one."""
+        row = next((problem.row for problem in self.state.evaluated.problems if problem.row), None)
+        if row is not None:
+            self.view.focus_pane(FIELDS)
+            self.view.fields.move_to(row)
 
     def _show(self) -> None:
         """Show the state after a change. Computations that take longer than a plan run later, when the screen is

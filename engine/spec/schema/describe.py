@@ -51,7 +51,7 @@ def type_at(model: Any, place: Place) -> tuple[Any, list[Any]] | None:
 
 
 def _step(annotation: Any, part: str | int) -> tuple[Any, list[Any]] | None:
-    for member in _members(annotation):
+    for member in members_of(annotation):
         bare, _ = _unwrap(member, [])
         origin = get_origin(bare) or bare
         if isinstance(part, int) and origin is list:
@@ -72,10 +72,11 @@ def is_table(annotation: Any) -> bool:
 def table_at(model: Any, place: Place) -> type[BaseModel] | None:
     """The table type at `place`; None where the value there is not a table."""
     found = type_at(model, place)
-    return next((member for member in _members(found[0]) if is_table(member)), None) if found else None
+    return next((member for member in members_of(found[0]) if is_table(member)), None) if found else None
 
 
-def _members(annotation: Any) -> list[Any]:
+def members_of(annotation: Any) -> list[Any]:
+    """The types that a value may have, without None."""
     bare, _ = _unwrap(annotation, [])
     if get_origin(bare) in (Union, types.UnionType):
         return [member for member in get_args(bare) if member is not type(None)]
@@ -92,7 +93,7 @@ def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
 def choices_at(model: Any, place: Place) -> list[str]:
     """The words that a key allows as its value; empty if the key is not restricted to certain words."""
     found = type_at(model, place)
-    members = _members(found[0]) if found else []
+    members = members_of(found[0]) if found else []
     return [
         word
         for member in members
@@ -112,7 +113,7 @@ def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Describe a type and its constraints in words, such as "a whole number, 1 or more"."""
     annotation, notes = _unwrap(annotation, list(metadata))
     if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(allowed(member) for member in _members(annotation))
+        return " or ".join(allowed(member) for member in members_of(annotation))
     if get_origin(annotation) is Literal:
         words = [quoted(word) for word in get_args(annotation)]
         return words[0] if len(words) == 1 else "one of " + ", ".join(words)

@@ -38,6 +38,41 @@ async def type_in(pilot: ConsolePilot, key: str, text: str) -> None:
     await pilot.press("enter", "end", "ctrl+u", *text, "escape")
 
 
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+async def test_without_runs_the_demo_is_open_and_one_key_starts_it(
+    console: Opener, runs: Path, empty_folder: Path
+) -> None:
+    async with console(120, 36) as pilot:
+        await pilot.sees("s starts it as written, to show that an out-of-memory error is survived", "▶ Recipe")
+        await pilot.press("s")
+        await pilot.until(lambda: not isinstance(pilot.screen, LaunchScreen), "the run's screen")
+        (directory,) = list_runs(runs)
+        force_stop(directory)
+    assert directory.name.endswith("-demo")
+
+
+async def test_an_own_recipe_comes_first_and_the_cursor_is_on_what_it_lacks(
+    console: Opener, empty_folder: Path
+) -> None:
+    (empty_folder / "profiles" / "recipes").mkdir(parents=True)
+    text = Path(__file__).parents[3].joinpath("profiles/recipes/demo.toml").read_text()
+    mine = text.replace('name = "demo"', 'name = "mine"').replace('"builtin:dates"', '"rows.jsonl"')
+    (empty_folder / "profiles" / "recipes" / "mine.toml").write_text(mine)
+    async with console(120, 36) as pilot:
+        await pilot.sees("▶ mine", "▶ this-cpu", "cannot start", "rows.jsonl", "enter on the field changes it")
+        assert pilot.screen.view.fields.row.key == "data.sources.dates"
+        await pilot.press("enter", "end", "ctrl+u", *"builtin:dates", "enter")
+        await pilot.sees("s starts with micro-batch 64, one for a step of 64 sequences")
+
+
 @pytest.mark.parametrize(("width", "height"), SIZES)
 async def test_verdict_bar_and_start_key_are_in_sight(console: Opener, width: int, height: int) -> None:
     async with console(width, height, **DEMO) as pilot:
@@ -56,7 +91,7 @@ async def test_without_room_one_pane_is_shown_and_tab_goes_on_to_the_next(consol
     async with console(60, 15, **DEMO) as pilot:
         await pilot.sees("Fields")
         assert "Recipe" not in pilot.text
-        for shown in ("train.micro_batch = auto", "this machine", "Learn to rewrite", "builtin:tiny"):
+        for shown in ("train.micro_batch = auto", "this machine", "Demo: a tiny model", "builtin:tiny"):
             await pilot.press("tab")
             await pilot.sees(shown, "128.2 MiB missing")
 
@@ -68,7 +103,7 @@ async def test_moving_in_the_lists_chooses_and_shows_what_it_costs(console: Open
         await pilot.sees("cannot start", "/train.jsonl")
         assert pilot.screen.state.choice.recipe == "lora"
         await pilot.press("k", "k")
-        await pilot.sees("fits with train.micro_batch = 17")
+        await pilot.sees("s starts it as written")
 
 
 async def test_the_bar_follows_every_letter_and_letters_are_no_keys_while_editing(console: Opener) -> None:
@@ -76,7 +111,7 @@ async def test_the_bar_follows_every_letter_and_letters_are_no_keys_while_editin
         await to_row(pilot, "train.micro_batch")
         before = budget(pilot)
         await pilot.press("enter", "end", "backspace")
-        assert budget(pilot) != before and "6 micro-batch × 11 accumulation" in budget(pilot)
+        assert budget(pilot) != before and "s starts with micro-batch 6, 11 of them for a step of 64" in budget(pilot)
         await pilot.press("q")
         await pilot.sees('"6q" is text')
         await pilot.press("backspace", "backspace", "8", "enter")
@@ -248,10 +283,10 @@ async def test_a_strangers_title_is_shown_as_it_is_written(
     text = Path(__file__).parents[3].joinpath("profiles/recipes/demo.toml").read_text()
     (tmp_path / "profiles" / "recipes").mkdir(parents=True)
     (tmp_path / "profiles" / "recipes" / "a.toml").write_text(
-        text.replace('name = "demo"', 'name = "a"').replace("Learn to rewrite", "[red]L[/red]\\u001b[31m")
+        text.replace('name = "demo"', 'name = "a"').replace("Demo: a tiny model", "[red]L[/red]\\u001b[31m")
     )
     async with console(120, 36, profile="demo", recipe="a") as pilot:
-        await pilot.sees("[red]L[/red]\\x1b[31m dates")
+        await pilot.sees("[red]L[/red]\\x1b[31m learns")
 
 
 async def test_in_ascii_nothing_else_is_drawn(console: Opener) -> None:
