@@ -166,10 +166,10 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# The budget's closed form against the simulation",
         "",
-        "Written by `python -m benchmarks.budget`. Each line is a model of its real size and a shape drawn with a "
-        "fixed seed; bytes are the peak that torch allocates on one card, in MiB. The simulation runs the engine's own "
-        "model, adapters, loss and optimizer over tensors without memory, all layers of them, and is itself held to "
-        "the metered device in `tests/simulate`. Workspace inside operations is not counted on either side. Nothing "
+        "Written by `python -m benchmarks.budget`. Each line is a model at its real size with a shape drawn by a fixed "
+        "seed; the figures are the peak memory that torch allocates on one device, in MiB. The simulation runs the "
+        "engine's own model, adapters, loss and optimizer, with all layers, on tensors without data; `tests/simulate` "
+        "compares it with the simulated device. Workspace inside operations is not counted on either side. Nothing "
         f"here was measured on a GPU. torch {torch.__version__.partition('+')[0]}.",
         "",
     ]
@@ -178,10 +178,10 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         if errors:
             low = min(error(result) for result in results.values() if _kind(result) == kind)
             lines.append(
-                f"- {kind}: {len(errors)} cells, median error {statistics.median(errors):.2f} % (target {median} %), "
-                f"worst {max(errors):.2f} % (target {worst} %), most below {min(0.0, low):.2f} %"
+                f"- {kind}: {len(errors)} cases, median error {statistics.median(errors):.2f} % (target {median} %), "
+                f"worst {max(errors):.2f} % (target {worst} %), largest underestimate {max(0.0, -low):.2f} %"
             )
-    lines += ["", "| model | way | shape | closed form | simulated | error |", "|---|---|---|---|---|---|"]
+    lines += ["", "| model | training | shape | closed form | simulated | error |", "|---|---|---|---|---|---|"]
     for result in results.values():
         predicted, simulated = (result[f"{side}_bytes"] / 2**20 for side in ("predicted", "simulated"))
         lines.append(

@@ -61,7 +61,7 @@ KEYS: tuple[Key, ...] = (
     Key("run", "p", "pause", "pause", "write a checkpoint, end the engine and free the device"),
     Key("run", "r", "resume", "resume", "resume the run after a pause, a stop or a crash"),
     Key("run", "s", "stop", "stop", "stop after this step with a checkpoint (asks first); again: stop at once"),
-    Key("run", "o", "report", "oom report", "every time memory ran out, and what used it"),
+    Key("run", "o", "report", "out-of-memory report", "each time memory ran out: what used it, and what was done"),
     Key("run", "n", "clone", "clone", "open the Launch screen with the settings of this run"),
     Key("run", "y", "log_axis", "log axis", "show the loss on a log or a linear axis"),
     Key("run", "m", "smooth", "smooth", "smooth the loss, or show it as it is"),

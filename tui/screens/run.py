@@ -52,6 +52,9 @@ ALL_PANES = ("loss", "figures", "ranks", "events", "log", "memory")
 PANES = {"all": (), "regular": ("events", "memory", "log"), "one": ("loss", "figures", "events", "memory", "log")}
 """The panes that `tab` goes through, by the size of the screen; all others are always shown."""
 
+TAB_LABELS = {"log": "engine log"}
+"""What the tab of a pane says, where that is not the pane's name."""
+
 RANKS_BEFORE = {"regular": "memory", "one": "events"}
 """The pane before which the ranks of a run over several devices are put."""
 
@@ -104,7 +107,7 @@ class RunScreen(BaseScreen):
         with Horizontal(id="lower"):
             with Vertical(id="words"):
                 yield Scrollback[FeedLine]("events", event_lines, empty="nothing has happened yet", id="events")
-                yield Scrollback[str]("log", log_lines, empty="the engine has written nothing to engine.log", id="log")
+                yield Scrollback[str]("engine log", log_lines, empty="the engine has written nothing yet", id="log")
             yield TextLines(id="memory", classes="pane")
 
     def on_mount(self) -> None:
@@ -328,5 +331,5 @@ class RunScreen(BaseScreen):
 
 
 def _tabs(names: Sequence[str], chosen: str) -> Content:
-    parts = [(f" {name} ", "bold reverse" if name == chosen else "$muted") for name in names]
+    parts = [(f" {TAB_LABELS.get(name, name)} ", "bold reverse" if name == chosen else "$muted") for name in names]
     return Content.assemble(" ", *parts, ("  tab: next", "$muted"))

@@ -28,7 +28,7 @@ SCREENS: tuple[ScreenRow, ...] = (
     ScreenRow("queue", "4", "Queue", "tui.screens.queue", "QueueScreen", kept=True),
     ScreenRow("compare", "5", "Compare", "tui.screens.compare", "CompareScreen", kept=True),
     ScreenRow("run", "", "Run", "tui.screens.run", "RunScreen", kept=False),
-    ScreenRow("oom", "", "Out of memory", "tui.screens.oom", "OomScreen", kept=False),
+    ScreenRow("oom", "", "Out-of-memory report", "tui.screens.oom", "OomScreen", kept=False),
     ScreenRow("help", "", "Help", "tui.screens.help", "HelpScreen", kept=False),
     ScreenRow("doctor", "6", "Doctor", "tui.screens.doctor", "DoctorScreen", kept=True),
 )
