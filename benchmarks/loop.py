@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.loop [--steps 30]        (needs tunedeck[bench]; CPU, about five minutes)
 
-Speed: tokens/s without padding. Each trainer runs in its own process; the three take turns step by step (A B C C B A
+Speed: tokens/s without padding. Each trainer runs in its own process; they take turns step by step (A B C C B A
 ...) while the others are idle, so that every ratio compares the same samples within a few seconds. The first steps are
 left out. Ratios are given of wall-clock time and of processor time, which other work on the machine disturbs less. One
 job has samples of equal length, the other of mixed (log-normal) lengths, as in chat data. All trainers get the same
@@ -23,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,12 +162,15 @@ def trainer(job: Job, _device: Device, step_done: StepDone) -> None:
         quietly(Trainer(model=model, args=arguments, train_dataset=rows, data_collator=padded, callbacks=callbacks))
 
 
-def sft(job: Job, _device: Device, step_done: StepDone) -> None:
-    """Train the job with TRL's SFTTrainer."""
+def sft(job: Job, _device: Device, step_done: StepDone, *, padding_free: bool = False) -> None:
+    """Train the job with TRL's SFTTrainer. With `padding_free`, the sequences of a micro-batch are one row without
+    padding: meant for flash attention, on a CPU torch's sdpa gets a mask that separates them."""
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         prepared = {"skip_prepare_dataset": True}
-        arguments = SFTConfig(**their_arguments(job, folder), max_length=None, dataset_kwargs=prepared)
+        arguments = SFTConfig(
+            **their_arguments(job, folder), max_length=None, dataset_kwargs=prepared, padding_free=padding_free
+        )
         rows = Dataset.from_list([{"input_ids": ids} for ids in job.sequences])
         tokenizer = load_tokenizer(RECIPE_MODEL)
         callbacks: list[TrainerCallback] = [StepEnd(step_done)]
@@ -176,7 +180,13 @@ def sft(job: Job, _device: Device, step_done: StepDone) -> None:
 
 
 Contestant = Callable[[Job, Device, StepDone], None]
-CONTESTANTS: dict[str, Contestant] = {"tunedeck": ours, "Trainer": trainer, "SFTTrainer": sft}
+CONTESTANTS: dict[str, Contestant] = {
+    "tunedeck": ours,
+    "Trainer": trainer,
+    "SFTTrainer": sft,
+    "SFTTrainer padding_free": partial(sft, padding_free=True),
+}
+"""TRL 1.16 always computes the loss in chunks: its `loss_type` "chunked_nll" is another name of the default."""
 
 
 def compare_speed(job: Job) -> dict[str, Any]:

@@ -134,7 +134,7 @@ async def test_doctor_tells_what_a_process_of_its_own_found(console: Opener, wid
 @pytest.mark.asyncio
 async def test_a_digit_comes_back_to_a_screen_as_it_was_left(console: Opener) -> None:
     async with console() as pilot:
-        await pilot.press("slash", "a", "b", "enter")
+        await pilot.press("1", "slash", "a", "b", "enter")
         first = pilot.screen
         await pilot.press("4", "1")
         assert pilot.screen is first
@@ -168,7 +168,7 @@ async def test_with_ascii_no_screen_draws_anything_else(console: Opener, runs: P
 @pytest.mark.asyncio
 async def test_the_palette_offers_the_keys_of_the_screen_by_name(console: Opener) -> None:
     async with console() as pilot:
-        await pilot.press("colon", *"delete")
+        await pilot.press("1", "colon", *"delete")
         await pilot.sees("delete (x)", "asks first")
         await pilot.press("escape")
 

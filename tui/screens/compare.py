@@ -73,18 +73,14 @@ class CompareScreen(BaseScreen):
             self._curves, self._readers = [RunCurve(run) for run in runs], [SummaryReader(run) for run in runs]
             self._found, self._table_due = None, 0.0
 
-    def on_mount(self) -> None:
-        """Start polling the runs."""
-        self._poll()
-
     def on_screen_resume(self) -> None:
         """Repaint when the screen is shown, since other runs may have been chosen."""
         super().on_screen_resume()
         self.call_after_refresh(self._paint)
 
-    def _poll(self) -> None:
-        busy = self.is_current and self._read()
-        self.set_timer(CATCH_UP_SECONDS if busy else POLL_SECONDS, self._poll)
+    def poll(self) -> float:
+        """Read new lines of the runs' journals."""
+        return CATCH_UP_SECONDS if self._read() else POLL_SECONDS
 
     def _read(self) -> bool:
         """Read new lines of the runs' journals, for READ_SECONDS in total; returns whether anything was added."""

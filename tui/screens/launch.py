@@ -86,9 +86,10 @@ class LaunchScreen(BaseScreen):
         any."""
         super().on_screen_resume()
         settings, self._settings = self._settings, None
+        opened = settings is not None or not self.state.profiles
         self.state.begin(settings)
         self.call_after_refresh(self._show_with_cursors)
-        if settings is not None:
+        if opened:
             self.call_after_refresh(self._go_to_problem)
 
     def on_resize(self, event: events.Resize) -> None:

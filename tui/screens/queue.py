@@ -64,20 +64,14 @@ class QueueScreen(BaseScreen):
         yield TextLines(id="worker", classes="heading")
 
     def on_mount(self) -> None:
-        """Start polling the queue."""
+        """Create the list of queued runs."""
         self._queue = Queue(self.console.runs_dir)
         self._runs = RunList(self._queued_runs)
-        self._poll()
 
-    def on_screen_resume(self) -> None:
-        """Read the queue immediately when the screen is shown again."""
-        super().on_screen_resume()
+    def poll(self) -> float:
+        """Read the queue."""
         self._read()
-
-    def _poll(self) -> None:
-        if self.is_current:
-            self._read()
-        self.set_timer(POLL_SECONDS, self._poll)
+        return POLL_SECONDS
 
     def _read(self) -> None:
         self._runs.refresh(seconds=READ_SECONDS)

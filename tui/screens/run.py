@@ -110,18 +110,14 @@ class RunScreen(BaseScreen):
                 yield Scrollback[str]("engine log", log_lines, empty="the engine has written nothing yet", id="log")
             yield TextLines(id="memory", classes="pane")
 
-    def on_mount(self) -> None:
-        """Start polling the run."""
-        self._poll()
-
-    def _poll(self) -> None:
-        if self.is_current:
-            if self.run_watch.read_more(seconds=READ_SECONDS):
-                self._paint()
-            self._plot()
-            if self._log.refresh():
-                self.query_one("#log", Scrollback).replace(self._log.lines)
-        self.set_timer(CATCH_UP_SECONDS if self.run_watch.unread_share > 0.01 else POLL_SECONDS, self._poll)
+    def poll(self) -> float:
+        """Read the run's journal and log, and repaint what they change."""
+        if self.run_watch.read_more(seconds=READ_SECONDS):
+            self._paint()
+        self._plot()
+        if self._log.refresh():
+            self.query_one("#log", Scrollback).replace(self._log.lines)
+        return CATCH_UP_SECONDS if self.run_watch.unread_share > 0.01 else POLL_SECONDS
 
     def _paint(self) -> None:
         watch, ascii_only = self.run_watch, self.console.ascii_only

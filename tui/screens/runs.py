@@ -65,15 +65,14 @@ class RunsScreen(BaseScreen):
         yield RowList(id="runs")
 
     def on_mount(self) -> None:
-        """Start polling the runs folder."""
+        """Create the list of runs."""
         self.runs = RunList.of_folder(self.console.runs_dir)
-        self._poll()
 
-    def _poll(self) -> None:
-        if self.is_current:
-            self.runs.refresh(seconds=READ_SECONDS)
-            self._fill()
-        self.set_timer(CATCH_UP_SECONDS if self.runs.unread else POLL_SECONDS, self._poll)
+    def poll(self) -> float:
+        """Read the runs folder."""
+        self.runs.refresh(seconds=READ_SECONDS)
+        self._fill()
+        return CATCH_UP_SECONDS if self.runs.unread else POLL_SECONDS
 
     def _fill(self) -> None:
         chosen = self.chosen

@@ -67,7 +67,7 @@ async def test_an_own_recipe_comes_first_and_the_cursor_is_on_what_it_lacks(
     mine = text.replace('name = "demo"', 'name = "mine"').replace('"builtin:dates"', '"rows.jsonl"')
     (empty_folder / "profiles" / "recipes" / "mine.toml").write_text(mine)
     async with console(120, 36) as pilot:
-        await pilot.sees("▶ mine", "▶ this-cpu", "cannot start", "rows.jsonl", "enter on the field changes it")
+        await pilot.sees("▶ mine", "▶ this-cpu", "cannot start", "rows.jsonl", "▶ Fields")
         assert pilot.screen.view.fields.row.key == "data.sources.dates"
         await pilot.press("enter", "end", "ctrl+u", *"builtin:dates", "enter")
         await pilot.sees("s starts with micro-batch 64, one for a step of 64 sequences")
@@ -271,6 +271,7 @@ async def test_saving_asks_for_a_name_and_esc_takes_the_question_back(
 
 async def test_the_screen_opens_on_what_a_run_was_made_from(console: Opener) -> None:
     async with console() as pilot:
+        await pilot.press("1")
         settings = {"profile": "demo", "recipe": "demo", "overrides": ["train.batch_size=32", "train.micro_batch=8"]}
         pilot.app.open_screen("launch", settings)
         await pilot.sees("8 × 4 × 1 = 32", "Fields  2 changed")
