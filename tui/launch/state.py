@@ -86,17 +86,18 @@ class LaunchState:
         self._read_files()
         if settings is not None:
             self.remember()
-        self.choice = choice_from_settings(settings, self.choice if self.choice.profile else self._first_choice())
+        self.choice = choice_from_settings(settings, self.choice if self.choice.profile else self._first_choice(settings))
         self._evaluate()
 
-    def _first_choice(self) -> Choice:
+    def _first_choice(self, settings: object) -> Choice:
         """The initial choice: the first recipe of the project or the user, else the demo, on the profile of this
-        machine. Without a GPU and without own files, the demo's simulated device."""
+        machine. Without a GPU, the demo runs on its simulated device, unless the user has a profile."""
         machine = self.profiles[0]
-        recipe = next((entry for entry in self.recipes if entry.origin != "shipped" and not entry.broken), None)
-        own = recipe is not None or machine.origin not in ("shipped", "detected")
-        profile = machine.argument if own or self._machine.device.kind == "cuda" else DEMO
-        return Choice(profile, recipe.argument if recipe is not None else DEMO)
+        given = settings.get("recipe") if isinstance(settings, Mapping) else None
+        own = next((entry.argument for entry in self.recipes if entry.origin != "shipped" and not entry.broken), None)
+        recipe = str(given or own or DEMO)
+        simulated = recipe == DEMO and self._machine.device.kind != "cuda" and machine.origin == "detected"
+        return Choice(DEMO if simulated else machine.argument, recipe)
 
     def _read_files(self) -> None:
         self.profiles, self.recipes = profile_entries(self._machine), recipe_entries()

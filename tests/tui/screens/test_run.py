@@ -16,6 +16,7 @@ from tests.journal.event_fields import backoff_fields, step_fields
 from tests.tui.conftest import SIZES, Opener, Spawn
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
+from tui.app import TunedeckApp
 from tui.screens.run import PANES
 
 pytestmark = pytest.mark.asyncio
@@ -205,6 +206,29 @@ async def test_text_from_a_run_is_never_markup_and_never_moves_the_cursor(consol
         await open_run(pilot)
         await pilot.sees("[link=file:///]click", "[/link]", "[blink]log")
         assert "\x1b" not in pilot.text
+
+
+async def test_an_ended_run_is_not_painted_again_and_the_list_behind_it_polls_nothing(
+    console: Opener, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    painted: list[object] = []
+    display = TunedeckApp._display
+    make_run(runs)
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.sees("tokens/s", "25 × 2, batch 64")
+        await pilot.until(lambda: pilot.screen._plotted[0] == pilot.screen.run_watch.version, "the curve")
+        behind = pilot.app.get_screen("runs")
+        assert behind._poll_timer is None
+        monkeypatch.setattr(
+            TunedeckApp, "_display", lambda app, *painting: (painted.append(painting), display(app, *painting))
+        )
+        for _ in range(3):
+            pilot.screen.poll()
+            await pilot.textual_pilot.pause()
+        assert [update for _, update in painted if update is not None] == []
+        await pilot.press("escape")
+        assert behind._poll_timer is not None
 
 
 async def test_a_run_folder_that_vanishes_leaves_the_console_up(console: Opener, runs: Path) -> None:
