@@ -1,8 +1,8 @@
 """Measures the CPU seconds that the console takes until the Launch screen shows its memory bar.
 
-The console is opened as a user opens it, in a pseudo-terminal of 120x36 and in an empty folder; the clock is the kernel's
-own accounting of the process, read when the legend of the bar arrives, and the console is then ended. With another
-checkout, the two are opened in turn, A B A B ..., so that other load on the machine affects both alike.
+The console is opened as a user opens it, in a pseudo-terminal of 120x36 and in an empty folder; the figure is the
+kernel's own accounting of the process, read when the legend of the bar arrives, and the console is then ended. With
+another checkout, the two are opened in turn, A B A B ..., so that other load on the machine affects both alike.
 
 Run: `python -m benchmarks.first_paint`, `python -m benchmarks.first_paint --beside ../before --runs 15`
 """
@@ -64,7 +64,7 @@ def _read_until_painted(terminal: int) -> None:
     while LEGEND not in painted:
         ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RuntimeError(f"no bar after {PATIENCE_SECONDS:.0f} s; the end of what was painted: {painted[-500:]!r}")
+            raise RuntimeError(f"no bar after {PATIENCE_SECONDS:.0f} s; the last of the output: {painted[-500:]!r}")
         painted += os.read(terminal, 65536)
 
 

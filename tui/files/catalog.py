@@ -1,7 +1,8 @@
 """The profiles and recipes that can be chosen, and for each profile whether it matches this machine.
 
-Where no profile file describes this machine, there is an entry for a profile of the detected device. Its file is written
-into the state folder when it is chosen (`write_detected_profile`), so that the command shown on the screen can name it.
+Where no profile file describes this machine, there is an entry for a profile of the detected device. Its file is
+written into the state folder when it is chosen (`write_detected_profile`), so that the command on the screen can name
+it.
 
 Try: `python -c "from tui.files.catalog import *; print(*profile_entries(read_machine()), sep='\\n')"`
 """

@@ -86,7 +86,8 @@ class LaunchState:
         self._read_files()
         if settings is not None:
             self.remember()
-        self.choice = choice_from_settings(settings, self.choice if self.choice.profile else self._first_choice(settings))
+        default = self.choice if self.choice.profile else self._first_choice(settings)
+        self.choice = choice_from_settings(settings, default)
         self._evaluate()
 
     def _first_choice(self, settings: object) -> Choice:

@@ -194,7 +194,7 @@ def _bytes(count: float | None) -> str:
 def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, glyphs: Glyphs) -> list[Content]:
     capacity = predicted.get("capacity_bytes")
     lines = []
-    peaks = [("peak planned", predicted.get("peak_bytes")), ("peak measured", measured.get("peak_bytes"))]
+    peaks = [("peak as written", predicted.get("peak_bytes")), ("peak measured", measured.get("peak_bytes"))]
     if measured.get("predicted"):
         peaks.insert(1, ("peak predicted", measured["predicted"]["peak_bytes"]))
     for name, count in peaks:

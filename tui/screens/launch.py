@@ -49,6 +49,7 @@ class LaunchScreen(BaseScreen):
 
     screen_name = "launch"
     BINDINGS = bindings("launch")
+    AUTO_FOCUS = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,6 @@ class LaunchScreen(BaseScreen):
             allowed_values, self._before_edit, self._on_typed, ascii_only=self.console.ascii_only
         )
         recipe_given = isinstance(self._settings, Mapping) and bool(self._settings.get("recipe"))
-        self.AUTO_FOCUS = "#field-rows" if recipe_given else "#recipe-rows"
         yield LaunchView(TABS, fields, FIELDS if recipe_given else RECIPES, ascii_only=self.console.ascii_only)
         yield InputPrompt()
 
@@ -85,6 +85,8 @@ class LaunchScreen(BaseScreen):
         """Read the profile and recipe files again, since they may have changed, and apply new settings if there are
         any."""
         super().on_screen_resume()
+        if self.focused is None:
+            self.view.focus_pane(self.view.pane)
         settings, self._settings = self._settings, None
         opened = settings is not None or not self.state.profiles
         self.state.begin(settings)
@@ -128,7 +130,10 @@ class LaunchScreen(BaseScreen):
         self._idle_timer = self.set_timer(IDLE_SECONDS, self._while_idle)
 
     def _while_idle(self) -> None:
-        """Compute the advice first, then on each further call one recipe's verdict."""
+        """Compute the advice first, then on each further call one recipe's verdict. Behind another screen nothing is
+        computed: `on_screen_resume` starts again."""
+        if not self.is_active:
+            return
         if self.state.advice() is None and self.state.advice(compute=True) is not None:
             self._show_tab()
         self.refresh_title_and_footer()

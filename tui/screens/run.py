@@ -107,7 +107,7 @@ class RunScreen(BaseScreen):
         with Horizontal(id="lower"):
             with Vertical(id="words"):
                 yield Scrollback[FeedLine]("events", event_lines, empty="nothing has happened yet", id="events")
-                yield Scrollback[str]("engine log", log_lines, empty="the engine has written nothing yet", id="log")
+                yield Scrollback[str]("engine log", log_lines, empty="the engine has written nothing", id="log")
             yield TextLines(id="memory", classes="pane")
 
     def poll(self) -> float:
