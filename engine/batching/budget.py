@@ -73,6 +73,8 @@ class MicroBatchBudget:
     """Steps without failure since the last cut."""
     thrashed_steps: int = 0
     """Steps in a row in which the allocator emptied its cache."""
+    floor_tokens: int = 0
+    """Micro-batches of fewer tokens take as long as one of so many (`micro_batches.floor_tokens`); 0: not measured."""
 
     def record_success(self, cost_bytes: int, measured_bytes: int) -> None:
         """Record that a micro-batch of `cost_bytes` took `measured_bytes` above the static level (0: not measured)."""

@@ -9,6 +9,7 @@ Try: `pytest tests/batching/test_micro_batches.py`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,20 +43,33 @@ DUMMY_MICRO_BATCH = MicroBatch((), 0, 0)
 """A micro-batch of weight zero, run by a rank that has fewer micro-batches than others, so that collectives match."""
 
 
-def plan_micro_batches(lengths: Sequence[int] | NDArray[np.int32], cost: Cost, budget_bytes: int) -> list[MicroBatch]:
+def plan_micro_batches(
+    lengths: Sequence[int] | NDArray[np.int32], cost: Cost, budget_bytes: int, floor_tokens: int = 0
+) -> list[MicroBatch]:
     """Cut sequences of `lengths` tokens into micro-batches that cost at most `budget_bytes` each, most expensive first.
 
     Which sequences a step has does not change. A sequence that exceeds the budget by itself becomes a micro-batch of
     one row. Of all cuts of the sorted sequences, the one with the fewest tokens is chosen, counting padding and
-    LAUNCH_TOKENS per micro-batch.
+    LAUNCH_TOKENS per micro-batch; a micro-batch of fewer than `floor_tokens` counts as that many.
     """
     order = sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position))
     sorted_lengths = [int(lengths[position]) for position in order]
     groups = [
         MicroBatch(tuple(order[start:end]), sorted_lengths[start], cost(end - start, sorted_lengths[start]))
-        for start, end in _cheapest_cuts(sorted_lengths, cost, budget_bytes)
+        for start, end in _cheapest_cuts(sorted_lengths, cost, budget_bytes, floor_tokens)
     ]
     return sorted(groups, key=lambda group: -group.cost_bytes)
+
+
+def floor_tokens(tokens: int, seconds: float, shortest_seconds: float) -> int:
+    """How many tokens could be computed while the shortest pass runs, if `tokens` take `seconds` and the shortest pass
+    `shortest_seconds`; rounded to a power of two, so that the noise of two timings seldom changes it.
+
+    On a GPU a pass over few tokens takes as long as launching its kernels, or reading the weights, whichever is
+    longer: up to some number of tokens all passes take the same time.
+    """
+    worth = min(tokens * shortest_seconds / seconds, tokens) if seconds else 0.0
+    return 2 ** round(math.log2(worth)) if worth >= 1 else 0
 
 
 def rows_within(cost: Cost, length: int, budget_bytes: int, most: int) -> int:
@@ -67,7 +81,7 @@ def rows_within(cost: Cost, length: int, budget_bytes: int, most: int) -> int:
     return low
 
 
-def _cheapest_cuts(lengths: list[int], cost: Cost, budget_bytes: int) -> list[tuple[int, int]]:
+def _cheapest_cuts(lengths: list[int], cost: Cost, budget_bytes: int, floor_tokens: int) -> list[tuple[int, int]]:
     """Cut descending `lengths` into ranges [start, end) with the least total work (a shortest path over cut points)."""
     count = len(lengths)
     work = np.full(count + 1, np.inf)
@@ -79,7 +93,7 @@ def _cheapest_cuts(lengths: list[int], cost: Cost, budget_bytes: int) -> list[tu
             previous = lengths[start]
             rows = rows_within(cost, previous, budget_bytes, count)
         ends = np.arange(start + 1, min(count, start + rows) + 1)
-        offered = work[start] + LAUNCH_TOKENS + (ends - start) * lengths[start]
+        offered = work[start] + LAUNCH_TOKENS + np.maximum(floor_tokens, (ends - start) * lengths[start])
         better = offered < work[ends]
         work[ends[better]] = offered[better]
         came_from[ends[better]] = start

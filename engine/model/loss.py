@@ -41,6 +41,10 @@ from engine.spec.schema.recipe import Train
 LossChoice = Literal["auto", "plain", "chunked", "fused"]
 
 
+CHUNKED = ("chunked", "torch")
+"""Implementations whose chunks have a size that can be set."""
+
+
 class LossFunction:
     """The loss of a model. `loss(batch)` returns the sum of token losses, an fp32 scalar. For a batch without targets
     the sum is 0 and all gradients are zero."""
@@ -50,10 +54,10 @@ class LossFunction:
     ) -> None:
         self.loaded = loaded
         self.head = head
-        self.implementation = implementation
+        self.implementation = self._chosen = implementation
         self.label_smoothing = label_smoothing
         self.chunk_tokens = chunk_tokens
-        """Tokens whose logits exist at once in "chunked" and torch's "fused". May change between micro-batches."""
+        """Tokens whose logits exist at once in "chunked" and torch's "fused"; see `set_chunks`."""
         self.offload = ActivationOffload(loaded)
         self.forward: Callable[[Batch], Tensor] = self.compute
         """Function that computes `loss(batch)`: `compute`, or if weights are sharded, a module that gathers them and
@@ -61,6 +65,22 @@ class LossFunction:
         self.head_forward: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
         """Function that computes the sum of token losses: `sum_of_losses`, or if weights are sharded, a module that
         gathers the head's weights and then runs `sum_of_losses`."""
+
+    @property
+    def chunks(self) -> int | None:
+        """Tokens whose logits exist at once; None in "plain", which has them all, and in Liger's kernel, which decides
+        itself."""
+        return self.chunk_tokens if self.implementation in CHUNKED else None
+
+    def set_chunks(self, tokens: int | None) -> None:
+        """Compute the loss over `tokens` at a time, with "chunked" where the implementation has no such setting; None
+        goes back to the implementation that was chosen first."""
+        if tokens is None:
+            self.implementation = self._chosen
+            return
+        self.chunk_tokens = tokens
+        if self.implementation not in CHUNKED:
+            self.implementation = "chunked"
 
     def __call__(self, batch: Batch) -> Tensor:
         """Return the sum of token losses. The caller divides it by the number of target tokens in the whole step before

@@ -10,6 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batching.micro_batches import floor_tokens
 from engine.device.catch_oom import ATTEMPTS
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
@@ -108,6 +112,21 @@ class Training:
         device.release_cached()
         self.transaction.probe(self.state.step + 1, longest)
         self.probe_memory = ProbeMemory(self.transaction.work.peak_bytes, device.memory().reserved_bytes)
+        # A split that follows from timings is not repeatable. Host memory: a pass has no floor worth measuring.
+        if device.kind == "cuda" and not self.setup.spec.recipe.train.deterministic:
+            self.measure_floor(longest)
+
+    def measure_floor(self, longest: NDArray[np.int64]) -> None:
+        """Time the costliest micro-batch and the shortest possible pass, unless a checkpoint of the run knows how many
+        tokens the latter is worth. Rank 0's timing counts. Each pass runs once before, so that kernels are loaded."""
+        budget, step = self.context.budget, self.state.step + 1
+        if budget.floor_tokens:
+            return
+        shortest = self.context.data.lengths.argsort(kind="stable")[: self.ranks.size]
+        passes = [[self.transaction.probe(step, samples) for _ in range(2)][-1] for samples in (longest, shortest)]
+        large, small = passes
+        budget.floor_tokens = self.ranks.broadcast_object(floor_tokens(large.tokens, large.seconds, small.seconds))
+        self.journal.phase("probing", f"passes of up to {budget.floor_tokens} tokens take equally long")
 
     def one_step(self) -> None:
         """Take the next optimizer step, and write its line in the journal."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.batching.micro_batches import LAUNCH_TOKENS, Cost, plan_micro_batches, rows_within
+from engine.batching.micro_batches import LAUNCH_TOKENS, Cost, floor_tokens, plan_micro_batches, rows_within
 
 
 def tokens(rows: int, length: int) -> int:
@@ -59,8 +59,9 @@ def test_short_sequences_are_not_split_to_save_a_few_tokens() -> None:
     assert len(plan_micro_batches([60, 50, 40, 30], tokens, 10**9)) == 1
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_cut_is_the_best_of_all_cuts(seed: int) -> None:
+@pytest.mark.parametrize("floor", [0, 700])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cut_is_the_best_of_all_cuts(seed: int, floor: int) -> None:
     drawn = random.Random(seed)
     lengths = sorted((drawn.randint(1, 900) for _ in range(9)), reverse=True)
     budget = 2000
@@ -70,14 +71,37 @@ def test_the_cut_is_the_best_of_all_cuts(seed: int) -> None:
         for start, end in zip([0, *cuts], [*cuts, len(lengths)], strict=True):
             if (end - start) * lengths[start] > budget and end - start > 1:
                 return None
-            total += LAUNCH_TOKENS + (end - start) * lengths[start]
+            total += LAUNCH_TOKENS + max(floor, (end - start) * lengths[start])
         return total
 
     places = range(1, len(lengths))
     every = ([p for p in places if mask >> (p - 1) & 1] for mask in range(2 ** len(places)))
     best = min(total for total in map(work, every) if total is not None)
-    plan = plan_micro_batches(lengths, tokens, budget)
-    assert sum(LAUNCH_TOKENS + group.rows * group.length for group in plan) == best
+    plan = plan_micro_batches(lengths, tokens, budget, floor)
+    assert sum(LAUNCH_TOKENS + max(floor, group.rows * group.length) for group in plan) == best
+
+
+def test_passes_that_take_equally_long_are_not_split_to_save_padding() -> None:
+    lengths = [1000, 1000, 100, 100, 100, 100]
+    assert [group.rows for group in plan_micro_batches(lengths, tokens, 10**9)] == [2, 4]
+    assert [group.rows for group in plan_micro_batches(lengths, tokens, 10**9, 8192)] == [6]
+
+
+@pytest.mark.parametrize(
+    ("tokens_of_large", "seconds", "shortest_seconds", "floor"),
+    [
+        (16_384, 0.4, 0.05, 2048),  # a GPU: launching the kernels takes as long as 2,000 tokens
+        (16_384, 0.4, 0.055, 2048),  # noise of some per cent changes nothing
+        (512, 0.05, 0.05, 512),  # all passes of the run take equally long
+        (512, 0.05, 0.06, 512),
+        (4096, 4.0, 0.0001, 0),
+        (0, 0.0, 0.05, 0),  # another rank had all samples
+    ],
+)
+def test_the_floor_is_what_could_be_computed_meanwhile(
+    tokens_of_large: int, seconds: float, shortest_seconds: float, floor: int
+) -> None:
+    assert floor_tokens(tokens_of_large, seconds, shortest_seconds) == floor
 
 
 def test_rows_within_finds_the_boundary() -> None:

@@ -49,6 +49,8 @@ class BackoffContext:
     """Whether the device's memory is host memory, so that moving anything to the host gains nothing."""
     can_checkpoint: bool
     has_optimizer_state: bool
+    planned_chunk_tokens: int
+    """Tokens per chunk that plans assume, for a loss that is not yet computed in chunks."""
 
     @property
     def room_bytes(self) -> int:
@@ -99,10 +101,12 @@ def checkpointing(now: BackoffContext) -> MemorySettings | None:
 
 
 def chunk_loss(now: BackoffContext) -> MemorySettings | None:
-    """Compute the loss over fewer tokens at a time."""
+    """Compute the loss in chunks, or over fewer tokens at a time."""
     before, micro_batch = now.settings.chunk_tokens, now.oom.micro_batch
-    if micro_batch is None or before <= SMALLEST_CHUNK_TOKENS:
+    if micro_batch is None or (before is not None and before <= SMALLEST_CHUNK_TOKENS):
         return None
+    if before is None:
+        return replace(now.settings, chunk_tokens=now.planned_chunk_tokens)
     # Halving a chunk that is larger than the micro-batch would change nothing.
     used = min(before, micro_batch.rows * micro_batch.length)
     return replace(now.settings, chunk_tokens=max(SMALLEST_CHUNK_TOKENS, used // 2))
@@ -183,6 +187,7 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
         on_plain_cpu=context.device.kind == "cpu",
         can_checkpoint=context.loaded.base.supports_gradient_checkpointing,
         has_optimizer_state=not context.guard.host_state.empty,
+        planned_chunk_tokens=context.loss.chunk_tokens,
     )
     chosen = choose(context.ladder, now)
     if chosen is None:

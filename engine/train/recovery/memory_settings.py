@@ -35,8 +35,8 @@ class MemorySettings:
     """Predicted bytes that a micro-batch may cost."""
     checkpointing: bool
     """Whether activations are recomputed in backward."""
-    chunk_tokens: int
-    """Tokens that a chunked loss is computed over at a time."""
+    chunk_tokens: int | None
+    """Tokens that the loss is computed over at a time; None where its implementation has no such setting."""
     activation_offload: bool
     """Whether activations are kept in host memory until backward."""
     optimizer_offload: bool
@@ -66,7 +66,7 @@ def current_settings(context: StepContext) -> MemorySettings:
     return MemorySettings(
         micro_batch_budget=context.budget.budget_bytes,
         checkpointing=context.loaded.checkpointing,
-        chunk_tokens=context.loss.chunk_tokens,
+        chunk_tokens=context.loss.chunks,
         activation_offload=context.loss.offload.on,
         optimizer_offload=context.guard.host_state.on,
         max_length=context.data.limit,
@@ -82,7 +82,7 @@ def apply_settings(context: StepContext, settings: MemorySettings) -> None:
     context.budget.budget_bytes = settings.micro_batch_budget
     if context.loaded.checkpointing != settings.checkpointing:
         context.loaded.set_checkpointing(settings.checkpointing)
-    context.loss.chunk_tokens = settings.chunk_tokens
+    context.loss.set_chunks(settings.chunk_tokens)
     context.loss.offload.on = settings.activation_offload
     if context.data.limit != settings.max_length:
         context.data = context.data.shortened(settings.max_length)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,15 @@ class StepOutcome:
     overflowed: bool = False
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Each rank's measurements of the step; empty in a run of one process."""
+
+
+class TimedPass(NamedTuple):
+    """A micro-batch that was run forward and backward."""
+
+    tokens: int
+    """Tokens on this rank, padding included; 0 if another rank had all samples."""
+    seconds: float
+    """Until the device had finished, without waiting for data."""
 
 
 class CheckpointReloadRequired(Exception):
@@ -121,8 +130,9 @@ class StepTransaction:
             ranks=stats if self.context.ranks.size > 1 else [],
         )
 
-    def probe(self, step: int, samples: NDArray[np.int64]) -> None:
-        """Run the most expensive micro-batch that `samples` allow, forward and backward, and drop its gradients.
+    def probe(self, step: int, samples: NDArray[np.int64]) -> TimedPass:
+        """Run the most expensive micro-batch that `samples` allow, forward and backward, and drop its gradients;
+        returns its size and time.
 
         A batch that would run out of memory hours later does so now, and the budget is learned before the first step.
         """
@@ -131,9 +141,12 @@ class StepTransaction:
         def costliest(plan: list[MicroBatch]) -> None:
             self.work.accumulate(step, own_samples, plan[:1], max(1, self._targets(samples)))
 
-        self._run_with_recovery(step, own_samples, [costliest], "probe_")
+        waited_before = self.work.data_wait_seconds
+        plan = self._run_with_recovery(step, own_samples, [costliest], "probe_")
         self.context.strategy.drop_gradients()
         self._gather_stats({})
+        waited = self.work.data_wait_seconds - waited_before
+        return TimedPass(plan[0].rows * plan[0].length if plan else 0, self.work.busy_seconds - waited)
 
     def _gather_stats(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Gather every rank's `facts` of work that succeeded. Rank 0 also records the failures that ranks recovered
@@ -182,7 +195,8 @@ class StepTransaction:
 
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
         context = self.context
-        plan = plan_micro_batches(context.data.lengths[samples], context.cost, context.budget.budget_bytes)
+        budget, lengths = context.budget, context.data.lengths[samples]
+        plan = plan_micro_batches(lengths, context.cost, budget.budget_bytes, budget.floor_tokens)
         return context.strategy.pad_plan(plan)
 
     def _tokens(self, samples: NDArray[np.int64]) -> int:

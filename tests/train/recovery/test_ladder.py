@@ -24,6 +24,7 @@ def context(rows: int = 4, length: int = 100) -> BackoffContext:
     return BackoffContext(
         RankOom(FAILURE, 0, micro_batch, 2000, 0), SETTINGS, MicroBatchBudget(1000, 1000), [], 2000, 500,
         on_plain_cpu=False, can_checkpoint=True, has_optimizer_state=True,
+        planned_chunk_tokens=110,
     )  # fmt: skip
 
 
@@ -54,6 +55,11 @@ def test_several_sequences_are_cut_and_one_is_recomputed() -> None:
 def test_a_model_that_cannot_recompute_goes_on_to_the_next_rung() -> None:
     chosen = choose(LADDER, replace(context(rows=1), can_checkpoint=False))
     assert chosen == ("chunk_loss", replace(SETTINGS, chunk_tokens=50))
+
+
+def test_a_loss_that_is_not_in_chunks_is_first_put_into_chunks() -> None:
+    whole = replace(context(rows=1), settings=replace(SETTINGS, chunk_tokens=None, checkpointing=True))
+    assert choose(LADDER, whole) == ("chunk_loss", replace(whole.settings, chunk_tokens=110))
 
 
 def test_what_has_succeeded_before_is_repeated_once() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.model.loss import LossFunction
 from engine.train.recovery.memory_settings import (
     MemorySettings,
     adopt_memory,
@@ -48,6 +51,19 @@ def test_settings_are_applied_in_full_and_undone_in_full(setup: TrainingSetup) -
     assert int(context.data.lengths.max()) > 24
 
 
+@pytest.mark.parametrize("implementation", ["plain", "liger"])
+def test_a_loss_without_chunks_gets_them_and_goes_back(setup: TrainingSetup, implementation: str) -> None:
+    """The rung once halved a number that plain and Liger's loss do not read."""
+    loss = setup.context.loss
+    setup.context.loss = LossFunction(loss.loaded, loss.head, implementation, loss.label_smoothing, 110)
+    before = current_settings(setup.context)
+    assert before.chunk_tokens is None
+    apply_settings(setup.context, replace(before, chunk_tokens=32))
+    assert (setup.context.loss.implementation, setup.context.loss.chunk_tokens) == ("chunked", 32)
+    apply_settings(setup.context, before)
+    assert setup.context.loss.implementation == implementation
+
+
 def test_what_was_saved_as_json_is_adopted(setup: TrainingSetup) -> None:
     context, before = setup.context, current_settings(setup.context)
     saved = json.loads(json.dumps(memory_as_json(context)))
@@ -58,7 +74,7 @@ def test_what_was_saved_as_json_is_adopted(setup: TrainingSetup) -> None:
     assert memory_as_json(context) == saved
 
 
-IN_CHECKPOINTS = {
+IN_CHECKPOINTS: dict[str, Any] = {
     "budget": {
         "budget_bytes": 640, "top_bytes": 1000, "proven_bytes": 600, "since_cut_bytes": 600, "ceiling_bytes": 800,
         "passing_bytes": None, "passing_room_bytes": 0, "known_bytes": 0, "patience_steps": 100, "slope": 1.5,
@@ -78,10 +94,15 @@ IN_CHECKPOINTS = {
 """What `state.json` of a checkpoint holds about memory. Runs of earlier versions are resumed from it."""
 
 
+ADDED = {"floor_tokens": 0}
+"""Fields of the budget that earlier versions did not have, with the values that their runs get."""
+
+
 def test_what_checkpoints_hold_is_read_and_written_in_the_same_form(setup: TrainingSetup) -> None:
     adopt_memory(setup.context, json.loads(json.dumps(IN_CHECKPOINTS)))
     assert current_settings(setup.context) == MemorySettings(640, True, 64, False, True, 24)
-    assert json.loads(json.dumps(memory_as_json(setup.context))) == IN_CHECKPOINTS
+    written = json.loads(json.dumps(memory_as_json(setup.context)))
+    assert written == IN_CHECKPOINTS | {"budget": {**IN_CHECKPOINTS["budget"], **ADDED}}
 
 
 def test_the_effective_spec_names_what_is_in_force(setup: TrainingSetup) -> None:

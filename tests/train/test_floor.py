@@ -1,0 +1,50 @@
+"""How long the shortest pass takes is measured once in a run, is kept in its checkpoints, and decides later splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.batching.micro_batches import plan_micro_batches
+from engine.launch.run_requests import RunRequests
+from engine.train.loop import Training
+from engine.train.monitor.journal import Journal
+from engine.train.monitor.watchdog import Watchdog
+from engine.train.recovery.emergency_memory import EmergencyHostMemory
+from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
+from engine.train.run_context import RunContext
+from engine.train.step.transaction import StepTransaction, TimedPass
+from tests.train.run_helpers import Workshop, make_spec, write_samples
+
+
+def test_the_floor_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(write_samples(tmp_path / "samples.jsonl"))
+    probe, sizes = StepTransaction.probe, []
+
+    def timed(transaction: StepTransaction, *arguments: object) -> TimedPass:
+        """The probe as it is, with the times of a card on which all short passes take 50 ms."""
+        found = probe(transaction, *arguments)  # type: ignore[arg-type]
+        sizes.append(found.tokens)
+        return found._replace(seconds=max(0.05, found.tokens / 1000))
+
+    monkeypatch.setattr(StepTransaction, "probe", timed)
+    bench = Workshop(spec, tmp_path / "run")
+    with bench as setup:
+        journal = Journal(None)
+        run = RunContext(bench.place, journal, RunRequests(None, None, None), Watchdog(journal, 60.0))
+        training = Training(setup, run, EmergencyHostMemory())
+        budget, lengths = setup.context.budget, setup.context.data.lengths
+        training.probe()
+        assert len(sizes) == 1 and budget.floor_tokens == 0  # in host memory nothing is timed
+        training.measure_floor(lengths.argsort()[::-1][:8].copy())
+        assert sizes[1] == sizes[2] > sizes[3] == sizes[4] == lengths.min()
+        assert budget.floor_tokens == 64  # 50 ms at a thousand tokens a second, as a power of two
+        saved = memory_as_json(setup.context)
+        budget.floor_tokens = 0
+        adopt_memory(setup.context, saved)
+        training.measure_floor(lengths[:1])
+        assert len(sizes) == 5  # a run that goes on keeps its splits
+        plan = training.transaction._plan(setup.order.step(1))
+        fresh = plan_micro_batches(lengths[setup.order.step(1)], setup.context.cost, budget.budget_bytes, 64)
+        assert plan == fresh
