@@ -28,7 +28,7 @@ CUBLAS_SETTINGS = (":4096:8", ":16:8")
 FLASH_SWITCH = "FLASH_ATTENTION_DETERMINISTIC"
 """Read by transformers (`modeling_flash_attention_utils`) at every call of flash attention."""
 
-_NO_DETERMINISTIC_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
+_NO_DETERMINISTIC_KERNEL = re.compile(r"([^\n]+) does not have a deterministic implementation")
 """torch's error for an operation without a deterministic kernel (aten/src/ATen/Context.cpp)."""
 
 

@@ -29,6 +29,13 @@ def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
 
 
+def test_the_whole_name_is_said() -> None:
+    text = "_histc_cuda with floating point input does not have a deterministic implementation, but you set 'torch.use"
+    named = "but _histc_cuda with floating point input has no"
+    with pytest.raises(UsageError, match=named), deterministic_kernels(True, "cpu"):
+        raise RuntimeError(text)
+
+
 def test_other_errors_pass_through() -> None:
     with pytest.raises(RuntimeError, match="must match"), deterministic_kernels(True, "cpu"):
         torch.zeros(2) + torch.zeros(3)
