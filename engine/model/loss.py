@@ -54,7 +54,7 @@ class LossFunction:
     ) -> None:
         self.loaded = loaded
         self.head = head
-        self.implementation = self._chosen = implementation
+        self.implementation = implementation
         self.label_smoothing = label_smoothing
         self.chunk_tokens = chunk_tokens
         """Tokens whose logits exist at once in "chunked" and torch's "fused"; see `set_chunks`."""
@@ -67,20 +67,26 @@ class LossFunction:
         gathers the head's weights and then runs `sum_of_losses`."""
 
     @property
+    def implementation(self) -> str:
+        """The implementation in use. Setting it chooses another one for good."""
+        return self._in_use
+
+    @implementation.setter
+    def implementation(self, name: str) -> None:
+        self._in_use = self._chosen = name
+
+    @property
     def chunks(self) -> int | None:
         """Tokens whose logits exist at once; None in "plain", which has them all, and in Liger's kernel, which decides
         itself."""
         return self.chunk_tokens if self.implementation in CHUNKED else None
 
     def set_chunks(self, tokens: int | None) -> None:
-        """Compute the loss over `tokens` at a time, with "chunked" where the implementation has no such setting; None
-        goes back to the implementation that was chosen first."""
-        if tokens is None:
-            self.implementation = self._chosen
-            return
-        self.chunk_tokens = tokens
-        if self.implementation not in CHUNKED:
-            self.implementation = "chunked"
+        """Compute the loss over `tokens` at a time, with "chunked" where the chosen implementation has no such setting;
+        None goes back to the chosen one."""
+        if tokens is not None:
+            self.chunk_tokens = tokens
+        self._in_use = "chunked" if tokens is not None and self._chosen not in CHUNKED else self._chosen
 
     def __call__(self, batch: Batch) -> Tensor:
         """Return the sum of token losses. The caller divides it by the number of target tokens in the whole step before

@@ -62,6 +62,10 @@ def test_a_loss_without_chunks_gets_them_and_goes_back(setup: TrainingSetup, imp
     assert (setup.context.loss.implementation, setup.context.loss.chunk_tokens) == ("chunked", 32)
     apply_settings(setup.context, before)
     assert setup.context.loss.implementation == implementation
+    # A kernel that was given up for good does not come back with the settings of an earlier checkpoint.
+    setup.context.loss.implementation = "chunked"
+    apply_settings(setup.context, before)
+    assert setup.context.loss.implementation == "chunked"
 
 
 def test_what_was_saved_as_json_is_adopted(setup: TrainingSetup) -> None:
