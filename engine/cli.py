@@ -81,6 +81,7 @@ app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on wh
 _add(doctor.doctor)
 # Processes that other commands start.
 app.command("_engine", hidden=True)(train.engine_process)
+app.command("_assemble", hidden=True)(train.assembler_process)
 app.command("_conductor", hidden=True)(train.conductor_process)
 app.command("_view", hidden=True)(train.view_process)
 app.command("_queue_worker", hidden=True)(queue.queue_worker)

@@ -131,6 +131,17 @@ def engine_process(
     raise typer.Exit(code)
 
 
+def assembler_process(
+    directory: Annotated[Path, typer.Argument()], resume: Annotated[bool, typer.Option("--resume")] = False
+) -> None:
+    """Be the process of a stage that assembles a mixture: started by the conductor, never by hand."""
+    with importing():
+        from engine.export.assembly_process import assemble_stage
+
+    del resume  # an assembly that was interrupted is done again from its start
+    raise typer.Exit(assemble_stage(directory.absolute()))
+
+
 def conductor_process(
     directory: Annotated[Path, typer.Argument()], resume: Annotated[bool, typer.Option("--resume")] = False
 ) -> None:

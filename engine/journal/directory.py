@@ -98,6 +98,11 @@ class RunDirectory:
         return self.path / "model"
 
     @property
+    def assembly(self) -> Path:
+        """The file that says what a stage assembles; other stages and runs have none."""
+        return self.path / "assembly.json"
+
+    @property
     def merged(self) -> Path:
         """The folder of the model that a LoRA run's result was merged into."""
         return self.path / "merged"
@@ -132,11 +137,16 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
         ) from error
 
 
-def create_stage_directory(stage: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None:
-    """Create the run directory of a stage, inside its run; it appears complete or not at all. Raises OSError."""
+def create_stage_directory(
+    stage: RunDirectory, run_toml_text: str, plan: dict[str, Any], assembly: dict[str, Any] | None = None
+) -> None:
+    """Create the run directory of a stage, inside its run; it appears complete or not at all. `assembly` is what a
+    stage that assembles a mixture is told. Raises OSError."""
     stage.path.parent.mkdir(exist_ok=True)
     draft = RunDirectory(stage.path.with_name(f".new-{secrets.token_hex(6)}"))
     _fill(draft, run_toml_text, plan)
+    if assembly is not None:
+        write_atomically(draft.assembly, json.dumps(assembly, indent=2) + "\n")
     os.rename(draft.path, stage.path)
 
 

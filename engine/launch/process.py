@@ -110,7 +110,10 @@ def start_engine(
 
 
 def _command_of(directory: RunDirectory) -> str:
-    """The hidden command that trains this run: `_engine`, or for a run of several stages `_conductor`."""
+    """The hidden command that does this run: `_engine`, for a run of several stages `_conductor`, for a stage that
+    assembles a mixture `_assemble`."""
+    if directory.assembly.is_file():
+        return "_assemble"
     recipe = read_spec(directory).get("recipe", {})
     return "_conductor" if isinstance(recipe, dict) and recipe.get("stages") else "_engine"
 

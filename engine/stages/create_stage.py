@@ -5,6 +5,7 @@ Try: `cat runs/*/stages/*/run.toml`
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from engine.budget.advise.plan import make_plan
@@ -16,7 +17,7 @@ from engine.model.reference import find_run_weights
 from engine.spec.load import dump_run_spec, load_run_spec
 from engine.spec.schema.recipe import Stage
 from engine.spec.schema.run import RunSpec
-from engine.spec.stages import STAGE_PREFIX, stage_of_reference, stage_spec
+from engine.spec.stages import BASE, STAGE_PREFIX, origins, stage_of_reference, stage_spec
 
 
 def create_or_update_stage(spec: RunSpec, run: RunDirectory, stage: Stage, directory: RunDirectory) -> list[str]:
@@ -30,9 +31,33 @@ def create_or_update_stage(spec: RunSpec, run: RunDirectory, stage: Stage, direc
         if load_run_spec(directory.run_toml, own=True) != resolved:
             write_atomically(directory.run_toml, text)
         return []
+    if stage.kind == "assemble":
+        create_stage_directory(directory, text, {}, _assembly(spec, run, stage))
+        return []
     plan, notices = _plan_of(resolved)
     create_stage_directory(directory, text, plan)
     return notices
+
+
+def _assembly(spec: RunSpec, run: RunDirectory, stage: Stage) -> dict[str, Any]:
+    """What the assembler needs to know: the document of assembly.json. A stage's run spec is named for its data."""
+    numbers = {other.name: number for number, other in enumerate(spec.recipe.stages, 1)}
+    experts = []
+    for name in origins(stage):
+        own = stage_directory(run, numbers[stage.name if name == BASE else name], stage.name if name == BASE else name)
+        weights = "" if name == BASE else str(_folder_of(own))
+        experts.append({"name": name, "weights": weights, "run_toml": str(own.run_toml)})
+    return {
+        "experts": experts,
+        "experts_per_token": stage.experts_per_token or 2,
+        "shared": stage.shared,
+        "router": stage.router or "random",
+    }
+
+
+def _folder_of(stage: RunDirectory) -> Path:
+    """The folder with the full weights that a stage ended with."""
+    return stage.merged if stage.merged.is_dir() else find_run_weights(f"run:{stage.path}")
 
 
 def resolved_stage_spec(spec: RunSpec, run: RunDirectory, stage: Stage) -> RunSpec:

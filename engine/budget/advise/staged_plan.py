@@ -12,11 +12,12 @@ from typing import Any
 
 from engine.budget.advise.plan import Plan, Verdict, make_plan
 from engine.budget.advise.preflight import checkpoints_bytes
+from engine.budget.architecture.assembled import ASSEMBLED_PREFIX
 from engine.budget.architecture.lookup import find_architecture
 from engine.errors import ConfigNotHereError, UnknownArchitectureError
 from engine.spec.schema.recipe import Stage
 from engine.spec.schema.run import RunSpec
-from engine.spec.stages import enabled_stages, stage_spec, weights_chain
+from engine.spec.stages import enabled_stages, origins, stage_spec, weights_chain
 
 WORST: dict[Verdict, int] = {"fits": 0, "fits_smaller": 1, "does_not_fit": 2}
 
@@ -78,6 +79,8 @@ def make_staged_plan(spec: RunSpec) -> StagedPlan:
 
 
 def _plan_stage(spec: RunSpec, number: int, stage: Stage) -> StagePlan:
+    if stage.kind == "assemble":
+        return StagePlan(number, stage.name, stage.kind, spec, None, "copies tensors on the host", 0)
     planned_on = planning_spec(spec, stage)
     try:
         plan, unknown = make_plan(planned_on), ""
@@ -88,10 +91,14 @@ def _plan_stage(spec: RunSpec, number: int, stage: Stage) -> StagePlan:
 
 
 def planning_spec(spec: RunSpec, stage: Stage) -> RunSpec:
-    """The run spec of a stage, in which the model is the one at the start of its chain of stages."""
+    """The run spec of a stage, in which the model is the one at the start of its chain of stages: the recipe's own, or
+    the mixture that is going to be assembled from models of the same shape."""
     alone = stage_spec(spec, stage)
     first = list(weights_chain(spec.recipe, stage))[-1]
-    start = stage_spec(spec, first).recipe.model
-    changes = {"id": start.id, "revision": start.revision, "init": start.init, "adapter": None}
+    start = spec.recipe.model if first.kind == "assemble" else stage_spec(spec, first).recipe.model
+    model_id = start.id
+    if first.kind == "assemble":
+        model_id = f"{ASSEMBLED_PREFIX}{len(origins(first))}:{first.experts_per_token or 2}:{start.id}"
+    changes = {"id": model_id, "revision": start.revision, "init": start.init, "adapter": None}
     model = alone.recipe.model.model_copy(update=changes)
     return alone.model_copy(update={"recipe": alone.recipe.model_copy(update={"model": model})})

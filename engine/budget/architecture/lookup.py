@@ -18,6 +18,12 @@ from typing import Any
 
 import tomli
 
+from engine.budget.architecture.assembled import (
+    ASSEMBLED_PREFIX,
+    assembled_config,
+    parse_assembled,
+    problems_of_experts,
+)
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.errors import ConfigNotHereError, UsageError
 from engine.journal.index import resolve_run
@@ -36,6 +42,8 @@ def find_architecture(spec: RunSpec) -> Architecture:
     that does not exist.
     """
     model, revision = start_of(spec.recipe.model.id, spec.recipe.model.revision)
+    if model.startswith(ASSEMBLED_PREFIX):
+        return from_config(find_config(model, revision))
     file = _config_file(model, revision)
     return _shipped_architecture(model) if file is None else from_config(_read_json(file))
 
@@ -43,8 +51,19 @@ def find_architecture(spec: RunSpec) -> Architecture:
 def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """The config of a built-in model, local folder, cached hub model or shipped entry, as its JSON would have it."""
     model, revision = start_of(model, revision)
+    if model.startswith(ASSEMBLED_PREFIX):
+        experts, per_token, dense = parse_assembled(model)
+        return _assembled(find_config(dense, revision), experts, per_token)
     file = _config_file(model, revision)
     return _shipped_config(model) if file is None else _read_json(file)
+
+
+def _assembled(dense: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
+    """The config of a mixture that is not assembled yet. Raises UsageError where it cannot be."""
+    problems = problems_of_experts(["the recipe's model"], [dense])
+    if problems:
+        raise UsageError("no mixture can be assembled: " + "; ".join(problems), fix="choose another model.id")
+    return assembled_config(dense, experts, per_token)
 
 
 def _config_file(model: str, revision: str | None) -> Path | None:

@@ -1,0 +1,289 @@
+"""Assembles dense models of the same shape into a mixture of experts, by copying tensors between safetensors files.
+
+No model is built and no device is used. Every expert's feed-forward weights are copied as they are; all other weights
+are those that the experts share. Where they differ, they are taken from the first expert or averaged, as the recipe
+says. Names and configs of the families are in `engine.budget.architecture.assembled`.
+
+Try: `tunedeck train` with a recipe that has a stage of kind = "assemble".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.budget.architecture.assembled import (
+    MIXTURES,
+    SHARED_EXPERT_WIDTH,
+    MixtureFamily,
+    assembled_config,
+    problems_of_experts,
+)
+from engine.errors import EnvironmentProblem, UsageError
+from engine.model.reference import ADAPTER_CONFIG
+from engine.spec.name_patterns import compile_patterns
+
+SHARD_BYTES = 2**30
+"""Size at which a file of the result is closed; about as much host memory is used."""
+
+FEED_FORWARD = re.compile(r"^(model\.layers\.(\d+)\.)mlp\.(gate_proj|up_proj|down_proj)\.weight$")
+"""A tensor of the dense model that becomes a tensor of each expert."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+COPIED_FILES = (
+    *TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+"""Files that the result takes from the first expert, where it has them."""
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One dense model: its name in messages, and its folder."""
+
+    name: str
+    folder: Path
+
+
+@dataclass
+class Difference:
+    """The largest relative difference between the experts' versions of a parameter that they should share."""
+
+    parameter: str = ""
+    relative: float = 0.0
+    averaged: list[str] = field(default_factory=list)
+    """Parameters that differ and were averaged."""
+
+    def note(self, parameter: str, relative: float) -> None:
+        """Take a difference into account."""
+        if relative > self.relative:
+            self.parameter, self.relative = parameter, relative
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How experts are put together."""
+
+    experts: Sequence[Expert]
+    per_token: int
+    shared: Sequence[str]
+    """Globs on parameters that are the first expert's where the experts differ."""
+    seed: int
+    router_rows: Callable[[int], Tensor] | None = None
+    """Layer to (experts, hidden) fp32 rows of the router; None: random rows."""
+
+
+def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], None]) -> Difference:
+    """Write the mixture to the folder `target`, which appears complete or not at all; returns how much the experts
+    differ where they should not.
+
+    Raises:
+        UsageError: the experts cannot be assembled; every reason is named.
+        EnvironmentProblem: the folder cannot be written.
+    """
+    config = _checked_config(mixture)
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    difference = Difference()
+    try:
+        draft.mkdir(parents=True)
+        _write_shards(draft, _tensors(mixture, config, difference, notify))
+        (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in COPIED_FILES:
+            if (mixture.experts[0].folder / name).is_file():
+                shutil.copyfile(mixture.experts[0].folder / name, draft / name)
+        for file in draft.iterdir():
+            _flush(file)
+        _flush(draft)
+        draft.rename(target)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the mixture cannot be written to {target}: {error.strerror or error}", fix="make room on that disk"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return difference
+
+
+def _flush(path: Path) -> None:
+    """Make sure that a file or folder is on the disk, not only in the operating system's memory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _checked_config(mixture: Mixture) -> dict[str, Any]:
+    """The config of the mixture. Raises UsageError with every reason why the experts cannot be assembled."""
+    experts = mixture.experts
+    adapters = [expert for expert in experts if (expert.folder / ADAPTER_CONFIG).is_file()]
+    if adapters:
+        names = ", ".join(expert.name for expert in adapters)
+        raise UsageError(
+            f"cannot assemble adapters: {names}", expected="full models", fix="set finish.merge = true in those stages"
+        )
+    configs = [json.loads((expert.folder / "config.json").read_text("utf-8")) for expert in experts]
+    problems = problems_of_experts([expert.name for expert in experts], configs)
+    problems += _differing_tokenizers(experts)
+    if not problems:
+        problems += _differing_tensors(experts)
+    if mixture.per_token > len(experts):
+        problems.append(f"{mixture.per_token} experts per token of {len(experts)}")
+    if problems:
+        found = "these models cannot be assembled:\n  " + "\n  ".join(problems)
+        raise UsageError(found, fix="change `from` of the stage")
+    return assembled_config(configs[0], len(experts), mixture.per_token)
+
+
+def _differing_tokenizers(experts: Sequence[Expert]) -> list[str]:
+    problems = []
+    for name in TOKENIZER_FILES:
+        first = experts[0].folder / name
+        for expert in experts[1:]:
+            own = expert.folder / name
+            if first.is_file() and own.is_file() and first.read_bytes() != own.read_bytes():
+                problems.append(f"{expert.name}: {name} differs from that of {experts[0].name}")
+    return problems
+
+
+def _differing_tensors(experts: Sequence[Expert]) -> list[str]:
+    """Problems with the tensors in the files: all experts need the same names, shapes and dtypes."""
+    first, *others = [_layout(expert.folder) for expert in experts]
+    problems = []
+    for expert, layout in zip(experts[1:], others, strict=True):
+        for name in sorted(first.keys() | layout.keys()):
+            if first.get(name) != layout.get(name):
+                found, wanted = layout.get(name, "missing"), first.get(name, "missing")
+                problems.append(f"{expert.name}: {name} is {found}, in {experts[0].name} {wanted}")
+                break  # one is enough to see that the models differ
+    return problems
+
+
+def _layout(folder: Path) -> dict[str, str]:
+    """Name = "dtype shape" of every tensor in a folder's safetensors files; only headers are read."""
+    layout = {}
+    for name, file in _files(folder).items():
+        with safe_open(file, framework="pt") as opened:
+            part = opened.get_slice(name)
+            layout[name] = f"{part.get_dtype()} {list(part.get_shape())}"
+    return layout
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Name = the safetensors file that holds it, for every tensor in a folder."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found.update(dict.fromkeys(opened.keys(), file))
+    return found
+
+
+def _read(files: dict[str, Path], name: str) -> Tensor:
+    with safe_open(files[name], framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def _tensors(
+    mixture: Mixture, config: dict[str, Any], difference: Difference, notify: Callable[[str], None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the mixture's checkpoint, one at a time."""
+    files = [_files(expert.folder) for expert in mixture.experts]
+    dense = json.loads((mixture.experts[0].folder / "config.json").read_text("utf-8"))
+    family = MIXTURES[dense["model_type"]]
+    done: set[int] = set()
+    for name in sorted(files[0], key=_order):
+        matched = FEED_FORWARD.match(name)
+        if matched is None:
+            yield name, _shared_tensor(name, files, mixture, difference)
+            continue
+        prefix, layer, projection = matched[1], int(matched[2]), matched[3]
+        if layer not in done:
+            done.add(layer)
+            notify(f"assembling layer {layer + 1} of {dense['num_hidden_layers']}")
+            yield from _layer_tensors(family, prefix, layer, mixture, config, _read(files[0], name).dtype)
+        for number, own in enumerate(files):
+            expert = family.experts.format(expert=number)
+            yield f"{prefix}{expert}.{family.projections[projection]}.weight", _read(own, name)
+
+
+def _order(name: str) -> tuple[int, str]:
+    matched = re.match(r"^model\.layers\.(\d+)\.", name)
+    return (int(matched[1]) if matched else -1, name)
+
+
+def _shared_tensor(
+    name: str, files: Sequence[dict[str, Path]], mixture: Mixture, difference: Difference
+) -> Tensor:
+    """The mixture's version of a parameter outside the experts: the experts' own where all agree, else the first
+    expert's (`shared`) or the mean, computed in fp32."""
+    versions = [_read(own, name) for own in files]
+    first = versions[0]
+    if all(torch.equal(first, other) for other in versions[1:]):
+        return first
+    if compile_patterns(tuple(mixture.shared)).fullmatch(name):
+        return first
+    wide = [version.float() for version in versions]
+    scale = max(float(wide[0].abs().max()), torch.finfo(torch.float32).tiny)
+    difference.note(name, max(float((other - wide[0]).abs().max()) for other in wide[1:]) / scale)
+    difference.averaged.append(name)
+    return torch.stack(wide).mean(dim=0).to(first.dtype)
+
+
+def _layer_tensors(
+    family: MixtureFamily, prefix: str, layer: int, mixture: Mixture, config: dict[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a layer that no dense model has: its router, and Qwen2-MoE's shared expert."""
+    hidden, scale = int(config["hidden_size"]), float(config.get("initializer_range", 0.02))
+    generator = torch.Generator().manual_seed((mixture.seed << 20) + layer)
+    rows = torch.randn(len(mixture.experts), hidden, generator=generator) * scale
+    if mixture.router_rows is not None:
+        rows = mixture.router_rows(layer)
+    yield prefix + family.router, rows.to(dtype)
+    if family.model_type != "qwen2_moe":
+        return
+    for projection in ("gate_proj", "up_proj"):
+        weight = torch.randn(SHARED_EXPERT_WIDTH, hidden, generator=generator) * scale
+        yield f"{prefix}mlp.shared_expert.{projection}.weight", weight.to(dtype)
+    yield f"{prefix}mlp.shared_expert.down_proj.weight", torch.zeros(hidden, SHARED_EXPERT_WIDTH, dtype=dtype)
+    yield f"{prefix}mlp.shared_expert_gate.weight", torch.zeros(1, hidden, dtype=dtype)
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Group tensors into files of at most SHARD_BYTES; a larger tensor has a file of its own."""
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = tensor.contiguous()
+    yield shard
+
+
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write tensors as model-00001-of-0000N.safetensors with an index, a file at a time."""
+    files: list[list[str]] = []
+    total_bytes = 0
+    for shard in _shards(tensors):
+        save_file(shard, folder / f"shard-{len(files)}", metadata={"format": "pt"})
+        files.append(list(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    weight_map = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,115 @@
+"""The process of a stage with kind = "assemble": writes the mixture into the stage's `model/`, and its journal.
+
+The conductor wrote what is to be done into `assembly.json` of the stage's run directory. `run.toml` there is the recipe
+with its own [model], from which the expert "base" and the hidden states of the router come.
+
+Try: `tunedeck train` with a recipe that has a stage of kind = "assemble".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EnvironmentProblem, StoppedError, TunedeckError
+from engine.export.assemble import Expert, Mixture, assemble_experts
+from engine.journal.control import ControlInbox
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.journal.heartbeat import heartbeats
+from engine.journal.liveness import claim
+from engine.launch.run_requests import RunRequests
+from engine.model.hub import HUB_ERRORS, loading_error
+from engine.model.library_output import silence_libraries
+from engine.model.reference import find_starting_weights
+from engine.spec.load import load_run_spec
+from engine.spec.schema.run import RunSpec
+from engine.spec.stages import BASE
+
+
+def assemble_stage(directory: Path) -> int:
+    """Assemble the mixture of the stage in `directory`; returns the exit code."""
+    run = RunDirectory(directory)
+    spec = load_run_spec(run.run_toml, own=True)
+    silence_libraries()
+    with claim(run), EventWriter(run) as writer, heartbeats(writer):
+        requests = RunRequests(ControlInbox(run), writer, None)
+        with requests.handling_signals():
+            return _assemble_and_record(spec, run, writer, requests)
+
+
+def _assemble_and_record(spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: RunRequests) -> int:
+    started = time.monotonic()
+    writer.write("run_started", run=run.name, pid=os.getpid(), world_size=1, versions=spec.provenance.versions)
+    status, code, error, reason = "done", 0, None, ""
+    try:
+        _assemble(spec, run, writer, requests)
+    except StoppedError as stop:
+        status, code, reason = ("paused" if requests.ending == "pause" else "stopped"), stop.exit_code, requests.reason
+    except TunedeckError as failure:
+        traceback.print_exc()
+        status, code, error = "failed", failure.exit_code, failure.render()
+    writer.write(
+        "run_finished",
+        status=status,
+        exit_code=code,
+        result="model" if status == "done" else None,
+        error=error,
+        reason=reason,
+        seconds=time.monotonic() - started,
+    )
+    return code
+
+
+def _assemble(spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: RunRequests) -> None:
+    if run.model.is_dir():
+        return  # complete: the process ended between the rename and its last event
+
+    def notify(text: str) -> None:
+        writer.write("phase", name=text)
+        if requests.poll():
+            raise StoppedError("asked to stop")
+
+    asked = json.loads(run.assembly.read_text("utf-8"))
+    experts = [Expert(entry["name"], _folder_of(spec, entry)) for entry in asked["experts"]]
+    rows = None
+    if asked["router"] == "hidden":
+        from engine.export.router_rows import hidden_router_rows
+
+        rows = hidden_router_rows(spec, [load_run_spec(entry["run_toml"]) for entry in asked["experts"]], notify)
+    mixture = Mixture(experts, asked["experts_per_token"], asked["shared"], spec.recipe.train.seed, rows)
+    difference = assemble_experts(mixture, run.model, notify)
+    if difference.averaged:
+        writer.write(
+            "warning",
+            code="experts_differ",
+            text=f"{len(difference.averaged)} parameters outside the experts differ and were averaged; the largest "
+            f"relative difference is {difference.relative:.3g}, in {difference.parameter}",
+            fix='train the feed-forward layers only: method.train_only = ["model.layers.*.mlp"] in the stages of the '
+            "experts, or name parameters in `shared` to take the first expert's",
+        )
+
+
+def _folder_of(spec: RunSpec, entry: dict[str, Any]) -> Path:
+    """The folder with an expert's weights; the recipe's own model is fetched from the hub if it is not here."""
+    if entry["name"] != BASE:
+        return Path(entry["weights"])
+    start = find_starting_weights(spec.recipe.model)
+    if start.folder is not None:
+        return start.folder
+    if start.base.startswith("builtin:") or spec.recipe.model.init == "random":
+        raise EnvironmentProblem(
+            f"{start.base} with new weights exists in no folder, so it cannot be an expert",
+            expected='a folder, a model on the hub, or "run:RUN" as [model] where "base" is an expert',
+            fix="set model.id to one of them",
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(start.base, revision=start.revision, allow_patterns=["*.json", "*.safetensors"]))
+    except HUB_ERRORS as error:
+        raise loading_error(error, start.base) from error
