@@ -150,6 +150,8 @@ def stage_lines(planned: StagedPlan, spec: RunSpec, width: int) -> list[str]:
     disk = sum(stage.disk_bytes for stage in planned.stages)
     verdict = describe_verdict(planned.verdict)
     lines.append(f"{verdict}; checkpoints of all stages take up to {format_size(disk, disk)} of disk")
+    if any(stage.plan is None and stage.kind == "train" for stage in planned.stages):
+        lines.append("a stage without a plan starts with small micro-batches and learns what fits")
     if planned.worst is not None:
         lines.append(f"see the largest in full: --stage {planned.worst.name}")
     return [piece for line in lines for piece in ([line] if line in table else wrap_lines([line], width))]

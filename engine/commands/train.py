@@ -9,6 +9,7 @@ Try: `tunedeck train -p demo -r demo`
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,10 +35,11 @@ from engine.commands.options import (
     runs_folder,
 )
 from engine.commands.output import print_notices
-from engine.errors import EnvironmentProblem
+from engine.errors import EnvironmentProblem, TunedeckError
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
+    from engine.journal.events import EventWriter
     from engine.launch.launcher_rank import LauncherRank
     from engine.spec.load import Resolved
 
@@ -126,9 +128,37 @@ def engine_process(
             # The supervisor of several ranks trains nothing: without the models' libraries it starts in half the time.
             from engine.distributed.elastic import run_supervised as run
     code = run(directory.absolute(), resume=resume, from_step=from_step)
+    if code == 0 and "TUNEDECK_RANK_OF" not in os.environ:
+        _merge_if_asked(directory.absolute())
     sys.stdout.flush()
     sys.stderr.flush()
     raise typer.Exit(code)
+
+
+def _merge_if_asked(directory: Path) -> None:
+    """With finish.merge, merge the adapter of a run that is done. Where that fails, the run stays done, with a warning
+    that says how to try again."""
+    from engine.journal.directory import RunDirectory
+    from engine.journal.events import EventWriter
+    from engine.spec.load import load_run_spec
+
+    run = RunDirectory(directory)
+    spec = load_run_spec(run.run_toml, own=True)
+    if not spec.recipe.finish.merge:
+        return
+    shutil.rmtree(run.merged, ignore_errors=True)  # of an earlier, shorter training of this run
+    from engine.export.merge import merge
+
+    with EventWriter(run) as writer:
+        try:
+            trusted = spec.limits.trust_remote_code
+            merge(run.adapter, run.merged, lambda text: _write_phase(writer, text), trust_remote_code=trusted)
+        except TunedeckError as error:
+            writer.write("warning", code="merge", text=error.found, fix=f"tunedeck merge {run.path}")
+
+
+def _write_phase(writer: EventWriter, text: str) -> None:
+    writer.write("phase", name=text)
 
 
 def assembler_process(

@@ -87,7 +87,7 @@ def _stage_started(state: JournalState, event: Event) -> None:
     name = str(event["name"])
     state.stages[name] = StageState(started=event)
     if name != state.stage or event.get("from_start"):
-        state.stage, state.step, state.max_steps = name, 0, None
+        state.stage, state.step, state.max_steps, state.predicted = name, 0, None, {}
         state.first_step = state.last_step = None
         state.evals.clear()
 

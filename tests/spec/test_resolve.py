@@ -318,7 +318,6 @@ def test_override_refuses_what_resolve_refuses() -> None:
 LATER = {
     "sweep": '{"train.seed" = [1]}',
     "trackers.use": '["wandb"]',
-    "finish.merge": "true",
     "train.compile": "true",
     "data.sources.qmsum.format": "image-chat",
     "data.sources.qmsum.image_root": "x",

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event
 from engine.journal.liveness import engine_process, is_alive
 from engine.launch.create_run import create_run
 from engine.launch.process import start_engine
+from engine.model.tokenizer import byte_tokenizer
 from engine.spec.schema.run import RunSpec
 from tests.events import read_events
 from tests.train.run_helpers import make_spec, write_samples
@@ -90,3 +92,13 @@ def kill_engine(stage: RunDirectory) -> None:
     engine = engine_process(stage) if stage.exists() else None
     if engine is not None and is_alive(engine):
         os.killpg(engine.pid, signal.SIGKILL)
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """A folder with a Qwen2 model of two small layers with random weights, and a tokenizer of bytes."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("qwen2", vocab_size=264, num_hidden_layers=2, tie_word_embeddings=True, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

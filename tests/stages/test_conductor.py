@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from engine.errors import UsageError
 from engine.journal.control import send_request
@@ -32,6 +34,7 @@ from tests.stages.staged_runs import (
     staged_spec,
     wait_for,
     weights_of,
+    write_tiny_model,
 )
 
 CHAIN: list[dict[str, Any]] = [
@@ -191,3 +194,37 @@ def test_plan_json_has_a_plan_for_each_stage(undisturbed: RunDirectory) -> None:
         ("one", "train", "fits"), ("two", "train", "fits"),
     ]  # fmt: skip
     assert plan["stages"][0]["peak_bytes"] == plan["stages"][0]["plan"]["peak_bytes"]
+
+
+def test_an_adapter_is_merged_for_the_stage_that_trains_all_weights(tmp_path: Path) -> None:
+    stages = [
+        {"name": "adapter", "method": {"kind": "lora", "rank": 2}, "finish": {"merge": True}},
+        {"name": "all", "from": "adapter", "method": {"kind": "full"}},
+    ]
+    run = new_staged_run(tmp_path, staged_spec(tmp_path, stages, train={"max_steps": 2}))
+    assert conduct(run) == 0, run.log.read_text()
+    first, second = stage_directories(run)
+    assert f'id = "{first.merged}"' in second.run_toml.read_text()
+    losses = [event["loss"] for stage in (first, second) for event in read_events(stage.events)
+              if event["kind"] == "step"]  # fmt: skip
+    assert losses[2] < losses[0], "the second stage starts where the first one ended"
+
+
+def test_experts_are_assembled_and_the_mixture_is_trained(tmp_path: Path) -> None:
+    only_mlp = {"kind": "full", "train_only": ["model.layers.*.mlp"]}
+    stages = [
+        {"name": "a", "method": only_mlp, "train": {"seed": 1}},
+        {"name": "mixture", "kind": "assemble", "from": ["a", "base"], "router": "hidden"},
+        {"name": "whole", "from": "mixture"},
+    ]
+    model = {"id": str(write_tiny_model(tmp_path / "base")), "init": "pretrained"}
+    run = new_staged_run(tmp_path, staged_spec(tmp_path, stages, train={"max_steps": 1}, model=model))
+    assert conduct(run) == 0, run.log.read_text()
+    expert, mixture, whole = stage_directories(run)
+    name = "model.layers.0.mlp.{}gate_proj.weight"
+    assembled = load_file(mixture.model / "model-00001-of-00001.safetensors")
+    assert torch.equal(assembled[name.format("experts.0.")], weights_of(expert)[name.format("")])
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    assert torch.equal(assembled[name.format("experts.1.")], base[name.format("")])
+    assert "experts_differ" not in [event["code"] for event in events_of(run, "warning")]
+    assert whole.model.is_dir() and summarise(run).status == "done"

@@ -4,7 +4,7 @@ Pure functions of configs, used by the plan before anything is assembled, and by
 family has one mixture family whose attention, norms and embeddings are the same. Source of the table and of every
 default: the configuration and modelling files of transformers 5.23 (`src/transformers/models/`).
 
-Try: `python -m pytest tests/budget/test_assembled.py`
+Try: `python -m pytest tests/export/test_assemble.py`
 """
 
 from __future__ import annotations

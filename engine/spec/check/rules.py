@@ -339,6 +339,11 @@ def rungs_once(recipe: Recipe) -> Problems:
             )
 
 
+def merges_an_adapter(recipe: Recipe) -> Problems:
+    if recipe.finish.merge and recipe.method.kind != "lora":
+        yield Problem(("finish", "merge"), 'true with method.kind = "full"', "a full model has nothing to merge: false")
+
+
 def sweep_has_values(recipe: Recipe) -> Problems:
     for key, values in recipe.sweep.items():
         if not values:
@@ -372,6 +377,7 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     early_stopping_is_reached,
     best_metric_is_evaluated,
     rungs_once,
+    merges_an_adapter,
     sweep_has_values,
 )
 

@@ -41,7 +41,6 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         "sharding with optimizers that need whole tensors",
     ),
     (lambda spec: _when(bool(spec.recipe.trackers.use), "trackers.use"), "experiment trackers"),
-    (lambda spec: _when(spec.recipe.finish.merge, "finish.merge"), "merging at the end of a run"),
     (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
     (
         lambda spec: _when(bool(spec.recipe.moe.aux_loss_weight), "moe.aux_loss_weight"),

@@ -315,7 +315,7 @@ class Finish(Table):
     """What is done with the result at the end of a run."""
 
     merge: bool = False
-    """Merge the adapter into a full model at the end."""
+    """Merge the adapter into its base model when the run is done, into merged/ of the run; uses host memory only."""
 
 
 class Stage(Table):
