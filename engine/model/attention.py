@@ -14,13 +14,14 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import import_utils
 
 from engine.device.base import Device
 from engine.device.determinism import has_deterministic_backward
 from engine.errors import EnvironmentProblem, UsageError
+from engine.model.varlen import register_varlen, varlen_obstacle
 from engine.spec.attention_kernels import (
     BLACKWELL,
     FLASH_CHOICES,
@@ -153,6 +154,8 @@ def _obstacle_in_model(kernel: str, config: PreTrainedConfig, device: Device) ->
     compatible = _attribute(config, "_compatible_flash_implementations")
     if compatible is not None and kernel not in compatible:
         return f"transformers computes {config.model_type} with {' or '.join(compatible)} alone"
+    if kernel == "varlen" and (obstacle := varlen_obstacle(config)) is not None:
+        return obstacle
     width = head_dim(config)
     if width > MOST_HEAD_DIM or width % 8:
         return f"has heads of up to {MOST_HEAD_DIM} values, a multiple of 8; {config.model_type} has {width}"
@@ -165,7 +168,8 @@ def _obstacle_in_model(kernel: str, config: PreTrainedConfig, device: Device) ->
 def _missing(kernel: str) -> str | None:
     """Return why a kernel's package does not count as installed, or None if it is there."""
     if kernel == "varlen":
-        return None if kernel in AttentionInterface().valid_keys() else "is not registered with transformers"
+        register_varlen()
+        return None
     predicate = getattr(import_utils, f"is_flash_attn_{kernel[-1]}_available", None)
     if predicate is None:
         return "needs a newer transformers"

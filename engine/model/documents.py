@@ -42,20 +42,32 @@ def takes_any_option(module: torch.nn.Module) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
+_handed_over = False
+
+
+def starts_are_handed_over() -> bool:
+    """Whether a forward pass is under way whose layers are told where documents begin, so that no mask is needed."""
+    return _handed_over
+
+
 @contextmanager
-def separate_documents(apart: bool) -> Iterator[None]:
+def separate_documents(apart: bool, *, handed_over: bool = False) -> Iterator[None]:
     """Inside the block, the masks that transformers makes keep the documents of a row apart if `apart` is True; else
-    every row is one document. `find_packed_sequence_indices` is the one function that decides it for all masks."""
+    every row is one document. `find_packed_sequence_indices` is the one function that decides it for all masks.
+
+    `handed_over`: the forward pass gets the `flash_options`, and its kernel needs no mask.
+    """
+    global _handed_over
     former = masking_utils.find_packed_sequence_indices
 
     def known(position_ids: Tensor) -> Tensor | None:
-        if not apart:
+        if not apart or handed_over:
             return None
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         return (steps != 1).cumsum(-1)
 
-    masking_utils.find_packed_sequence_indices = known
+    masking_utils.find_packed_sequence_indices, _handed_over = known, handed_over
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = former
+        masking_utils.find_packed_sequence_indices, _handed_over = former, False

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,27 +204,41 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     for 255 positions than for 256. Causal models get no mask for padding, because padding is on the right. Flash
     attention separates packed documents only in a batch of one row, so packed rows are concatenated.
     """
-    ids_BS, positions_BS, documents = batch.input_ids_BS, batch.position_ids_BS, batch.documents
+    ids_BS, positions_BS = batch.input_ids_BS, batch.position_ids_BS
     mask_BS = batch.attention_mask_BS if loaded.attends_to_padding else None
-    shape = ids_BS.shape
-    flat = positions_BS is not None and not batch.labels_shifted and takes_starts(loaded.attention)
-    if flat and positions_BS is not None:
-        ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
-    extra = {} if positions_BS is None else {"position_ids": _by_axis(loaded, positions_BS)}
     # The vision encoder is part of the module around the decoder.
     body = loaded.base.base_model if batch.images else decoder_of(loaded.base)
-    if mask_BS is None and (flat or len(ids_BS) == 1):  # otherwise flash kernels know that each row is one document
-        extra |= flash_options(body, documents)
-    with _documents_of(batch):
+    shape, extra = ids_BS.shape, _flash_options(loaded, body, batch)
+    # Other flash kernels separate the documents of one row by its positions, if they are not told the starts.
+    if positions_BS is not None and (extra or (loaded.attention.startswith("flash") and not batch.labels_shifted)):
+        ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
+    if positions_BS is not None:
+        extra["position_ids"] = _by_axis(loaded, positions_BS)
+    with _documents_of(batch, handed_over="cu_seq_lens_q" in extra):
         output = body(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **{**extra, **batch.images})
     hidden_BSH: Tensor = output.last_hidden_state
     return hidden_BSH.reshape(*shape, -1)
 
 
-def _documents_of(batch: Batch) -> AbstractContextManager[None]:
+def _flash_options(loaded: LoadedModel, body: torch.nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return the options that tell flash kernels where documents begin, for packed rows and for a single row.
+
+    Several rows that are not packed need none: each is one document. With images none are given, because the vision
+    encoder's attention has starts of its own.
+    """
+    masked = batch.attention_mask_BS is not None and loaded.attends_to_padding
+    whole_rows = batch.position_ids_BS is None and len(batch.input_ids_BS) > 1
+    if not takes_starts(loaded.attention) or masked or batch.images or whole_rows:
+        return {}
+    return flash_options(body, batch.documents)
+
+
+def _documents_of(batch: Batch, *, handed_over: bool) -> AbstractContextManager[None]:
     """Return a context in which transformers' masks fit the documents of a batch; without knowledge of them (a slice),
     transformers finds out itself."""
-    return nullcontext() if batch.documents is None else separate_documents(not batch.documents.one_per_row)
+    if batch.documents is None:
+        return nullcontext()
+    return separate_documents(not batch.documents.one_per_row, handed_over=handed_over)
 
 
 def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:

@@ -1,0 +1,154 @@
+"""torch's varlen kernel computes what sdpa computes with a mask. The kernel needs a card: a stand-in with its signature
+computes each document on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig
+
+from engine.data.batch import Batch, Documents
+from engine.device.host_syncs import host_syncs
+from engine.errors import UsageError
+from engine.model.documents import separate_documents
+from engine.model.loaded import LoadedModel
+from engine.model.loss import decoder_of, hidden_states
+from engine.model.varlen import register_varlen, varlen_attention, varlen_obstacle
+from tests.model.samples import FAMILIES, load_family
+
+REAL = varlen.varlen_attn
+TRIED = [family for family in FAMILIES if family != "gemma2"]  # soft-caps
+
+
+class Kernel:
+    """The stand-in; `calls` counts its documents."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    ) -> Tensor:
+        assert cu_seq_q.dtype == torch.int32
+        assert window_size[1] == 0  # causal
+        bounds = cu_seq_q.numpy().tolist()
+        assert max_q == max_k == max(end - start for start, end in pairwise(bounds))
+        self.calls.append(len(bounds) - 1)
+        pieces = []
+        for start, end in pairwise(bounds):
+            q, k, v = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))
+            distance_SS = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
+            farthest = window_size[0] if window_size[0] >= 0 else end
+            mask_SS = (distance_SS >= 0) & (distance_SS <= farthest)
+            output = scaled_dot_product_attention(q, k, v, mask_SS, scale=scale, enable_gqa=enable_gqa)
+            pieces.append(output[0].transpose(0, 1))
+        return torch.cat(pieces)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    stand_in = Kernel()
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    register_varlen()
+    return stand_in
+
+
+def use(loaded: LoadedModel, attention: str) -> None:
+    loaded.attention = attention
+    for module in decoder_of(loaded.base).modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = attention
+
+
+def batch(rows: list[list[int]], *, packed: bool) -> Batch:
+    """Random rows of documents of these lengths."""
+    positions_BS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    ids_BS = torch.randint(0, 256, positions_BS.shape, generator=torch.Generator().manual_seed(3))
+    lengths = [length for row in rows for length in row]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    documents = Documents(starts, max(lengths), len(lengths) == len(rows))
+    return Batch(ids_BS, ids_BS, None, positions_BS if packed else None, (0,), 1, documents=documents)
+
+
+def test_the_stand_in_takes_what_torch_takes() -> None:
+    theirs, ours = inspect.signature(REAL).parameters, inspect.signature(Kernel().__call__).parameters
+    assert list(theirs)[:7] == list(ours)[:7]
+    assert set(ours) <= set(theirs)
+    assert all(theirs[name].kind == ours[name].kind for name in ours)
+
+
+@pytest.mark.parametrize("rows", [[[9, 5, 4], [3, 15]], [[20]]])
+@pytest.mark.parametrize("family", TRIED)
+def test_documents_have_the_hidden_states_that_sdpa_gives_them(
+    tmp_path: Path, kernel: Kernel, family: str, rows: list[list[int]]
+) -> None:
+    loaded = load_family(tmp_path, family)
+    given = batch(rows, packed=len(rows[0]) > 1)
+    with torch.no_grad():
+        expected_BSH = hidden_states(loaded, given)
+        use(loaded, "varlen")
+        found: list[Tensor] = []
+        assert host_syncs(lambda: found.append(hidden_states(loaded, given))) == []
+    torch.testing.assert_close(found[0], expected_BSH, rtol=1e-4, atol=1e-5)
+    assert kernel.calls == [sum(map(len, rows))] * 2  # one call in each layer
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_sdpa_also_when_layers_are_recomputed(
+    tmp_path: Path, kernel: Kernel, checkpointing: bool
+) -> None:
+    loaded = load_family(tmp_path, "mistral", method={"kind": "full"})
+    loaded.set_checkpointing(checkpointing)
+    gradients = []
+    for attention in ("sdpa", "varlen"):
+        use(loaded, attention)
+        loaded.model.zero_grad()
+        hidden_states(loaded, batch([[9, 11], [14, 6]], packed=True)).square().sum().backward()
+        gradients.append([parameter.grad.clone() for _, parameter in loaded.trainable() if parameter.grad is not None])
+    assert len(kernel.calls) == (4 if checkpointing else 2)
+    for found, expected in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_that_are_whole_documents_and_generation_go_through_sdpa(tmp_path: Path, kernel: Kernel) -> None:
+    loaded = load_family(tmp_path, "llama")
+    loaded.model.eval()
+    rows = batch([[12], [12]], packed=False)
+    prompt = {"input_ids": rows.input_ids_BS, "attention_mask": torch.ones_like(rows.input_ids_BS)}
+    prompt["attention_mask"][1, :5] = 0
+    with torch.no_grad():
+        expected = hidden_states(loaded, rows), generated(loaded, prompt)
+        use(loaded, "varlen")
+        found = hidden_states(loaded, rows), generated(loaded, prompt)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert kernel.calls == []
+
+
+def generated(loaded: LoadedModel, prompt: dict[str, Tensor]) -> Tensor:
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
+    tokens: Tensor = loaded.base.generate(**prompt, **options)  # type: ignore[operator]
+    return tokens
+
+
+def test_a_layer_that_is_not_told_where_documents_begin_refuses(kernel: Kernel) -> None:
+    query_BHSD = torch.zeros(1, 2, 8, 8)
+    with separate_documents(True, handed_over=True), pytest.raises(UsageError, match="not told where packed"):
+        varlen_attention(torch.nn.Identity(), query_BHSD, query_BHSD, query_BHSD, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "word"),
+    [("gemma2", {}, "soft-cap"), ("gpt2", {"attn_pdrop": 0.1}, "drop"), ("llama", {"attention_dropout": 0.1}, "drop")],
+)
+def test_models_that_need_more_than_the_kernel_has_are_named(family: str, changes: dict[str, Any], word: str) -> None:
+    assert word in (varlen_obstacle(AutoConfig.for_model(family, **changes)) or "")
+    assert varlen_obstacle(AutoConfig.for_model("llama")) is None
