@@ -152,6 +152,11 @@ class Device(Protocol):
         """Copy a device tensor to the host. The copy has no autograd history."""
         ...
 
+    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a device tensor to the host as `download` does, but without waiting for the copy: only the device may
+        read it back (`upload`), or the host after `synchronize`."""
+        ...
+
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a host tensor with the same values, only for reading: a copy, or on a plain CPU the tensor itself."""
         ...

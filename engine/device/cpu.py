@@ -90,6 +90,10 @@ class CpuDevice:
         """Return a copy, which the caller may change without changing `tensor`."""
         return tensor.detach().clone()
 
+    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `download` returns: operations are not queued."""
+        return self.download(tensor)
+
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself, so that writing a checkpoint needs no second copy of the model."""
         return tensor.detach()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,17 +101,20 @@ class CudaDevice:
         Containers and Windows may cap page-locked memory far below the machine's memory. After the first refusal no
         more is asked for, a notice is left, and copies wait for the card again.
         """
-        if not self._can_pin:
-            return tensor
+        pinned = self._pinned(tensor.pin_memory) if self._can_pin else None
+        return tensor if pinned is None else pinned
+
+    def _pinned(self, allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """Return what `allocate` returns, or None after a notice if no page-locked memory is left."""
         try:
-            return tensor.pin_memory()
+            return allocate()
         except RuntimeError as error:
             if classify(error) is None:
                 raise
             self._can_pin = False
             reason = str(error).splitlines()[0]
             self.notices.append(f"no page-locked host memory is left ({reason}); copies to the card wait for it")
-            return tensor
+            return None
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to the card; the copy is asynchronous if `tensor` is in pinned memory."""
@@ -119,6 +123,12 @@ class CudaDevice:
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to the host; the copy is complete on return."""
         return tensor.detach().to("cpu", copy=True)
+
+    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Queue a copy of `tensor` to page-locked memory. It is queued behind the work that makes the tensor, on the
+        same stream, so the tensor's memory may be freed at once."""
+        host = self._pinned(partial(torch.empty_like, tensor, device="cpu", pin_memory=True)) if self._can_pin else None
+        return self.download(tensor) if host is None else host.copy_(tensor.detach(), non_blocking=True)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to the host, as `download` does."""

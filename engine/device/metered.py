@@ -102,6 +102,10 @@ class MeteredDevice:
         with self._meter.active(), self._meter.host_region(), torch.no_grad():
             return tensor.detach().clone()
 
+    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `download` returns: operations are not queued."""
+        return self.download(tensor)
+
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy that is not counted, as `download` does."""
         return self.download(tensor)

@@ -58,7 +58,7 @@ class ActivationOffload:
             of_storage = copies.setdefault(tensor.untyped_storage(), {})
             view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
             if view not in of_storage:
-                of_storage[view] = _OnHost(self._device.download(tensor))
+                of_storage[view] = _OnHost(self._device.offload(tensor))
             return of_storage[view]
 
         def unpack(saved: Tensor | _OnHost) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.vision_parameters import VISION_MODULES
 from engine.budget.installed import installed
-from engine.spec.attention_kernels import FLASH_CHOICES
+from engine.spec.attention_kernels import FLASH_CHOICES, runs_on
 from engine.spec.check.images import image_key
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
@@ -229,10 +229,21 @@ def chunk_tokens(vocab: int, capacity_bytes: int) -> int:
 
 def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
     """What a run's attention kernel allocates; "auto" is sdpa, but eager for families without sdpa or with capped
-    scores. All flash kernels save the same tensors."""
+    scores, and torch's varlen kernel for packed rows on cards that have it. All flash kernels save the same tensors."""
     asked = spec.recipe.model.attention
     if asked in FLASH_CHOICES:
         return "flash"
     if asked == "sdpa" or asked == "eager":
         return asked
-    return "eager" if arch.default_attention == "eager" or arch.attention_softcap is not None else "sdpa"
+    if arch.default_attention == "eager" or arch.attention_softcap is not None:
+        return "eager"
+    return "flash" if spec.recipe.data.packing and _has_varlen(arch, spec) else "sdpa"
+
+
+def _has_varlen(arch: Architecture, spec: RunSpec) -> bool:
+    """Whether torch's varlen kernel surely computes the model's packed rows on the profile's device: a card of known
+    compute capability, half precision, heads that it has, and no dropout of the scores (GPT-2's default)."""
+    capability = spec.profile.device.compute_capability
+    on_card = spec.profile.device.kind == "cuda" and capability is not None and runs_on("varlen", capability)
+    heads_fit = arch.head_dim <= 256 and arch.head_dim % 8 == 0 and arch.layout != "gpt2"
+    return on_card and heads_fit and resolved_dtype(spec) != "float32"
