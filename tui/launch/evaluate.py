@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.budget.advise.plan import Plan, make_plan
+from engine.budget.advise.staged_plan import StagedPlan, make_staged_plan
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
+from engine.journal.event_text import describe_verdict
 from engine.launch.create_run import require_launcher
 from engine.spec.check.devices import parse_device_indices, require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.files.working_directory import working_directory
 from engine.spec.load import resolve
 from engine.spec.schema.run import Limits, RunSpec
+from engine.spec.stages import stage_specs
 from tui.launch.choice import Choice
 from tui.launch.fields import DEVICES, NAME, SOURCES, row_of_key
 
@@ -50,6 +53,9 @@ class EvaluatedChoice:
     spec: RunSpec | None = None
     """The resolved run spec; None where a file or an override is wrong."""
     plan: Plan | None = None
+    """Of a staged run, the plan of the stage with the least memory left."""
+    planned: RunSpec | None = None
+    """The run spec that `plan` belongs to: the run's own, or that of the stage."""
     problems: tuple[FieldProblem, ...] = ()
     unplanned: str = ""
     """Why there is no plan although a run may be started."""
@@ -74,9 +80,9 @@ class EvaluatedChoice:
     @property
     def batch_split(self) -> BatchSplit | None:
         """How the effective batch is divided into micro-batches; None without a plan."""
-        if self.spec is None or self.plan is None:
+        if self.planned is None or self.plan is None:
             return None
-        batch, devices = self.spec.recipe.train.batch_size, self.spec.profile.device.count
+        batch, devices = self.planned.recipe.train.batch_size, self.planned.profile.device.count
         return BatchSplit(batch, self.plan.micro_batch, -(-batch // (self.plan.micro_batch * devices)), devices)
 
 
@@ -120,15 +126,34 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
         return EvaluatedChoice(problems=tuple(map(_field_problem, error.problems)))
     except UsageError as error:
         return EvaluatedChoice(problems=(FieldProblem(DEVICES, _sentence(error)),))
-    problems = [*_unsupported(resolved.spec), *_missing_data(resolved.spec)]
-    plan, unplanned = None, ""
+    spec, notices = resolved.spec, resolved.notices
+    parts = stage_specs(spec) if spec.recipe.stages else [spec]
+    problems = list(dict.fromkeys([*_unsupported(spec), *(found for part in parts for found in _missing_data(part))]))
+    plan, planned, unplanned = None, spec, ""
     try:
-        plan = make_plan(resolved.spec)
+        if spec.recipe.stages:
+            staged = make_staged_plan(spec)
+            notices = [_stages_in_words(staged), *notices]
+            plan, planned = (staged.worst.plan, staged.worst.spec) if staged.worst else (None, spec)
+        else:
+            plan = make_plan(spec)
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         unplanned = unknown.found
     except TunedeckError as error:
         problems.append(FieldProblem("model.id", _sentence(error)))
-    return EvaluatedChoice(resolved.spec, plan, tuple(problems), unplanned, tuple(resolved.notices))
+    return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, tuple(notices))
+
+
+def _stages_in_words(staged: StagedPlan) -> str:
+    """The verdict of each stage on one line, and whose memory the bar shows."""
+    words = [
+        f"{stage.name} {describe_verdict(stage.plan.verdict, stage.plan.micro_batch, stage.plan.remedies)}"
+        for stage in staged.stages
+        if stage.plan is not None
+    ]
+    words += [f"{stage.name} has no plan" for stage in staged.stages if stage.plan is None and stage.kind == "train"]
+    shown = f"; the bar shows {staged.worst.name}" if staged.worst is not None else ""
+    return f"{len(staged.stages)} stages: {', '.join(words)}{shown}"
 
 
 def _sentence(error: TunedeckError) -> str:

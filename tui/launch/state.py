@@ -156,8 +156,9 @@ class LaunchState:
     def advice(self, *, compute: bool = False) -> Advice | None:
         """Advice for the present choice, or None without a plan. Unless `compute` is set, only advice computed earlier
         is returned."""
-        if compute and self.evaluated.plan is not None and self.evaluated.spec is not None and self.advice() is None:
-            self._advice = (self.choice, advise(self.evaluated.spec))
+        evaluated = self.evaluated
+        if compute and evaluated.plan is not None and evaluated.planned is not None and self.advice() is None:
+            self._advice = (self.choice, advise(evaluated.planned))
         return self._advice[1] if self._advice is not None and self._advice[0] == self.choice else None
 
     def compute_next_verdict(self) -> bool:

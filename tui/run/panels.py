@@ -53,10 +53,20 @@ def headline_lines(watch: RunWatch, width: int, glyphs: Glyphs, *, ascii_only: b
         return [Content.styled(f" {watch.read_error or 'reading'}", style), Content("")]
     state = state_cell(state_of(summary), glyphs, ascii_only=ascii_only)
     simulated = " (simulated device)" if summary.simulated else ""
+    chain = stage_chain(watch, summary)
     return [
         Content.assemble(" ", state, (simulated, "$muted"), "  ", _progress(watch, summary, width, glyphs)),
-        _status_line(watch, summary),
+        Content.assemble((f" {chain}  ", "bold") if chain else "", _status_line(watch, summary)),
     ]
+
+
+def stage_chain(watch: RunWatch, summary: RunSummary) -> str:
+    """The stages of a staged run and how far each is, on one line; empty for a run without stages."""
+    recipe = read_spec(watch.directory).get("recipe", {})
+    stages = recipe.get("stages", []) if isinstance(recipe, dict) else []
+    known = {row["name"]: row["status"] for row in summary.stages}
+    names = [str(stage.get("name")) for stage in stages if stage.get("enabled", True)]
+    return " > ".join(clean(f"{name} {known[name]}" if name in known else name) for name in names)
 
 
 def _progress(watch: RunWatch, summary: RunSummary, width: int, glyphs: Glyphs) -> Content:

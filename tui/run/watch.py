@@ -201,7 +201,10 @@ class RunWatch:
         text = _event_text(event)
         if event["kind"] == "eval" and self.state.evals:
             self.state.evals[-1].pop("samples", None)  # only the latest answers are shown
+        stage = self.state.stage
         self.state.fold(event)
+        if self.state.stage != stage or event.get("from_start"):
+            self.curves, self.checkpoint_steps = Curves(), []  # steps count from 1 again in each stage
         if event["kind"] == "resumed":
             self.curves.loss.cut_after(float(event["step"]))
             self.curves.recent.clear()

@@ -217,3 +217,14 @@ def test_a_profile_of_another_machine_is_planned_for_but_not_started(launch: Lau
 def test_a_name_that_no_file_has_is_said_with_the_names_there_are() -> None:
     evaluated = evaluate_choice(Choice("nope", "demo"))
     assert evaluated.spec is None and "no profile named" in evaluated.problems[0].text
+
+
+def test_a_staged_recipe_shows_the_stage_with_the_least_memory_left(tmp_path: Path) -> None:
+    stages = '[[stages]]\nname = "small"\ntrain = { batch_size = 1 }\n[[stages]]\nname = "large"\n'
+    shipped = (SHIPPED_FOLDER / KIND_FOLDERS["recipe"] / "demo.toml").read_text()
+    (tmp_path / "staged.toml").write_text(shipped.replace('name = "demo"', 'name = "staged"', 1) + stages)
+    evaluated = evaluate_choice(Choice("demo", str(tmp_path / "staged.toml")))
+    assert evaluated.planned is not None and evaluated.planned.name == "staged/large", evaluated.problems
+    assert evaluated.plan is not None and evaluated.plan.verdict == "fits_smaller"
+    assert evaluated.notices[0].startswith("2 stages: small fits, large fits with micro-batch ")
+    assert evaluated.notices[0].endswith("; the bar shows large")

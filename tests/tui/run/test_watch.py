@@ -126,3 +126,17 @@ def test_of_a_log_of_megabytes_the_end_is_read_without_control_codes(run: RunDir
     assert tail.lines[-2:] == ["[31m30 % [0m", "  indented"]
     assert len(tail.lines) < 10_000
     assert not tail.refresh()
+
+
+def test_each_stage_of_a_staged_run_has_a_curve_of_its_own(run: RunDirectory) -> None:
+    with EventWriter(run) as writer:
+        writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
+        for number, name in enumerate(("one", "two"), 1):
+            writer.write("stage_started", name=name, number=number, of=2, path=f"stages/0{number}-{name}")
+            for step in range(1, 4):
+                event = {"seq": step, "kind": "step", "time": "2026-01-01T00:00:00Z", "rank": 0, **step_fields(step)}
+                writer.copy(event, name)
+            writer.write("stage_finished", name=name, status="done", exit_code=0, steps=3)
+    watch = looked(run)
+    assert (watch.step, len(watch.curves.recent)) == (3, 3)
+    assert [(row["name"], row["status"]) for row in watch.summary.stages] == [("one", "done"), ("two", "done")]
