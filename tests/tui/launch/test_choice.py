@@ -220,7 +220,7 @@ def test_a_name_that_no_file_has_is_said_with_the_names_there_are() -> None:
 
 
 def test_a_staged_recipe_shows_the_stage_with_the_least_memory_left(tmp_path: Path) -> None:
-    stages = '[[stages]]\nname = "small"\ntrain = { batch_size = 1 }\n[[stages]]\nname = "large"\n'
+    stages = '[[stages]]\nname = "small"\ntrain = { batch_size = 1, micro_batch = 1 }\n[[stages]]\nname = "large"\n'
     shipped = (SHIPPED_FOLDER / KIND_FOLDERS["recipe"] / "demo.toml").read_text()
     (tmp_path / "staged.toml").write_text(shipped.replace('name = "demo"', 'name = "staged"', 1) + stages)
     evaluated = evaluate_choice(Choice("demo", str(tmp_path / "staged.toml")))
