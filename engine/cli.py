@@ -62,7 +62,17 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Fine-tune language models; a run survives out-of-memory errors."""
+    """Fine-tune language models; a run survives out-of-memory errors.
+
+    Without a command, tunedeck opens the console on a terminal. Its options:
+
+    \b
+      -p, --profile PROFILE    open the Launch screen with this profile
+      -r, --recipe RECIPE      open the Launch screen with this recipe
+      --runs DIR               folder of runs (else $TUNEDECK_RUNS, else ./runs)
+      --theme dark|light|ansi  colours
+      --ascii                  draw without special characters
+    """
 
 
 def _add(*commands: Callable[..., None]) -> None:
@@ -99,7 +109,7 @@ def run() -> None:
         _print_error(error.render())
         sys.exit(error.exit_code)
     except BAD_ARGUMENTS as error:
-        _print_bad_arguments(error)
+        _print_bad_arguments(error, arguments)
         sys.exit(UsageError.exit_code)
     except BrokenPipeError:
         _discard_stdout()  # its reader is gone, as after `| head`
@@ -141,14 +151,16 @@ def _discard_stdout() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
-def _print_bad_arguments(error: typer.BadParameter) -> None:
+def _print_bad_arguments(error: typer.BadParameter, arguments: list[str]) -> None:
     """Print the parser's message as one of our blocks; the help where a group was named without a command."""
+    from engine.commands.wrong_usage import refusal
+
     message = error.format_message()
     if error.ctx is not None and message == error.ctx.get_help():
         sys.stderr.write(message + "\n")
         return
     command = error.ctx.command_path if error.ctx is not None else "tunedeck"
-    _print_error(UsageError(message, fix=f"{command} --help").render())
+    _print_error(refusal(message, arguments, command).render())
 
 
 def _print_error(text: str) -> None:

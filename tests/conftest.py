@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update({name: str(Path(folder.name, name.lower())) for name in FOLDERS})
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.pop("TUNEDECK_RUNS", None)
+
+
+@pytest.fixture(autouse=True)
+def _unknown_lengths() -> Iterator[None]:
+    """A plan of one test does not depend on data that an earlier one has read."""
+    yield
+    shutil.rmtree(Path(os.environ["TUNEDECK_CACHE"], "lengths"), ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # -m and xdist read the marks in the same hook

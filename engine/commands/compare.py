@@ -23,7 +23,7 @@ RunArguments = Annotated[
 
 
 def compare(targets: RunArguments, as_json: JsonOption = False, runs: RunsOption = None) -> None:
-    """Compare runs in a table: the settings that differ, the scores, and which run is best in each."""
+    """Compare runs: the settings that differ, the scores, the best."""
     from engine.journal.compare import compare as compare_runs
 
     directories = [find_run(target, runs) for target in targets]

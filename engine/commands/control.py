@@ -36,7 +36,7 @@ def stop(run: RunArgument, runs: RunsOption = None) -> None:
 
 
 def pause(run: RunArgument, runs: RunsOption = None) -> None:
-    """Write a checkpoint, end the engine and free the device; `resume` continues the run."""
+    """Write a checkpoint, end the engine and free the device. `resume` continues the run."""
     directory = find_run(run, runs)
     effect = f"writes a checkpoint and frees the device; continue with: tunedeck resume {directory.name}"
     _request(directory, "pause", effect)

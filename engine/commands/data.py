@@ -16,7 +16,7 @@ import typer
 
 from engine.commands.importing import importing
 from engine.commands.options import JsonOption, OverridesOption, RecipeOption
-from engine.commands.output import print_json, print_progress
+from engine.commands.output import make_console, print_json, print_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,17 +49,20 @@ def data(
     profile: ProfileForDataOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a recipe's data as the model will see them: loss mask, lengths, what was dropped and why."""
+    """Show a recipe's data as the model will see them. With the loss mask, the lengths, what was dropped and why."""
     from engine.spec.check.unsupported import refuse_unsupported
+    from engine.spec.files.data_files import require_data_files
     from engine.spec.load import resolve
 
+    # Before the imports, which take seconds.
+    spec = resolve(profile or DEFAULT_PROFILE, recipe, overrides or ()).spec
+    refuse_unsupported(spec)
+    require_data_files(spec.recipe)
     with importing():
         from engine.data.prepare import prepare_data
         from engine.model.config import check_packing
         from engine.model.tokenizer import load_tokenizer
 
-    spec = resolve(profile or DEFAULT_PROFILE, recipe, overrides or ()).spec
-    refuse_unsupported(spec)
     tokenizer = load_tokenizer(spec.recipe.model)
     check_packing(spec)
     prepared = prepare_data(spec, tokenizer, notify=lambda text: print_progress(escape(text)))
@@ -81,9 +84,7 @@ def report_document(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, 
 
 def print_report(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> None:
     """Print tables, histograms and the first `show` samples."""
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+    console = make_console(soft_wrap=True)
     _print_sources(console, prepared)
     for part in prepared.report.parts:
         _print_part(console, part)

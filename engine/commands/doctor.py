@@ -53,7 +53,7 @@ def doctor(
     runs: RunsOption = None,
     hub: Annotated[bool, typer.Option(help="Ask the Hugging Face hub whether it answers.")] = True,
 ) -> None:
-    """Check GPUs, driver, who holds GPU memory, versions, hub access and token, tmux and disk; say what is missing."""
+    """Check GPUs, driver, versions, hub access, tmux and disk. Says who holds GPU memory, and what is missing."""
     findings = examine(runs_folder(runs), ask_hub=hub)
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})

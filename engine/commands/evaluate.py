@@ -6,6 +6,7 @@ Try: `tunedeck eval last --checkpoint all`
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 
 from engine.commands.importing import importing
 from engine.commands.options import JsonOption, OverridesOption, RunsOption, find_result_run
-from engine.commands.output import print_json, print_progress
+from engine.commands.output import make_console, print_json, print_progress
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,28 +40,48 @@ def evaluate(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Score a run's checkpoints, or a model, on held-out data: loss, perplexity, exact match."""
+    """Score a run's checkpoints, or a model, on held-out data. Scores are loss, perplexity and exact match."""
     from engine.spec.load import load_run_spec
 
-    if recipe is None:
-        if overrides or profile:
-            raise UsageError(
-                "-p and --set need -r RECIPE: a run is scored with its own settings", fix="add -r, or leave them out"
-            )
-        place = find_result_run(target, runs)
-        results = _score(load_run_spec(place.run_toml, own=True), place, checkpoint)
-    else:
-        if checkpoint is not None or profile is None:
-            raise UsageError(
-                "-r was given, so a model is scored",
-                expected="-p PROFILE and -r RECIPE, without --checkpoint",
-                fix="leave -r out to score a run",
-            )
+    if profile or recipe or overrides:
+        profile, recipe = _both_files(target, profile, recipe, checkpoint)
         results = _score(spec_for_model(target, recipe, profile, overrides or []))
+    else:
+        place = _find_run(target, runs)
+        results = _score(load_run_spec(place.run_toml, own=True), place, checkpoint)
     if as_json:
         print_json([_as_json(step, scores) for step, scores in results], indent=None)
     else:
         _print(results)
+
+
+def _both_files(target: str, profile: str | None, recipe: str | None, checkpoint: str | None) -> tuple[str, str]:
+    """The profile and the recipe with which a model is scored. Raises UsageError where one is missing, or a checkpoint
+    is chosen, which only a run has."""
+    model = f"tunedeck eval {shlex.quote(target)} -p {profile or 'demo'} -r {recipe or 'demo'}"
+    if profile is None or recipe is None:
+        missing = [option for option, given in (("-p PROFILE", profile), ("-r RECIPE", recipe)) if given is None]
+        raise UsageError(
+            f"missing: {' and '.join(missing)}",
+            expected="both with a MODEL; none, and no --set, with a RUN, which is scored with its own settings",
+            fix=model,
+        )
+    if checkpoint is not None:
+        raise UsageError("--checkpoint is for a RUN, and -p and -r say that a model is scored", fix=model)
+    return profile, recipe
+
+
+def _find_run(target: str, runs: Path | None) -> RunDirectory:
+    """The run to score. Raises UsageError, which names -p and -r if the target could be a model."""
+    try:
+        return find_result_run(target, runs)
+    except UsageError as error:
+        if not target.startswith("builtin:") and target.count("/") != 1 and not Path(target, "config.json").is_file():
+            raise
+        raise UsageError(
+            f"{target!r} is not a run; to score a model, -p PROFILE and -r RECIPE are missing",
+            fix=f"tunedeck eval {shlex.quote(target)} -p demo -r demo",
+        ) from error
 
 
 def _score(
@@ -100,11 +121,10 @@ def _as_json(step: int | None, scores: Scores) -> dict[str, Any]:
 
 
 def _print(results: list[tuple[int | None, Scores]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console = make_console()
     names = list(results[0][1].metrics)
     table = Table("step", *names, "samples", box=None)
     for step, scores in results:

@@ -29,7 +29,7 @@ def merge(
     trust_remote_code: TrustOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Merge a LoRA run's adapter into its base model, which then loads without peft. Uses host memory only."""
+    """Merge a LoRA run's adapter into its base model. It then loads without peft. Uses host memory only."""
     from engine.journal.event_text import format_bytes
 
     with importing():

@@ -56,7 +56,8 @@ def launch(
     force: ForceOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Write a script that trains on the machines of a profile's [nodes], and the resolved run spec beside it."""
+    """Write a script that trains on several machines. They are those of the profile's [nodes]; the resolved run spec
+    is written beside it."""
     from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
     from engine.launch.create_run import checked_plan
     from engine.launch.process import ENTRY_FILE

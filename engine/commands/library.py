@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.commands.options import JsonOption
-from engine.commands.output import print_json, print_line
+from engine.commands.output import print_json, print_line, print_notices
 from engine.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
     def show(name: NameArgument, as_json: JsonOption = False) -> None:
         _show(kind, name, as_json)
 
-    @group.command(help="Check files: every problem with file and line; exit code 2 if there is one.")
+    @group.command(help="Check files: every problem with file and line. Exit code 2 if there is one.")
     def check(
         names: Annotated[list[str], typer.Argument(metavar="NAME|FILE...", show_default=False)],
         as_json: JsonOption = False,
@@ -64,7 +64,7 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
         target = import_spec_file(kind, file, force=force)
         print_line(f"imported {target.stem}: {target}")
 
-    @group.command(help="Print the JSON Schema, for editors, or with --markdown a table of all keys.")
+    @group.command(help="Print the JSON Schema, for editors. With --markdown a table of all keys.")
     def schema(as_markdown: MarkdownOption = False) -> None:
         from engine.commands.schema_text import schema_markdown
         from engine.spec.load import SPEC_TABLES
@@ -79,7 +79,10 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
 
 
 def _add_new(group: typer.Typer, kind: SpecKind) -> None:
-    summary = f"Write a commented {kind} into ./profiles, or to --to FILE."
+    summary = (
+        f"Write a commented {kind} into ./profiles, or to --to FILE. In Tunedeck's own checkout, where ./profiles "
+        "holds the shipped files, into your configuration folder."
+    )
     if kind == "recipe":
 
         @group.command("new", help=summary)
@@ -152,19 +155,23 @@ def _show(kind: SpecKind, name: str, as_json: bool) -> None:
 
 def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
     from engine.spec.files.find import find_spec_file
-    from engine.spec.load import load_spec_file
+    from engine.spec.load import load_spec_file, name_note
 
     problems: list[str] = []
+    notes: list[str] = []
     for name in names:
         try:
-            load_spec_file(kind, find_spec_file(kind, name))
+            file = find_spec_file(kind, name)
+            load_spec_file(kind, file)
+            notes += [note] if (note := name_note(file)) else []
         except SpecError as error:
             problems += error.problems
     if as_json:
-        print_json({"ok": not problems, "problems": problems})
+        print_json({"ok": not problems, "problems": problems, "notes": notes})
         raise typer.Exit(SpecError.exit_code if problems else 0)
     if problems:
         raise SpecError(problems)
+    print_notices(notes)
     print_line(f"{len(names)} file{'s' * (len(names) > 1)} checked, no problems")
 
 
@@ -189,17 +196,19 @@ def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
 
 
 def _write(kind: SpecKind, name: str, to: Path | None, force: bool, make_text: Callable[[str], str]) -> None:
-    from engine.spec.files.find import KIND_FOLDERS
+    from engine.spec.files.find import own_folder
     from engine.spec.files.share import require_name, write_new_file
     from engine.spec.files.text import quoted
 
     require_name(name)
     if to is not None and to.name != f"{name}.toml":
         raise UsageError(
-            f"--to {quoted(to.name)}", expected=f"a file named {name}.toml: the name in a file is its stem"
+            f"--to {quoted(to.name)}", expected=f"a file named {name}.toml: the file's name is the {kind}'s"
         )
-    target = to or Path("profiles") / KIND_FOLDERS[kind] / f"{name}.toml"
-    print_line(f"wrote {write_new_file(target, make_text(name).encode(), force=force)}")
+    target = to or own_folder(kind) / f"{name}.toml"
+    written = write_new_file(target, make_text(name).encode(), force=force)
+    shown = written.relative_to(Path.cwd()) if written.is_relative_to(Path.cwd()) else written
+    print_line(f"wrote {shown}")
 
 
 def _text(file: SpecFile) -> str:

@@ -37,8 +37,13 @@ def print_notices(notices: Iterable[str]) -> None:
         sys.stderr.write(f"tunedeck: {notice}\n")
 
 
-def make_console() -> Console:
-    """Make a rich console on standard output that reads no markup and raises BrokenPipeError if the pipe is closed."""
+ENDLESS = 4096
+"""Columns of a table in a pipe or file: no cell is wrapped or cut, because a script reads it."""
+
+
+def make_console(*, soft_wrap: bool = False) -> Console:
+    """Make a rich console on standard output that reads no markup, raises BrokenPipeError if the pipe is closed, and
+    wraps no line in a pipe; with `soft_wrap` none on a terminal, either."""
     from rich.console import Console
 
     class PipeConsole(Console):
@@ -47,7 +52,8 @@ def make_console() -> Console:
             first."""
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-    return PipeConsole(markup=False, emoji=False, highlight=False)
+    width = None if sys.stdout.isatty() else ENDLESS
+    return PipeConsole(markup=False, emoji=False, highlight=False, soft_wrap=soft_wrap, width=width)
 
 
 def print_rows(rows: list[tuple[str, str]]) -> None:

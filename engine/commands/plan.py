@@ -157,7 +157,7 @@ def fit(
     as_json: JsonOption = False,
     write: WriteOption = None,
 ) -> None:
-    """Rank the changes that make a run fit, or that use the memory left. Exit code 3 when no change makes it fit."""
+    """Rank changes that make a run fit, or use the memory left. Exit code 3 when no change makes it fit."""
     from engine.budget.advise.fit import advise
     from engine.errors import UsageError
 

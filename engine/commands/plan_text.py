@@ -107,7 +107,10 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         f"{format_size(abs(planned.margin_bytes), used)} {rest}{tensors}",
         f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
+        length_sentence(planned.basis, planned.length),
     ]
+    if "generate" in planned.prediction.phases:
+        lines.append(generate_sentence(planned, used))
     if planned.image_tokens:
         lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is kept")
     if planned.remedies:
@@ -119,6 +122,21 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     if planned.verdict == "does_not_fit":
         lines.append("see what would help: tunedeck fit with the same arguments")
     return lines
+
+
+def length_sentence(basis: str, length: int) -> str:
+    """Where the length of the planned sequences comes from."""
+    if basis == "data":
+        return f"{length} tokens is the longest sequence of the data"
+    return f"{length} tokens is data.max_length: tunedeck data with the same recipe measures the data"
+
+
+def generate_sentence(planned: Plan, used: int) -> str:
+    """What generation inside training adds to the peak of the steps."""
+    needs = format_size(sum(planned.prediction.phases["generate"].values()), used)
+    if not planned.generate_adds_bytes:
+        return f"generate adds nothing: its {needs} are less than the peak of the steps"
+    return f"generate adds {format_size(planned.generate_adds_bytes, used)} to the peak of the steps"
 
 
 def verdict_sentence(verdict: str, micro_batch: int, remedies: dict[str, Any]) -> str:

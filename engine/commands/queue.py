@@ -68,7 +68,7 @@ def add(
     on_finish: OnFinishOption = None,
     runs: RunsOption = None,
 ) -> None:
-    """Check and plan a run as `train` does, and put it at the end of the queue."""
+    """Put a run at the end of the queue. It is checked and planned as `train` does."""
     from engine.journal.queue import Queue
     from engine.launch.create_run import command_line_limits, create_run, resolve_start
 
@@ -77,7 +77,7 @@ def add(
     resolved = resolve_start(profile, recipe, overrides or [], run_spec=run_spec, name=name, limits=limits)
     print_notices(resolved.notices)
     folder = runs_folder(runs)
-    directory, notices = create_run(resolved.spec, folder, force=force)
+    directory, notices = create_run(resolved.spec, folder, force=force, queued=True)
     print_notices(notices)
     state = Queue(folder).add(directory, first=first)
     position = state.waiting.index(directory.name) + 1
@@ -90,7 +90,7 @@ def add(
 
 @queue.command("list")
 def list_queue(as_json: JsonOption = False, runs: RunsOption = None) -> None:
-    """Show which run is running, which runs wait, and whether the queue is being worked."""
+    """Show which run is running and which wait. Also whether the queue is being worked."""
     from engine.journal.queue import Queue
 
     waiting = Queue(runs_folder(runs))
@@ -107,7 +107,7 @@ def list_queue(as_json: JsonOption = False, runs: RunsOption = None) -> None:
 
 @queue.command()
 def remove(run: RunArgument, runs: RunsOption = None) -> None:
-    """Take a waiting run out of the queue and move its folder into the trash of the runs folder."""
+    """Take a waiting run out of the queue. Its folder goes to the trash of the runs folder."""
     from engine.journal.queue import Queue
     from engine.journal.trash import move_to_trash
 
@@ -127,7 +127,7 @@ def move(run: RunArgument, position: PositionArgument, runs: RunsOption = None) 
 
 @queue.command()
 def start(detach: DetachOption = False, runs: RunsOption = None) -> None:
-    """Start the first run, then the next, until none waits; a run that fails does not stop the others.
+    """Start one run after another until none waits. A run that fails does not stop the others.
 
     A process of its own works the queue: Ctrl-C leaves it running. Exits with the exit code of the first failed run.
     """

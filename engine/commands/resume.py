@@ -56,7 +56,7 @@ def resume(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Continue a run that was paused, stopped or crashed, or make a finished one longer.
+    """Continue a paused, stopped or crashed run, or make one longer.
 
     --max-hours, --on-finish, --devices, --wait and --trust-remote-code stay as they were; 0 or "" removes one.
     """

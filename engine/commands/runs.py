@@ -77,7 +77,7 @@ def show(
     oom: Annotated[bool, typer.Option("--oom", help="Show every out-of-memory event, and the newest report.")] = False,
     runs: RunsOption = None,
 ) -> None:
-    """Show one run: progress, scores, memory predicted and measured, the result."""
+    """Show one run: progress, scores, memory, what to type next."""
     from engine.journal.checkpoints_on_disk import best_step, learned_memory
     from engine.journal.summary import SummaryReader
     from engine.journal.summary_text import checkpoint_rows, detail_rows, next_steps, result_rows
@@ -159,7 +159,7 @@ def _print_log(directory: RunDirectory, offset: int) -> int:
 
 
 def watch(run: RunArgument, runs: RunsOption = None) -> None:
-    """Follow a run on the screen without touching it; Ctrl-C leaves, and the run goes on."""
+    """Follow a run on the screen without touching it. Ctrl-C leaves, and the run goes on."""
     from engine.commands.follow import print_ending
     from engine.commands.reporter import make_reporter
     from engine.journal.events import EventTail, end_of_events

@@ -60,7 +60,7 @@ def train(
     on_finish: OnFinishOption = None,
     runs: RunsOption = None,
 ) -> None:
-    """Train a recipe on a hardware profile: start the engine and follow it.
+    """Train a recipe on a hardware profile, and follow the run.
 
     Where torchrun, accelerate launch or srun starts this command once for each device, each process becomes a rank of
     one run.

@@ -1,9 +1,9 @@
 """The cache folder, the lock of a cache entry, and the hashes that name entries. Entries are written in `store`.
 
-The folder is the platform's user cache, or $TUNEDECK_CACHE. Hashes cover contents, never paths: the same data has the
-same name on every machine.
+The folder is `engine.spec.files.user_folders.cache_folder()`. Hashes cover contents, never paths: the same data has
+the same name on every machine.
 
-Try: `python -c "from engine.data.cache import cache_folder; print(cache_folder())"`
+Try: `python -m pytest tests/data/test_prepare.py`
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import platformdirs
 from filelock import FileLock, Timeout
 
 from engine.errors import EnvironmentProblem
 
 HASH_BYTES = 16
 """Bytes of a fingerprint, which is written as 32 hex digits."""
-
-
-def cache_folder() -> Path:
-    """The folder of cached tokens and of the tables of `datasets`: $TUNEDECK_CACHE, else the user's cache folder."""
-    return Path(os.environ.get("TUNEDECK_CACHE") or platformdirs.user_cache_dir("tunedeck")).expanduser()
 
 
 def hash_text(*parts: str) -> str:

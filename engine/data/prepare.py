@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from engine.data.cache import cache_folder, hash_text
+from engine.data.cache import hash_text
 from engine.data.chat_content import LEFT_OUT
 from engine.data.formats import Format, recognise
 from engine.data.packing import pack
@@ -27,6 +27,8 @@ from engine.data.tokenise import Tokeniser
 from engine.data.tokens import Columns, TokenData
 from engine.data.workers import Results, tokenise_rows
 from engine.errors import DataError
+from engine.spec.files.known_lengths import lengths_record, record_longest
+from engine.spec.files.user_folders import cache_folder
 from engine.spec.schema.recipe import Source
 from engine.spec.schema.run import RunSpec
 
@@ -75,6 +77,7 @@ def prepare_data(
     unreachable hub or a cache that cannot be written.
     """
     data, seed = spec.recipe.data, spec.recipe.train.seed
+    lengths = lengths_record(spec.recipe)  # before the files are read, so that a later change of them is noticed
     tokeniser = Tokeniser(tokenizer, data)
     sources = [source for source in data.sources if source.enabled]
     if not sources:
@@ -90,6 +93,7 @@ def prepare_data(
         own_counts, fingerprints = own_store.counts, fingerprints + own_fingerprints
     elif data.valid_fraction:
         validation = _view(store.columns, sources, held_out, None)
+    record_longest(lengths, int(train.lengths.max()))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
     report = DataReport(store.counts, own_counts, parts)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))

@@ -8,11 +8,10 @@ Try: `tunedeck data -r RECIPE`
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,19 +25,13 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
 from engine.data.builtin import ROWS, dates
-from engine.data.cache import cache_folder, hash_files, hash_text, make_cache_folder
+from engine.data.cache import hash_files, hash_text, make_cache_folder
+from engine.data.hub_connection import offline_if_unreachable
 from engine.data.json_errors import find_json_error, find_json_lines
 from engine.errors import DataError, EnvironmentProblem
+from engine.spec.files.data_files import LOADERS, find_data_files, suffix_of
+from engine.spec.files.user_folders import cache_folder
 from engine.spec.schema.recipe import Source
-
-LOADERS = {
-    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
-    ".arrow": "arrow", ".txt": "text", ".md": "text",
-}
-"""The loader of `datasets` for each file suffix. Text files hold one sample per line."""
-
-COMPRESSION_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
-"""Suffixes that may follow the file suffix."""
 
 READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, pyarrow.ArrowException)
 """Exceptions that `datasets` raises for damaged or misnamed files."""
@@ -98,13 +91,6 @@ def open_rows(source: Source, *, seed: int) -> SourceRows:
     return rows if source.limit is None else replace(rows, count=min(rows.count, source.limit))
 
 
-def require_files(sources: Iterable[Source]) -> None:
-    """Raise DataError when local files of an enabled source are missing. Reads none of them."""
-    for source in sources:
-        if source.enabled and source.path is not None and not source.path.startswith("builtin:"):
-            _data_files(source, Path(source.path).expanduser())
-
-
 def _open_builtin(source: Source, seed: int) -> SourceRows:
     base = _split_name(source)
     if source.path != "builtin:dates" or base not in ROWS:
@@ -121,14 +107,14 @@ def _open_builtin(source: Source, seed: int) -> SourceRows:
 
 
 def _open_local(source: Source, path: Path) -> SourceRows:
-    files = _data_files(source, path)
+    files = find_data_files(source)
     base = _split_name(source)
     try:
         fingerprint = hash_text(hash_files(files, path if path.is_dir() else None), source.split)
         if all(file.stat().st_size == 0 for file in files):
             raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
         rows = _rows(_load_local(source, path, files, base), fingerprint, partial(_unreadable, source, path, files))
-        has_lines = not path.is_dir() and source.split == base and LOADERS[_suffix(files[0])] == "json"
+        has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(files[0])] == "json"
         return replace(rows, line_files=files) if has_lines else rows
     except PermissionError as error:
         raise DataError(
@@ -145,7 +131,7 @@ def _load_local(source: Source, path: Path, files: Sequence[Path], base: str) ->
     options: dict[str, Any] = {"split": source.split, "cache_dir": str(cache_folder() / "datasets")}
     if path.is_dir():
         return datasets.load_dataset(str(path), **options)
-    suffixes = {_suffix(file) for file in files}
+    suffixes = {suffix_of(file) for file in files}
     if suffixes == {".tsv"}:
         options["sep"] = "\t"
     return datasets.load_dataset(
@@ -166,9 +152,10 @@ def _saved_split(source: Source, saved: Any, base: str) -> Any:
 def _open_hub(source: Source) -> SourceRows:
     name = source.hub or ""
     try:
-        data = datasets.load_dataset(
-            name, source.config, split=source.split, cache_dir=str(cache_folder() / "datasets")
-        )
+        with offline_if_unreachable():
+            data = datasets.load_dataset(
+                name, source.config, split=source.split, cache_dir=str(cache_folder() / "datasets")
+            )
     except DatasetNotFoundError as error:
         raise DataError(
             f"source {source.name}: the hub has no data set {name} that you may read",
@@ -178,7 +165,8 @@ def _open_hub(source: Source) -> SourceRows:
         raise EnvironmentProblem(
             f"source {source.name}: the hub cannot be reached for {name}: {_short(error)}",
             expected="a connection to the hub, or the data set in the cache already",
-            fix="connect, or download it elsewhere with `hf download --repo-type dataset` and give the folder as path",
+            fix=f"connect, or download it elsewhere (hf download --repo-type dataset {name} --local-dir data) and add "
+            f"--set data.sources.{source.name}.path=data",
         ) from error
     except READ_ERRORS as error:
         raise DataError(
@@ -194,56 +182,6 @@ def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataEr
     if not isinstance(data, datasets.Dataset):
         raise ValueError(f"a split was expected, {type(data).__name__} was found")
     return SourceRows(data.column_names, len(data), fingerprint, data, explain)
-
-
-def _data_files(source: Source, path: Path) -> list[Path]:
-    """The files that a path names, sorted. Raises DataError for no files, or files of different formats."""
-    if path.is_dir():
-        found = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
-        if not found:
-            raise DataError(f"source {source.name}: the folder {path} holds no files", fix="check the path")
-        return sorted(found)
-    pattern = str(path)
-    names = [pattern] if path.exists() or not glob.has_magic(pattern) else glob.glob(pattern, recursive=True)
-    files = sorted(Path(name) for name in names if Path(name).is_file())
-    if not files:
-        raise DataError(
-            f"source {source.name}: {_why_no_file(path)}",
-            fix="check the path; a relative one starts from the recipe's folder when that was given as a path",
-        )
-    _check_suffixes(source, files)
-    return files
-
-
-def _why_no_file(path: Path) -> str:
-    if glob.has_magic(str(path)):
-        return f"no file matches {path}"
-    if path.is_symlink() and not path.exists():
-        return f"{path} is a link to {os.readlink(path)}, which does not exist"
-    return f"{path} is neither a file nor a folder" if path.exists() else f"{path} does not exist"
-
-
-def _check_suffixes(source: Source, files: Sequence[Path]) -> None:
-    kinds = {_suffix(file) for file in files}
-    for file in files:
-        if _suffix(file) not in LOADERS:
-            raise DataError(
-                f"source {source.name}: {file} has a suffix of no known format",
-                expected=f"one of {', '.join(LOADERS)}, each also followed by {', '.join(COMPRESSION_SUFFIXES)}",
-                fix="rename the file",
-            )
-    if len({(LOADERS[kind], kind == ".tsv") for kind in kinds}) > 1:
-        raise DataError(
-            f"source {source.name}: {source.path} matches files of several formats ({', '.join(sorted(kinds))})",
-            fix="make one source of each format",
-        )
-
-
-def _suffix(file: Path) -> str:
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    while suffixes and suffixes[-1] in COMPRESSION_SUFFIXES:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
 
 
 def _split_name(source: Source) -> str:
@@ -270,7 +208,7 @@ def _slice(source: Source, count: int) -> tuple[int, int]:
 
 def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseException) -> DataError:
     """The error to show for a failed read, with file and line for JSON that does not parse."""
-    broken = find_json_error([file for file in files if LOADERS.get(_suffix(file)) == "json"])
+    broken = find_json_error([file for file in files if LOADERS.get(suffix_of(file)) == "json"])
     if broken is not None:
         return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
     if "corresponds to no data" in str(error):

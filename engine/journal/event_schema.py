@@ -44,7 +44,7 @@ EVENT_KINDS: dict[str, EventKind] = {
     "plan": _event_kind(
         "predicted verdict",
         "capacity_bytes deciding_phase micro_batch accumulation tokens_per_micro_batch components phases basis budget"
-        " remedies",
+        " remedies length generate_adds_bytes",
     ),
     "phase": _event_kind("name", "detail done total"),
     "heartbeat": _event_kind("", "phase"),

@@ -7,6 +7,7 @@ Try: `tunedeck queue add -p demo -r demo`
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectu
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, recorded_runs
+from engine.launch.require_device import require_device
 from engine.launch.training_packages import require_training_packages
 from engine.spec.check.devices import parse_device_indices, require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
+from engine.spec.files.data_files import require_data_files
 from engine.spec.load import Resolved, dump_run_spec, load_run_spec, override, resolve
 from engine.spec.schema.run import Limits, RunSpec
 
@@ -88,25 +91,29 @@ def fetch_config_if_reachable(spec: RunSpec) -> list[str]:
 
 
 def create_run(
-    spec: RunSpec, folder: Path, *, force: bool = False, launched: bool = False
+    spec: RunSpec, folder: Path, *, force: bool = False, launched: bool = False, queued: bool = False
 ) -> tuple[RunDirectory, list[str]]:
     """Plan the run and create its directory in `folder`; returns the directory and notices for the user.
 
     A profile of several machines is accepted only where a launcher has started a process for each device (`launched`).
+    Of a run that is `queued` neither the device nor the data need exist yet.
     With `force`, the run starts as it is written, whatever the plan says.
 
     Raises:
         UsageError: the spec needs a feature that this version lacks, or would train wrongly.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
-        EnvironmentProblem: the folder cannot be written, packages for training are missing, or torch is too old for
-            sharded weights.
+        DataError: files of the data do not exist.
+        EnvironmentProblem: the folder cannot be written, packages for training are missing, torch is too old for
+            sharded weights, or the profile's GPUs do not exist.
     """
     require_training_packages()
     if not launched:
         require_launcher(spec)
-    plan, notices = _checked_plans(spec, folder, force=force)
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
+    plan, notices = _checked_plans(spec, folder, force=force, with_data=not queued)
+    if not queued:
+        require_device(spec)
     if force:
         spec = spec.model_copy(update={"limits": spec.limits.model_copy(update={"as_written": True})})
     directory = create_run_directory(folder, spec.name, dump_run_spec(spec), plan)
@@ -114,15 +121,22 @@ def create_run(
     return directory, [*notices, *([warning] if warning else [])]
 
 
-def _checked_plans(spec: RunSpec, folder: Path, *, force: bool) -> tuple[dict[str, Any], list[str]]:
-    """Check and plan a run, or each stage of a staged one; returns the document of plan.json and notices."""
+def _checked_plans(
+    spec: RunSpec, folder: Path, *, force: bool, with_data: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Check and plan a run, or each stage of a staged one; returns the document of plan.json and notices. Files of the
+    data must exist if `with_data`."""
     if not spec.recipe.stages:
         plan, notices = checked_plan(spec, folder, force=force)
+        if with_data:
+            require_data_files(spec.recipe)
         return plan.as_json() if plan is not None else {}, notices
     staged, notices = make_staged_plan(spec), []
     for stage in staged.stages:
         if stage.kind == "train":
             _, found = checked_plan(stage.spec, folder, force=force)
+            if with_data:
+                require_data_files(stage.spec.recipe)
             notices += [f"stage {stage.name}: {notice}" for notice in found]
     return staged.as_json(), list(dict.fromkeys(notices))
 
@@ -143,7 +157,7 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
         # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
         notices.append(f"no plan before the start: {unknown.found}")
     if plan is not None and plan.verdict == "does_not_fit" and not force:
-        raise _does_not_fit(plan, spec.name)
+        raise _does_not_fit(plan, spec)
     return plan, notices
 
 
@@ -174,10 +188,15 @@ def drop_untrusted_limits(directory: RunDirectory) -> str | None:
     )
 
 
-def _does_not_fit(plan: Plan, name: str) -> DoesNotFitError:
-    what = f"stage {name.partition('/')[2]}" if "/" in name else "the run"
+def _does_not_fit(plan: Plan, spec: RunSpec) -> DoesNotFitError:
+    what = f"stage {spec.name.partition('/')[2]}" if "/" in spec.name else "the run"
+    profile, recipe = (
+        label.removeprefix("shipped:") for label in (spec.provenance.profile_file, spec.provenance.recipe_file)
+    )
+    overrides = [part for text in spec.provenance.set_ for part in ("--set", text)]
+    fit = shlex.join(["tunedeck", "fit", "-p", profile, "-r", recipe, *overrides])
     return DoesNotFitError(
         f"{what} does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
         f"of {plan.capacity_bytes / 2**30:.3g} GiB, and even one sequence with every remedy needs too much",
-        fix="see what needs the memory: tunedeck plan with the same arguments; --force trains anyway",
+        fix=f"{fit}; --force trains anyway",
     )

@@ -1,7 +1,8 @@
 """The queue worker: a small process that starts the waiting runs one after another, each as an engine process.
 
 The worker uses no device and has no state: if it is killed, the queue is unchanged and the run that it started goes on.
-A run that fails, or cannot be started, is logged and the next one is started. The worker ends when no run waits.
+A run that fails is logged, one that cannot be started is marked failed, and the next one is started. The worker ends
+when no run waits.
 
 Try: `tunedeck queue start`, then `cat runs/.queue/worker.log`
 """
@@ -20,8 +21,8 @@ from types import FrameType
 from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
-from engine.journal.events import utc_now
-from engine.journal.liveness import ProcessIdentity, identify, identify_self
+from engine.journal.events import EventWriter, utc_now
+from engine.journal.liveness import ProcessIdentity, identify, identify_self, lock_after_engine
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE, start_engine
@@ -110,11 +111,27 @@ def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
         _log(f"{directory.name} starts")
         try:
             code = start_engine(directory).wait()
-        except TunedeckError as error:
-            _log(f"{directory.name} could not be started: {error.render()}")
+            status = summarise(directory).status
+        except Exception as error:  # noqa: BLE001  (whatever it is, the runs behind this one must not wait for ever)
+            _record_failed_start(directory, error)
             continue
-        _log(f"{directory.name} ended with {code}: {summarise(directory).status}")
+        _log(f"{directory.name} ended with {code}: {status}")
     _log("no run waits")
+
+
+def _record_failed_start(directory: RunDirectory, error: Exception) -> None:
+    """Record in the run's journal why its engine could not be started, so that it shows as failed and not as queued.
+
+    Where another engine works on the run, or the journal cannot be written either, only the worker's log says so.
+    """
+    known = error if isinstance(error, TunedeckError) else TunedeckError(f"{type(error).__name__}: {error}")
+    text = f"the engine could not be started: {known.render()}"
+    _log(f"{directory.name}: {text}")
+    try:
+        with lock_after_engine(directory), EventWriter(directory) as writer:
+            writer.write("run_finished", status="failed", exit_code=known.exit_code, result=None, error=text)
+    except (OSError, TunedeckError) as second:
+        _log(f"{directory.name}: its journal does not say so: {second}")
 
 
 def _wait_for_end(directory: RunDirectory) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import constants, get_session, try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of httpx or httpx2, by version
     GatedRepoError,
     HfHubHTTPError,
@@ -21,10 +21,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from safetensors import SafetensorError
 
+from engine.data.hub_connection import ask_hub
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
-
-ANSWER_SECONDS = 10.0
-"""Time limit for an answer of the hub when `require_reachable` checks the connection."""
 
 HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError, SafetensorError)
 """Exceptions that loading a model with transformers raises for missing files, bad configs or network errors."""
@@ -51,7 +49,7 @@ def require_reachable(model: str, what: str, revision: str | None) -> None:
     try:
         if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
             return
-        get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
+        ask_hub()
     except HFValidationError:
         return  # not a hub id, for which transformers has a better message
     except HTTPError as error:

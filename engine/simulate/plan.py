@@ -15,6 +15,7 @@ from engine.budget.advise.plan import make_plan, remedies
 from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.errors import UnknownArchitectureError
 from engine.simulate.step import Simulation, simulate_step
+from engine.spec.files.known_lengths import known_longest
 from engine.spec.schema.run import RunSpec
 
 
@@ -76,10 +77,10 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
         UsageError: the step cannot be simulated (see `simulate_step`).
     """
     batch, asked = spec.recipe.train.batch_size, spec.recipe.train.micro_batch
-    length, closed_form = spec.recipe.data.max_length, None
+    length, closed_form = known_longest(spec.recipe) or spec.recipe.data.max_length, None
     try:
         plan = make_plan(spec)
-        rows, closed_form = plan.micro_batch, plan.prediction.phases
+        rows, length, closed_form = plan.micro_batch, plan.length, plan.prediction.phases
     except UnknownArchitectureError:
         rows = 1 if asked == "auto" else min(asked, batch)
     capacity = spec.profile.device.capacity_bytes

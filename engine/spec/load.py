@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from engine.errors import SpecError
 from engine.spec.check.check import check_table
 from engine.spec.check.hardware_rules import problems_on_device
+from engine.spec.check.notes import notes_of
 from engine.spec.check.overrides import apply_overrides, leaf_items, parse_overrides, set_value
 from engine.spec.files.document import Document, Problem, parse_document, read_document, value_at
 from engine.spec.files.find import SpecFile, SpecKind, find_spec_file
@@ -26,7 +27,7 @@ from engine.spec.files.paths import make_absolute
 from engine.spec.files.text import quoted
 from engine.spec.files.working_directory import working_directory
 from engine.spec.schema import describe
-from engine.spec.schema.base import Table
+from engine.spec.schema.base import NAME_PATTERN, Table
 from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import Limits, Provenance, RunSpec
@@ -89,17 +90,23 @@ class _Layers:
     """Relative paths of the overrides start here."""
 
 
-def load_spec_file(kind: SpecKind, file: SpecFile, *, any_stem: bool = False) -> Table:
-    """Load and check one profile or recipe by itself. Raises SpecError with every problem of the file.
-
-    `any_stem` accepts a file whose name differs from its `name` key.
-    """
+def load_spec_file(kind: SpecKind, file: SpecFile) -> Table:
+    """Load and check one profile or recipe by itself. Raises SpecError with every problem of the file."""
     document = read_document(file.path)
+    name_problems = settle_name(document, file.path.stem)
     table, problems = check_table(SPEC_TABLES[kind], document.data)
-    problems += [] if any_stem else _name_problems(document, file.path.stem)
-    if problems or table is None:
-        raise SpecError(document.render_all(problems))
+    if problems or name_problems or table is None:
+        raise SpecError(document.render_all([*name_problems, *problems]))
     return table
+
+
+def name_note(file: SpecFile) -> str | None:
+    """A note if the `name` in a profile or recipe differs from the file's name, which counts; None if it does not."""
+    document = read_document(file.path)
+    written, stem = document.data.get("name"), file.path.stem
+    if not _is_name(written) or not _is_name(stem) or written == stem:
+        return None
+    return f"{document.written_at(('name',))}: name: {quoted(written)}; the file's name counts: {quoted(stem)}"
 
 
 def check_text(kind: SpecKind, text: str, stem: str, label: str) -> list[str]:
@@ -108,15 +115,27 @@ def check_text(kind: SpecKind, text: str, stem: str, label: str) -> list[str]:
         document = parse_document(text, label)
     except SpecError as error:
         return error.problems
+    name_problems = settle_name(document, stem)
     _, problems = check_table(SPEC_TABLES[kind], document.data)
-    return document.render_all([*problems, *_name_problems(document, stem)])
+    return document.render_all([*name_problems, *problems])
 
 
-def _name_problems(document: Document, stem: str) -> list[Problem]:
-    name = document.data.get("name")
-    if isinstance(name, str) and name != stem and re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-        return [Problem(("name",), quoted(name), f"it equals the file's name: {quoted(stem)}")]
+def settle_name(document: Document, stem: str) -> list[Problem]:
+    """Set the document's `name` to `stem`, the file's name; a name in the file counts only if `stem` cannot be one.
+
+    Returns a problem if neither is a name. A written name that is not valid is left for the check of the whole file.
+    """
+    written = document.data.get("name")
+    if _is_name(stem) and (written is None or _is_name(written)):
+        document.data["name"] = stem
+    elif written is None:
+        allowed = "lower-case letters, digits, '.', '_' and '-' are allowed: rename the file"
+        return [Problem(("name",), f"left out, and {quoted(stem)} cannot be one", allowed)]
     return []
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and len(text) <= 80 and re.fullmatch(NAME_PATTERN, text) is not None
 
 
 def resolve(
@@ -139,7 +158,7 @@ def resolve(
     name_problems = [
         line
         for document, file in ((profile_document, profile_file), (recipe_document, recipe_file))
-        for line in document.render_all(_name_problems(document, file.path.stem))
+        for line in document.render_all(settle_name(document, file.path.stem))
     ]
     provenance = Provenance.model_validate(
         {
@@ -228,7 +247,7 @@ def _assemble(
         "provenance": provenance,
         "limits": limits,
     }
-    return Resolved(RunSpec.model_validate(parts), notices)
+    return Resolved(RunSpec.model_validate(parts), [*notices, *notes_of(checked_recipe)])
 
 
 def _problems_on_device(profile: Profile, recipe: Recipe) -> list[Problem]:

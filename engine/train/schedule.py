@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.spec.check.notes import warmup_steps_of
 from engine.spec.schema.recipe import Train
 
 
@@ -24,10 +25,8 @@ class Schedule:
 
     @classmethod
     def of(cls, train: Train, total_steps: int) -> Schedule:
-        """The schedule of a recipe. A warm-up ratio is rounded up to whole steps."""
-        warmup = train.warmup_steps or 0
-        if train.warmup_ratio is not None:
-            warmup = math.ceil(total_steps * train.warmup_ratio)
+        """The schedule of a recipe; a warm-up longer than the run is shortened."""
+        warmup = warmup_steps_of(train, total_steps)
         return cls(train.scheduler, total_steps, warmup, train.min_learning_rate / train.learning_rate, train.restarts)
 
     def factor(self, step: int) -> float:

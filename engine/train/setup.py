@@ -16,7 +16,6 @@ from engine.budget.advise.plan import Plan
 from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
-from engine.data.sources import require_files
 from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
 from engine.device.base import Device
@@ -25,6 +24,8 @@ from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.model.config import check_packing, model_config_dict
 from engine.model.load import LoadedModel
 from engine.model.tokenizer import load_tokenizer
+from engine.spec.check.notes import warmup_note
+from engine.spec.files.data_files import require_data_files
 from engine.spec.schema.run import RunSpec
 from engine.train.checkpoint.run_state import Identity
 from engine.train.monitor.journal import Journal
@@ -72,11 +73,13 @@ def set_up(
         ranks.host_region = device.host_region
     journal.phase("tokenising")
     # Before anything is fetched from the hub: a wrong path should not cost a download.
-    require_files([*recipe.data.sources, *recipe.data.validation])
+    require_data_files(recipe)
     tokenizer = load_tokenizer(recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     with device.host_region():
         prepared = _prepared(spec, tokenizer, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
+    if (note := warmup_note(recipe.train, total_steps)) and recipe.train.max_steps != total_steps:
+        journal.warn("warmup", note)  # with max_steps it was said before the start
     refuse_sequence_parallel(model_config_dict(spec), spec)
     spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
@@ -211,6 +214,9 @@ def _write_plan(plan: Plan, journal: Journal) -> None:
         deciding_phase=document["deciding_phase"],
         micro_batch=document["micro_batch"],
         remedies=document["remedies"],
+        length=document["length"],
+        basis=document["basis"],
+        generate_adds_bytes=document["generate_adds_bytes"],
         accumulation=document["accumulation"],
         tokens_per_micro_batch=document["tokens_per_micro_batch"],
     )

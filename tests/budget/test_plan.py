@@ -15,7 +15,9 @@ from engine.budget.advise.plan import make_plan
 from engine.budget.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.prediction import predict
 from engine.cli import app
+from engine.commands import plan_text
 from engine.errors import EnvironmentProblem, UsageError
+from engine.spec.files.known_lengths import lengths_record, record_longest
 from tests.budget.metered_step import run_spec
 
 
@@ -65,6 +67,37 @@ def test_what_no_remedy_can_fit_does_not_fit() -> None:
     plan = make_plan(run_spec("Qwen/Qwen2.5-72B", card(24.0)))
     assert plan.verdict == "does_not_fit"
     assert plan.margin_bytes < 0
+
+
+def test_a_plan_is_for_the_lengths_of_the_data_once_they_were_read_and_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n')
+    source = {"name": "rows", "path": str(file)}
+    spec = run_spec(data={"max_length": 2048, "sources": [source]})
+    unknown = make_plan(spec)
+    assert (unknown.basis, unknown.length) == ("max_length", 2048)
+    record_longest(lengths_record(spec.recipe), 300)
+    known = make_plan(spec)
+    assert (known.basis, known.length) == ("data", 300)
+    assert known.as_json() == make_plan(spec, longest=300).as_json(), "what the engine plans once it has read them"
+    assert "300 tokens is the longest sequence of the data" in plan_text.summary_lines(known, spec)
+    assert advise(spec).plan.length == 300
+    other = run_spec(data={"max_length": 1024, "sources": [source]})
+    assert make_plan(other).length == 1024, "truncation may differ, so the lengths are unknown"
+    file.write_text('{"text": "longer"}\n')
+    assert make_plan(spec).basis == "max_length", "the file has changed"
+
+
+def test_a_plan_says_what_generating_adds() -> None:
+    held_out = {"data": {"max_length": 64, "valid_fraction": 0.1}}
+    few, many = (
+        make_plan(run_spec(**held_out, eval={"samples": n}, generate={"max_new_tokens": 64 * n}))
+        for n in (1, 64)
+    )
+    assert few.generate_adds_bytes == 0
+    row = sum(many.prediction.phases["generate"].values())
+    steps = max(sum(parts.values()) for name, parts in many.prediction.phases.items() if name != "generate")
+    assert many.generate_adds_bytes == row - steps > 0
 
 
 def test_json_has_the_agreed_keys() -> None:

@@ -177,6 +177,20 @@ def test_a_hub_name_without_a_connection_is_an_environment_problem() -> None:
     assert "fix: connect" in done.stdout
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
+    code = (
+        "from engine.data.sources import open_rows; from engine.spec.schema.recipe import Source\n"
+        "from engine.errors import EnvironmentProblem\n"
+        "try: open_rows(Source(name='s', hub='nobody/nothing'), seed=0)\n"
+        "except EnvironmentProblem as error: print(error.render())"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert "the hub cannot be reached for nobody/nothing" in done.stdout, done.stderr
+    assert "--set data.sources.s.path=data" in done.stdout
+    assert "Retrying" not in done.stderr
+
+
 def test_a_line_nested_too_deeply_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")

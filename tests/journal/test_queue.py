@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
 from engine.journal.liveness import ProcessIdentity, identify
 from engine.journal.queue import Queue
+from engine.journal.summary import summarise
 from engine.journal.trash import move_to_trash
+from engine.launch.queue_worker import run_queue
 
 
 def waiting_run(folder: Path, name: str) -> RunDirectory:
@@ -47,6 +50,26 @@ def test_a_run_can_be_put_first_moved_and_removed(three: tuple[Queue, list[str]]
     queue.move(c, 1)
     queue.remove(b)
     assert queue.read().waiting == [c, urgent.name, a]
+
+
+def test_a_run_that_cannot_be_started_is_marked_failed_and_the_next_one_is_tried(
+    three: tuple[Queue, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue, names = three
+    for name in names:
+        queue.run(name).log.mkdir()  # so that opening engine.log is an OSError
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        run_queue(tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    state = queue.read()
+    assert (state.waiting, state.current, state.worker) == ([], None, None)
+    for name in names:
+        summary = summarise(queue.run(name))
+        assert (summary.status, summary.exit_code) == ("failed", 1)
+        assert "could not be started: IsADirectoryError" in str(summary.last_error)
+    assert "no run waits" in capsys.readouterr().out
 
 
 def test_what_does_not_wait_cannot_be_moved(three: tuple[Queue, list[str]]) -> None:

@@ -12,7 +12,9 @@ from typer.testing import CliRunner, Result
 from engine.cli import app
 from engine.errors import SpecError, TunedeckError
 from engine.spec.files.detect import detect_device
+from engine.spec.files.find import SHIPPED_FOLDER
 from engine.spec.files.share import import_spec_file
+from tui.files.user_files import new_file_path
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ def test_list_names_title_and_origin_of_all_and_marks_the_broken(tmp_path: Path)
     broken.write_text('kind = "recipe"\ntitle = "\\u001b[31m"')
     rows = {row["name"]: row for row in json.loads(said("recipes", "list", "--json"))}
     assert rows["lora"]["origin"] == "shipped"
-    assert rows["torn"]["title"].startswith("invalid: 3 problems")
+    assert rows["torn"]["title"].startswith("invalid: 2 problems")
     assert "demo" in said("profiles", "list")
     assert "\x1b" not in said("recipes", "list")
 
@@ -80,6 +82,28 @@ def test_a_new_file_is_found_by_name_and_checks_clean(group: str, options: list[
     assert "exists" in refused(group, "new", "mine").found
     said(group, "new", "mine", "--force")
     assert "is not a valid name" in refused(group, "new", "../mine").found
+
+
+def test_nothing_of_ones_own_lands_among_the_shipped_files(tmp_path: Path) -> None:
+    (tmp_path / "profiles").symlink_to(SHIPPED_FOLDER)  # as ./profiles is in a checkout
+    shipped = {path.name for path in SHIPPED_FOLDER.rglob("*.toml")}
+    for group, folder in (("recipes", "recipes"), ("profiles", "hardware")):
+        target = tmp_path / "config" / "profiles" / folder / "mine.toml"
+        assert str(target.relative_to(tmp_path)) in said(group, "new", "mine")
+        assert target.is_file() and "user" in said(group, "list")
+    said("recipes", "import", shared(tmp_path))
+    assert new_file_path("recipe", "other") == tmp_path / "config/profiles/recipes/other.toml"
+    assert {path.name for path in SHIPPED_FOLDER.rglob("*.toml")} == shipped
+
+
+def test_check_notes_a_name_that_differs_from_the_files(tmp_path: Path) -> None:
+    shared(tmp_path)
+    (tmp_path / "downloaded (1).toml").rename(tmp_path / "theirs.toml")
+    result = run("recipes", "check", "theirs.toml", "--json")
+    document = json.loads(result.stdout)
+    (note,) = document["notes"]
+    assert document["ok"] and note.endswith('theirs.toml:2: name: "shared"; the file\'s name counts: "theirs"')
+    assert result.exit_code == 0
 
 
 def test_detection_reads_what_the_machine_has() -> None:

@@ -15,7 +15,8 @@ import tomlkit
 
 from engine.errors import SpecError
 from engine.spec.files.find import SpecFile
-from engine.spec.load import load_spec_file, resolve
+from engine.spec.load import load_spec_file, name_note, resolve
+from engine.spec.schema.recipe import Recipe
 
 RECIPE = """schema = 1
 kind = "recipe"
@@ -87,7 +88,6 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("train", "micro_batch = 32", 10, ["micro_batch = 32 is above batch_size = 16", "effective batch"]),
     ("train", "restarts = 3", 10, ["cosine_with_restarts"]),
     ("train", "momentum = 0.9", 10, ['optimizer = "sgd"']),
-    ("train", "max_steps = 10\nwarmup_steps = 20", 11, ["warmup_steps = 20 is above max_steps = 10"]),
     ("train", 'groups = [{match = "**"}]', 10, ["train.groups.0", "sets nothing"]),
     ("method", 'kind = "qlora"', 8, ['method.kind = "lora" with model.quantize = "nf4"']),
     ("method", "lora_r = 64", 8, ["Axolotl", "method.rank = 64"]),
@@ -243,11 +243,26 @@ def test_a_folder_a_fifo_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         assert reason in check(tmp_path / name)[0]
 
 
-def test_a_name_that_is_not_the_stem_is_refused(tmp_path: Path) -> None:
+def test_the_name_may_be_left_out_and_the_files_name_counts(tmp_path: Path) -> None:
     text = RECIPE.format(**dict.fromkeys(LINES, "#"))
-    assert check(write(tmp_path, text, "other")) == [
-        f'{tmp_path / "other.toml"}:3: name: "broken"; it equals the file\'s name: "other"'
-    ]
+    for path in (write(tmp_path, text, "other"), write(tmp_path, text.replace('name = "broken"', "#"), "bare")):
+        file = SpecFile(path, "path", tmp_path)
+        recipe = load_spec_file("recipe", file)
+        assert isinstance(recipe, Recipe) and recipe.name == path.stem
+        assert resolve("demo", str(path)).spec.name == path.stem
+    assert name_note(SpecFile(path, "path", tmp_path)) is None
+    path = tmp_path / "other.toml"
+    assert name_note(SpecFile(path, "path", tmp_path)) == (
+        f'{path}:3: name: "broken"; the file\'s name counts: "other"'
+    )
+
+
+def test_a_file_whose_own_name_cannot_be_one_needs_a_name_inside(tmp_path: Path) -> None:
+    text = RECIPE.format(**dict.fromkeys(LINES, "#"))
+    assert resolve("demo", str(write(tmp_path, text, "My recipe (1)"))).spec.name == "broken"
+    (problem,) = check(write(tmp_path, text.replace('name = "broken"', "#"), "My recipe (1)"))
+    assert 'name: left out, and "My recipe (1)" cannot be one' in problem and "rename the file" in problem
+    assert "lower-case letters" in check(write(tmp_path, text.replace('"broken"', '"Broken"'), "fine"))[0]
 
 
 def _tables(node: Any) -> list[dict[str, Any]]:
@@ -291,7 +306,7 @@ def test_no_damage_to_a_file_escapes_the_checker(tmp_path: Path, seed: int) -> N
             table[key] = value
     path = write(tmp_path, tomlkit.dumps(data))
     try:
-        load_spec_file("recipe", SpecFile(path, "path", tmp_path), any_stem=True)
+        load_spec_file("recipe", SpecFile(path, "path", tmp_path))
     except SpecError as error:
         assert all(problem.startswith(str(path)) and problem.isprintable() for problem in error.problems), (
             error.problems

@@ -352,3 +352,9 @@ def test_keys_are_found_on_their_lines_in_every_notation() -> None:
         ("l", 1, "m", "n"): 13,
     }
     assert {place: lines.get(place) for place in expected} == expected
+
+
+def test_a_warm_up_longer_than_the_run_is_said_before_the_start() -> None:
+    (notice,) = resolve("demo", "demo", ["train.max_steps=5"]).notices
+    assert notice == "train.warmup_steps = 20 is more than the run's 5 steps: the warm-up takes 4"
+    assert resolve("demo", "demo").notices == []

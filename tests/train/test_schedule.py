@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from engine.spec.check.notes import warmup_note
 from engine.spec.schema.recipe import Train
 from engine.train.schedule import Schedule
 
@@ -46,6 +47,15 @@ def test_factors_equal_transformers(scheduler, name, extra, warmup):
 def test_a_minimum_equals_transformers_cosine_with_min_lr():
     train = Train(scheduler="cosine", warmup_steps=5, learning_rate=1e-3, min_learning_rate=1e-4)
     assert ours(train) == pytest.approx(theirs("cosine_with_min_lr", 5, {"min_lr_rate": 0.1}), abs=1e-12)
+
+
+@pytest.mark.parametrize(("wanted", "total", "taken"), [(20, 20, 20), (20, 5, 4), (20, 1, 0), (0, 1, 0)])
+def test_a_warm_up_longer_than_the_run_ends_with_the_full_rate_at_the_last_step(wanted, total, taken):
+    train = Train(warmup_steps=wanted)
+    schedule = Schedule.of(train, total)
+    assert schedule.warmup_steps == taken
+    assert bool(warmup_note(train, total)) == (taken != wanted)
+    assert taken == wanted or schedule.factor(total) == 1.0
 
 
 def test_a_warm_up_ratio_is_rounded_up_as_transformers_does():

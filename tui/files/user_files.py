@@ -1,6 +1,7 @@
-"""Profile and recipe files that the console writes: new and changed ones go to ./profiles, shipped ones stay unchanged.
+"""Profile and recipe files that the console writes: new and changed ones go to the user's own
+folder (`engine.spec.files.find.own_folder`), shipped ones stay unchanged.
 
-Try: `python -c "from tui.files.user_files import *; print(user_file_folder('recipe'))"`
+Try: `python -c "from tui.files.user_files import *; print(new_file_path('recipe', 'mine'))"`
 """
 
 from __future__ import annotations
@@ -10,20 +11,11 @@ from pathlib import Path
 
 from engine.errors import UsageError
 from engine.spec.files.document import read_document
-from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER, SpecKind, list_spec_files, user_folder
+from engine.spec.files.find import SpecKind, list_spec_files, own_folder
 from engine.spec.files.paths import unshareable_paths
 from engine.spec.files.rewrite import rewrite_text
 from engine.spec.files.share import import_spec_file, require_name, write_new_file
 from engine.spec.files.text import UNSAFE, quoted, visible
-from engine.spec.files.working_directory import working_directory
-
-
-def user_file_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
-    """The folder into which new profiles or recipes are written: in ./profiles, or in the user's configuration folder
-    if ./profiles is the folder of the shipped files (inside Tunedeck's source checkout)."""
-    project = (cwd or working_directory()).absolute() / "profiles"
-    shipped = project.resolve() == SHIPPED_FOLDER
-    return (user_folder() if shipped else project) / KIND_FOLDERS[kind]
 
 
 def unused_name(kind: SpecKind, name: str) -> str:
@@ -38,7 +30,7 @@ def unused_name(kind: SpecKind, name: str) -> str:
 def new_file_path(kind: SpecKind, name: str) -> Path:
     """The path at which a new profile or recipe is saved. Raises UsageError if the name is not allowed."""
     require_name(name)
-    return user_file_folder(kind) / f"{name}.toml"
+    return own_folder(kind) / f"{name}.toml"
 
 
 def save_as(kind: SpecKind, source: str, overrides: Sequence[str], name: str) -> Path:

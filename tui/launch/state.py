@@ -231,7 +231,7 @@ class LaunchState:
 
         spec = self._current_spec()
         limits = spec.limits.model_copy(update={"wait_seconds": QUEUE_WAIT_SECONDS})
-        directory, _ = create_run(spec.model_copy(update={"limits": limits}), runs_dir)
+        directory, _ = create_run(spec.model_copy(update={"limits": limits}), runs_dir, queued=True)
         return directory.name, Queue(runs_dir).add(directory).waiting.index(directory.name) + 1
 
     def _current_spec(self) -> RunSpec:

@@ -14,7 +14,7 @@ from textual.containers import Container, Vertical
 from textual.content import Content
 
 from engine.errors import TunedeckError
-from engine.spec.files.find import SpecKind
+from engine.spec.files.find import SpecKind, own_folder
 from engine.spec.files.text import visible
 from engine.spec.load import check_text
 from tui.files import user_files
@@ -156,7 +156,7 @@ class LibraryScreen(BaseScreen):
         """Edit the file; for a shipped or detected file, edit a copy in the user's folder."""
         kind, entry = self._entry()
         shipped = entry.origin in ("shipped", "detected")
-        target = user_files.user_file_folder(kind) / entry.path.name if shipped else entry.path
+        target = own_folder(kind) / entry.path.name if shipped else entry.path
         self._open(kind, entry.path, target)
 
     def _open(self, kind: SpecKind, source: Path, target: Path) -> None:

@@ -18,6 +18,7 @@ from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.lookup import find_architecture
 from engine.spec.check.hardware_rules import problems_on_device
 from engine.spec.check.rules import state_has_a_dtype
+from engine.spec.files.known_lengths import known_longest
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 
@@ -99,6 +100,7 @@ class Advice:
 
 def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
     """Plan a run and search for suggestions. Raises the errors of `make_plan`."""
+    longest = longest or known_longest(spec.recipe)
     plan = make_plan(spec, longest=longest)
     if plan.verdict == "fits":
         return Advice(plan, [], list(_room(spec, longest)))

@@ -16,6 +16,7 @@ from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Prediction, Predictor
 from engine.budget.trace.memory_config import MemoryConfig
+from engine.spec.files.known_lengths import known_longest
 from engine.spec.schema.run import RunSpec
 
 Verdict = Literal["fits", "fits_smaller", "does_not_fit"]
@@ -31,6 +32,9 @@ class Plan:
     micro_batch: int
     accumulation: int
     length: int
+    """Tokens of the sequences that the run is planned for."""
+    basis: Literal["data", "max_length"]
+    """Whether `length` is that of the longest sequence of the data, or data.max_length because the data are unknown."""
     config: MemoryConfig
     simulated: bool
     ranks: int
@@ -55,6 +59,13 @@ class Plan:
         """Padded tokens of one micro-batch at the longest length."""
         return self.micro_batch * self.length
 
+    @property
+    def generate_adds_bytes(self) -> int:
+        """Bytes by which generation inside training raises the peak; 0 if there is none, or it needs less than the
+        steps."""
+        sums = {name: sum(row.values()) for name, row in self.prediction.phases.items()}
+        return max(0, sums.pop("generate", 0) - max(sums.values()))
+
     def as_json(self) -> dict[str, Any]:
         """The document of `tunedeck plan --json` and of plan.json."""
         return {
@@ -69,6 +80,9 @@ class Plan:
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "tokens_per_micro_batch": self.tokens_per_micro_batch,
+            "length": self.length,
+            "basis": self.basis,
+            "generate_adds_bytes": self.generate_adds_bytes,
             "remedies": self.remedies,
             "ranks": self.ranks,
             "image_tokens": self.image_tokens,
@@ -77,12 +91,14 @@ class Plan:
 
 
 def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
-    """Plan a run for sequences of up to `longest` tokens (data.max_length when the data is not yet known).
+    """Plan a run for sequences of up to `longest` tokens: by default those of the data if they were read before, else
+    data.max_length.
 
     Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known.
     """
     arch = find_architecture(spec)
-    length = longest or spec.recipe.data.max_length
+    known = longest or known_longest(spec.recipe)
+    length = known or spec.recipe.data.max_length
     predictor, asked = Predictor(arch, spec), spec.recipe.train.micro_batch
     rows = max(1, _largest_that_fits(predictor, length)) if asked == "auto" else min(asked, predictor.batch)
     prediction = predictor.predict(rows, length)
@@ -95,6 +111,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
         micro_batch=rows,
         accumulation=-(-predictor.batch // rows),
         length=length,
+        basis="data" if known else "max_length",
         config=predictor.config,
         simulated=spec.profile.device.kind == "metered",
         ranks=predictor.layout.ranks,

@@ -31,10 +31,8 @@ CheckedTable = TypeVar("CheckedTable", bound=Table)
 Data = dict[str, Any]
 
 REQUIRED_KEY_EXAMPLES: dict[tuple[type[BaseModel] | None, str], str] = {
-    (Recipe, "name"): 'name = "my-recipe"',
     (Recipe, "model"): '[model] with id = "Qwen/Qwen2.5-0.5B-Instruct"',
     (Recipe, "data"): '[[data.sources]] with name = "main" and path = "train.jsonl"',
-    (Profile, "name"): 'name = "my-gpu"',
     (Profile, "device"): '[device] with kind = "cuda" and memory_gib = 23.6',
 }
 """Maps (table, required key) to an example of the key for the error message."""
@@ -212,10 +210,10 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
         return Problem(place, f"unknown key, {answer[0]}'s name", f"here it is {answer[1]}")
     if meant := closest_match(key, known):
         return Problem(place, "unknown key", f"did you mean {key_text((*place[:-1], meant), data)}?")
-    if homes := _homes(model, key):
+    if homes := keys_named(model, key):
         return Problem(place, "unknown key here", f"it belongs in {' or '.join(homes)}")
     if meant := closest_match(key, (leaf for leaf in _leaves(model) if leaf)):
-        return Problem(place, "unknown key", f"did you mean {' or '.join(_homes(model, meant))}?")
+        return Problem(place, "unknown key", f"did you mean {' or '.join(keys_named(model, meant))}?")
     return Problem(place, "unknown key", f"allowed here: {', '.join(known)}")
 
 
@@ -243,7 +241,8 @@ def _leaves(model: type[Table]) -> dict[str, list[str]]:
     return found
 
 
-def _homes(model: type[Table], key: str) -> list[str]:
+def keys_named(model: type[Table], key: str) -> list[str]:
+    """The dotted keys of `model` whose last part is `key`, at most three."""
     return _leaves(model).get(key, [])[:3]
 
 

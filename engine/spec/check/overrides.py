@@ -56,7 +56,7 @@ def parse_overrides(sets: Sequence[str]) -> tuple[list[Override], list[str]]:
         elif parts[0] in NOT_SETTABLE:
             problems.append(f"--set {parts[0]}: cannot be set on the command line; {NOT_SETTABLE[parts[0]]}")
         else:
-            overrides.append(Override(parts, _value(value.strip())))
+            overrides.append(Override(parts, parse_value(value.strip())))
     return overrides, problems
 
 
@@ -73,7 +73,7 @@ def _key_parts(key: str) -> tuple[str, ...] | None:
     return tuple(parts) if parts and node == 0 else None
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Parse `text` as a TOML value; returns the text itself if it is not valid TOML, UNSET if it is empty."""
     if not text:
         return UNSET

@@ -145,17 +145,6 @@ def one_warmup(recipe: Recipe) -> Problems:
         )
 
 
-def warmup_ends(recipe: Recipe) -> Problems:
-    steps, end = recipe.train.warmup_steps, recipe.train.max_steps
-    if steps is not None and end is not None and steps > end:
-        yield Problem(
-            ("train", "warmup_steps"),
-            f"warmup_steps = {steps} is above max_steps = {end}",
-            f"warm-up ends with the run at the latest: set train.warmup_steps={end} or less",
-            (("train", "max_steps"),),
-        )
-
-
 def rate_falls(recipe: Recipe) -> Problems:
     low, high = recipe.train.min_learning_rate, recipe.train.learning_rate
     if low > high:
@@ -360,7 +349,6 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     one_kind_of_validation,
     image_sizes_in_order,
     one_warmup,
-    warmup_ends,
     rate_falls,
     constant_has_no_minimum,
     micro_batch_within_batch,

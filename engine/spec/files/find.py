@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -53,6 +54,13 @@ def user_folder() -> Path:
     return Path(platformdirs.user_config_dir("tunedeck")) / "profiles"
 
 
+def own_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
+    """The folder into which new profiles or recipes are written: in ./profiles; where that is the folder of the shipped
+    files, as in Tunedeck's own checkout, in the user's configuration folder."""
+    project = (cwd or working_directory()).absolute() / "profiles"
+    return (user_folder() if project.resolve() == SHIPPED_FOLDER else project) / KIND_FOLDERS[kind]
+
+
 def search_path(kind: SpecKind, cwd: Path) -> dict[str, Path]:
     """The folders to search, in order, by origin ("project", "user", "shipped")."""
     folder = KIND_FOLDERS[kind]
@@ -82,12 +90,28 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
     if "/" in text or os.sep in text or text.endswith(".toml"):
         path = cwd / Path(text).expanduser()
         if not path.exists():
-            raise SpecError([f"{visible(text)}: no such file; the path of a {kind}'s TOML file is needed"])
+            near = closest_match(path.name, [found.name for found in path.parent.glob("*.toml")])
+            raise SpecError(
+                [f"{visible(text)}: no such file; the path of a {kind}'s TOML file is needed"],
+                fix=f"-{kind[0]} {shlex.quote(visible(text.removesuffix(path.name) + near))}" if near else "",
+            )
         return SpecFile(path, "path", Path(os.path.abspath(path.parent)))
     for origin, folder in search_path(kind, cwd).items():
         if re.fullmatch(NAME_PATTERN, text) and (folder / f"{text}.toml").is_file():
             return SpecFile(folder / f"{text}.toml", _origin(origin, folder), cwd)
-    raise SpecError([_unknown(kind, text, cwd)], fix=f"tunedeck {kind}s list")
+    raise SpecError([_unknown(kind, text, cwd)], fix=_other_file(kind, text, cwd))
+
+
+def _other_file(kind: SpecKind, text: str, cwd: Path) -> str:
+    """What to write for a name that is not known: a file of this name beside the user, another name, or a new file."""
+    option = f"-{kind[0]}"
+    if (cwd / f"{text}.toml").is_file():
+        return f"{option} {text}.toml, a path: a name is looked for in ./profiles/{KIND_FOLDERS[kind]}"
+    if kind == "recipe" and (cwd / text).is_file():
+        data = shlex.quote(f"data.sources.main.path={text}")
+        return f"tunedeck recipes new my-recipe; then -r my-recipe --set {data}"
+    meant = closest_match(text, [located.name for located in list_spec_files(kind, cwd)])
+    return f"{option} {meant}" if meant else f"tunedeck {kind}s list"
 
 
 def _unknown(kind: SpecKind, text: str, cwd: Path) -> str:

@@ -55,7 +55,8 @@ def rewrite_text(
     moved = target.absolute().parent != Path(source_file.path).absolute().parent
     if kind == "recipe" and moved and list(path_values(document.data)):
         make_absolute(document, source_file.folder, cwd)
-    document.data["name"] = target.stem
+    if "name" in document.data:
+        document.data["name"] = target.stem
     import tomlkit  # slow to import: not before the console's first screen
 
     text = tomlkit.parse(Path(source_file.path).read_text(encoding="utf-8"))

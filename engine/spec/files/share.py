@@ -19,13 +19,13 @@ from engine.spec.files.document import read_document
 from engine.spec.files.find import KIND_FOLDERS, SpecKind, user_folder
 from engine.spec.files.paths import unshareable_paths
 from engine.spec.files.text import quoted, visible
-from engine.spec.load import SPEC_TABLES
+from engine.spec.load import SPEC_TABLES, settle_name
 from engine.spec.schema.base import NAME_PATTERN
 
 
 def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Path:
     """Check a file that someone else wrote and copy it into the user's folder under the name that the file gives
-    itself; returns the path of the copy.
+    itself, else under its own; returns the path of the copy.
 
     Raises SpecError for every problem of the file and for paths that leave its folder, UsageError for a symbolic link
     or a name that exists already.
@@ -33,6 +33,8 @@ def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Pa
     if source.is_symlink():
         raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")
     document = read_document(source)
+    if "name" not in document.data:
+        settle_name(document, source.stem)
     table, problems = check_table(SPEC_TABLES[kind], document.data)
     problems += unshareable_paths(document.data)
     if problems or table is None:
@@ -43,9 +45,12 @@ def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Pa
 
 def require_name(name: str) -> None:
     """Raise UsageError unless `name` is valid as the name of a profile or recipe."""
-    if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80:
+    if not re.fullmatch(NAME_PATTERN, name) or len(name) > 80 or name.endswith(".toml"):
+        better = re.sub("[^a-z0-9._-]+", "-", name.lower().removesuffix(".toml")).strip("-._")[:80]
         raise UsageError(
-            f"{quoted(name)} is not a valid name", expected="lower-case letters, digits, '.', '_' and '-', 80 at most"
+            f"{quoted(name)} is not a valid name",
+            expected="lower-case letters, digits, '.', '_' and '-', 80 at most, without .toml",
+            fix=f"call it {better}" if better else "",
         )
 
 

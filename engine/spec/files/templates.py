@@ -60,7 +60,7 @@ def new_profile(name: str, device: Values, *, title: str, notes: str) -> str:
 def _head(kind: str, name: str, title: str, model: type[BaseModel]) -> tomlkit.TOMLDocument:
     document = tomlkit.document()
     document.add(tomlkit.comment(f"{model.__doc__}  Check it with: tunedeck {kind}s check {name}"))
-    for key, value in {"schema": 1, "kind": kind, "name": name, "title": title}.items():
+    for key, value in {"schema": 1, "kind": kind, "title": title}.items():
         document[key] = value
     return document
 

@@ -79,8 +79,8 @@ class Profile(Table):
     """Version of this file format."""
     kind: Literal["profile"] = "profile"
     """Always "profile"."""
-    name: Name
-    """Equals the file's stem."""
+    name: Name = ""
+    """Name of the profile. May be left out, because the file's name without .toml counts."""
     title: str = ""
     """One line for lists."""
     notes: str = ""

@@ -162,7 +162,7 @@ class Train(Table):
     warmup_ratio: Fraction | None = None
     """Share of the steps spent warming up."""
     warmup_steps: CountOrZero | None = None
-    """Steps spent warming up."""
+    """Steps spent warming up; shortened where the run is shorter."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
     """adamw is torch's fused one; adamw_8bit needs bitsandbytes on CUDA."""
     rounding: Literal["exact", "stochastic", "nearest"] = "exact"
@@ -369,8 +369,8 @@ class Recipe(Table):
     """Version of this file format."""
     kind: Literal["recipe"] = "recipe"
     """Always "recipe"."""
-    name: Name
-    """Equals the file's stem."""
+    name: Name = ""
+    """Name of the recipe. May be left out, because the file's name without .toml counts."""
     title: str = ""
     """One line of description, for lists."""
     notes: str = ""

@@ -43,7 +43,6 @@ def problem(choice: Choice, row: str) -> str:
         ("train.batch_size", "abc", "a whole number, 1 or more is allowed"),
         ("train.batch_size", "0", "1 or more"),
         ("train.learning_rate", "-1", "above 0"),
-        ("train.warmup_steps", "400", "above max_steps = 300"),
         ("method.kind", "qlora", "nf4"),
         ("train.batch_sise", "8", "did you mean train.batch_size?"),
         ("data.sources.main.path", "x", 'no entry named "main"'),

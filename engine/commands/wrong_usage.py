@@ -1,0 +1,138 @@
+"""Finds what was meant by arguments that the parser refused, and writes the command that would have been right.
+
+Imported only when there is an error to print. Data over code: words of other tools are tables.
+
+Try: `tunedeck finetune`, `tunedeck train -p demo -r demo --lr 1e-3`, `tunedeck train -p demo my-recipe.toml`
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from engine.errors import UsageError
+
+COMMANDS = {
+    "start": "train -p demo -r demo", "run": "train -p demo -r demo", "demo": "train -p demo -r demo",
+    "finetune": "train -p demo -r demo", "fine-tune": "train -p demo -r demo", "sft": "train -p demo -r demo",
+    "help": "--help", "version": "--version", "ls": "runs", "list": "runs", "ps": "runs", "status": "runs",
+    "logs": "log last", "tail": "log last -f", "follow": "watch last", "attach": "watch last", "kill": "stop last",
+    "cancel": "stop last", "info": "show last", "continue": "resume last", "evaluate": "eval last",
+    "test": "eval last", "generate": "eval last", "chat": "eval last", "infer": "eval last",
+    "init": "recipes new my-recipe", "new": "recipes new my-recipe", "config": "recipes list",
+    "profile": "profiles list", "recipe": "recipes list", "estimate": "plan -p demo -r demo",
+    "env": "doctor", "gpus": "doctor", "check": "recipes check demo", "dataset": "data -r demo",
+}  # fmt: skip
+"""Words that people try as a command, and the command that does it."""
+
+OPTIONS = {
+    "config": ("-r",), "c": ("-r",), "output_dir": ("--runs",), "output": ("--runs",), "out": ("--runs",),
+    "o": ("--runs",), "gpus": ("--devices",), "gpu": ("--devices",), "device": ("--devices",),
+    "run_name": ("--name",), "data": ("--set", "data.sources.0.path="), "dataset": ("--set", "data.sources.0.path="),
+    "data_path": ("--set", "data.sources.0.path="), "train_file": ("--set", "data.sources.0.path="),
+    "model": ("--set", "model.id="), "m": ("--set", "model.id="), "steps": ("--set", "train.max_steps="),
+}  # fmt: skip
+"""Options of other tools, and what to write instead; the value is appended to what ends in "=", else follows."""
+
+CALLS_WITH_A_RECIPE = ("train", "plan", "fit", "data")
+
+
+def refusal(message: str, arguments: Sequence[str], command: str) -> UsageError:
+    """The error to print for a message of the parser; `command` is the command that refused `arguments`."""
+    meant = right_command(message, arguments)
+    near = re.search(r" Did you mean '(.*)'\?", message)
+    if near and meant and near[1] not in shlex.split(meant):
+        message = message.replace(near[0], "")  # a similar spelling misleads where the word means something else
+    return UsageError(re.sub(r" \(Possible options: .*\)", "", message), fix=meant or f"{command} --help")
+
+
+def right_command(message: str, arguments: Sequence[str]) -> str | None:
+    """The command line that was probably meant, as it is typed; None if nothing better than the help is known.
+
+    `message` is the parser's, which differs for each kind of mistake.
+    """
+    words = list(arguments)
+    meant = (
+        _other_command(message, words)
+        or _other_option(message, words)
+        or _stray_argument(message, words)
+        or _missing_file(message, words)
+    )
+    return shlex.join(["tunedeck", *meant]) if meant else None
+
+
+def _other_command(message: str, words: list[str]) -> list[str] | None:
+    found = re.match(r"No such command '(.+?)'\.", message)
+    if found is None:
+        return None
+    near = re.search(r"Did you mean '(.+?)'", message)
+    if len(words) > 1 and words[0] in COMMANDS and found[1] == words[0] and words[0] not in ("help", "version"):
+        word = COMMANDS[words[0]].split()[0]
+        return [word, *words[1:]]
+    if found[1] in COMMANDS and words[:1] == [found[1]]:
+        return COMMANDS[found[1]].split()
+    return [near[1] if word == found[1] else word for word in words] if near else None
+
+
+def _other_option(message: str, words: list[str]) -> list[str] | None:
+    found = re.match(r"No such option: (--?[\w-]+)", message)
+    if found is None:
+        return None
+    at = next((index for index, word in enumerate(words) if word.partition("=")[0] == found[1]), None)
+    if at is None:
+        return None
+    _, equals, value = words[at].partition("=")
+    taken = 1
+    if not equals and at + 1 < len(words) and not words[at + 1].startswith("-"):
+        value, taken = words[at + 1], 2
+    instead = _option(found[1].lstrip("-").lower().replace("-", "_"), value or "true")
+    return [*words[:at], *instead, *words[at + taken :]] if instead else None
+
+
+def _option(name: str, value: str) -> list[str]:
+    if name in OPTIONS:
+        head, *rest = OPTIONS[name]
+        return [head, rest[0] + value] if rest else [head, value]
+    from engine.spec.check.aliases import translate_key
+    from engine.spec.check.check import keys_named
+    from engine.spec.check.overrides import parse_value
+    from engine.spec.schema.recipe import Recipe
+
+    parsed = parse_value(value)
+    answer = translate_key(name, parsed, {name: parsed})
+    if answer is not None:
+        pairs = re.findall(r'([a-z_]+\.[a-z_.]+) = ("[^"]*"|[^,( ]+)', answer[1])
+        return [part for key, ours in pairs for part in ("--set", f"{key}={ours.strip(chr(34))}")]
+    keys = [key for key in keys_named(Recipe, name) if "[" not in key]
+    return ["--set", f"{keys[0]}={value}"] if keys else []
+
+
+def _stray_argument(message: str, words: list[str]) -> list[str] | None:
+    found = re.match(r"Got unexpected extra argument\(?s?\)? \((.+)\)", message)
+    if found is None or words[0] not in CALLS_WITH_A_RECIPE:
+        return None
+    stray = found[1].split()[0]
+    at = next((index for index in range(len(words) - 1, 0, -1) if words[index] == stray), 0)
+    if at > 1 and words[at - 2] == "--set" and "=" not in words[at - 1]:
+        return [*words[: at - 1], f"{words[at - 1]}={stray}", *words[at + 1 :]]
+    if at and not _gives_recipe(words):
+        return _with_files([*words[:at], "-r", *words[at:]])
+    return None
+
+
+def _missing_file(message: str, words: list[str]) -> list[str] | None:
+    if not re.match(r"Missing option '-[pr]'", message):
+        return None
+    return _with_files(words)
+
+
+def _with_files(words: list[str]) -> list[str]:
+    """The words, and the demo's profile and recipe where none is given."""
+    if not any(word in ("-p", "--profile") or word.startswith("--profile=") for word in words) and words[0] != "data":
+        words = [*words, "-p", "demo"]
+    return words if _gives_recipe(words) else [*words, "-r", "demo"]
+
+
+def _gives_recipe(words: Sequence[str]) -> bool:
+    return any(word in ("-r", "--recipe") or word.startswith("--recipe=") for word in words)

@@ -1,0 +1,36 @@
+"""Notes about a recipe: settings that a run changes so that they make sense together, each said before the start.
+
+Try: `tunedeck plan -p demo -r demo --set train.max_steps=5`
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.spec.schema.recipe import Recipe, Train
+
+
+def warmup_steps_of(train: Train, total_steps: int) -> int:
+    """Steps of warm-up in a run of `total_steps`. A ratio is rounded up to whole steps.
+
+    A number of steps above `total_steps` is shortened, so that the last step has the full learning rate.
+    """
+    if train.warmup_ratio is not None:
+        return math.ceil(total_steps * train.warmup_ratio)
+    wanted = train.warmup_steps or 0
+    return wanted if wanted <= total_steps else max(0, total_steps - 1)
+
+
+def warmup_note(train: Train, total_steps: int) -> str | None:
+    """A sentence if the warm-up is shortened in a run of `total_steps`."""
+    taken = warmup_steps_of(train, total_steps)
+    if train.warmup_steps is None or taken == train.warmup_steps:
+        return None
+    steps = f"{total_steps} step" + "s" * (total_steps != 1)
+    return f"train.warmup_steps = {train.warmup_steps} is more than the run's {steps}: the warm-up takes {taken}"
+
+
+def notes_of(recipe: Recipe) -> list[str]:
+    """The notes about a recipe that need no data."""
+    note = warmup_note(recipe.train, recipe.train.max_steps) if recipe.train.max_steps is not None else None
+    return [note] if note else []
