@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
@@ -18,6 +20,8 @@ from engine.journal.directory import RunDirectory
 from engine.spec.schema.run import RunSpec
 from engine.train.main import run_rank0
 from engine.train.run_context import RunStart
+from engine.train.step.rounding import join_
+from engine.train.strategy.checkpoint_storage import read_parts
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
 from tests.distributed.resumed_runs import resumed_spec, run_on_ranks
@@ -29,7 +33,12 @@ pytestmark = NEEDS_SHARDS
 CASES = {
     "full": sharded(FULL, "parameters"),
     "lora": sharded(LORA, "gradients", tied=True),
+    "full, bf16": {**sharded(FULL, "parameters"), "model": {"dtype": "bfloat16"}},
 }
+TOLERANCE = {"full": 1e-5, "lora": 1e-5, "full, bf16": 1e-2}
+"""How far losses on another number of ranks may be apart."""
+SMALL_RATE = 1e-6
+"""A learning rate at which nearly every update of a bf16 weight lies in its remainder."""
 REPLICATED = {"parallel": {"strategy": "replicated"}}
 LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
 """(ranks, the step they go to, how they share the weights): each goes on where the one before stopped."""
@@ -38,6 +47,9 @@ LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
 def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str) -> RunSpec:
     """The run spec of `case` for one leg of the run: on `ranks` ranks up to `last_step`."""
     tables = {**small_model(folder, CASES[case]), **(REPLICATED if strategy == "replicated" else {})}
+    if case == "full, bf16":
+        tables["model"] = {**tables["model"], **CASES[case]["model"]}
+        tables["train"] = {**tables["train"], "learning_rate": SMALL_RATE}
     evaluation = {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1}
     return resumed_spec(folder, ranks, tables, last_step, evaluation)
 
@@ -94,7 +106,7 @@ Runs = dict[str, tuple[RunDirectory, RunDirectory]]
 def test_a_run_goes_on_between_ranks_in_shards_and_one_process_on_one_curve(case: str, runs: Runs) -> None:
     legs, whole = (losses(list(read_events(place.events))) for place in runs[case])
     assert len(whole) == LEGS[-1][1]
-    assert legs == pytest.approx(whole, rel=1e-5)
+    assert legs == pytest.approx(whole, rel=TOLERANCE[case])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +114,7 @@ def test_evaluation_over_shards_gives_the_scores_of_one_process(case: str, runs:
     legs, whole = (metrics(place) for place in runs[case])
     assert legs.keys() == whole.keys()
     for step, scores in whole.items():
-        assert legs[step] == pytest.approx(scores, rel=1e-5)
+        assert legs[step] == pytest.approx(scores, rel=TOLERANCE[case])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,6 +122,38 @@ def test_optimizer_state_is_written_by_every_rank_for_itself(case: str, runs: Ru
     last = runs[case][0].checkpoint(LEGS[-1][1])
     assert len(list((last / "optimizer").glob("shard-*.safetensors"))) == LEGS[-1][0]
     assert not list(last.rglob("*.metadata"))
+
+
+def joined(checkpoint: Path) -> dict[str, Tensor]:
+    """The fp32 weights of a checkpoint, by name: bf16 weights and remainders of any number of ranks joined."""
+    weights = load_file(checkpoint / "weights" / "model.safetensors")
+    files = [*checkpoint.glob("optimizer.safetensors"), *checkpoint.glob("optimizer/*.safetensors")]
+    dtypes = {"remainder": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "step": torch.float32}
+    names = {name for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118 - not a mapping
+    state = {
+        name: torch.empty(() if key == "step" else weights[whole].shape, dtype=dtypes[key])
+        for name in names
+        for whole, _, key in [name.partition("::")]
+    }
+    read_parts(checkpoint, state, on_all_ranks=False)
+    found = {}
+    for name, weight in weights.items():
+        bits = torch.empty(weight.numel(), dtype=torch.int32)
+        join_(weight.view(-1), state[f"{name}::remainder"].view(-1), bits)
+        found[name] = bits.view(torch.float32)
+    return found
+
+
+def test_remainders_go_from_ranks_to_one_process_and_back(runs: Runs) -> None:
+    """The distances that weights moved in three legs and in one are the same, most of each in the remainders."""
+    legs, whole = (joined(place.checkpoint(LEGS[-1][1])) for place in runs["full, bf16"])
+    before = joined(runs["full, bf16"][0].checkpoint(LEGS[1][1]))
+    for name in whole:
+        assert legs[name].shape == whole[name].shape
+    moved_in_last_leg = torch.cat([legs[name] - before[name] for name in whole]).norm()
+    apart = torch.cat([legs[name] - whole[name] for name in whole]).norm()
+    assert float(moved_in_last_leg) > 0
+    assert float(apart / moved_in_last_leg) < 0.1
 
 
 def test_a_full_model_out_of_shards_opens_with_transformers(runs: Runs) -> None:

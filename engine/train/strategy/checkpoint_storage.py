@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from engine.errors import UsageError
 from engine.model.load import LoadedModel
-from engine.train.step.optimizer_state import state_tensors
+from engine.train.step.optimizer_state import REMAINDER, state_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 """The file of the optimizer state in a checkpoint of a run in which every rank has all weights."""
@@ -103,9 +103,22 @@ def read_parts(checkpoint: Path, present: dict[str, Tensor], *, on_all_ranks: bo
 def require_same_parameters(checkpoint: Path, saved: set[str], present: set[str]) -> None:
     """Raise UsageError unless `saved` and `present`, the names of the saved and the current optimizer state, are
     equal."""
+    if {name.partition("::")[2] for name in saved ^ present} == {REMAINDER}:
+        raise _other_rounding(checkpoint, saved_exactly=present < saved)
     if saved != present:
         raise UsageError(
             f"checkpoint {checkpoint.name} holds optimizer state for other parameters",
             expected="the same model, method and optimizer as when the run started",
             fix="resume without changing them, or start a new run",
         )
+
+
+def _other_rounding(checkpoint: Path, *, saved_exactly: bool) -> UsageError:
+    """The error for a checkpoint with the remainders of bf16 weights in a run without, or the other way round. Versions
+    before train.rounding trained bf16 weights as "nearest" with bf16 state does."""
+    key = 'train.rounding = "exact"' if saved_exactly else 'train.rounding = "nearest", train.state_dtype = "bfloat16"'
+    return UsageError(
+        f"checkpoint {checkpoint.name} was saved with{'' if saved_exactly else 'out'} remainders of bf16 weights",
+        expected="the train.rounding that the run was started with",
+        fix=f"set {key} in run.toml, or start a new run",
+    )
