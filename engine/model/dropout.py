@@ -1,4 +1,5 @@
-"""LoRA dropout with masks that depend on a key, so that every retry, split and recomputation uses the same masks.
+"""Dropout with masks that depend on a key, so that every retry, split and recomputation uses the same masks: LoRA's
+dropout, and the dropout of the model itself (`engine.model.own_dropout`).
 
 A hash of the integers (seed, step, sample, module, position, feature) decides whether an element is kept: the same on
 every device, for any micro-batch and any padding on the right. `torch.nn.Dropout` uses a random generator, so its masks
@@ -15,12 +16,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn import functional
 
 RowKey = tuple[int, int]
 """Two signed 32-bit integers that determine the mask of one sample in one module at one step."""
@@ -37,9 +41,12 @@ class DropoutKey:
     """Position in its sample of the first token of each row; above 0 only in slices of sequence parallelism."""
 
 
+FUNCTIONAL = "_functional_dropout"
+"""Attribute of a model that holds its `FunctionalDropout`, if it has one."""
+
+
 class KeyedDropout(nn.Module):
-    """Dropout on [B, S, F] whose masks, one per sample, are determined by a `DropoutKey`. Identity in evaluation
-    mode."""
+    """Dropout whose masks, one per sample, are determined by a `DropoutKey`. Identity in evaluation mode."""
 
     def __init__(self, probability: float, name: str) -> None:
         super().__init__()
@@ -47,23 +54,44 @@ class KeyedDropout(nn.Module):
         self.name = name
         self.key: DropoutKey | None = None
 
-    def forward(self, input_BSF: Tensor) -> Tensor:
-        """Return input_BSF with dropped elements set to 0 and the others scaled by 1/(1-p).
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input with dropped elements set to 0 and the others scaled by 1/(1-p); see `keyed_drop`.
 
         Raises:
-            RuntimeError: used in training outside `keyed`, or the first dimension is not the number of samples.
+            RuntimeError: used in training outside `keyed`.
         """
         if not self.training:
-            return input_BSF
+            return input
         if self.key is None:
             raise RuntimeError(f"dropout of {self.name} ran outside engine.model.dropout.keyed")
-        if input_BSF.dim() != 3 or input_BSF.shape[0] != len(self.key.sample_ids):
-            raise RuntimeError(
-                f"dropout of {self.name}: expected [{len(self.key.sample_ids)}, S, F], got {tuple(input_BSF.shape)}"
-            )
-        keys = [row_key(self.key.seed, self.key.step, sample, self.name) for sample in self.key.sample_ids]
-        apply: Callable[..., Tensor] = _Drop.apply
-        return apply(input_BSF, keys, self.key.first_position, self.p)
+        return keyed_drop(input, self.key, self.name, self.p)
+
+
+def keyed_drop(input: Tensor, key: DropoutKey, name: str, probability: float) -> Tensor:
+    """Return `input` with dropped elements set to 0 and the others scaled by 1/(1-p).
+
+    B samples, S positions, F features. Shapes: [B, S, F]; [B·S, F], of which all rows of a sample are neighbours;
+    attention weights [B, H, S, S], where each head has masks of its own.
+
+    Raises:
+        RuntimeError: another shape, whose first dimension is not the number of samples.
+    """
+    samples = key.sample_ids
+    first, shape = input.shape[0], input.shape
+    if input.dim() == 4 and first == len(samples) and not key.first_position:
+        names = [f"{name}.{head}" for head in range(shape[1])]
+        rows, names = input.reshape(-1, *shape[2:]), names * len(samples)
+        drawn = [sample for sample in samples for _ in range(shape[1])]
+    elif (input.dim() == 3 and first == len(samples)) or (input.dim() == 2 and first % len(samples) == 0):
+        rows, names, drawn = input.reshape(len(samples), -1, shape[-1]), [name] * len(samples), list(samples)
+    else:
+        raise RuntimeError(
+            f"dropout of {name}: expected [{len(samples)}, S, F], [{len(samples)} · S, F] or "
+            f"[{len(samples)}, H, S, S], got {tuple(shape)}"
+        )
+    keys = [row_key(key.seed, key.step, sample, each) for sample, each in zip(drawn, names, strict=True)]
+    apply: Callable[..., Tensor] = _Drop.apply
+    return apply(rows, keys, key.first_position, probability).view(shape)
 
 
 class _Drop(torch.autograd.Function):
@@ -79,36 +107,136 @@ class _Drop(torch.autograd.Function):
         return _drop(gradients[0], *ctx.drawn), None, None, None
 
 
-def key_dropout(model: nn.Module) -> None:
-    """Replace every active dropout of peft's adapters by a KeyedDropout named after its layer."""
-    for name, module in model.named_modules():
-        places = getattr(module, "lora_dropout", None)
-        if not isinstance(places, nn.ModuleDict):
-            continue
-        for adapter, dropout in places.items():
-            if isinstance(dropout, nn.Dropout) and dropout.p > 0:
-                places[adapter] = KeyedDropout(dropout.p, name).train(dropout.training)
+def key_dropout(model: nn.Module, *, calls: bool = False) -> None:
+    """Replace every active dropout module of the model and of peft's adapters by a KeyedDropout named after its layer.
+
+    `calls`: the model also calls `torch.nn.functional.dropout`; masks of these calls are keyed, too
+    (`FunctionalDropout`).
+    """
+    for name, module in list(model.named_modules()):
+        for place, child in list(module.named_children()):
+            if type(child) is nn.Dropout and child.p > 0:
+                # peft keeps the dropouts of a layer in a dict, by adapter: they are named after the layer.
+                owner, _, last = name.rpartition(".")
+                known = owner if last == "lora_dropout" else f"{name}.{place}".lstrip(".")
+                module._modules[place] = KeyedDropout(child.p, known).train(child.training)
+    if calls:
+        vars(model)[FUNCTIONAL] = FunctionalDropout(model)
 
 
-def keyed_dropouts(model: nn.Module) -> list[KeyedDropout]:
-    """Return the KeyedDropout modules of a model. Reuse the list: searching a large model takes milliseconds."""
-    return [module for module in model.modules() if isinstance(module, KeyedDropout)]
+def keyed_dropouts(model: nn.Module) -> list[KeyedDropout | FunctionalDropout]:
+    """Return what `keyed` gives a key to. Reuse the list: searching a large model takes milliseconds."""
+    found: list[KeyedDropout | FunctionalDropout] = [m for m in model.modules() if isinstance(m, KeyedDropout)]
+    return [*found, vars(model)[FUNCTIONAL]] if FUNCTIONAL in vars(model) else found
+
+
+def follow_checkpoints(model: nn.Module) -> None:
+    """Call it whenever checkpointing of a model was switched on; see `FunctionalDropout.follow_checkpoints`."""
+    if FUNCTIONAL in vars(model):
+        vars(model)[FUNCTIONAL].follow_checkpoints()
 
 
 @contextmanager
 def keyed(
-    layers: Sequence[KeyedDropout], *, seed: int, step: int, sample_ids: Sequence[int], first_position: int = 0
+    layers: Sequence[KeyedDropout | FunctionalDropout],
+    *,
+    seed: int,
+    step: int,
+    sample_ids: Sequence[int],
+    first_position: int = 0,
 ) -> Iterator[None]:
     """Inside the block, `layers` use the dropout masks of the micro-batch with these samples. Run both forward and
     backward inside the block: with checkpointing, backward computes the layers again."""
     key = DropoutKey(seed, step, tuple(int(sample) for sample in sample_ids), first_position)
-    for layer in layers:
-        layer.key = key
-    try:
-        yield
-    finally:
+    with ExitStack() as intercepting:
         for layer in layers:
-            layer.key = None
+            layer.key = key
+            if isinstance(layer, FunctionalDropout):
+                intercepting.enter_context(layer.intercepting())
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.key = None
+
+
+class FunctionalDropout:
+    """Keys the masks of calls of `torch.nn.functional.dropout` that a model's modules make.
+
+    A call is named after the module whose forward makes it, and its number within this forward. Hooks follow which
+    module that is. Checkpointing computes a layer again without its hooks; see `follow_checkpoints`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.key: DropoutKey | None = None
+        self._running: list[_Caller] = []
+        """Modules whose forward is running, the innermost last."""
+        self._named = {
+            name: module
+            for name, module in model.named_modules()
+            if next(module.children(), None) is not None and not isinstance(module, LoraLayer)
+        }
+        for name, module in self._named.items():
+            module.register_forward_pre_hook(partial(self._enter, name))
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def follow_checkpoints(self) -> None:
+        """Give the calls of a checkpointed layer the same names when it is computed again. Call it whenever
+        checkpointing was switched on."""
+        for name, module in self._named.items():
+            if "_gradient_checkpointing_func" in vars(module):
+                checkpoint = partial(self._checkpoint, name, vars(module)["_gradient_checkpointing_func"])
+                vars(module)["_gradient_checkpointing_func"] = checkpoint
+
+    def _checkpoint(
+        self, name: str, checkpoint: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **named: Any
+    ) -> Any:
+        """Call transformers' checkpointing function for a layer whose calls of dropout are followed by name."""
+
+        def followed(*inputs: Any, **named: Any) -> Any:
+            depth = len(self._running)
+            self._running.append(_Caller(name))
+            try:
+                return layer(*inputs, **named)
+            finally:
+                del self._running[depth:]
+
+        return checkpoint(followed, *inputs, **named)
+
+    @contextmanager
+    def intercepting(self) -> Iterator[None]:
+        """Inside the block, `torch.nn.functional.dropout` draws keyed masks when one of the model's modules calls
+        it. All threads are affected, as backward on CUDA has a thread of its own."""
+        former = functional.dropout
+
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if not training or p == 0 or self.key is None or not self._running:
+                return former(input, p, training, inplace)
+            caller = self._running[-1]
+            caller.calls += 1
+            return keyed_drop(input, self.key, f"{caller.name}.dropout{caller.calls}", p)
+
+        self._running.clear()
+        functional.dropout = dropout
+        try:
+            yield
+        finally:
+            functional.dropout = former
+
+    def _enter(self, name: str, _module: nn.Module, _inputs: object) -> None:
+        self._running.append(_Caller(name))
+
+    def _leave(self, _module: nn.Module, _inputs: object, _output: object) -> None:
+        if self._running:
+            self._running.pop()
+
+
+@dataclass
+class _Caller:
+    """A module whose forward is running, and how often it has called dropout."""
+
+    name: str
+    calls: int = 0
 
 
 def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:

@@ -7,6 +7,7 @@ Try: `tunedeck train -p demo -r demo`, or `python -m pytest tests/model/test_loa
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,11 +28,11 @@ from engine.model.dropout import key_dropout
 from engine.model.freezing import freeze_parameters
 from engine.model.hub import HUB_ERRORS, loading_error
 from engine.model.loaded import LoadedModel, embedding_rows
+from engine.model.own_dropout import has_dropout, settle_dropout
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import BUILTIN_PREFIX, StartingWeights, find_starting_weights
 from engine.model.tokenizer import check_vocabulary
 from engine.spec.check.images import image_key
-from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 
 __all__ = ["LoadedModel", "load_model"]
@@ -48,16 +49,19 @@ class ModelSettings:
     config: PreTrainedConfig
     precision: Precision
     attention: ChosenAttention
+    notices: list[str]
+    """What the run does otherwise than its recipe or the model's config says, and why."""
 
 
 def choose_settings(
-    recipe: Recipe, start: StartingWeights, config: PreTrainedConfig, device: Device
+    spec: RunSpec, start: StartingWeights, config: PreTrainedConfig, device: Device
 ) -> ModelSettings:
-    """Choose dtypes and the attention kernel for a device.
+    """Choose dtypes, the attention kernel and the dropout that is kept, for a device.
 
     Raises:
         EnvironmentProblem, UsageError: the recipe asks for an attention kernel that cannot be used.
     """
+    recipe, config = spec.recipe, copy.deepcopy(config)
     precision = choose_precision(recipe.model, recipe.method, config.model_type, device)
     attention = choose_attention(
         config,
@@ -67,7 +71,16 @@ def choose_settings(
         packing=recipe.data.packing,
         deterministic=recipe.train.deterministic,
     )
-    return ModelSettings(start, config, precision, attention)
+    notices = settle_dropout(
+        config,
+        attention.name,
+        recipe.model.attention_dropout,
+        cuda=device.torch_device.type == "cuda",
+        shared=spec.profile.parallel.sequence > 1,
+    )
+    return ModelSettings(
+        start, config, precision, attention, [*precision.notices, *attention.notices, *notices]
+    )
 
 
 def load_model(
@@ -83,7 +96,7 @@ def load_model(
         EnvironmentProblem: the hub is unreachable or refuses access; flash attention or bitsandbytes is missing.
     """
     start = find_starting_weights(spec.recipe.model)
-    settings = choose_settings(spec.recipe, start, load_config(start, spec.limits.trust_remote_code), device)
+    settings = choose_settings(spec, start, load_config(start, spec.limits.trust_remote_code), device)
     with seeded(spec.recipe.train.seed, device):
         base = _load_base(spec, settings, device, place or device.torch_device)
         check_vocabulary(tokenizer, embedding_rows(base))
@@ -103,7 +116,7 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
     recipe = spec.recipe
     base.config.use_cache = False
     trained, coverage = _apply_method(spec, settings.start, base)
-    key_dropout(trained)
+    key_dropout(trained, calls=has_dropout(settings.config))
     compute_in_input_dtype(trained)
     loaded = LoadedModel(
         model=trained,
@@ -114,7 +127,7 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
         precision=settings.precision,
         attention=settings.attention.name,
         base_exists_elsewhere=not _has_new_weights(spec, settings.start),
-        notices=[*settings.precision.notices, *settings.attention.notices],
+        notices=list(settings.notices),
         attends_to_padding=attends_to_later_tokens(base.get_decoder()),
     )
     loaded.model.train()

@@ -28,6 +28,7 @@ from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.adapters import Coverage
 from engine.model.config import auto_class
+from engine.model.dropout import follow_checkpoints
 from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
 
@@ -110,6 +111,7 @@ class LoadedModel:
         if on:
             getattr(base, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
             base.disable_input_require_grads()
+            follow_checkpoints(self.model)
         elif self.checkpointing:
             getattr(base, f"{kind}_checkpointing_disable")()
         self.checkpointing = on

@@ -103,10 +103,10 @@ def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
     spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
     facts = find_config(model.id, model.revision)
     config = AutoConfig.for_model(str(facts["model_type"]), **{k: v for k, v in facts.items() if k != "model_type"})
-    settings = choose_settings(spec.recipe, StartingWeights(model.id, model.revision, None), config, device)
+    settings = choose_settings(spec, StartingWeights(model.id, model.revision, None), config, device)
     options = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
     with torch.device("meta"):
-        return assemble(spec, settings, auto_class(config).from_config(config, **options), device)
+        return assemble(spec, settings, auto_class(config).from_config(settings.config, **options), device)
 
 
 def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int, length: int) -> Simulation:

@@ -217,7 +217,10 @@ class LoadedStep:
         from engine.budget.architecture.lookup import find_architecture
         from engine.budget.trace.memory_config import image_patches
         from engine.simulate.images import images_of
+        from engine.spec.check.images import image_key
 
+        if image_key(self.spec.recipe) is None:
+            return {}
         arch = find_architecture(self.spec)
         patches = image_patches(arch, self.spec.recipe)
         encoder = arch.vision_encoder

@@ -94,15 +94,17 @@ def test_split_and_checkpointing_leave_gradients_alone() -> None:
     def gradients(splits: list[list[int]]) -> list[torch.Tensor]:
         loaded.model.zero_grad()
         for rows in splits:
+            labels = batch.labels_BS[rows]
             part = type(batch)(
-                batch.input_ids_BS[rows], batch.labels_BS[rows], batch.attention_mask_BS[rows], None,
-                tuple(rows), 0,
+                batch.input_ids_BS[rows], labels, batch.attention_mask_BS[rows], None,
+                tuple(rows), int((labels[:, 1:] != -100).sum()),
             )
             with keyed(keyed_dropouts(loaded.model), seed=7, step=3, sample_ids=part.sample_ids):
                 (loss(part) / batch.target_tokens).backward()
         return [p.grad.clone() for _, p in loaded.trainable()]
 
     whole = gradients([[0, 1, 2, 3]])
+    assert all(gradient.norm() > 0 for gradient in whole)
     torch.testing.assert_close(gradients([[3, 1], [0, 2]]), whole, rtol=1e-5, atol=1e-7)
     loaded.set_checkpointing(False)
     torch.testing.assert_close(gradients([[0, 1, 2, 3]]), whole, rtol=0, atol=0)

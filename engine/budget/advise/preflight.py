@@ -40,6 +40,7 @@ def warnings_of(
     installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
     found += _nothing_to_round(arch, spec)
+    found += _attention_dropout(arch, spec)
     found += _shards(spec, torch_version or installed("torch"))
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
@@ -152,6 +153,17 @@ def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
                 f'{key} = "{value}" changes nothing here: it is about weights that are trained in bfloat16, and these '
                 f"are trained in {learning}; leave it out"
             )
+
+
+def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Warn of attention dropout whose masks are drawn by the attention kernel."""
+    if spec.recipe.model.attention_dropout != "keep" or not arch.attention_dropout:
+        return
+    if memory_config_of(arch, spec).attention != "eager":
+        yield (
+            'model.attention_dropout = "keep": the attention kernel draws the masks, so an out-of-memory error or '
+            'another micro-batch changes what is learned; model.attention = "eager" keeps the dropout without that'
+        )
 
 
 def _generation(spec: RunSpec) -> Iterator[str]:

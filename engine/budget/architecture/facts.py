@@ -16,6 +16,9 @@ from engine.budget.architecture.families import FAMILIES, Family, Layout
 from engine.budget.architecture.vision_encoder import VISION_ENCODERS, VisionEncoder, read_vision_encoder
 from engine.errors import UnknownArchitectureError, UsageError
 
+GPT2_DROPOUT = 0.1
+"""What transformers' GPT2Config has for each dropout that a config.json does not mention."""
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -68,6 +71,12 @@ class Architecture:
     """The vision encoder of a vision-language model; all other fields describe the decoder."""
     rotary_by_row: bool = False
     """Each row of a batch has rotary tables of its own."""
+    attention_dropout: bool = False
+    """Whether the config drops attention weights in training …"""
+    residual_dropout: bool = False
+    """… hidden states before residual connections …"""
+    embedding_dropout: bool = False
+    """… or the first layer's input."""
     default_attention: str = "sdpa"
     max_length: int | None = None
     """Longest sequence the model was made for."""
@@ -161,6 +170,8 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
             experts=_experts(facts) if family.layout in ("mixtral", "qwen3_moe", "gpt_oss") else None,
             rotary_by_row=family.rotary_by_row,
             dense_layers=_dense_layers(facts) if family.layout == "qwen3_moe" else (),
+            attention_dropout=bool(facts.get("attention_dropout")),
+            residual_dropout=family.layout == "phi3" and bool(facts.get("resid_pdrop")),
             default_attention=family.default_attention,
             max_length=facts.get("max_position_embeddings"),
         )
@@ -242,6 +253,9 @@ def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
         output_bias=True,
         mlp_bias=True,
         buffers=0,
+        attention_dropout=float(config.get("attn_pdrop", GPT2_DROPOUT)) > 0,
+        residual_dropout=float(config.get("resid_pdrop", GPT2_DROPOUT)) > 0,
+        embedding_dropout=float(config.get("embd_pdrop", GPT2_DROPOUT)) > 0,
         positions=int(config.get("n_positions", 1024)),
         max_length=int(config.get("n_positions", 1024)),
     )

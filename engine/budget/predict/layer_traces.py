@@ -187,7 +187,15 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
 @lru_cache(maxsize=256)
 def inference_config(config: MemoryConfig) -> MemoryConfig:
     """The config of a pass without gradients, which one rank runs alone on whole sequences."""
-    return replace(config, checkpointing=False, dropout=False, sequence=1)
+    return replace(
+        config,
+        checkpointing=False,
+        dropout=False,
+        attention_dropout=False,
+        residual_dropout=False,
+        embedding_dropout=False,
+        sequence=1,
+    )
 
 
 @lru_cache(maxsize=256)

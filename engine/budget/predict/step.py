@@ -19,6 +19,7 @@ from engine.budget.predict.parallel_layout import SINGLE_DEVICE, ParallelLayout,
 from engine.budget.predict.phase import PhaseCost, Phases
 from engine.budget.predict.static import layer_tensors, static_bytes
 from engine.budget.predict.vision import vision_cost
+from engine.budget.trace.dropout import MASK_BYTES
 from engine.budget.trace.layer_kinds import LayerKind, layer_stack, sees_images_both_ways
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.operations import FLOAT, INDEX
@@ -125,10 +126,13 @@ class _Step:
         before = self.everything - (self.shards.table.held.gradients if self.shards else table)
         if self.accumulating:
             before = self.held
-        working = (2 if arch.tied else 1) * table * BYTE + arch.hidden * self.config.base_bytes * TOKEN
+        gradient = arch.hidden * self.config.base_bytes * TOKEN
+        working = [(2 if arch.tied else 1) * table * BYTE + gradient]
+        if self.config.embedding_dropout:
+            working.append(2 * gradient + MASK_BYTES * arch.hidden * POSITION)
         buffers = self.shards.embedding() if self.shards else 0
         batch = inputs(arch, self.config, 0)
-        return PhaseCost(before + self.waiting, NO_BYTES, (working,), "gradients", batch, buffers)
+        return PhaseCost(before + self.waiting, NO_BYTES, tuple(working), "gradients", batch, buffers)
 
     def _kept(self, layer: int) -> BytesPolynomial:
         """Bytes that all layers before `layer` have saved for backward; 0 if checkpoints are offloaded to the host."""

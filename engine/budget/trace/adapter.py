@@ -10,13 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.budget.blocks import round_to_blocks
+from engine.budget.trace.dropout import dropped
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import add, cast, copy, linear, scale, scale_by_weight
-from engine.budget.trace.polynomial import BYTE, NO_BYTES, POSITION, TOKEN, BytesPolynomial
-
-INTEGER = 4
-"""Bytes of an int32."""
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, TOKEN, BytesPolynomial
 
 
 class AdaptedLayer(NamedTuple):
@@ -101,25 +99,6 @@ def _low_rank(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: 
     del x
     outputs = -(-layer.outputs // layer.merged)
     return linear(trace, first, outputs, round_to_blocks(rank * layer.outputs * itemsize), True)
-
-
-def dropped(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `engine.model.dropout`: the output is a copy of `x`; backward draws the mask again, so nothing is saved.
-
-    The mask is drawn row by row; a row needs three int32 per value, while the previous row's bool mask is still live.
-    """
-    size, mixing = x.size, (3 * INTEGER + 1) * x.elements.per_token * POSITION
-
-    def backward(gradient: Storage) -> list[Storage | None]:
-        result = trace.allocate(size)
-        bits = trace.allocate(mixing)
-        del bits
-        return [result]
-
-    output = trace.result(x.elements, x.itemsize, [x], backward)
-    bits = trace.allocate(mixing)
-    del bits
-    return output
 
 
 def _dora(

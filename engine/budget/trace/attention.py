@@ -9,6 +9,7 @@ Try: `python -m pytest tests/budget/test_accuracy.py`
 from __future__ import annotations
 
 from engine.budget.architecture.facts import Architecture
+from engine.budget.trace.dropout import dropped_weights
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import (
@@ -163,6 +164,8 @@ def eager(
         weights = cast(trace, saves_output(trace, weights), value.itemsize)
     else:
         weights = cast(trace, softmax(trace, weights, FLOAT), query.itemsize)
+    if config.attention_dropout:
+        weights = dropped_weights(trace, weights)
     values = _factor(trace, value_states)
     values = values if config.one_row else _heads_first(trace, arch, values, False)
     output = _matmul(trace, _factor(trace, weights), values, query.elements)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameters import layer_parameters
 from engine.budget.trace.attention import attend, rotary
+from engine.budget.trace.dropout import dropped
 from engine.budget.trace.experts import mixture
 from engine.budget.trace.layer_kinds import LayerKind
 from engine.budget.trace.memory_config import MemoryConfig
@@ -51,11 +52,15 @@ class Layer(Weights):
         residual = x
         hidden = self.norm("input_layernorm", x)
         hidden, _weights = self.attention(hidden)
-        hidden = add(self.trace, residual, hidden)
+        hidden = add(self.trace, residual, self._dropped(hidden))
         residual = hidden
         hidden = self.norm("post_attention_layernorm", hidden)
         hidden = self.feed_forward(hidden)
-        return add(self.trace, residual, hidden)
+        return add(self.trace, residual, self._dropped(hidden))
+
+    def _dropped(self, x: TracedTensor) -> TracedTensor:
+        """Trace the dropout before a residual connection, if the model has one: GPT-2 and Phi-3."""
+        return dropped(self.trace, x) if self.config.residual_dropout else x
 
     def _forward_four_norms(self, x: TracedTensor) -> TracedTensor:
         residual = x
@@ -139,10 +144,11 @@ class Layer(Weights):
         residual = x
         hidden = layer_norm(trace, x, *self.weight("ln_1"))
         output, _weights = self._joint_attention(hidden, "attn.c_attn", "attn.c_proj")
+        output = self._dropped(output)
         hidden = add(trace, output, residual)
         residual = hidden
         hidden = layer_norm(trace, hidden, *self.weight("ln_2"))
-        forward = self._gpt2_feed_forward(hidden)
+        forward = self._dropped(self._gpt2_feed_forward(hidden))
         return add(trace, residual, forward)
 
     def _gpt2_feed_forward(self, x: TracedTensor) -> TracedTensor:

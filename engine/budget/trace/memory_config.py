@@ -88,6 +88,12 @@ class MemoryConfig:
     """Devices that share each sequence."""
     metered: bool
     """The run is on the metered device, whose dispatch mode makes autograd add gradients out of place."""
+    attention_dropout: bool = False
+    """Masks of the model's own dropout are drawn for attention weights; only eager attention has them."""
+    residual_dropout: bool = False
+    """… for hidden states before a residual connection."""
+    embedding_dropout: bool = False
+    """… for the first layer's input."""
     one_row: bool = False
     """The micro-batch is a single sequence of a model that saves other tensors then; see `for_rows`."""
 
@@ -123,7 +129,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
     """Read the `MemoryConfig` out of a run spec, with every "auto" resolved for this architecture."""
     recipe, device = spec.recipe, spec.profile.device
     method, train, data, lora = recipe.method, recipe.train, recipe.data, recipe.method.kind == "lora"
-    computed = resolved_dtype(spec)
+    computed, attention = resolved_dtype(spec), resolved_attention(arch, spec)
     autocast = computed == "float16" and not lora
     return MemoryConfig(
         dtype="float32" if autocast else computed,
@@ -142,7 +148,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         state_dtype=train.state_dtype,
         optimizer_offload=train.optimizer_offload and device.kind != "cpu",
         momentum=train.momentum > 0,
-        attention=resolved_attention(arch, spec),
+        attention=attention,
         packed=data.packing,
         window_reached=arch.sliding_window is not None and data.max_length > arch.sliding_window,
         autocast=autocast,
@@ -150,6 +156,12 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         image_patches=image_patches(arch, recipe),
         sequence=spec.profile.parallel.sequence,
         metered=device.kind == "metered",
+        attention_dropout=arch.attention_dropout
+        and attention == "eager"
+        and recipe.model.attention_dropout != "off"
+        and spec.profile.parallel.sequence == 1,
+        residual_dropout=arch.residual_dropout,
+        embedding_dropout=arch.embedding_dropout,
     )
 
 

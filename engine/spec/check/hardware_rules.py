@@ -93,6 +93,12 @@ def problems_on_device(profile: Profile, recipe: Recipe) -> Problems:
                 f"{quoted(written)} on device.kind = {quoted(profile.device.kind)}",
                 "it needs a CUDA device; choose another value or profile",
             )
+    if recipe.model.attention_dropout == "keep" and recipe.model.attention != "eager" and profile.device.kind != "cuda":
+        yield Problem(
+            ("model", "attention_dropout"),
+            f'"keep" on device.kind = {quoted(profile.device.kind)}',
+            'kernels other than "eager" drop on CUDA devices only; set model.attention = "eager", or leave it out',
+        )
     yield from _bfloat16_is_native(profile, recipe)
     yield from _flash_runs_on_the_gpu(profile, recipe)
 

@@ -33,6 +33,11 @@ class Model(Table):
     attention: AttentionChoice = "auto"
     """Attention kernel. flash: the best flash attention that is installed and runs on the GPU; auto: that where there
     is one, else sdpa, else eager. The other values name one kernel: varlen is torch's own flash attention."""
+    attention_dropout: Literal["auto", "keep", "off"] = "auto"
+    """What becomes of the attention dropout in the model's config. auto: kept in eager attention, with masks keyed by
+    (seed, step, sample, module); switched off with a warning in other kernels, whose masks would change with the
+    micro-batch. keep: also kept in sdpa and flash_attention_2 on CUDA, where an out-of-memory error or another
+    micro-batch then changes what is learned. off: switched off."""
     quantize: Literal["none", "nf4"] = "none"
     """nf4 stores the frozen base in 4 bits (bitsandbytes, CUDA only)."""
     init: Literal["pretrained", "random"] = "pretrained"
