@@ -1,20 +1,15 @@
 """Dropout with masks that depend on a key, so that every retry, split and recomputation uses the same masks: LoRA's
 dropout, and the dropout of the model itself (`engine.model.own_dropout`).
 
-A hash of the integers (seed, step, sample, module, position, feature) decides whether an element is kept: the same on
-every device, for any micro-batch and any padding on the right. `torch.nn.Dropout` uses a random generator, so its masks
-change with the split. Nothing is saved for backward; the mask is computed again.
-
-The hash is murmur3's 32-bit finaliser (Appleby 2011, public domain) of a position hash xor a feature hash. Each of the
-two is keyed with 32 bits of a BLAKE2 hash of seed, step, sample and module.
+A hash decides whether an element is kept (`engine.model.dropout_masks`, and on CUDA `engine.model.dropout_kernel`).
+`torch.nn.Dropout` uses a random generator, so its masks change with the split. Nothing is saved for backward; the mask
+is computed again.
 
 Try: `python -m pytest tests/model/test_dropout.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,8 +21,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-RowKey = tuple[int, int]
-"""Two signed 32-bit integers that determine the mask of one sample in one module at one step."""
+from engine.model.dropout_kernel import drop
+from engine.model.dropout_masks import RowKey, row_key
 
 
 @dataclass(frozen=True)
@@ -100,11 +95,11 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_BSF: Tensor, keys: list[RowKey], first: int, probability: float) -> Tensor:
         ctx.drawn = keys, first, probability
-        return _drop(input_BSF, *ctx.drawn)
+        return drop(input_BSF, *ctx.drawn)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _drop(gradients[0], *ctx.drawn), None, None, None
+        return drop(gradients[0], *ctx.drawn), None, None, None
 
 
 def key_dropout(model: nn.Module, *, calls: bool = False) -> None:
@@ -237,41 +232,3 @@ class _Caller:
 
     name: str
     calls: int = 0
-
-
-def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
-    """Compute a 64-bit hash of seed, step, sample and module name."""
-    text = f"{seed}\x1f{step}\x1f{sample}\x1f{module}".encode()
-    return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
-
-
-def keep_mask(
-    key: RowKey, length: int, features: int, probability: float, device: torch.device, first: int = 0
-) -> Tensor:
-    """Compute a boolean mask [S, F] for positions from `first` on: True with probability 1 - p, to within 2^-32."""
-    positions_S = torch.arange(first, first + length, dtype=torch.int32, device=device)
-    positions_S = _mix(positions_S.mul_(-1640531527).add_(key[0]))
-    features_F = _mix(torch.arange(features, dtype=torch.int32, device=device).mul_(-1640531527).add_(key[1]))
-    hash_SF = _mix(positions_S[:, None] ^ features_F[None, :])
-    threshold = round(probability * 2**32) - 2**31
-    return hash_SF >= threshold
-
-
-def _drop(tensor_BSF: Tensor, keys: list[RowKey], first: int, probability: float) -> Tensor:
-    length, features = tensor_BSF.shape[1:]
-    result_BSF = torch.empty_like(tensor_BSF)
-    for row, key in enumerate(keys):
-        mask_SF = keep_mask(key, length, features, probability, tensor_BSF.device, first)
-        torch.mul(tensor_BSF[row], mask_SF, out=result_BSF[row])
-    return result_BSF.mul_(1.0 / (1.0 - probability))
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """Apply murmur3's finaliser to int32 values, in place. Products wrap around, and the constants 0xFFFF and 0x7FFFF
-    turn arithmetic shifts into logical shifts."""
-    bits ^= (bits >> 16) & 0xFFFF
-    bits *= -2048144789
-    bits ^= (bits >> 13) & 0x7FFFF
-    bits *= -1028477387
-    bits ^= (bits >> 16) & 0xFFFF
-    return bits

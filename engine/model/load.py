@@ -24,7 +24,8 @@ from engine.model.adapted_linear import compute_in_input_dtype
 from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers
 from engine.model.attention import ChosenAttention, attends_to_later_tokens, choose_attention
 from engine.model.config import auto_class, load_config
-from engine.model.dropout import key_dropout
+from engine.model.dropout import key_dropout, keyed_dropouts
+from engine.model.dropout_kernel import use_kernel
 from engine.model.freezing import freeze_parameters
 from engine.model.hub import HUB_ERRORS, loading_error
 from engine.model.loaded import LoadedModel, embedding_rows
@@ -102,6 +103,10 @@ def load_model(
         check_vocabulary(tokenizer, embedding_rows(base))
         loaded = assemble(spec, settings, base, device)
     loaded.tokenizer = tokenizer
+    if device.torch_device.type == "cuda" and keyed_dropouts(loaded.model):
+        problem = use_kernel(device.torch_device)
+        if problem is not None:
+            loaded.notices.append(f"dropout takes eleven kernels instead of one, and more memory: {problem}")
     if place is None:
         device.adopt([*loaded.model.parameters(), *loaded.model.buffers()])
     return loaded

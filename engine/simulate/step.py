@@ -9,6 +9,7 @@ Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-7B --exact`
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError, UsageError
 from engine.model.config import auto_class
 from engine.model.dropout import keyed, keyed_dropouts
+from engine.model.dropout_kernel import using
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, assemble, choose_settings
 from engine.model.loss import LossFunction, choose_implementation
@@ -90,8 +92,14 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
         )
     device = SimulatedDevice(like_a_card=spec.profile.device.kind != "metered")
     loaded = _on_meta(spec, device)
-    with device.simulating(packed=spec.recipe.data.packing):
+    # On CUDA one kernel computes dropout, and allocates nothing but its output.
+    kernel = using(_output_of_dropout, "cpu") if spec.profile.device.kind == "cuda" else nullcontext()
+    with device.simulating(packed=spec.recipe.data.packing), kernel:
         return _run(spec, device, loaded, rows, length)
+
+
+def _output_of_dropout(rows: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(rows)
 
 
 def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:

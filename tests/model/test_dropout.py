@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.model.dropout import KeyedDropout, keep_mask, keyed, keyed_dropouts, row_key
+from engine.model.dropout import KeyedDropout, keyed, keyed_dropouts
+from engine.model.dropout_masks import keep_mask, row_key
 from engine.model.loss import make_loss
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
 

@@ -77,3 +77,19 @@ def test_the_peak_is_the_planned_one(case: str, tmp_path: Path) -> None:
     if config is not OPT:  # which is simulated alone
         predicted = predict(find_architecture(spec), spec, rows=2, length=120)
         assert predicted.peak_bytes == pytest.approx(measured, rel=5e-3)
+
+
+@pytest.mark.parametrize("case", ["gpt2, eager", "llama, kept in sdpa", "llama, LoRA"])
+def test_on_a_card_masks_take_no_memory(case: str, tmp_path: Path) -> None:
+    """One kernel draws them in registers, or attention does itself: closed form and simulation agree."""
+    config = {**GPT2, **EVERYWHERE} if "gpt2" in case else {**LLAMA, "attention_dropout": P}
+    model = {"dtype": "bfloat16", "attention": "eager" if "eager" in case else "sdpa"}
+    model |= {"attention_dropout": "keep"} if "kept" in case else {}
+    method = {"rank": 8, "dropout": P if "LoRA" in case else 0.0}
+    folder = folder_of(config, tmp_path)
+    spec = run_spec(folder, {"kind": "cuda", "memory_gib": 24.0}, method=method, model=model, train={"batch_size": 4})
+    predicted = predict(find_architecture(spec), spec, rows=2, length=200).peak_bytes
+    assert simulate_step(spec, rows=2, length=200).peak_bytes == pytest.approx(predicted, rel=2e-3)
+    if "LoRA" in case:
+        metered = run_spec(folder, method=method, model=model, train={"batch_size": 4})
+        assert predicted < predict(find_architecture(metered), metered, rows=2, length=200).peak_bytes

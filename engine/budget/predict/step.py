@@ -19,7 +19,7 @@ from engine.budget.predict.parallel_layout import SINGLE_DEVICE, ParallelLayout,
 from engine.budget.predict.phase import PhaseCost, Phases
 from engine.budget.predict.static import layer_tensors, static_bytes
 from engine.budget.predict.vision import vision_cost
-from engine.budget.trace.dropout import MASK_BYTES
+from engine.budget.trace.dropout import mask_bytes
 from engine.budget.trace.layer_kinds import LayerKind, layer_stack, sees_images_both_ways
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.operations import FLOAT, INDEX
@@ -129,7 +129,7 @@ class _Step:
         gradient = arch.hidden * self.config.base_bytes * TOKEN
         working = [(2 if arch.tied else 1) * table * BYTE + gradient]
         if self.config.embedding_dropout:
-            working.append(2 * gradient + MASK_BYTES * arch.hidden * POSITION)
+            working.append(2 * gradient + mask_bytes(self.config) * arch.hidden * POSITION)
         buffers = self.shards.embedding() if self.shards else 0
         batch = inputs(arch, self.config, 0)
         return PhaseCost(before + self.waiting, NO_BYTES, tuple(working), "gradients", batch, buffers)

@@ -35,7 +35,7 @@ def plain_lora(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x:
     The adapter's weights are cast for each product. Their gradients are live together until the operation's backward
     is over.
     """
-    adapter_input = dropped(trace, x) if config.dropout else x
+    adapter_input = dropped(trace, config, x) if config.dropout else x
     itemsize, rank = x.itemsize, -(-config.rank // layer.merged) * TOKEN
     sides = [config.rank * width for width in (layer.inputs, layer.outputs)]
     casts = [count * itemsize * BYTE if config.adapter_bytes != itemsize else NO_BYTES for count in sides]
@@ -119,7 +119,7 @@ def _dora(
     summed = [trace.allocate(whole), trace.allocate(whole)]
     del summed
     vector = round_to_blocks(layer.outputs * itemsize)
-    low_rank = _low_rank(trace, config, layer, dropped(trace, x) if config.dropout else x)
+    low_rank = _low_rank(trace, config, layer, dropped(trace, config, x) if config.dropout else x)
     if layer.biased:
         base_result = copy(trace, base_result)
     left = scale_by_weight(trace, base_result, vector, True, itemsize)

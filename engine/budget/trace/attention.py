@@ -165,7 +165,7 @@ def eager(
     else:
         weights = cast(trace, softmax(trace, weights, FLOAT), query.itemsize)
     if config.attention_dropout:
-        weights = dropped_weights(trace, weights)
+        weights = dropped_weights(trace, config, weights)
     values = _factor(trace, value_states)
     values = values if config.one_row else _heads_first(trace, arch, values, False)
     output = _matmul(trace, _factor(trace, weights), values, query.elements)

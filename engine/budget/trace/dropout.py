@@ -1,10 +1,13 @@
 """Traces `engine.model.dropout`, whose masks are computed again in backward instead of being saved.
 
+On CUDA a kernel draws them in registers (`engine.model.dropout_kernel`); elsewhere drawing takes memory.
+
 Try: `python -m pytest tests/budget/test_accuracy.py -k dropout`
 """
 
 from __future__ import annotations
 
+from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.polynomial import PAIR, POSITION, BytesPolynomial
 
@@ -12,14 +15,19 @@ MASK_BYTES = 3 * 4 + 1
 """Bytes per value of the masks: three int32 of the one being drawn, and the bool of the one before, still live."""
 
 
-def dropped(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
+def mask_bytes(config: MemoryConfig) -> int:
+    """Bytes per value that drawing a mask takes."""
+    return 0 if config.fused_dropout else MASK_BYTES
+
+
+def dropped(trace: MemoryTrace, config: MemoryConfig, x: TracedTensor) -> TracedTensor:
     """Trace dropout of hidden states, whose masks are drawn sample by sample."""
-    return _dropped(trace, x, MASK_BYTES * x.elements.per_token * POSITION)
+    return _dropped(trace, x, mask_bytes(config) * x.elements.per_token * POSITION)
 
 
-def dropped_weights(trace: MemoryTrace, weights: TracedTensor) -> TracedTensor:
+def dropped_weights(trace: MemoryTrace, config: MemoryConfig, weights: TracedTensor) -> TracedTensor:
     """Trace dropout of attention weights, whose masks are drawn head by head."""
-    return _dropped(trace, weights, MASK_BYTES * PAIR)
+    return _dropped(trace, weights, mask_bytes(config) * PAIR)
 
 
 def _dropped(trace: MemoryTrace, x: TracedTensor, mixing: BytesPolynomial) -> TracedTensor:

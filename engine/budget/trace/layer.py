@@ -60,7 +60,7 @@ class Layer(Weights):
 
     def _dropped(self, x: TracedTensor) -> TracedTensor:
         """Trace the dropout before a residual connection, if the model has one: GPT-2 and Phi-3."""
-        return dropped(self.trace, x) if self.config.residual_dropout else x
+        return dropped(self.trace, self.config, x) if self.config.residual_dropout else x
 
     def _forward_four_norms(self, x: TracedTensor) -> TracedTensor:
         residual = x

@@ -94,6 +94,8 @@ class MemoryConfig:
     """… for hidden states before a residual connection."""
     embedding_dropout: bool = False
     """… for the first layer's input."""
+    fused_dropout: bool = False
+    """Dropout draws its masks in one kernel, without memory for them: on CUDA."""
     one_row: bool = False
     """The micro-batch is a single sequence of a model that saves other tensors then; see `for_rows`."""
 
@@ -160,6 +162,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         and attention == "eager"
         and recipe.model.attention_dropout != "off"
         and spec.profile.parallel.sequence == 1,
+        fused_dropout=device.kind == "cuda",
         residual_dropout=arch.residual_dropout,
         embedding_dropout=arch.embedding_dropout,
     )

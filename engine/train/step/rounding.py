@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.model.dropout import row_key
+from engine.model.dropout_masks import row_key
 
 HALF = 0x8000
 """Half of a unit in the last place of bf16, in the bits of fp32."""

@@ -1,0 +1,90 @@
+"""Chooses what computes keyed dropout: the reference, or one Triton kernel in place of its eleven small ones.
+
+Kernel and reference compute the same integers from the same keys, so their results are equal to the bit. The kernel
+draws masks in registers; the reference needs 13 bytes per value of a sample's mask. A kernel is used once it has been
+compared with the reference on the device of the run (`use_kernel`). Triton comes with torch's CUDA builds.
+
+Try: `TRITON_INTERPRET=1 python -m pytest tests/model/test_dropout_kernel.py`, where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.model.dropout_masks import RowKey, reference_drop
+
+Drop = Callable[[Tensor, Sequence[RowKey], int, float], Tensor]
+"""Takes rows [R, S, F], a key for each row, the position of each row's first token and the probability of dropping;
+returns the rows with dropped elements set to 0 and the others scaled by 1/(1-p)."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COMPARED_SHAPES = ((3, 37, 50), (2, 5, 1031))
+"""Shapes on which a kernel is compared: neither a multiple of its block, the second with rows longer than one."""
+
+_in_use: dict[str, Drop] = {}
+"""The kernel that is used instead of the reference, by device type."""
+
+
+def drop(rows_RSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
+    """Compute keyed dropout; see `Drop`."""
+    return _in_use.get(rows_RSF.device.type, reference_drop)(rows_RSF, keys, first, probability)
+
+
+def use_kernel(device: torch.device) -> str | None:
+    """Use Triton's kernel on this type of device from now on, if it equals the reference there. Returns why it is not
+    used, or None.
+
+    Raises:
+        torch.OutOfMemoryError: there was no memory for the comparison.
+    """
+    try:
+        kernel: Drop = importlib.import_module("engine.model.triton_dropout").drop
+        problem = difference(kernel, reference_drop, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  (Triton compiles with what the machine has; the reference remains)
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    if problem is None:
+        _in_use[device.type] = kernel
+    return problem
+
+
+@contextmanager
+def using(kernel: Drop, device_type: str) -> Iterator[None]:
+    """Inside the block, `kernel` is used on devices of this type without a comparison."""
+    former = dict(_in_use)
+    _in_use[device_type] = kernel
+    try:
+        yield
+    finally:
+        _in_use.clear()
+        _in_use.update(former)
+
+
+def difference(
+    kernel: Drop,
+    reference: Drop,
+    device: torch.device,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    probabilities: Sequence[float] = (0.1, 0.9),
+) -> str | None:
+    """Compare a kernel with the reference on a device; returns what differs, or None if they are equal to the bit.
+    Compared are rows that begin at the first position and rows that begin later."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in COMPARED_SHAPES:
+        values = torch.randn(shape, generator=generator)
+        keys = [(71 * row - 2**31, 2**31 - 1 - row) for row in range(shape[0])]
+        for dtype in dtypes:
+            rows = values.to(device=device, dtype=dtype)
+            for first, probability in zip((0, 4096), probabilities, strict=True):
+                right, found = (each(rows, keys, first, probability) for each in (reference, kernel))
+                if not torch.equal(right, found):
+                    share = float((right != found).float().mean())
+                    return f"{share:.1%} of the values differ, for {list(shape)} in {dtype}, p = {probability}"
+    return None

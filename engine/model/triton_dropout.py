@@ -1,0 +1,77 @@
+"""The Triton kernel of keyed dropout. Importing this file needs Triton; `engine.model.dropout_kernel` imports it where
+it can be used.
+
+Letters: R rows, S positions, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.model.dropout_masks import RowKey
+
+BLOCK = 1024
+"""Elements that a program computes."""
+
+
+@triton.jit
+def _mix(bits: Any) -> Any:
+    """Murmur3's finaliser on uint32 values, as `engine.model.dropout_masks._mix` on int32."""
+    bits ^= bits >> 16
+    bits *= 0x85EBCA6B
+    bits ^= bits >> 13
+    bits *= 0xC2B2AE35
+    bits ^= bits >> 16
+    return bits
+
+
+@triton.jit
+def _kernel(
+    rows_ptr: Any,
+    result_ptr: Any,
+    keys_ptr: Any,
+    length: Any,
+    features: Any,
+    first: Any,
+    threshold: Any,
+    scale: Any,
+    block: tl.constexpr,
+) -> None:
+    """Drop the elements of one block of one row. `threshold`: the smallest signed hash that is kept."""
+    blocks = tl.cdiv(length * features, block)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    place = (tl.program_id(0) % blocks) * block + tl.arange(0, block)
+    inside = place < length * features
+    position = (place // features + first).to(tl.uint32, bitcast=True)
+    feature = (place % features).to(tl.uint32, bitcast=True)
+    position_key = tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
+    feature_key = tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
+    hashed = _mix(_mix(position * 0x9E3779B9 + position_key) ^ _mix(feature * 0x9E3779B9 + feature_key))
+    kept = (hashed.to(tl.int32, bitcast=True) >= threshold).to(tl.float32)
+    offset = row * length * features + place
+    value = tl.load(rows_ptr + offset, mask=inside, other=0.0)
+    result = value.to(tl.float32) * kept * scale
+    tl.store(result_ptr + offset, result.to(value.dtype, fp_downcast_rounding="rtne"), mask=inside)
+
+
+def drop(rows_RSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
+    """Return rows_RSF with dropped elements set to 0 and the others scaled by 1/(1-p)."""
+    rows_RSF = rows_RSF.contiguous()
+    result_RSF = torch.empty_like(rows_RSF)
+    rows, length, features = rows_RSF.shape
+    keys_R2 = torch.tensor(keys, dtype=torch.int32)
+    if rows_RSF.is_cuda:
+        # Pinned, so that the host does not wait for the copy.
+        keys_R2 = keys_R2.pin_memory().to(rows_RSF.device, non_blocking=True)
+    programs = rows * triton.cdiv(length * features, BLOCK)
+    threshold = round(probability * 2**32) - 2**31
+    _kernel[(programs,)](
+        rows_RSF, result_RSF, keys_R2, length, features, first, threshold, 1.0 / (1.0 - probability), block=BLOCK
+    )
+    return result_RSF
