@@ -73,13 +73,13 @@ def liger_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 def _trial(compute: FusedLoss, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Loss and gradient of the hidden states, in fp32 on the host; the loss is divided, as in training."""
     tokens, width, vocabulary = TRIAL_NHV
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
-        hidden_NH, weight_VH = torch.randn(tokens, width), torch.randn(vocabulary, width)
-        targets_N = torch.randint(vocabulary, (tokens,))
-    hidden_NH = hidden_NH.to(device, dtype).requires_grad_()
-    loss = compute(hidden_NH, weight_VH.to(device, dtype), targets_N.to(device), None, 0.0) / tokens
-    loss.backward()
+    draw = torch.Generator().manual_seed(0)  # its own, so that the run's random states stay as they are
+    hidden_NH = torch.randn(tokens, width, generator=draw).to(device, dtype).requires_grad_()
+    weight_VH = torch.randn(vocabulary, width, generator=draw).to(device, dtype)
+    targets_N = torch.randint(vocabulary, (tokens,), generator=draw).to(device)
+    with torch.enable_grad():
+        loss = compute(hidden_NH, weight_VH, targets_N, None, 0.0) / tokens
+        loss.backward()
     assert hidden_NH.grad is not None
     return loss.detach().float().cpu(), hidden_NH.grad.float().cpu()
 
