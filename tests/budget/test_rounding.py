@@ -20,6 +20,11 @@ CARD = {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}
 STOCHASTIC = {"rounding": "stochastic", "state_dtype": "bfloat16"}
 WIDE: dict[str, Any] = {**LLAMA, "vocab_size": 80_000, "hidden_size": 240, "num_hidden_layers": 1}
 """38 million weights outside its layer: the update's scratch is smaller than they are."""
+LLAMA_8B: dict[str, Any] = {
+    **LLAMA, "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+"""8 billion weights: 14 bytes for each are 105 GiB, 8 bytes 60 GiB."""
 
 
 def full(folder: Path, train: dict[str, Any] | None = None, **tables: Any) -> RunSpec:
@@ -74,13 +79,8 @@ def test_a_model_larger_than_a_piece_holds_what_is_predicted(train: dict[str, An
 
 
 def test_fit_offers_what_exactness_costs(tmp_path: Path) -> None:
-    # A Llama of 8 billion weights: 14 bytes for each are 105 GiB, 8 bytes 60 GiB.
-    llama = {
-        **LLAMA, "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8,
-    }  # fmt: skip
     device = {**CARD, "memory_gib": 79.2, "reserve_gib": 1.6}
-    advice = advise(full(tmp_path, config=llama, device=device, data={"max_length": 1024}))
+    advice = advise(full(tmp_path, config=LLAMA_8B, device=device, data={"max_length": 1024}))
     assert advice.plan.verdict != "fits"
     offered = [{key: after for key, (_, after) in found.changes.items()} for found in advice.suggestions]
     assert {"train.optimizer": "adamw_8bit"} in offered
@@ -89,6 +89,20 @@ def test_fit_offers_what_exactness_costs(tmp_path: Path) -> None:
     notes = [lever.note for found in advice.suggestions for lever in found.levers]
     assert any("weights stay exact" in note for note in notes)
     assert any("right on average" in note for note in notes)
+
+
+def test_fit_offers_no_eight_bit_optimizer_in_shards_where_it_is_refused(tmp_path: Path) -> None:
+    def sharded(memory_gib: float, train: dict[str, Any]) -> RunSpec:
+        device = {**CARD, "memory_gib": memory_gib, "count": 2}
+        spec = full(tmp_path, train, config=LLAMA_8B, device=device, data={"max_length": 32})
+        parallel = spec.profile.parallel.model_copy(update={"strategy": "sharded"})
+        return spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": parallel})})
+
+    exact, stochastic = (prediction(sharded(80.0, train)).device_bytes / 2**30 for train in ({}, STOCHASTIC))
+    assert stochastic < exact
+    offered = [found.changes for found in advise(sharded((exact + stochastic) / 2, {})).suggestions]
+    assert not any("train.optimizer" in changes for changes in offered)
+    assert any("train.state_dtype" in changes for changes in offered)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def _free_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         yield Lever((("method.adapter_dtype", "bfloat16"),), 0.0, note, quality=8.0)
     if plan.config.trains_in_bfloat16:
         yield from _rounding_levers(spec)
-    if cuda and train.optimizer == "adamw":
+    if cuda and train.optimizer == "adamw" and spec.profile.parallel.strategy != "sharded":  # refused in shards
         note = "optimizer state in 8 bits (bitsandbytes): moments are rounded to one of 256 values"
         if plan.config.trains_in_bfloat16 and train.rounding == "exact":
             note += "; weights stay exact"

@@ -39,7 +39,7 @@ def _of_weights(spec: RunSpec) -> str:
 
 def _of_optimizer(spec: RunSpec) -> str:
     train, cuda = spec.recipe.train, spec.profile.device.kind == "cuda"
-    if train.optimizer == "adamw" and cuda:
+    if train.optimizer == "adamw" and cuda and train.state_dtype == "float32":
         return 'train.optimizer = "adamw_8bit", or train.optimizer_offload = true'
     if not train.optimizer_offload and spec.profile.device.kind != "cpu":
         return "train.optimizer_offload = true"
