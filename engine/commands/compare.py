@@ -5,16 +5,18 @@ Try: `tunedeck compare RUN RUN`
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.commands.options import JsonOption, RunsOption, find_run
+from engine.commands.options import JsonOption, RunsOption, find_run, runs_folder
 from engine.commands.output import make_console, print_json, print_notices
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.journal.compare import Comparison
+    from engine.journal.directory import RunDirectory
 
 RunArguments = Annotated[
     list[str],
@@ -26,7 +28,7 @@ def compare(targets: RunArguments, as_json: JsonOption = False, runs: RunsOption
     """Compare runs: the settings that differ, the scores, the best."""
     from engine.journal.compare import compare as compare_runs
 
-    directories = [find_run(target, runs) for target in targets]
+    directories = [directory for target in targets for directory in _find(target, runs)]
     if len({directory.path for directory in directories}) < 2:
         raise UsageError("compare needs two different runs or more", fix="list the runs with: tunedeck runs")
     comparison = compare_runs(list(dict.fromkeys(directories)))
@@ -34,6 +36,16 @@ def compare(targets: RunArguments, as_json: JsonOption = False, runs: RunsOption
         print_json(comparison.as_json(), indent=None)
     else:
         _print(comparison)
+
+
+def _find(target: str, runs: Path | None) -> list[RunDirectory]:
+    """The run that `target` names, or all runs of the sweep that "sweep:ID" names."""
+    from engine.journal.index import list_runs
+    from engine.launch.create_sweep import runs_of_sweep
+
+    if not target.startswith("sweep:"):
+        return [find_run(target, runs)]
+    return runs_of_sweep(target.removeprefix("sweep:"), list_runs(runs_folder(runs))[::-1])
 
 
 def _print(comparison: Comparison) -> None:

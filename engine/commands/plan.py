@@ -58,6 +58,9 @@ def plan(
     from engine.budget.advise.plan import make_plan
 
     spec = _resolve(profile, recipe, overrides or [])
+    if spec.recipe.sweep:
+        _plan_sweep(spec, as_json=as_json)
+        return
     if spec.recipe.stages and stage is None:
         _plan_stages(spec, runs, as_json=as_json, exact=exact)
         return
@@ -73,6 +76,26 @@ def plan(
     else:
         _print_plan(planned, spec)
     if planned.verdict == "does_not_fit":
+        raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _plan_sweep(spec: RunSpec, *, as_json: bool) -> None:
+    """Print a line for each point of a sweep. Exit code 3 when one of them does not fit."""
+    from engine.budget.advise.plan import make_plan
+    from engine.budget.advise.staged_plan import make_staged_plan
+    from engine.journal.event_text import describe_verdict
+    from engine.launch.create_sweep import sweep_points
+
+    plans = {
+        point.name: make_staged_plan(point) if point.recipe.stages else make_plan(point)
+        for point in sweep_points(spec, force=True)
+    }
+    if as_json:
+        print_json({"points": [{"name": name, "plan": planned.as_json()} for name, planned in plans.items()]})
+    else:
+        for name, planned in plans.items():
+            print_line(f"{describe_verdict(planned.verdict):<14} {name}")
+    if any(planned.verdict == "does_not_fit" for planned in plans.values()):
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
@@ -160,8 +183,10 @@ def fit(
     """Rank changes that make a run fit, or use the memory left. Exit code 3 when no change makes it fit."""
     from engine.budget.advise.fit import advise
     from engine.errors import UsageError
+    from engine.launch.create_run import refuse_sweep
 
     spec = _resolve(profile, recipe, overrides or [])
+    refuse_sweep(spec)
     if spec.recipe.stages and (stage is None or write is not None):
         name = spec.recipe.stages[0].name
         raise UsageError(

@@ -38,6 +38,7 @@ from engine.commands.output import print_json, print_line, print_notices, print_
 
 if TYPE_CHECKING:
     from engine.journal.queue import Queue, QueueState
+    from engine.spec.load import Resolved
 
 WAIT_FOR_DEVICE_SECONDS = 24 * 3600.0
 """How long a queued run waits for a busy device, unless --wait says otherwise."""
@@ -77,6 +78,9 @@ def add(
     resolved = resolve_start(profile, recipe, overrides or [], run_spec=run_spec, name=name, limits=limits)
     print_notices(resolved.notices)
     folder = runs_folder(runs)
+    if resolved.spec.recipe.sweep:
+        add_sweep(resolved, folder, force=force, as_json=as_json, first=first)
+        return
     directory, notices = create_run(resolved.spec, folder, force=force, queued=True)
     print_notices(notices)
     state = Queue(folder).add(directory, first=first)
@@ -86,6 +90,28 @@ def add(
         return
     hint = "" if state.worker else "; start the queue with: tunedeck queue start"
     print_line(f"{directory.name} is number {position} in the queue{hint}")
+
+
+def add_sweep(resolved: Resolved, folder: Path, *, force: bool, as_json: bool, first: bool = False) -> None:
+    """Create a run for every point of a sweep and put them into the queue, in order; print how to compare them."""
+    from engine.journal.queue import Queue
+    from engine.launch.create_sweep import create_sweep
+    from engine.spec.load import load_run_spec
+
+    directories, notices = create_sweep(resolved.spec, folder, force=force)
+    print_notices(notices)
+    waiting = Queue(folder)
+    for directory in reversed(directories) if first else directories:
+        waiting.add(directory, first=first)
+    sweep = load_run_spec(directories[0].run_toml).provenance.sweep if directories else None
+    sweep_id = sweep.id if sweep is not None else ""
+    if as_json:
+        runs = [{"run": directory.name, "path": str(directory.path)} for directory in directories]
+        print_json({"sweep": sweep_id, "runs": runs}, indent=None)
+        return
+    for directory in directories:
+        print_line(directory.name)
+    print_line(f"{len(directories)} runs are in the queue; compare them: tunedeck compare sweep:{sweep_id}")
 
 
 @queue.command("list")

@@ -34,7 +34,7 @@ from engine.commands.options import (
     WaitOption,
     runs_folder,
 )
-from engine.commands.output import print_notices
+from engine.commands.output import print_notices, print_progress
 from engine.errors import EnvironmentProblem, TunedeckError
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def train(
     limits = command_line_limits(max_hours, wait, on_finish, devices, trust_remote_code)
     resolved = resolve_start(profile, recipe, overrides or [], run_spec=run_spec, name=name, limits=limits)
     launcher_rank = find_launcher_rank()
+    if launcher_rank is None and resolved.spec.recipe.sweep:
+        raise typer.Exit(train_sweep(resolved, runs_folder(runs), force=force, detach=detach, as_json=as_json))
     if launcher_rank is None:
         require_launcher(resolved.spec)
         directory = _create(resolved, runs_folder(runs), force=force)
@@ -79,6 +81,23 @@ def train(
         return
     require_launchable(resolved.spec, launcher_rank, detach=detach)
     raise typer.Exit(_train_as_rank(resolved, launcher_rank, runs_folder(runs), force, as_json))
+
+
+def train_sweep(resolved: Resolved, folder: Path, *, force: bool, detach: bool, as_json: bool) -> int:
+    """Put every point of a sweep into the queue and work it; returns the exit code of the first failure."""
+    from engine.commands.queue import add_sweep
+    from engine.journal.queue import Queue
+    from engine.launch.queue_worker import follow_queue, start_queue_worker
+
+    add_sweep(resolved, folder, force=force, as_json=as_json)
+    pid = start_queue_worker(folder)
+    if detach:
+        return 0
+    code = 0
+    for text, run_code in follow_queue(Queue(folder), pid):
+        print_progress(text)
+        code = code or run_code
+    return code
 
 
 def _create(resolved: Resolved, folder: Path, *, force: bool, launched: bool = False) -> RunDirectory:

@@ -96,10 +96,13 @@ def _best(key: str, names: Sequence[str], values: Sequence[float | None]) -> lis
 
 
 def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Dotted key = its value in each run, for every setting that differs; the keys of a sweep come first."""
+    swept = {key for spec in specs for key in spec.get("provenance", {}).get("sweep", {}).get("point", {})}
     flat = [dict(flatten_settings(spec)) for spec in specs]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = {key: [one.get(key) for one in flat] for key in keys}
-    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+    differing = {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+    return dict(sorted(differing.items(), key=lambda row: row[0] not in swept))
 
 
 def flatten_settings(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -107,6 +107,7 @@ def create_run(
             sharded weights, or the profile's GPUs do not exist.
     """
     require_training_packages()
+    refuse_sweep(spec)
     if not launched:
         require_launcher(spec)
     if spec.profile.parallel.strategy == "sharded":
@@ -159,6 +160,16 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
     if plan is not None and plan.verdict == "does_not_fit" and not force:
         raise _does_not_fit(plan, spec)
     return plan, notices
+
+
+def refuse_sweep(spec: RunSpec) -> None:
+    """Raise UsageError for a recipe with a sweep: it is many runs, where one is wanted."""
+    if spec.recipe.sweep:
+        raise UsageError(
+            f"recipe {spec.recipe.name!r} has a [sweep], which is many runs",
+            expected="one run, or a command that starts all of them",
+            fix="tunedeck train or tunedeck queue add; --set sweep= leaves the sweep out",
+        )
 
 
 def require_launcher(spec: RunSpec) -> None:

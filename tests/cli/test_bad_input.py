@@ -123,10 +123,6 @@ BAD_FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "keys deeper than any spec": (b"a." * 150 + b"a = 1", ("nested too deeply",)),
     "deep keys": (b"a." * 3000 + b"a = 1", ("nested too deeply",)),
     "number of five thousand digits": (b"schema = " + b"9" * 5000, ("64 bits",)),
-    "sweep, of a later version": (
-        RECIPE.format(name="bad").encode() + b'[sweep]\n"train.seed" = [1, 2]\n',
-        ("sweep", "not do"),
-    ),
 }
 
 

@@ -316,7 +316,6 @@ def test_override_refuses_what_resolve_refuses() -> None:
 
 
 LATER = {
-    "sweep": '{"train.seed" = [1]}',
     "trackers.use": '["wandb"]',
     "train.compile": "true",
     "data.sources.qmsum.format": "image-chat",

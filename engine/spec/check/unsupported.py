@@ -30,7 +30,6 @@ def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) 
 
 
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
-    (lambda spec: _when(bool(spec.recipe.sweep), "sweep"), "sweeps"),
     (lambda spec: image_key(spec.recipe), "images"),
     (
         lambda spec: _in_shards(spec, "model.quantize", spec.recipe.model.quantize, ("nf4",)),

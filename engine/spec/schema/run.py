@@ -5,13 +5,22 @@ Written as `run.toml` into the run directory; `tunedeck train --run-spec run.tom
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from engine.spec.schema.base import Table
 from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
+
+
+class SweepPoint(Table):
+    """The sweep that a run belongs to."""
+
+    id: str
+    """Name of the sweep, the same in all its runs."""
+    point: dict[str, Any]
+    """Swept key = its value in this run."""
 
 
 class Provenance(Table):
@@ -29,6 +38,8 @@ class Provenance(Table):
     """The overrides, as typed after --set."""
     versions: dict[str, str] = {}
     """Package name = version, of packages that can change the numbers of a run."""
+    sweep: SweepPoint | None = None
+    """The sweep that the run is a point of."""
 
 
 class Limits(Table):

@@ -1,0 +1,48 @@
+"""A recipe with [sweep]: ordinary runs in the queue, planned first, compared by the sweep's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.journal.directory import RunDirectory
+from engine.spec.load import load_run_spec
+from tests.cli.conftest import Tunedeck
+
+GRID = 'sweep={"train.learning_rate" = [1e-3, 2e-3], "train.seed" = [1, 2, 3]}'
+
+
+def test_a_sweep_is_a_run_for_each_combination_in_the_order_of_the_file(tunedeck: Tunedeck) -> None:
+    found = json.loads(tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", GRID, "--json").out)
+    specs = [load_run_spec(RunDirectory(Path(run["path"])).run_toml) for run in found["runs"]]
+    assert [(spec.recipe.train.learning_rate, spec.recipe.train.seed) for spec in specs] == [
+        (rate, seed) for rate in (1e-3, 2e-3) for seed in (1, 2, 3)
+    ]
+    assert specs[0].name == "demo-learning_rate=0.001-seed=1"
+    assert all(spec.provenance.sweep is not None and spec.provenance.sweep.id == found["sweep"] for spec in specs)
+    assert all(spec.recipe.sweep == {} for spec in specs)
+    waiting = json.loads(tunedeck("queue", "list", "--json").out)["runs"]
+    assert [row["run"] for row in waiting] == [run["run"] for run in found["runs"]]
+    compared = json.loads(tunedeck("compare", f"sweep:{found['sweep']}", "--json").out)
+    assert compared["runs"] == [run["run"] for run in found["runs"]]
+    assert list(compared["settings"]) == ["train.learning_rate", "train.seed"]
+
+
+def test_a_point_that_does_not_fit_is_named_before_anything_starts(tunedeck: Tunedeck) -> None:
+    grid = 'sweep={"data.max_length" = [256, 100000]}'
+    outcome = tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", grid, "--set", "method.kind=full")
+    outcome.complains(3, "1 of 2 points", "max_length=100000", "--force")
+    assert json.loads(tunedeck("runs", "--json").out) == []
+    assert tunedeck("plan", "-p", "demo", "-r", "demo", "--set", grid, "--set", "method.kind=full").code == 3
+
+
+def test_too_many_points_and_unknown_sweeps_are_refused(tunedeck: Tunedeck) -> None:
+    seeds = 'sweep."train.seed"=' + str(list(range(65)))
+    tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", seeds).complains(2, "65 points", "at most 64")
+    tunedeck("compare", "sweep:nothing").complains(2, "no runs of a sweep 'nothing'")
+    tunedeck("fit", "-p", "demo", "-r", "demo", "--set", seeds).complains(2, "[sweep]", "--set sweep=")
+
+
+def test_a_swept_value_that_is_not_allowed_is_a_problem_of_the_recipe(tunedeck: Tunedeck) -> None:
+    outcome = tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", 'sweep."train.seed"=[1, -2]')
+    outcome.complains(2, "sweep", "-2")
