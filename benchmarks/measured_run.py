@@ -25,6 +25,7 @@ from engine.train.main import log_to_stderr
 from engine.train.monitor.calibrate import calibrate
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
+from engine.train.proofs.prove import prove
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.oom_report import OomReports, oom_reporter
 from engine.train.run_context import RunContext
@@ -53,6 +54,7 @@ def _train(spec: RunSpec, place: RunDirectory, device: Device, journal: Journal)
     emergency_memory = EmergencyHostMemory()
     report = oom_reporter(journal, device, OomReports(place, device, lambda: spec))
     setup = set_up(spec, device, journal, report)
+    prove(setup, journal)
     run = RunContext(place, journal, RunRequests(None, None, None), Watchdog(journal, 600.0))
     training = Training(setup, run, emergency_memory)
     training.probe()

@@ -144,6 +144,10 @@ class Device(Protocol):
         device. Where there is none, or none is left, return `tensor` itself."""
         ...
 
+    def stop_pinning(self) -> None:
+        """Use no page-locked memory from now on: `pin` returns the tensors it is given."""
+        ...
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device. The copy has no autograd history."""
         ...

@@ -82,6 +82,9 @@ class CpuDevice:
         """Return the tensor itself: the device is host memory."""
         return tensor
 
+    def stop_pinning(self) -> None:
+        """Does nothing: `pin` returns the tensors it is given."""
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy, which the caller may change without changing `tensor`."""
         return tensor.detach().clone()

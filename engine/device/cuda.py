@@ -111,10 +111,14 @@ class CudaDevice:
         except RuntimeError as error:
             if classify(error) is None:
                 raise
-            self._can_pin = False
+            self.stop_pinning()
             reason = str(error).splitlines()[0]
             self.notices.append(f"no page-locked host memory is left ({reason}); copies to the card wait for it")
             return None
+
+    def stop_pinning(self) -> None:
+        """Copy to the card from ordinary memory from now on."""
+        self._can_pin = False
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to the card; the copy is asynchronous if `tensor` is in pinned memory."""

@@ -92,6 +92,9 @@ class MeteredDevice:
         """Return the tensor itself: the device is host memory."""
         return tensor
 
+    def stop_pinning(self) -> None:
+        """Does nothing: `pin` returns the tensors it is given."""
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy that is counted. Raises torch.OutOfMemoryError if the copy does not fit."""
         with self._meter.active(), self._meter.counted_region(), torch.no_grad():

@@ -66,6 +66,7 @@ EVENT_KINDS: dict[str, EventKind] = {
     "paused": _event_kind("", "step path reason"),
     "resumed": _event_kind("step from", "path schedule"),
     "warning": _event_kind("code text fix", "step"),
+    "proof": _event_kind("name passed detail fallback seconds", "cached"),
     "run_finished": _event_kind(
         "status exit_code result", "error reason steps seconds samples_lost measured best_step best_metric"
     ),

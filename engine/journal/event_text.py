@@ -219,6 +219,13 @@ def _stage_finished(event: Event) -> str:
     return f"stage {event['name']} {event['status']}{steps}{peak}{reason}"
 
 
+def _proof(event: Event) -> str | None:
+    """The line of a proof that failed; one that passed is in the journal alone."""
+    if event["passed"] is not False:
+        return None
+    return f"proof of {event['name']} failed: {event['detail']}; instead: {event['fallback']}"
+
+
 EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str | None]] = {
     "stage_started": _stage_started,
     "stage_finished": _stage_finished,
@@ -229,6 +236,7 @@ EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str | None]] = {
     "checkpoint_saved": _checkpoint,
     "oom_report": lambda event: f"out-of-memory report: {event['path']}",
     "warning": _warning,
+    "proof": _proof,
     "control": _control,
     "resumed": _resumed,
     "paused": lambda event: "paused; the device is free",

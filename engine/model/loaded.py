@@ -116,6 +116,11 @@ class LoadedModel:
             getattr(base, f"{kind}_checkpointing_disable")()
         self.checkpointing = on
 
+    def use_attention(self, kernel: str) -> None:
+        """Compute attention with another kernel, by its name in transformers."""
+        self.base.set_attn_implementation(kernel)
+        self.attention = kernel
+
     def save(self, folder: Path) -> None:
         """Write the adapter or the full model as safetensors in the training dtype, and the tokenizer. Allocates only
         host memory."""

@@ -44,10 +44,14 @@ class UlyssesAttention:
 
     def __init__(self, loaded: LoadedModel, group: SequenceGroup) -> None:
         self.group = group
-        self.inner = loaded.attention
-        """transformers' name of the kernel that runs between the exchanges."""
+        self._loaded = loaded
         configs = [module.config for module in decoder_of(loaded.base).modules() if hasattr(module, "config")]
         self._configs: list[Any] = list({id(config): config for config in configs}.values())
+
+    @property
+    def inner(self) -> str:
+        """transformers' name of the kernel that runs between the exchanges."""
+        return self._loaded.attention
 
     @contextmanager
     def installed(self) -> Iterator[None]:

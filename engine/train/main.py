@@ -52,6 +52,7 @@ from engine.train.loop import Ending, Training
 from engine.train.monitor.calibrate import calibrate
 from engine.train.monitor.journal import Journal
 from engine.train.monitor.watchdog import Watchdog
+from engine.train.proofs.prove import prove
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
 from engine.train.recovery.memory_settings import effective_spec
 from engine.train.recovery.oom_report import OomReports, oom_reporter
@@ -198,6 +199,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
         reports = OomReports(place, device, lambda: spec)
         report = oom_reporter(journal, device, reports if ranks.is_rank0 else None)
         setup = set_up(spec, device, journal, report, ranks)
+        prove(setup, journal)
         reports.spec = lambda: effective_spec(setup.spec, setup.context)
         watchdog = Watchdog(journal, spec.profile.parallel.timeout_seconds)
         training = Training(setup, RunContext(place, journal, requests, watchdog), emergency_memory)

@@ -119,6 +119,12 @@ class StepGuard:
         """Remember the current step counters; call after state was read from a checkpoint."""
         self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
 
+    def distrust(self) -> None:
+        """Undo failed steps by going back to a checkpoint from now on: the optimizer's state is not all there is."""
+        self.never_allocates = self.takes_copy = False
+        self._counted = []
+        self.read_counters()
+
     def prepare(self) -> None:
         """Copy weights and state if needed, and allocate the buffers that `step` needs; if this fails, nothing has
         changed. No rank may step before all ranks are prepared, because only a copy or a checkpoint can undo a step."""

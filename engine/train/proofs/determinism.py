@@ -1,0 +1,34 @@
+"""Proof: with `train.deterministic`, attention and loss give the same bits twice, and torch was told to.
+
+Try: `pytest tests/train/proofs/test_determinism.py`
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.train.proofs import attention, loss
+from engine.train.proofs.record import DisprovedError
+from engine.train.setup import TrainingSetup
+
+
+def applies(setup: TrainingSetup) -> bool:
+    """Whether the recipe asks for it."""
+    return setup.spec.recipe.train.deterministic
+
+
+def prove(setup: TrainingSetup) -> str:
+    """Run the kernels twice on the same input."""
+    if not torch.are_deterministic_algorithms_enabled():
+        raise DisprovedError("torch's deterministic algorithms are not switched on")
+    if attention.applies(setup):
+        attention.repeats(setup)
+    loss.repeats(setup)
+    return "attention and loss give the same bits twice"
+
+
+def fall_back(setup: TrainingSetup) -> str:
+    """Use the model's own attention and the plain loss, which are made of torch's operations."""
+    setup.context.loaded.use_attention("eager")
+    setup.context.loss.implementation = "plain"
+    return "attention = eager, loss = plain"

@@ -1,0 +1,98 @@
+"""Proof: the optimizer's state exists before its first step and is all there is: a step from restored state is equal.
+
+Roll-back and resume rest on it. State that an optimizer keeps elsewhere, such as a step counter that is a plain int, is
+neither saved nor restored, and shows here.
+
+Try: `pytest tests/train/proofs/test_optimizer.py`
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from engine.train.proofs.record import DisprovedError, drawn
+from engine.train.setup import TrainingSetup
+from engine.train.step.optimizer import allocate_state, build_optimizer, state_tensors
+
+SHAPES = ((96, 64), (33,))
+"""A matrix of more than 4,096 elements, which 8-bit optimizers quantise, and a vector, which they do not."""
+
+Named = list[tuple[str, Parameter]]
+
+
+def facts(setup: TrainingSetup) -> list[str]:
+    """Everything of the recipe that the optimizer reads, and the dtypes of what is trained."""
+    return [setup.spec.recipe.train.model_dump_json(), str(_dtypes(setup))]
+
+
+def prove(setup: TrainingSetup) -> str:
+    """Take a step, restore weights and state, and take it again."""
+    named = _parameters(setup)
+    optimizer = build_optimizer(setup.spec.recipe.train.model_copy(update={"groups": []}), named)
+    before = _values(optimizer, named)
+    allocate_state(optimizer)
+    state = [value for name, value in state_tensors(optimizer, named) if name.endswith("::step")]
+    if any(float(value) for value in state):
+        raise DisprovedError("allocating its state advanced the step counters")
+    if any(not torch.equal(value, before[name]) for name, value in _values(optimizer, named).items() if name in before):
+        raise DisprovedError("allocating its state changed weights")
+    start = _values(optimizer, named)
+    once = _stepped(optimizer, named, setup)
+    _restore(optimizer, named, start)
+    again = _stepped(optimizer, named, setup)
+    _compare(start, once, again)
+    return f"{type(optimizer).__name__}: state without a step, the same step twice from restored state"
+
+
+def fall_back(setup: TrainingSetup) -> str:
+    """Have the run undo a failed step by going back to its last checkpoint, never by trusting the optimizer."""
+    setup.context.guard.distrust()
+    return "a step that fails is undone by going back to the last checkpoint"
+
+
+def _compare(start: dict[str, Tensor], once: dict[str, Tensor], again: dict[str, Tensor]) -> None:
+    if start.keys() != once.keys():
+        added = sorted(once.keys() - start.keys())
+        raise DisprovedError(f"its first step makes more state ({', '.join(added[:3])})")
+    for name in start:
+        if not torch.equal(once[name], again[name]):
+            raise DisprovedError(f"{name} differs when the step is taken again: some state is not restored")
+        if "::" not in name and torch.equal(start[name], once[name]):
+            raise DisprovedError(f"its step leaves {name} unchanged")
+
+
+def _parameters(setup: TrainingSetup) -> Named:
+    """Small parameters of the dtypes that the run trains, all the same at each call."""
+    return [
+        (f"weight {place} in {dtype}", Parameter(drawn(shape, dtype, setup, 10 + place)))
+        for dtype in _dtypes(setup)
+        for place, shape in enumerate(SHAPES)
+    ]
+
+
+def _dtypes(setup: TrainingSetup) -> list[torch.dtype]:
+    return sorted({parameter.dtype for _, parameter in setup.context.loaded.trainable()}, key=str)
+
+
+def _values(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Tensor]:
+    """Copies of all weights and of all state that is saved."""
+    weights = {name: parameter.detach().clone() for name, parameter in named}
+    return {**weights, **{name: value.clone() for name, value in state_tensors(optimizer, named)}}
+
+
+def _restore(optimizer: torch.optim.Optimizer, named: Named, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in [*named, *state_tensors(optimizer, named)]:
+            tensor.copy_(values[name])
+
+
+def _stepped(optimizer: torch.optim.Optimizer, named: Named, setup: TrainingSetup) -> dict[str, Tensor]:
+    """Take a step with fixed gradients; returns copies of weights and state after it."""
+    for place, (_, parameter) in enumerate(named):
+        parameter.grad = drawn(tuple(parameter.shape), parameter.dtype, setup, 20 + place)
+    optimizer.step()
+    for _, parameter in named:
+        parameter.grad = None
+    return _values(optimizer, named)

@@ -1,0 +1,83 @@
+"""What a proof is, and what comes of one. How they are run is in `engine.train.proofs.prove`.
+
+A proof runs what the run will use, on a few small tensors of the run's own dtypes and shapes, and compares it with a
+reference that is slow and plain. It must not change the run: no weights, no random numbers, no memory kept.
+
+Try: `tunedeck doctor --gpus -p demo`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.train.setup import TrainingSetup
+
+
+class DisprovedError(Exception):
+    """What the run would use does not do what it should. The text says what differs, and by how much."""
+
+
+class Proof(NamedTuple):
+    """One proof of the table in `engine.train.proofs.table`."""
+
+    name: str
+    """What is proved, as the event `proof` names it."""
+    prove: Callable[[TrainingSetup], str]
+    """Returns what was shown, in a few words. Raises DisprovedError, or any error of what is tried."""
+    fall_back: Callable[[TrainingSetup], str]
+    """Called on every rank if the proof failed on one: replaces what failed by its reference, or keeps the run away
+    from it. Returns what the run does instead, in a few words."""
+    applies: Callable[[TrainingSetup], bool] = lambda setup: True
+    """Whether the run uses what is proved."""
+    facts: Callable[[TrainingSetup], list[str]] | None = None
+    """What the outcome depends on beside device and versions. None for a proof that is never taken from an earlier run,
+    because it depends on the process."""
+
+
+@dataclass(frozen=True)
+class ProofResult:
+    """The outcome of one proof on one rank, or on all of them."""
+
+    name: str
+    passed: bool | None
+    """None if it could not be tried for want of memory, which proves nothing."""
+    detail: str
+    """What was shown, or what differs."""
+    fallback: str = ""
+    """What the run does instead, if the proof failed."""
+    seconds: float = 0.0
+    cached: bool = False
+    """Whether the outcome is that of an earlier run with the same device, versions and shapes."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest relative error of a kernel that computes in `dtype`: two units of rounding of its results, and 2e-5
+    for fp32, whose sums are taken in another order."""
+    return max(2 * torch.finfo(dtype).eps, 2e-5)
+
+
+def require_close(what: str, found: Tensor | None, expected: Tensor, limit: float) -> float:
+    """Return the relative error |found - expected| / |expected| (Frobenius norms). Raises DisprovedError if it is above
+    `limit` or not a number."""
+    if found is None:
+        raise DisprovedError(f"{what} is missing")
+    exact = expected.detach().double()
+    error = float((found.detach().double() - exact).norm() / exact.norm().clamp_min(1e-30))
+    if not error <= limit:
+        raise DisprovedError(f"{what} is off by {error:.1e}, at most {limit:.1e} is rounding")
+    return error
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, setup: TrainingSetup, seed: int) -> Tensor:
+    """A tensor of standard normal numbers on the run's device, the same at each call, drawn on the host: the device's
+    generators are not touched."""
+    device = setup.context.device
+    generator = torch.Generator().manual_seed(seed)
+    with device.host_region():
+        values = torch.randn(shape, generator=generator).to(dtype)
+    return device.upload(values)
