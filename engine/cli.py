@@ -22,6 +22,7 @@ from engine.commands import (
     control,
     data,
     doctor,
+    doctor_gpus,
     evaluate,
     export,
     launch,
@@ -93,6 +94,7 @@ _add(doctor.doctor)
 app.command("_engine", hidden=True)(train.engine_process)
 app.command("_assemble", hidden=True)(train.assembler_process)
 app.command("_conductor", hidden=True)(train.conductor_process)
+app.command("_prove", hidden=True)(doctor_gpus.prove_process)
 app.command("_view", hidden=True)(train.view_process)
 app.command("_queue_worker", hidden=True)(queue.queue_worker)
 

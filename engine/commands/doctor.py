@@ -23,8 +23,9 @@ from urllib.request import Request, urlopen
 
 import typer
 
-from engine.commands.options import JsonOption, RunsOption, runs_folder
+from engine.commands.options import JsonOption, OptionalProfile, OptionalRecipe, RunsOption, runs_folder
 from engine.commands.output import print_json, print_line
+from engine.errors import EnvironmentProblem, UsageError
 from engine.launch.training_packages import INSTALL_COMMAND, TRAINING_PACKAGES, missing_packages
 
 HUB_TIMEOUT_SECONDS = 2.5
@@ -52,9 +53,39 @@ def doctor(
     as_json: JsonOption = False,
     runs: RunsOption = None,
     hub: Annotated[bool, typer.Option(help="Ask the Hugging Face hub whether it answers.")] = True,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Prove on each GPU what a run relies on; or on -p's.")] = False,
+    profile: OptionalProfile = None,
+    recipe: OptionalRecipe = None,
 ) -> None:
-    """Check GPUs, driver, versions, hub access, tmux and disk. Says who holds GPU memory, and what is missing."""
-    findings = examine(runs_folder(runs), ask_hub=hub)
+    """Check GPUs, driver, versions, hub access, tmux and disk. Says who holds GPU memory, and what is missing.
+
+    With --gpus, compare every fast path of a run (attention, loss, adapters, optimizer, out-of-memory, copies) with a
+    plain reference, for the recipe -r or for small LoRA and full runs. Exits 6 if one fails, or if there is no GPU.
+    """
+    if not gpus and (profile or recipe):
+        raise UsageError("-p and -r say what --gpus proves", fix="tunedeck doctor --gpus with the same options")
+    findings = _proofs(profile, recipe) if gpus else examine(runs_folder(runs), ask_hub=hub)
+    _print(findings, as_json=as_json)
+    if gpus and any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(EnvironmentProblem.exit_code)
+
+
+def _proofs(profile: str | None, recipe: str | None) -> list[Finding]:
+    """One finding for each proof on each device."""
+    from engine.commands.doctor_gpus import prove_gpus
+
+    return [_of_proof(where, event) for where, event in prove_gpus(profile, recipe)]
+
+
+def _of_proof(where: str, event: dict[str, Any]) -> Finding:
+    if "error" in event:
+        return Finding(where, "problem", f"could not be proved: {event['error']}")
+    states: dict[bool | None, State] = {True: "ok", None: "note", False: "problem"}
+    instead = f"a run goes on without it: {event['fallback']}" if event["fallback"] else ""
+    return Finding(where, states[event["passed"]], f"{event['name']}: {event['detail']}", instead)
+
+
+def _print(findings: list[Finding], *, as_json: bool) -> None:
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})
         return

@@ -93,7 +93,7 @@ def start_engine(
             stdout=log,
             stderr=log,
             cwd=_engine_folder(directory),
-            env=_environment(),
+            env=engine_environment(),
             start_new_session=True,
         )
     # Recorded here as well as by the engine's own claim, so that it can be found and killed while it imports torch.
@@ -125,7 +125,7 @@ def _engine_folder(directory: RunDirectory) -> Path:
     return cwd if cwd.is_dir() else directory.path
 
 
-def _environment() -> dict[str, str]:
+def engine_environment() -> dict[str, str]:
     """The engine's environment: output is unbuffered, and the tokenizer's threads do not warn about forks.
 
     PYTHONSAFEPATH passes -P on to Python processes that the engine starts. A user's PYTHONPATH is left unchanged:

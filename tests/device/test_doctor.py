@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from engine.commands import doctor
+from engine.errors import EnvironmentProblem, UsageError
 
 RUNNER = CliRunner()
 
@@ -86,3 +87,28 @@ def test_a_token_is_found_and_never_shown(app: typer.Typer, monkeypatch: pytest.
 def test_an_unwritable_folder_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.access", lambda *arguments: False)
     assert doctor._disk(tmp_path).state == "problem"
+
+
+def test_gpus_proves_what_a_run_relies_on_on_a_profile_s_device(app: typer.Typer) -> None:
+    result = RUNNER.invoke(app, ["doctor", "--gpus", "-p", "demo", "-r", "demo", "--json"])
+    assert result.exit_code == 0, result.output
+    findings = json.loads(result.stdout)["findings"]
+    assert {finding["topic"] for finding in findings} == {"metered 0, demo"}
+    assert {"ok"} == {finding["state"] for finding in findings}
+    proofs = [finding["text"].partition(":")[0] for finding in findings]
+    assert proofs == ["allocator", "oom_in_backward", "attention", "loss", "optimizer", "copies", "host_syncs"]
+
+
+def test_a_run_that_cannot_be_set_up_is_a_problem_of_the_machine(app: typer.Typer) -> None:
+    result = RUNNER.invoke(app, ["doctor", "--gpus", "-p", "demo", "-r", "lora", "--json"])
+    assert result.exit_code == 6
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert finding["state"] == "problem" and "could not be proved" in finding["text"]
+
+
+def test_without_a_gpu_or_a_profile_nothing_can_be_proved(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.device.nvml.read_gpus", list)
+    refused = RUNNER.invoke(app, ["doctor", "--gpus"])
+    assert isinstance(refused.exception, EnvironmentProblem) and refused.exception.exit_code == 6
+    assert "no NVIDIA GPU" in str(refused.exception)
+    assert isinstance(RUNNER.invoke(app, ["doctor", "-p", "demo"]).exception, UsageError)

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, R rank; a stand-in layer has at most WIDEST inputs and outputs.
 
-Try: `pytest tests/train/proofs/test_adapter.py`
+Try: `pytest tests/train/proofs/test_kernels.py`
 """
 
 from __future__ import annotations

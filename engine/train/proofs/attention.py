@@ -2,7 +2,7 @@
 
 Shapes: B rows, H query heads, K key heads, S tokens, D features of a head.
 
-Try: `pytest tests/train/proofs/test_attention.py`
+Try: `pytest tests/train/proofs/test_kernels.py`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Proof: what goes to the device through page-locked memory arrives, and is not overwritten by what follows it.
 
-Try: `pytest tests/train/proofs/test_copies.py`
+Try: `pytest tests/train/proofs/test_state.py`
 """
 
 from __future__ import annotations

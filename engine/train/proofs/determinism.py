@@ -1,6 +1,6 @@
 """Proof: with `train.deterministic`, attention and loss give the same bits twice, and torch was told to.
 
-Try: `pytest tests/train/proofs/test_determinism.py`
+Try: `pytest tests/train/proofs/test_kernels.py`
 """
 
 from __future__ import annotations

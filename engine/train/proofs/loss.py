@@ -2,7 +2,7 @@
 
 Shapes: N tokens with a target, H hidden, V vocabulary.
 
-Try: `pytest tests/train/proofs/test_loss.py`
+Try: `pytest tests/train/proofs/test_kernels.py`
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Recovery from an out-of-memory error rests on both.
 
-Try: `pytest tests/train/proofs/test_memory.py`
+Try: `pytest tests/train/proofs/test_state.py`
 """
 
 from __future__ import annotations

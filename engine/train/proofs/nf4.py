@@ -1,6 +1,6 @@
 """Proof: 4-bit weights are those that were quantised, up to their steps, and multiply as such, gradients included.
 
-Try: `pytest tests/train/proofs/test_nf4.py`
+Try: `pytest tests/train/proofs/test_kernels.py`
 """
 
 from __future__ import annotations

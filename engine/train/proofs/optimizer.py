@@ -3,7 +3,7 @@
 Roll-back and resume rest on it. State that an optimizer keeps elsewhere, such as a step counter that is a plain int, is
 neither saved nor restored, and shows here.
 
-Try: `pytest tests/train/proofs/test_optimizer.py`
+Try: `pytest tests/train/proofs/test_state.py`
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch.nn import Parameter
 
 from engine.train.proofs.record import DisprovedError, drawn
 from engine.train.setup import TrainingSetup
-from engine.train.step.optimizer import allocate_state, build_optimizer, state_tensors
+from engine.train.step.optimizer import StepGuard, guard_parameters
+from engine.train.step.optimizer_state import state_tensors
 
 SHAPES = ((96, 64), (33,))
 """A matrix of more than 4,096 elements, which 8-bit optimizers quantise, and a vector, which they do not."""
@@ -30,20 +31,19 @@ def facts(setup: TrainingSetup) -> list[str]:
 def prove(setup: TrainingSetup) -> str:
     """Take a step, restore weights and state, and take it again."""
     named = _parameters(setup)
-    optimizer = build_optimizer(setup.spec.recipe.train.model_copy(update={"groups": []}), named)
-    before = _values(optimizer, named)
-    allocate_state(optimizer)
-    state = [value for name, value in state_tensors(optimizer, named) if name.endswith("::step")]
-    if any(float(value) for value in state):
-        raise DisprovedError("allocating its state advanced the step counters")
-    if any(not torch.equal(value, before[name]) for name, value in _values(optimizer, named).items() if name in before):
+    weights = {name: parameter.detach().clone() for name, parameter in named}
+    train = setup.spec.recipe.train.model_copy(update={"groups": []})
+    guard = guard_parameters(train, named, setup.context.device)
+    start = _values(guard, named)
+    if any(not torch.equal(value, start[name]) for name, value in weights.items()):
         raise DisprovedError("allocating its state changed weights")
-    start = _values(optimizer, named)
-    once = _stepped(optimizer, named, setup)
-    _restore(optimizer, named, start)
-    again = _stepped(optimizer, named, setup)
+    if any(float(value) for name, value in start.items() if name.endswith("::step")):
+        raise DisprovedError("allocating its state advanced the step counters")
+    once = _stepped(guard, named, setup)
+    _restore(guard, named, start)
+    again = _stepped(guard, named, setup)
     _compare(start, once, again)
-    return f"{type(optimizer).__name__}: state without a step, the same step twice from restored state"
+    return f"{type(guard.optimizer).__name__}: state without a step, the same step twice from restored state"
 
 
 def fall_back(setup: TrainingSetup) -> str:
@@ -76,23 +76,26 @@ def _dtypes(setup: TrainingSetup) -> list[torch.dtype]:
     return sorted({parameter.dtype for _, parameter in setup.context.loaded.trainable()}, key=str)
 
 
-def _values(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Tensor]:
+def _values(guard: StepGuard, named: Named) -> dict[str, Tensor]:
     """Copies of all weights and of all state that is saved."""
     weights = {name: parameter.detach().clone() for name, parameter in named}
-    return {**weights, **{name: value.clone() for name, value in state_tensors(optimizer, named)}}
+    return {**weights, **{name: value.clone() for name, value in state_tensors(guard.optimizer, named)}}
 
 
-def _restore(optimizer: torch.optim.Optimizer, named: Named, values: dict[str, Tensor]) -> None:
+def _restore(guard: StepGuard, named: Named, values: dict[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, tensor in [*named, *state_tensors(optimizer, named)]:
+        for name, tensor in [*named, *state_tensors(guard.optimizer, named)]:
             tensor.copy_(values[name])
+    guard.read_counters()
 
 
-def _stepped(optimizer: torch.optim.Optimizer, named: Named, setup: TrainingSetup) -> dict[str, Tensor]:
-    """Take a step with fixed gradients; returns copies of weights and state after it."""
+def _stepped(guard: StepGuard, named: Named, setup: TrainingSetup) -> dict[str, Tensor]:
+    """Take step 1 with fixed gradients; returns copies of weights and state after it."""
     for place, (_, parameter) in enumerate(named):
         parameter.grad = drawn(tuple(parameter.shape), parameter.dtype, setup, 20 + place)
-    optimizer.step()
+    guard.prepare()
+    guard.step(1)
+    guard.accept()
     for _, parameter in named:
         parameter.grad = None
-    return _values(optimizer, named)
+    return _values(guard, named)

@@ -6,7 +6,7 @@ How state is allocated is in `engine.train.step.optimizer_state`, how weights in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,20 +65,33 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float
 
 
 def guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:
-    """The recipe's optimizer over a model's trained weights, with its state allocated on the device or the host.
+    """The recipe's optimizer over a model's trained weights; see `guard_parameters`."""
+    return guard_parameters(train, loaded.trainable(), device, loaded.first_elements)
+
+
+def guard_parameters(
+    train: Train,
+    named: Sequence[tuple[str, Parameter]],
+    device: Device,
+    first_elements: Mapping[str, int] | None = None,
+) -> StepGuard:
+    """The recipe's optimizer over `named` trainables, with its state allocated on the device or the host.
+
+    `first_elements`: if weights are sharded, the number, in the whole parameter, of the first element of this rank's
+    part, by name.
 
     Raises:
         EnvironmentProblem: adamw_8bit without bitsandbytes.
         torch.OutOfMemoryError: the state does not fit.
     """
-    optimizer, rounding = build_optimizer(train, loaded.trainable()), Rounding.of(train)
+    optimizer, rounding = build_optimizer(train, named), Rounding.of(train)
     offload = train.optimizer_offload and device.kind != "cpu"
     if offload:
         allocate_state(optimizer, rounding, device.download)
     else:
         allocate_state(optimizer, rounding)
-    update = PiecewiseUpdate(optimizer, loaded.trainable(), rounding, loaded.first_elements)
-    guard = StepGuard(update, loaded.trainable(), device)
+    update = PiecewiseUpdate(optimizer, named, rounding, first_elements)
+    guard = StepGuard(update, named, device)
     guard.host_state.on = offload and not guard.host_state.empty
     return guard
 

@@ -1,0 +1,114 @@
+"""`tunedeck doctor --gpus`: proves on each card what a run would rely on there, and says what failed and what a run does
+instead.
+
+Each card is examined in processes of their own, because a broken kernel can leave a process unable to use its card.
+
+Try: `tunedeck doctor --gpus -p demo`
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.commands.importing import importing
+from engine.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from engine.spec.schema.profile import Device
+    from engine.spec.schema.run import RunSpec
+
+FAST_PATHS: dict[str, list[str]] = {
+    "full": ["model.dtype=auto", "method.kind=full"],
+    "LoRA": ["model.dtype=auto", "method.kind=lora", "method.rank=16", "method.alpha=32"],
+}
+"""What is proved where no recipe is named: overrides of the recipe demo, whose model and data need no network."""
+FREE_SHARE = 0.9
+"""Share of a card's free memory that the proofs may use: another process may take some meanwhile."""
+
+Outcome = tuple[str, dict[str, Any]]
+"""What was examined, and one event `proof`; or an event with the `error` that ended it."""
+
+
+def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
+    """Prove what runs rely on: on the device of `profile`, else on each GPU of this machine; for `recipe`, else for
+    FAST_PATHS.
+
+    Raises:
+        EnvironmentProblem: no profile is named, and this machine has no GPU.
+    """
+    for name, spec in _specs(profile, recipe):
+        with tempfile.TemporaryDirectory(prefix="tunedeck-proofs-") as folder:
+            for event in _proved(spec, Path(folder)):
+                yield name, event
+
+
+def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSpec]]:
+    """Yield (name, run spec) for each device and each way to train on it, one device at a time."""
+    from engine.spec.load import resolve
+    from engine.spec.schema.profile import Nodes, Parallel
+
+    ways: dict[str, list[str]] = {recipe: []} if recipe else FAST_PATHS
+    for way, overrides in ways.items():
+        spec = resolve(profile or "demo", recipe or "demo", overrides).spec
+        for name, index, device in _devices(spec.profile.device if profile else None):
+            hardware = {"device": device, "parallel": Parallel(), "nodes": Nodes()}
+            limits = spec.limits.model_copy(update={"devices": [index], "as_written": True})
+            changes = {"profile": spec.profile.model_copy(update=hardware), "limits": limits}
+            yield f"{name}, {way}", spec.model_copy(update=changes)
+
+
+def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
+    """Yield (name, index, [device] table) for each device to examine: those of a profile, or all GPUs that are here."""
+    from engine.device.nvml import read_gpus
+    from engine.spec.schema.profile import Device
+
+    if of_profile is not None:
+        for index in range(of_profile.count if of_profile.kind == "cuda" else 1):
+            yield f"{of_profile.kind} {index}", index, of_profile.model_copy(update={"count": 1})
+        return
+    readings = read_gpus()
+    if not readings:
+        raise EnvironmentProblem(
+            "this machine has no NVIDIA GPU, or no driver for it",
+            expected="a GPU that nvidia-smi lists",
+            fix="see tunedeck doctor; to prove another device, name its profile: tunedeck doctor --gpus -p demo",
+        )
+    for reading in readings:
+        free_gib = FREE_SHARE * (reading.total_bytes - reading.used_bytes) / 2**30
+        yield f"gpu {reading.index}", reading.index, Device(kind="cuda", memory_gib=free_gib)
+
+
+def _proved(spec: RunSpec, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of the proofs for a run spec, made in a new process."""
+    from engine.journal.directory import create_run_directory
+    from engine.journal.events import EventTail
+    from engine.launch.process import ENTRY_FILE, engine_environment
+    from engine.spec.load import dump_run_spec
+
+    place = create_run_directory(folder, spec.name, dump_run_spec(spec), {})
+    command = [sys.executable, "-P", str(ENTRY_FILE), "_prove", str(place.path)]
+    done = subprocess.run(command, env=engine_environment(), capture_output=True, text=True, check=False)
+    yield from (event for event in EventTail(place.events).poll() if event["kind"] == "proof")
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("tunedeck: ")]
+        yield {"error": (lines or done.stderr.splitlines() or ["ended without a word"])[-1].removeprefix("tunedeck: ")}
+
+
+def prove_process(directory: Annotated[Path, typer.Argument()]) -> None:
+    """Prove what the run in a directory would use; started by `doctor --gpus`, never by hand."""
+    from engine.journal.directory import RunDirectory
+    from engine.launch.environment import set_device_environment
+    from engine.spec.load import load_run_spec
+
+    place = RunDirectory(directory.absolute())
+    set_device_environment(load_run_spec(place.run_toml, own=True))
+    with importing():
+        from engine.train.proofs.alone import prove_alone
+    prove_alone(place)

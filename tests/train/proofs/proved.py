@@ -1,0 +1,49 @@
+"""A small setup whose parts a test breaks on purpose, and the outcome of one proof. Not a test module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.train.monitor.journal import Journal
+from engine.train.proofs.prove import prove
+from engine.train.proofs.record import ProofResult
+from engine.train.setup import TrainingSetup
+from tests.train.run_helpers import Workshop, make_spec, write_samples
+
+LORA = {"kind": "lora", "rank": 4, "alpha": 12}
+
+
+@contextmanager
+def small_setup(folder: Path, **tables: dict[str, Any]) -> Iterator[TrainingSetup]:
+    """The setup of a small LoRA run on the metered device, which is active inside the block."""
+    samples = write_samples(folder / "samples.jsonl")
+    with Workshop(make_spec(samples, memory_gib=0.5, **{"method": LORA, **tables}), folder / "run") as setup:
+        yield setup
+
+
+def proved(setup: TrainingSetup, folder: Path, *, afresh: bool = True) -> dict[str, ProofResult]:
+    """Prove everything; returns the results by name."""
+    place = folder / "proved"
+    place.mkdir(exist_ok=True)
+    with EventWriter(RunDirectory(place)) as writer:
+        return {result.name: result for result in prove(setup, Journal(writer), afresh=afresh)}
+
+
+def break_attention(setup: TrainingSetup, wrap: Callable[..., Any]) -> None:
+    """Have the run use a kernel of which `wrap` makes the output: it is called with the right kernel and its
+    arguments."""
+    right = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS.register("broken", lambda *given, **options: wrap(right, *given, **options))
+    setup.context.loaded.use_attention("broken")
+
+
+def wrong_scale(right: Callable[..., Any], *given: Any, scaling: float, **options: Any) -> Any:
+    """Attention that scales its scores by 1.2 times what it should."""
+    return right(*given, scaling=1.2 * scaling, **options)

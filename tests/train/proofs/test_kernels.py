@@ -1,0 +1,145 @@
+"""Proofs catch kernels that were broken on purpose, and the run goes on with the reference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.device.determinism import deterministic_kernels
+from engine.errors import EnvironmentProblem
+from engine.model.adapted_linear import is_ours
+from engine.train.proofs import nf4
+from engine.train.proofs.record import DisprovedError
+from engine.train.setup import TrainingSetup
+from tests.train.proofs.proved import break_attention, proved, small_setup, wrong_scale
+
+LOOK_ALIKES = Path(__file__).resolve().parents[2] / "look_alikes" / "cuda_extra"
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[TrainingSetup]:
+    with small_setup(tmp_path) as made:
+        yield made
+
+
+def zeros(right: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """Attention whose failure was swallowed: it returns what it had allocated for its output."""
+    output, _ = right(*given, **options)
+    return output * 0.0, None
+
+
+def stale(right: Callable[..., Any], *given: Any, _kept: dict[Any, Any] = {}, **options: Any) -> Any:  # noqa: B006
+    """Attention that returns its first output for every later input of the same shape."""
+    output, _ = right(*given, **options)
+    return output - output.detach() + _kept.setdefault(output.shape, torch.randn_like(output)), None
+
+
+def without_gradient_of_keys(right: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    module, query, key, *rest = given
+    return right(module, query, key.detach() + 0.0 * key, *rest, **options)
+
+
+def raises(right: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    raise NotImplementedError("no kernel image is available for execution on the device")
+
+
+@pytest.mark.parametrize("wrap", [wrong_scale, zeros, stale, without_gradient_of_keys, raises])
+def test_broken_attention_is_not_used(wrap: Callable[..., Any], setup: TrainingSetup, tmp_path: Path) -> None:
+    break_attention(setup, wrap)
+    found = proved(setup, tmp_path)["attention"]
+    assert found.passed is False and found.fallback == "attention = sdpa"
+    assert setup.context.loaded.attention == "sdpa"
+    assert setup.context.loaded.base.config._attn_implementation == "sdpa"
+    assert proved(setup, tmp_path)["attention"].passed
+
+
+def test_a_loss_kernel_that_scales_wrongly_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.nn.functional.linear_cross_entropy
+    with small_setup(tmp_path, train={"loss": "fused"}) as setup:
+        assert setup.context.loss.implementation == "torch"
+        assert proved(setup, tmp_path)["loss"].passed
+        for broken in (
+            lambda *given, **options: 1.05 * right(*given, **options),
+            lambda hidden, *rest, **options: right(hidden.detach() + 0.0 * hidden, *rest, **options),
+            lambda *given, **options: right(*given, **options).detach(),
+        ):
+            setup.context.loss.implementation = "torch"
+            monkeypatch.setattr(torch.nn.functional, "linear_cross_entropy", broken)
+            found = proved(setup, tmp_path)["loss"]
+            assert found.passed is False and found.fallback == "loss = chunked"
+            assert setup.context.loss.implementation == "chunked"
+
+
+def test_an_adapter_product_without_its_scaling_is_not_used(
+    setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [module for module in setup.context.loaded.model.modules() if is_ours(module)]
+    assert layers and proved(setup, tmp_path)["adapter"].passed
+    right = torch.Tensor.addmm_
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda self, a, b, *, beta=1, alpha=1: right(self, a, b, beta=beta))
+    found = proved(setup, tmp_path)["adapter"]
+    assert found.passed is False and found.fallback == "adapters are computed by peft"
+    assert not any(is_ours(layer) for layer in layers)
+    assert "adapter" not in proved(setup, tmp_path)
+
+
+@pytest.fixture
+def with_nf4(setup: TrainingSetup, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainingSetup]:
+    """The setup of a run whose recipe quantises, with a look-alike of bitsandbytes where that is not installed."""
+    monkeypatch.syspath_prepend(str(LOOK_ALIKES))
+    before = set(sys.modules)
+    model = setup.spec.recipe.model.model_copy(update={"quantize": "nf4"})
+    recipe = setup.spec.recipe.model_copy(update={"model": model})
+    yield replace(setup, spec=setup.spec.model_copy(update={"recipe": recipe}))
+    for name in [name for name in set(sys.modules) - before if name.startswith("bitsandbytes")]:
+        del sys.modules[name]
+
+
+def test_a_4_bit_product_that_scales_wrongly_is_replaced(
+    with_nf4: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    assert proved(with_nf4, tmp_path)["nf4"].passed
+    right = Linear4bit.forward
+    monkeypatch.setattr(Linear4bit, "forward", lambda self, x: 1.05 * right(self, x))
+    layer = nf4._layer(with_nf4, torch.randn(nf4.OUTPUTS, nf4.INPUTS))
+    with_nf4.context.loaded.model.add_module("extra", layer)
+    found = proved(with_nf4, tmp_path)["nf4"]
+    assert found.passed is False and "read back" in found.fallback
+    x = torch.randn(3, nf4.INPUTS)
+    torch.testing.assert_close(layer(x), right(layer, x))
+
+
+def test_weights_that_are_quantised_wrongly_end_the_run(
+    with_nf4: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bitsandbytes.functional as functional
+
+    right = functional.dequantize_4bit
+    for module in (functional, sys.modules["bitsandbytes.nn"]):
+        monkeypatch.setattr(module, "dequantize_4bit", lambda packed, quant_state: 1.5 * right(packed, quant_state))
+    with pytest.raises(DisprovedError):
+        nf4.prove(with_nf4)
+    with pytest.raises(EnvironmentProblem, match="quantises wrongly"):
+        proved(with_nf4, tmp_path)
+
+
+def test_a_kernel_that_is_not_deterministic_is_not_used_where_the_recipe_asks_for_it(tmp_path: Path) -> None:
+    def wavers(right: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        output, _ = right(*given, **options)
+        return output * (1 + 1e-6 * torch.rand(())), None
+
+    with small_setup(tmp_path, train={"deterministic": True}) as setup, deterministic_kernels(True, "metered"):
+        assert proved(setup, tmp_path)["determinism"].passed
+        break_attention(setup, wavers)
+        found = proved(setup, tmp_path)
+        assert found["attention"].passed, found["attention"]
+        assert found["determinism"].passed is False
+        assert setup.context.loaded.attention == "eager"
