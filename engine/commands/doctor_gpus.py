@@ -1,5 +1,4 @@
-"""`tunedeck doctor --gpus`: proves on each card what a run would rely on there, and says what failed and what a run does
-instead.
+"""`tunedeck doctor --gpus`: proves on each card what a run would rely on there, and says what a run does without it.
 
 Each card is examined in processes of their own, because a broken kernel can leave a process unable to use its card.
 
