@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from engine.data.cache import cache_folder, hash_text
+from engine.data.cache import hash_text
 from engine.device.base import Device
 from engine.device.nvml import driver_version
+from engine.spec.files.user_folders import cache_folder
 from engine.train.proofs.record import Proof, ProofResult
 from engine.train.setup import TrainingSetup
 
