@@ -39,10 +39,12 @@ TokenRow = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True)
-class RenderedChat:
-    """The rows of one conversation."""
+class RenderedRows:
+    """The rows of one record, such as a conversation."""
 
     rows: list[TokenRow | Dropped]
+    answer: Span | None = None
+    """First token of the row's last answer, and the token after it, where the learned tokens do not show it."""
     facts: Counter[str] = field(default_factory=Counter)
     """How the conversation was rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
 
@@ -85,7 +87,7 @@ class ChatRenderer:
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }
 
-    def render(self, record: ChatRecord) -> RenderedChat | Dropped:
+    def render(self, record: ChatRecord) -> RenderedRows | Dropped:
         """The rows of a conversation, or the reason for dropping it.
 
         Raises DataError when rendering the template has timed out MAX_STOPPED times.
@@ -107,7 +109,7 @@ class ChatRenderer:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def _rows(self, messages: list[Message], tools: Tools) -> RenderedChat:
+    def _rows(self, messages: list[Message], tools: Tools) -> RenderedRows:
         """The rows of a conversation whose tool calls have one of the shapes of `tool_call_shapes`.
 
         Raises TemplateRefusal when the template does not render the whole conversation.
@@ -117,7 +119,8 @@ class ChatRenderer:
             raise TemplateRefusal("its text is not valid Unicode")
         if self.learn_all:
             require_complete(messages, whole, None)
-            return self._one_row(messages, whole, [(0, len(whole))])
+            result = self._one_row(messages, whole, [(0, len(whole))])
+            return replace(result, answer=self._last_answer(messages, tools, whole))
         if self.template.marks_assistant:
             return self._marked_rows(messages, tools, whole)
         turns = self._turns(messages, tools, whole)
@@ -129,13 +132,29 @@ class ChatRenderer:
                 return replace(result, facts=result.facts + facts)
         return _per_turn([self._turn_row(turn) for turn in turns.values()], facts)
 
-    def _one_row(self, messages: list[Message], whole: str, spans: Sequence[Span]) -> RenderedChat:
+    def _one_row(self, messages: list[Message], whole: str, spans: Sequence[Span]) -> RenderedRows:
         row = self._flagged(whole, spans)
         if not isinstance(row, Dropped) and messages[-1]["role"] == "assistant":
             self._end_turn(*row)
-        return RenderedChat([row], Counter(per_conversation=1))
+        return RenderedRows([row], facts=Counter(per_conversation=1))
 
-    def _marked_rows(self, messages: list[Message], tools: Tools, whole: str) -> RenderedChat:
+    def _last_answer(self, messages: list[Message], tools: Tools, whole: str) -> Span | None:
+        """First token of the last assistant turn in the rendered text `whole`, and the token after it; None if the
+        template does not show where the turn starts."""
+        turns = _assistant_turns(messages)
+        if not turns:
+            return None
+        part = messages[: turns[-1] + 1]
+        try:
+            plain = self.template.render(part, tools) if len(part) < len(messages) else whole
+            turn = self._turn(part, tools, plain)
+        except TemplateRefusal:
+            return None
+        _, places = self._encoded(whole, 0)
+        inside = [token for token, (first, last) in enumerate(places) if first >= turn.start and last <= len(turn.text)]
+        return (inside[0], inside[-1] + 1) if inside and whole.startswith(turn.text) else None
+
+    def _marked_rows(self, messages: list[Message], tools: Tools, whole: str) -> RenderedRows:
         """The rows of a conversation when the template marks the learned text with {% generation %} blocks."""
         text, spans = self.template.render_marked(messages, tools)
         if text != whole:
@@ -309,8 +328,8 @@ def _common_length(texts: Sequence[str]) -> int:
     return next((place for place, letter in enumerate(first) if last[place] != letter), len(first))
 
 
-def _per_turn(rows: list[TokenRow | Dropped], facts: Counter[str]) -> RenderedChat:
-    return RenderedChat(rows, Counter(per_turn=1) + facts)
+def _per_turn(rows: list[TokenRow | Dropped], facts: Counter[str]) -> RenderedRows:
+    return RenderedRows(rows, facts=Counter(per_turn=1) + facts)
 
 
 def _assistant_turns(messages: list[Message]) -> list[int]:

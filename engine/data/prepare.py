@@ -22,7 +22,7 @@ from engine.data.formats import Format, recognise
 from engine.data.packing import pack
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import SourceRows, open_rows
-from engine.data.store import SourceCount, Store, StoreWriter, cached_store
+from engine.data.store import COLUMN_DTYPES, SourceCount, Store, StoreWriter, cached_store
 from engine.data.tokenise import Tokeniser
 from engine.data.tokens import Columns, TokenData
 from engine.data.workers import Results, tokenise_rows
@@ -99,19 +99,32 @@ def prepare_data(
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
 
 
+def prepare_sources(
+    spec: RunSpec, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, *, notify: Notify = lambda text: None
+) -> TokenData:
+    """Token data of other sources than a run's own, to score a model on. Raises the same errors as `prepare_data`."""
+    enabled = [source for source in sources if source.enabled]
+    if not enabled:
+        raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")
+    data, seed = spec.recipe.data, spec.recipe.train.seed
+    store, _ = _prepare_sources(enabled, Tokeniser(tokenizer, data), seed, data.workers, "evaluation", notify)
+    return _view(store.columns, enabled, np.arange(len(store.columns)), None)
+
+
 def _prepare_sources(
     sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: int, part: str, notify: Notify
 ) -> tuple[Store, list[str]]:
     """The cached tokens of `sources`, tokenised first if they are not in the cache, and the fingerprints of the data.
 
-    `part` is "train" or "validation", for messages.
+    `part` is "train", "validation" or "evaluation", for messages.
     """
     opened = [_open(source, tokeniser, seed) for source in sources]
     fingerprints = [
         hash_text(each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format)) for each in opened
     ]
     version = [STORE_VERSION, CHAT_VERSION] if any(each.format.renders_chat for each in opened) else [STORE_VERSION]
-    entry = cache_folder() / "tokens" / hash_text(*version, *tokeniser.fingerprint_parts(), *fingerprints)
+    key = hash_text(*version, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints)
+    entry = cache_folder() / "tokens" / key
 
     def build(writer: StoreWriter) -> None:
         for each in opened:

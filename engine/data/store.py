@@ -28,7 +28,7 @@ from engine.data.tokens import Columns
 
 COLUMN_DTYPES: dict[str, type[np.generic]] = {
     "ids": np.int32, "targets": np.bool_, "offsets": np.int64, "target_counts": np.int32, "sources": np.int16,
-    "origins": np.int64,
+    "origins": np.int64, "answer_starts": np.int32, "answer_ends": np.int32,
 }
 """Type of each column on disk."""
 
@@ -156,6 +156,8 @@ class StoreWriter:
         self._files["target_counts"].append(np.array([int(document.targets.sum()) for document in documents]))
         self._files["sources"].append(np.full(len(documents), source))
         self._files["origins"].append(np.array([document.origin for document in documents]))
+        self._files["answer_starts"].append(np.array([document.answer[0] for document in documents]))
+        self._files["answer_ends"].append(np.array([document.answer[1] for document in documents]))
 
 
 def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Callable[[str], None]) -> Store:

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from engine.data.chat import ChatRenderer, RenderedChat, TokenRow
+from engine.data.chat import ChatRenderer, RenderedRows, TokenRow
+from engine.data.chat_template import Span
 from engine.data.formats import ChatRecord, Dropped, Format, PairRecord, Record, TextRecord
 from engine.errors import DataError
 from engine.spec.schema.recipe import Data
@@ -34,6 +35,8 @@ class Document:
 
     ids: NDArray[np.int32]
     targets: NDArray[np.bool_]
+    answer: tuple[int, int]
+    """First token of the last answer, and the token after it; of plain text, its second half."""
     origin: int
     """Row of the source, counted from 0."""
     truncated: bool
@@ -68,6 +71,20 @@ def _without_call_settings(rules: str) -> str:
     return json.dumps(parsed, sort_keys=True)
 
 
+def _last_stretch(targets: NDArray[np.bool_]) -> Span:
+    """The last contiguous stretch of targets: its first token and the token after it."""
+    last = int(np.flatnonzero(targets)[-1])
+    before = np.flatnonzero(~targets[: last + 1])
+    return (int(before[-1]) + 1 if len(before) else 0), last + 1
+
+
+def _within(answer: Span, length: int) -> Span:
+    """The answer within a document of `length` tokens, never its first token: a prompt has at least one. If the answer
+    was cut off, it is the second half of the document."""
+    start, end = max(1, answer[0]), min(length, answer[1])
+    return (start, end) if start < end else (max(1, length // 2), length)
+
+
 class Tokeniser:
     """Turns the rows of a source into documents, as the recipe's [data] table says."""
 
@@ -92,13 +109,15 @@ class Tokeniser:
 
     def _result(self, record: Record | Dropped, origin: int) -> RowResult:
         encoded = record if isinstance(record, Dropped) else self._encode(record)
-        rendered = encoded if isinstance(encoded, RenderedChat) else RenderedChat([encoded])
-        made = [row if isinstance(row, Dropped) else self._document(row, origin) for row in rendered.rows]
+        rendered = RenderedRows([encoded]) if isinstance(encoded, Dropped) else encoded
+        made = [
+            row if isinstance(row, Dropped) else self._document(row, rendered.answer, origin) for row in rendered.rows
+        ]
         documents = [document for document in made if isinstance(document, Document)]
         facts = Counter(turn_rows=len(documents)) if rendered.facts["per_turn"] else Counter()
         return RowResult(documents, [drop.reason for drop in made if isinstance(drop, Dropped)], rendered.facts + facts)
 
-    def _document(self, encoded: TokenRow, origin: int) -> Document | Dropped:
+    def _document(self, encoded: TokenRow, answer: Span | None, origin: int) -> Document | Dropped:
         ids, targets = np.asarray(encoded[0], np.int32), np.asarray(encoded[1], np.bool_)
         targets[:1] = False
         too_long = len(ids) > self.max_length
@@ -109,9 +128,9 @@ class Tokeniser:
         ids, targets = ids[: self.max_length], targets[: self.max_length]
         if not targets.any():
             return Dropped(f"{NO_TARGET} once cut to data.max_length")
-        return Document(ids, targets, origin, too_long)
+        return Document(ids, targets, _within(answer or _last_stretch(targets), len(ids)), origin, too_long)
 
-    def _encode(self, record: Record) -> RenderedChat | TokenRow | Dropped:
+    def _encode(self, record: Record) -> RenderedRows | Dropped:
         if isinstance(record, ChatRecord):
             if self._chat is None:
                 self._chat = ChatRenderer(self.tokenizer, system_prompt=self.system_prompt, learn_all=self.learn_all)
@@ -120,16 +139,17 @@ class Tokeniser:
             if not record.text.strip():
                 return Dropped("text is empty")
             ids = self.prefix + self._plain(record.text) + [self._end()]
-            return ids, [True] * len(ids)
+            return RenderedRows([(ids, [True] * len(ids))], answer=(min(len(ids), self.max_length) // 2, len(ids)))
         return self._pair(record)
 
-    def _pair(self, record: PairRecord) -> TokenRow | Dropped:
+    def _pair(self, record: PairRecord) -> RenderedRows | Dropped:
         """Tokenise prompt and completion separately: at inference the model is given the prompt's tokens alone."""
         if not record.completion:
             return Dropped("completion is empty")
         prompt = self.prefix + self._plain(record.prompt)
         completion = [*self._plain(record.completion), self._end()]
-        return prompt + completion, [self.learn_all] * len(prompt) + [True] * len(completion)
+        row = prompt + completion, [self.learn_all] * len(prompt) + [True] * len(completion)
+        return RenderedRows([row], answer=(len(prompt), len(row[0])))
 
     @property
     def prefix(self) -> list[int]:

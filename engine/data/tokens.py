@@ -35,6 +35,10 @@ class Columns:
     """Number of each document's source."""
     origins: NDArray[np.int64]
     """Number of each document's row in its source, counted from 0."""
+    answer_starts: NDArray[np.int32]
+    """First token of each document's last answer; of plain text, of its second half."""
+    answer_ends: NDArray[np.int32]
+    """The token after each document's last answer."""
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -123,6 +127,14 @@ class TokenData:
     def documents_of(self, row: int) -> NDArray[np.int64]:
         """Numbers of the documents in one row, in order."""
         return self.documents[self.row_offsets[row] : self.row_offsets[row + 1]]
+
+    def split_question(self, row: int) -> tuple[list[int], list[int]]:
+        """Split a row that is not packed into (tokens before its last answer, tokens of that answer). Of plain text,
+        the second half is the answer."""
+        document = int(self.documents_of(row)[0])
+        start, end = int(self.columns.answer_starts[document]), int(self.columns.answer_ends[document])
+        ids = self[row].input_ids
+        return ids[:start].tolist(), ids[start:end].tolist()
 
     def _document(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         span = slice(int(self.columns.offsets[document]), int(self.columns.offsets[document + 1]))

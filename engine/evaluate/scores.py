@@ -1,4 +1,4 @@
-"""Evaluates a model: loss and perplexity, exact match of greedily generated answers, and sample answers to read.
+"""Evaluates a model: loss and perplexity, exact match of generated answers, and sample answers to read.
 
 Evaluation learns its own micro-batch budget, separate from training's. After an OOM the failed samples are repeated in
 smaller micro-batches; only completed micro-batches count, so no sample counts twice. Logits are not collected. The
@@ -11,28 +11,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost, plan_micro_batches
 from engine.data.batch import collate
-from engine.data.tokens import IGNORED, Example, TokenData
+from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import ATTEMPTS, catch_oom
 from engine.device.oom import OutOfMemory
 from engine.errors import MemoryExhaustedError
+from engine.evaluate.generation import generate
 from engine.model.documents import takes_starts
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction, eval_mode
-from engine.spec.attention_kernels import FLASH_KERNELS
 from engine.spec.schema.recipe import Generate
 
 GENERATION_ROWS = 64
@@ -86,7 +83,7 @@ class EvaluationContext:
     """Runs a pass on every rank, as sharded weights require, and returns rank 0's result or a FailedPass; called with
     a key of `PASSES` and the sample indices. If None, passes run in this process only."""
     logits_processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    """Processors that transformers applies to the logits of every generated token, after its own."""
+    """Processors that are applied to the logits of every generated token, after those of `generate`."""
 
     def attempt(self, kind: str, data: TokenData, members: Sequence[int]) -> Any:
         """Run the pass `PASSES[kind]` over the samples `members`; returns its result, or a FailedPass if memory ran
@@ -118,7 +115,8 @@ def evaluate(
     """Score the first `limit` samples of `data`.
 
     `loss` is the mean over target tokens, `perplexity` its exponential. For `exact_match`, answers are generated
-    greedily from the tokens before the last answer and compared with it as text, with white space trimmed.
+    from the tokens before the last answer, as the recipe's [generate] says, and compared with it as text, with white
+    space trimmed.
 
     Raises:
         MemoryExhaustedError: memory does not suffice even for one sample at a time.
@@ -217,7 +215,9 @@ def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int])
 
 def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:
     """Generate an answer to the question of each of the samples `chosen`; returns the answers as text."""
-    return _generate(context, [split_question(data[index])[0] for index in chosen])
+    prompts = [data.split_question(index)[0] for index in chosen]
+    answers = generate(context.loaded, prompts, chosen, context.generate, context.logits_processors)
+    return [_text(context, ids) for ids in answers]
 
 
 PASSES: dict[str, Callable[[EvaluationContext, TokenData, Sequence[int]], Any]] = {
@@ -230,7 +230,7 @@ PASSES: dict[str, Callable[[EvaluationContext, TokenData, Sequence[int]], Any]] 
 def _answer_first(context: EvaluationContext, data: TokenData, count: int) -> list[dict[str, str]]:
     """Return prompt, generated answer and reference of the first `count` samples, in data order. Answers to the longest
     prompts are generated first."""
-    questions = [split_question(data[index]) for index in range(count)]
+    questions = [data.split_question(index) for index in range(count)]
     order = sorted(range(len(questions)), key=lambda index: -len(questions[index][0]))
     texts: list[str] = []
     failures, clean, size = 0, True, context.batch_size
@@ -262,70 +262,6 @@ def _answer(context: EvaluationContext, question: tuple[list[int], list[int]], t
 
 def _text(context: EvaluationContext, ids: list[int]) -> str:
     return str(context.loaded.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def split_question(example: Example) -> tuple[list[int], list[int]]:
-    """Split a sample into (tokens before the last answer, tokens of the last answer). The last answer is the last
-    contiguous sequence of target tokens."""
-    is_target = example.labels != IGNORED
-    last = int(np.flatnonzero(is_target)[-1])
-    before = np.flatnonzero(~is_target[: last + 1])
-    first = int(before[-1]) + 1 if len(before) else 1
-    ids = example.input_ids
-    return ids[:first].tolist(), ids[first : last + 1].tolist()
-
-
-def _generate(context: EvaluationContext, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Generate answers to `prompts`, as text. Prompts are padded on the left, so that all end at the same position."""
-    width, tokenizer = max(map(len, prompts)), context.loaded.tokenizer
-    with context.device.host_region():
-        ids_BS = torch.full((len(prompts), width), _pad_id(context), dtype=torch.long)
-        mask_BS = torch.zeros_like(ids_BS)
-        for row, prompt in enumerate(prompts):
-            ids_BS[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask_BS[row, width - len(prompt) :] = 1
-    config = generation_config(context.generate, tokenizer.eos_token_id, _pad_id(context))
-    ids_BS, mask_BS = context.device.upload(ids_BS), context.device.upload(mask_BS)
-    made_BS = generate_tokens(context.loaded, ids_BS, mask_BS, config, logits_processor=context.logits_processors)
-    return [_text(context, row) for row in made_BS[:, width:].tolist()]
-
-
-def generate_tokens(
-    loaded: LoadedModel,
-    ids_BS: Tensor,
-    mask_BS: Tensor,
-    config: GenerationConfig,
-    **options: LogitsProcessorList | Cache | None,
-) -> Tensor:
-    """Generate answers; returns the token ids of each prompt followed by its answer. `options` are passed on to
-    transformers' `generate`."""
-    generate = cast(Callable[..., Tensor], loaded.model.generate)
-    with half_precision_for_flash(loaded):
-        return generate(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **options)
-
-
-def half_precision_for_flash(loaded: LoadedModel) -> AbstractContextManager[object]:
-    """Return a context in which fp32 weights that are computed in fp16 can generate text with flash attention, which
-    takes half precision alone; for all other models it does nothing, and text is generated in the weights' dtype.
-
-    Autocast's cache is off: it would keep an fp16 copy of every trained weight until the last token.
-    """
-    if loaded.autocast_dtype is None or loaded.attention not in FLASH_KERNELS:
-        return nullcontext()
-    return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype, cache_enabled=False)
-
-
-def generation_config(generate: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:
-    """Create settings for greedy generation. The model's own sampling settings are ignored, so scores are
-    reproducible."""
-    return GenerationConfig(
-        max_new_tokens=generate.max_new_tokens,
-        do_sample=False,
-        repetition_penalty=generate.repetition_penalty,
-        eos_token_id=eos_id,
-        pad_token_id=pad_id,
-        use_cache=True,
-    )
 
 
 def _pad_id(context: EvaluationContext) -> int:

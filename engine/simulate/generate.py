@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 
-from engine.evaluate.scores import generate_tokens, generation_config
+from engine.evaluate.generation import generate_tokens, generation_config, sampling
 from engine.model.loaded import LoadedModel
 from engine.simulate.device import SimulatedDevice
 from engine.simulate.phase_peaks import PhasePeaks
@@ -42,7 +42,8 @@ def simulate_generation(
         peaks.enter("generate")
         with _generate_exactly(loaded.base, count), device.unequal_rows():
             config = generation_config(generate, END_ID, PAD_ID)
-            generate_tokens(loaded, ids_BS, mask_BS, config, past_key_values=cache)
+            processors = LogitsProcessorList(sampling(generate, range(rows), length, device))
+            generate_tokens(loaded, ids_BS, mask_BS, config, past_key_values=cache, logits_processor=processors)
         peaks.leave()
 
 

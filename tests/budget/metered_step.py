@@ -132,16 +132,20 @@ def measured_evaluation(spec: RunSpec, rows: int, length: int) -> int:
         return int(step.device.memory().peak_bytes)
 
 
-def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) -> int:
-    """Peak bytes of generating exactly `new_tokens` for prompts of different lengths."""
+def measured_generation(spec: RunSpec, rows: int, prompt: int) -> int:
+    """Peak bytes of generating answers of full length to prompts of different lengths, as [generate] says."""
     import torch
-    from transformers import GenerationConfig
+    from transformers import LogitsProcessorList
+
+    from engine.evaluate.generation import generation_config, sampling
 
     with loaded_step(spec) as step, torch.no_grad():
         step.loaded.model.eval()
         batch = step.batch(rows, prompt)
         mask = torch.ones_like(batch.input_ids_BS)
         mask[0, : prompt // 2] = 0
+        settings = spec.recipe.generate
+        chain = LogitsProcessorList(sampling(settings, range(rows), prompt, step.device))
         gc.collect()
         step.device.reset_peak()
         images = dict(batch.images)
@@ -151,9 +155,8 @@ def measured_generation(spec: RunSpec, rows: int, prompt: int, new_tokens: int) 
             input_ids=batch.input_ids_BS,
             attention_mask=mask,
             **images,
-            generation_config=GenerationConfig(
-                max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=1
-            ),
+            logits_processor=chain,
+            generation_config=generation_config(settings, eos_id=-1, pad_id=0),
         )
         return int(step.device.memory().peak_bytes)
 

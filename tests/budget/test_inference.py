@@ -16,6 +16,8 @@ from engine.budget.predict.inference import GENERATION_ROWS, generation_bytes
 from engine.budget.predict.prediction import predict
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
+from engine.spec.schema.recipe import Generate
+from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import (
     GEMMA3,
     GPT2,
@@ -29,6 +31,7 @@ from tests.budget.metered_step import (
 )
 
 TINY = from_config(builtin_config("builtin:tiny"))
+LONG = Generate(max_new_tokens=4096)
 HELD_OUT = {"data": {"max_length": 512, "valid_fraction": 0.5}}
 
 
@@ -45,13 +48,28 @@ def test_evaluation_holds_what_the_metered_device_counts(family: dict[str, Any],
 def test_generation_holds_what_the_metered_device_counts(
     family: dict[str, Any], prompt: int, new_tokens: int, tmp_path: Path
 ) -> None:
-    spec = run_spec(folder_of(family, tmp_path / "model"), method={"rank": 8})
+    spec = run_spec(folder_of(family, tmp_path / "model"), method={"rank": 8}, generate={"max_new_tokens": new_tokens})
+    assert -0.01 <= predicted_generation(spec, prompt) / measured_generation(spec, 4, prompt) - 1 <= 0.02
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"repetition_penalty": 1.2}, {"temperature": 0.7, "top_k": 20}, {"temperature": 0.7, "top_p": 0.9}],
+    ids="-".join,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampling_holds_what_the_metered_device_counts(settings: dict[str, float], dtype: str, tmp_path: Path) -> None:
+    folder = folder_of({**QWEN2, "vocab_size": 60000}, tmp_path / "model")
+    spec = run_spec(folder, model={"dtype": dtype}, method={"rank": 8}, generate={"max_new_tokens": 12, **settings})
+    assert predicted_generation(spec, 8) == pytest.approx(measured_generation(spec, 4, 8), rel=0.005)
+
+
+def predicted_generation(spec: RunSpec, prompt: int) -> int:
+    """Predicted peak of answering four prompts of this many tokens."""
     arch = find_architecture(spec)
-    static = static_bytes(arch, memory_config_of(arch, spec)).total.static
-    predicted = static + generation_bytes(
-        arch, memory_config_of(arch, spec), rows=4, prompt=prompt, new_tokens=new_tokens
-    )
-    assert -0.01 <= predicted / measured_generation(spec, 4, prompt, new_tokens) - 1 <= 0.02
+    config = memory_config_of(arch, spec)
+    above = generation_bytes(arch, config, rows=4, prompt=prompt, generate=spec.recipe.generate)
+    return static_bytes(arch, config).total.static + above
 
 
 def test_prompts_of_several_rows_repeat_heads_while_they_are_answered_before_transformers_5_23(
@@ -62,7 +80,8 @@ def test_prompts_of_several_rows_repeat_heads_while_they_are_answered_before_tra
 
     def held(rows: int, *, repeats: bool) -> int:
         monkeypatch.setattr(inference, "DECODES_WITH_REPEATED_HEADS", repeats)
-        return generation_bytes(arch, memory_config_of(arch, run_spec()), rows=rows, prompt=8, new_tokens=100)
+        config, generate = memory_config_of(arch, run_spec()), Generate(max_new_tokens=100)
+        return generation_bytes(arch, config, rows=rows, prompt=8, generate=generate)
 
     assert held(4, repeats=True) > held(4, repeats=False)
     assert held(1, repeats=True) == held(1, repeats=False)
@@ -85,7 +104,7 @@ def test_samples_and_exact_match_add_generation() -> None:
 
 def test_a_sliding_window_bounds_what_a_layer_caches() -> None:
     short, long = (
-        generation_bytes(arch, memory_config_of(arch, run_spec()), rows=1, prompt=1, new_tokens=4096)
+        generation_bytes(arch, memory_config_of(arch, run_spec()), rows=1, prompt=1, generate=LONG)
         for arch in (from_config({**GEMMA3, "num_hidden_layers": 6}), from_config({**GEMMA3, "sliding_window": None}))
     )
     assert short < long

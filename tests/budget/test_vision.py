@@ -15,6 +15,7 @@ from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
 from engine.budget.trace.polynomial import shape_of
 from engine.simulate.step import simulate_step
+from engine.spec.schema.recipe import Generate
 from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import (
     WITH_VISION_ENCODER,
@@ -108,11 +109,13 @@ def test_evaluation_on_images_is_predicted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 def test_generation_about_images_is_predicted(family: str, tmp_path: Path) -> None:
     spec = with_images(family, "lora", tmp_path, tokens=80)
+    short = spec.recipe.model_copy(update={"generate": Generate(max_new_tokens=8)})
+    spec = spec.model_copy(update={"recipe": short})
     arch = find_architecture(spec)
     config = memory_config_of(arch, spec)
-    above = generation_bytes(arch, config, rows=4, prompt=200, new_tokens=8)
+    above = generation_bytes(arch, config, rows=4, prompt=200, generate=spec.recipe.generate)
     predicted = static_bytes(arch, config).total.static + above
-    assert -0.005 <= predicted / measured_generation(spec, 4, 200, 8) - 1 <= 0.05
+    assert -0.005 <= predicted / measured_generation(spec, 4, 200) - 1 <= 0.05
 
 
 def test_larger_images_take_more_and_no_images_take_least(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from engine.budget.trace.layer_kinds import layer_stack
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.operations import FLOAT
 from engine.budget.trace.polynomial import NO_BYTES, TOKEN, BytesPolynomial, highest, highest_value, shape_of
-from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.recipe import Generate, Recipe
 
 GENERATION_ROWS = 64
 """Number of answers that generation first tries to write at once; the same as in `engine.evaluate.scores`."""
@@ -75,9 +75,9 @@ def _behind_vision(arch: Architecture, config: MemoryConfig, peaks: list[BytesPo
     return [peak + encoder.inputs + encoder.held for peak in peaks] + [before + peak for peak in encoder.forward]
 
 
-def generation_bytes(arch: Architecture, config: MemoryConfig, *, rows: int, prompt: int, new_tokens: int) -> int:
-    """Peak bytes, above the static bytes, of answering `rows` prompts of `prompt` tokens with `new_tokens` each."""
-    return max(_prefill(arch, config, rows, prompt), _decoding(arch, config, rows, prompt, new_tokens))
+def generation_bytes(arch: Architecture, config: MemoryConfig, *, rows: int, prompt: int, generate: Generate) -> int:
+    """Peak bytes, above the static bytes, of full answers to `rows` prompts of `prompt` tokens."""
+    return max(_prefill(arch, config, rows, prompt), _decoding(arch, config, rows, prompt, generate))
 
 
 def _prefill(arch: Architecture, config: MemoryConfig, rows: int, prompt: int) -> int:
@@ -106,17 +106,18 @@ def _prefilling(arch: Architecture, config: MemoryConfig) -> Sizes:
     return highest(_behind_vision(arch, config, peaks))
 
 
-def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, new_tokens: int) -> int:
-    """Bytes at the last token of an answer: the whole key-value cache, plus the largest of three moments.
+def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, generate: Generate) -> int:
+    """Bytes at the last token of an answer: the whole key-value cache, plus the largest of four moments.
 
     1. The cache grows: one layer's keys or values exist twice (keys and values if the layer has a sliding window), and
        so do the previous token's fp32 logits.
     2. Attention: keys and values repeated for all heads, with eager attention also the scores; and the same logits.
     3. The head: fp32 logits of the previous and of this token, and this token's logits in the model's dtype.
+    4. Sampling: this token's logits in the model's dtype, and what `_scores_bytes` counts.
 
     Prompts of several rows are padded and therefore masked.
     """
-    total, window = prompt + new_tokens, arch.sliding_window
+    total, window = prompt + generate.max_new_tokens, arch.sliding_window
     half = arch.kv_width * config.base_bytes
     windowed = [bool(window and slides) for slides in arch.sliding_layers or (False,) * arch.layers]
     lengths = [min(total, window) if slides and window else total for slides in windowed]
@@ -128,11 +129,24 @@ def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, 
     elif config.attention == "sdpa" and DECODES_WITH_REPEATED_HEADS and rows > 1 and arch.kv_heads > 1:
         repeated = max(lengths) * wide
     logits = arch.vocab * FLOAT
-    on_top = max(growing + logits, repeated + logits, 2 * logits + arch.vocab * config.base_bytes)
+    chosen_from = arch.vocab * (config.base_bytes + _scores_bytes(generate))
+    on_top = max(growing + logits, repeated + logits, chosen_from)
     pixels = (
         FLOAT * arch.vision_encoder.patch_values * config.image_patches if arch.vision_encoder else 0
     )  # the processor's pixels stay allocated until the last token
     return rows * (2 * half * sum(lengths) + on_top + pixels + INPUT_COPIES * total)
+
+
+def _scores_bytes(generate: Generate) -> int:
+    """Bytes per token of the vocabulary that choosing a row's next token takes beside the model's own logits.
+
+    - greedy: fp32 logits of the previous and of this token; a repetition penalty makes a copy of each.
+    - sampling: this token's logits, the scores of the previous and of this token, their softmax and its sums.
+    - top_p: these logits and scores, sorted scores with int64 indices, sums, two masks, and the scores that are left.
+    """
+    if generate.temperature == 0.0:
+        return (4 if generate.repetition_penalty != 1.0 else 2) * FLOAT
+    return 5 * FLOAT if generate.top_p == 1.0 else 6 * FLOAT + 8 + 2
 
 
 INPUT_COPIES = 24
@@ -148,9 +162,8 @@ def most_answers(recipe: Recipe) -> int:
 def generation_rows(arch: Architecture, config: MemoryConfig, recipe: Recipe, *, length: int, room_bytes: int) -> int:
     """How many answers the engine generates at once: `most_answers`, halved until they fit into `room_bytes`."""
     rows = most_answers(recipe)
-    new_tokens = recipe.generate.max_new_tokens
     while rows > 1:
-        if generation_bytes(arch, config, rows=rows, prompt=length, new_tokens=new_tokens) <= room_bytes:
+        if generation_bytes(arch, config, rows=rows, prompt=length, generate=recipe.generate) <= room_bytes:
             break
         rows //= 2
     return rows

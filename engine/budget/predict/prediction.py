@@ -181,9 +181,9 @@ class Predictor:
 
     def _generation(self, length: int) -> dict[str, int]:
         """Bytes of generation by component, above the static bytes, with as many answers at once as capacity allows."""
-        rows, new_tokens = self.generation_rows(length), self.recipe.generate.max_new_tokens
+        rows, generate = self.generation_rows(length), self.recipe.generate
         spread = shards(self.arch, self.config, self.layout)
-        size = generation_bytes(self.arch, self.config, rows=rows, prompt=length, new_tokens=new_tokens)
+        size = generation_bytes(self.arch, self.config, rows=rows, prompt=length, generate=generate)
         return {"activations": size, "buffers": spread.generate() if spread else 0}
 
     def generation_rows(self, length: int) -> int:

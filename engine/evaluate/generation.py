@@ -1,0 +1,136 @@
+"""Generates answers to prompts, greedily or by sampling, as the recipe's [generate] table says.
+
+A sampled token depends on the seed, the sample and the token's position alone: the same sample gets the same answer in
+any batch, on any rank and after an out-of-memory error. Shapes: B rows, S tokens, V vocabulary, T new tokens.
+
+Try: `tunedeck eval builtin:tiny -p demo -r demo --set generate.temperature=0.7`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.device.base import Device
+from engine.model.loaded import LoadedModel
+from engine.spec.attention_kernels import FLASH_KERNELS
+from engine.spec.schema.recipe import Generate
+
+DRAW_BITS = 23
+"""Random bits of a drawn number. One fewer than fp32's mantissa has: a draw times a sum is less than the sum."""
+
+
+def generate(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[int],
+    settings: Generate,
+    processors: LogitsProcessorList,
+) -> list[list[int]]:
+    """Generate the tokens of an answer to each of `prompts`; `samples` are the prompts' numbers in their data set.
+
+    Prompts are padded on the left, so that all end at the same position. `processors` are applied to the logits of
+    every token after those that `settings` ask for.
+    """
+    width, tokenizer, device = max(map(len, prompts)), loaded.tokenizer, loaded.device
+    pad_id = int(tokenizer.pad_token_id)
+    with device.host_region():
+        ids_BS = torch.full((len(prompts), width), pad_id, dtype=torch.long)
+        mask_BS = torch.zeros_like(ids_BS)
+        for row, prompt in enumerate(prompts):
+            ids_BS[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask_BS[row, width - len(prompt) :] = 1
+    ids_BS, mask_BS = device.upload(ids_BS), device.upload(mask_BS)
+    config = generation_config(settings, tokenizer.eos_token_id, pad_id)
+    chain = LogitsProcessorList([*sampling(settings, samples, width, device), *processors])
+    made_BS = generate_tokens(loaded, ids_BS, mask_BS, config, logits_processor=chain)
+    answers: list[list[int]] = made_BS[:, width:].tolist()
+    return answers
+
+
+def generate_tokens(
+    loaded: LoadedModel,
+    ids_BS: Tensor,
+    mask_BS: Tensor,
+    config: GenerationConfig,
+    **options: LogitsProcessorList | Cache | None,
+) -> Tensor:
+    """Generate answers; returns the token ids of each prompt followed by its answer. `options` are passed on to
+    transformers' `generate`."""
+    run = cast(Callable[..., Tensor], loaded.model.generate)
+    with half_precision_for_flash(loaded):
+        return run(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **options)
+
+
+def half_precision_for_flash(loaded: LoadedModel) -> AbstractContextManager[object]:
+    """Return a context in which fp32 weights that are computed in fp16 can generate text with flash attention, which
+    takes half precision alone; for all other models it does nothing, and text is generated in the weights' dtype.
+
+    Autocast's cache is off: it would keep an fp16 copy of every trained weight until the last token.
+    """
+    if loaded.autocast_dtype is None or loaded.attention not in FLASH_KERNELS:
+        return nullcontext()
+    return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype, cache_enabled=False)
+
+
+def generation_config(settings: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:
+    """Create transformers' settings for greedy generation; sampling is done by the processors of `sampling`. The
+    model's own sampling settings are ignored, so scores are reproducible."""
+    return GenerationConfig(
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=False,
+        repetition_penalty=settings.repetition_penalty,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
+        use_cache=True,
+    )
+
+
+def sampling(settings: Generate, samples: Sequence[int], width: int, device: Device) -> list[LogitsProcessor]:
+    """Create the processors that make greedy generation sample: temperature, top_k and top_p as in transformers, then
+    the draw. Empty for temperature 0. `width` is the length of the padded prompts."""
+    if settings.temperature == 0.0:
+        return []
+    chain: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
+    if settings.top_k:
+        chain.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1.0:
+        chain.append(TopPLogitsWarper(settings.top_p))
+    return [*chain, KeyedDraw(settings.seed, samples, width, settings.max_new_tokens, device)]
+
+
+class KeyedDraw(LogitsProcessor):
+    """Draws one token per row from the distribution of its scores, with a random number keyed by (seed, sample,
+    position)."""
+
+    def __init__(self, seed: int, samples: Sequence[int], width: int, new_tokens: int, device: Device) -> None:
+        self._width = width
+        bits_BT = [
+            np.random.Generator(np.random.Philox([seed, sample])).integers(1 << DRAW_BITS, size=new_tokens)
+            for sample in samples
+        ]
+        with device.host_region():
+            draws_BT = torch.from_numpy(np.stack(bits_BT)).float() / (1 << DRAW_BITS)
+        self._draws_BT = device.upload(draws_BT)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Set the scores [B, V] to minus infinity, except for the drawn token of each row; returns the scores."""
+        sums_BV = scores.float().softmax(-1).cumsum(-1)
+        draw_B1 = self._draws_BT[:, input_ids.shape[1] - self._width, None] * sums_BV[:, -1:]
+        # The first token whose sum exceeds the draw: the probability of a token is its part of the sum.
+        token_B1 = torch.searchsorted(sums_BV, draw_B1, right=True)
+        return scores.fill_(float("-inf")).scatter_(1, token_B1, 0.0)
