@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from engine.batching.cost import micro_batch_cost
 from engine.budget.predict.parallel_layout import on_one_device
-from engine.data.prepare import prepare_data
+from engine.data.prepare import prepare_data, prepare_sources
 from engine.data.tokens import TokenData
 from engine.device import open_device
 from engine.device.base import Device
@@ -88,15 +90,25 @@ def _prepare(spec: RunSpec, device: Device, notify: Callable[[str], None]) -> tu
     check_packing(spec)
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     with device.host_region():
-        prepared = prepare_data(spec, tokenizer, notify=notify)
-    if prepared.validation is None:
-        raise DataError(
-            "there is no validation data to score on",
-            fix="add [[data.validation]] to the recipe, or set data.valid_fraction",
-        )
+        data = _data_to_score_on(spec, tokenizer, notify)
     notify("loading model")
     loaded = load_model(spec, device, tokenizer)
-    return _make_context(spec, device, loaded, prepared.validation, notify), prepared.validation
+    return _make_context(spec, device, loaded, data, notify), data
+
+
+def _data_to_score_on(
+    spec: RunSpec, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]
+) -> TokenData:
+    """The data of evaluate.sources, else the recipe's validation set. Raises DataError if there is neither."""
+    if spec.recipe.evaluate.sources:
+        return prepare_sources(spec, spec.recipe.evaluate.sources, tokenizer, notify=notify)
+    prepared = prepare_data(spec, tokenizer, notify=notify)
+    if prepared.validation is None:
+        raise DataError(
+            "there is no data to score on",
+            fix="add [[evaluate.sources]] or [[data.validation]] to the recipe, or set data.valid_fraction",
+        )
+    return prepared.validation
 
 
 def _make_context(

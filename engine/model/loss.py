@@ -119,7 +119,8 @@ class LossFunction:
     def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
         """Compute the sum of token losses from the hidden states that predict target tokens. If the head's weights are
         sharded, they must already be gathered (see `head_forward`)."""
-        head, smoothing = self.head, self.label_smoothing
+        # Evaluation scores the model's own probabilities, whatever training aims at.
+        head, smoothing = self.head, self.label_smoothing if self.loaded.model.training else 0.0
         if self.implementation == "plain":
             return token_losses(head.logits(hidden_NH), targets_N, smoothing).sum()
         if self.implementation == "liger":
