@@ -59,8 +59,6 @@ CHANGEABLE_WITH_NOTICE = (
     "recipe.train.momentum",
     "recipe.train.max_grad_norm",
     "recipe.train.label_smoothing",
-    "recipe.moe.aux_loss_weight",
-    "recipe.moe.watch_experts",
 )
 """Keys that alter what is learned from the resumed step on, so the user is told."""
 

@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.errors import UsageError
-from engine.model.freezing import no_match, select
-from engine.spec.name_patterns import compile_pattern, matches
+from engine.model.freezing import select
+from engine.spec.name_patterns import matches_end, no_match
 from engine.spec.schema.recipe import Method
 
 ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
@@ -236,15 +236,11 @@ def _match_all(patterns: Sequence[str], names: Sequence[str], key: str) -> set[s
     """
     chosen: set[str] = set()
     for pattern in patterns:
-        hits = {name for name in names if matches(pattern, name) or compile_pattern("**." + pattern).fullmatch(name)}
+        hits = {name for name in names if matches_end(pattern, name)}
         if not hits:
-            raise no_match(pattern, _leaves(names), key)
+            raise no_match(pattern, names, key)
         chosen |= hits
     return chosen
-
-
-def _leaves(names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys([name.rpartition(".")[2] for name in names] + list(names)))
 
 
 def _in_attention(name: str) -> bool:

@@ -5,13 +5,12 @@ What a pattern means is in `engine.spec.name_patterns`. Try: `python -m pytest t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from engine.errors import UsageError
-from engine.spec.name_patterns import matches
+from engine.spec.name_patterns import matches, no_match
 from engine.spec.schema.recipe import Method
 
 
@@ -29,16 +28,6 @@ def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
             raise no_match(pattern, names, key)
         chosen |= hits
     return chosen
-
-
-def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
-    """Create the error for a pattern that matches nothing. The error suggests similar names."""
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
-    return UsageError(
-        f"{key}: {pattern!r} matches no name in this model",
-        expected='a glob on dotted names ("**" crosses dots), such as ' + ", ".join(near),
-        fix="correct the pattern, or remove it",
-    )
 
 
 def freeze_parameters(model: nn.Module, method: Method, frozen_by_default: Iterable[str] = ()) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from engine.model.freezing import no_match
-from engine.spec.name_patterns import matches
+from engine.spec.name_patterns import matches, no_match
 from engine.spec.schema.recipe import ParameterGroup, Train
 
 

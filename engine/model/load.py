@@ -249,7 +249,7 @@ def _nf4_config(spec: RunSpec, settings: ModelSettings, device: Device) -> BitsA
 
 
 def _apply_method(spec: RunSpec, start: StartingWeights, model: PreTrainedModel) -> tuple[Any, Coverage]:
-    method, moe = spec.recipe.method, spec.recipe.moe
+    method, freezes = spec.recipe.method, spec.recipe.freezes_router
     routers = router_parameters(model)
     if method.kind == "full":
         if start.adapter is not None:
@@ -259,12 +259,12 @@ def _apply_method(spec: RunSpec, start: StartingWeights, model: PreTrainedModel)
             )
         names = [name for name, _ in model.named_parameters()]
         unseen = () if image_key(spec.recipe) else [name for name in names if in_vision_encoder(name)]
-        freeze_parameters(model, method, [*(routers if moe.freeze_router else ()), *unseen])
+        freeze_parameters(model, method, [*(routers if freezes else ()), *unseen])
         return model, _coverage_of_full(model)
     model.requires_grad_(False)
     if start.adapter is not None:
         return _continued(spec, start.adapter, model)
-    in_full = [*method.also_train, *([] if moe.freeze_router else routers)]
+    in_full = [*method.also_train, *([] if freezes else routers)]
     return add_adapters(model, method, in_full)
 
 

@@ -64,7 +64,6 @@ LEARNING_NEUTRAL_KEYS = (
     "finish",
     "backoff.ladder",
     "backoff.grow",
-    "moe.watch_experts",
 )
 """Keys that a profile may override without a notice: they concern memory, speed and record keeping, not learning."""
 

@@ -8,13 +8,36 @@ Try: `python -c "from engine.spec.name_patterns import matches; print(matches('m
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 from functools import lru_cache
+
+from engine.errors import UsageError
 
 
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` names `name` itself or a module that `name` is part of."""
     return compile_patterns((pattern,)).fullmatch(name) is not None
+
+
+def matches_end(pattern: str, name: str) -> bool:
+    """Whether `pattern` names `name`, a module that `name` is part of, or the last parts of `name` ("q_proj"), as the
+    targets of adapters may."""
+    return matches(pattern, name) or compile_pattern("**." + pattern).fullmatch(name) is not None
+
+
+def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
+    """Create the error for a pattern of the recipe key `key` that matches none of `names`; it suggests a similar
+    name."""
+    words = list(dict.fromkeys([part for name in names for part in name.split(".") if not part.isdecimal()]))
+    near = difflib.get_close_matches(pattern.replace("*", "").strip("."), [*words, *names], n=1, cutoff=0.6)
+    examples = near or list(dict.fromkeys(name.rpartition(".")[2] for name in names))[:3]
+    return UsageError(
+        f"{key}: {pattern!r} matches no name in this model",
+        expected='a glob on dotted names ("**" crosses dots), such as ' + ", ".join(examples),
+        fix=f"did you mean {near[0]!r}?" if near else "correct the pattern, or remove it",
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -6,13 +6,16 @@ Steps are not taken here. Try: `tunedeck train -p demo -r demo`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from engine.batching.cost import MicroBatchCost, micro_batch_cost
 from engine.budget.advise.fit import with_changes
+from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.plan import Plan
+from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
@@ -21,6 +24,7 @@ from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import retry_on_oom
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
+from engine.errors import UnknownArchitectureError
 from engine.model.config import check_packing, model_config_dict
 from engine.model.load import LoadedModel
 from engine.model.tokenizer import load_tokenizer
@@ -68,7 +72,7 @@ def set_up(
     Raises:
         DataError, UsageError, EnvironmentProblem, DoesNotFitError: from the functions that do the work.
     """
-    recipe = spec.recipe
+    recipe = asked = spec.recipe
     if ranks.size > 1:
         ranks.host_region = device.host_region
     journal.phase("tokenising")
@@ -80,7 +84,10 @@ def set_up(
     order, total_steps = make_order(prepared.train, spec)
     if (note := warmup_note(recipe.train, total_steps)) and recipe.train.max_steps != total_steps:
         journal.warn("warmup", note)  # with max_steps it was said before the start
-    refuse_sequence_parallel(model_config_dict(spec), spec)
+    facts = model_config_dict(spec)
+    refuse_sequence_parallel(facts, spec)
+    with suppress(UnknownArchitectureError):  # the names of other families are known once their model is loaded
+        refuse_patterns(from_config(facts), recipe)
     spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
@@ -99,7 +106,7 @@ def set_up(
         order=order,
         schedule=Schedule.of(recipe.train, total_steps),
         total_steps=total_steps,
-        identity=Identity(prepared.fingerprint, tokenizer_hash(tokenizer), recipe.train.seed),
+        identity=Identity.of(asked, prepared.fingerprint, tokenizer_hash(tokenizer)),
         flops_per_token=flops_per_token(strategy.loaded),
     )
 

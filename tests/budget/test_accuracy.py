@@ -7,12 +7,13 @@ with the two most common ways.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
-from tests.budget.budget_cases import FAMILIES, WAYS, applies, error
+from tests.budget.budget_cases import EXPERTS, FAMILIES, FULL, LORA, WAYS, applies, error
 from tests.budget.metered_step import PHI3, QWEN2, folder_of, measured_step, run_spec
 
 COMMON = ("lora", "full")
@@ -82,3 +83,13 @@ def test_a_first_layer_with_large_adapters_and_few_tokens_is_what_the_metered_de
     spec = run_spec(folder_of(QWEN2, tmp_path), method={"rank": 512}, model={"dtype": "bfloat16"}, train=train)
     predicted = predict(find_architecture(spec), spec, rows=1, length=6).peak_bytes
     assert predicted == pytest.approx(measured_step(spec, 1, 6)[1], rel=0.005)
+
+
+@pytest.mark.parametrize("family", sorted(EXPERTS))
+@pytest.mark.parametrize("method", [LORA, FULL], ids=["lora", "full"])
+def test_a_router_that_learns_is_planned(tmp_path: Path, family: str, method: dict[str, Any]) -> None:
+    folder = folder_of(EXPERTS[family], tmp_path)
+    moe = {"freeze_router": False}
+    spec = run_spec(folder, model={"dtype": "bfloat16"}, method=method, moe=moe, train={"batch_size": 2})
+    predicted = predict(find_architecture(spec), spec, rows=2, length=200).peak_bytes
+    assert predicted == pytest.approx(measured_step(spec, 2, 200, 1)[1], rel=0.002)

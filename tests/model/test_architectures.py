@@ -100,9 +100,11 @@ def test_an_unfrozen_router_learns_in_full_beside_lora(tmp_path: Path, family: s
     assert not any("experts" in name for name in names)
 
 
-def test_a_frozen_router_stays_put_in_full_fine_tuning(tmp_path: Path) -> None:
-    names = [name for name, _ in load_family(tmp_path, "qwen3_moe", method={"kind": "full"}).trainable()]
-    assert not any(".gate." in name for name in names)
+@pytest.mark.parametrize("frozen", [None, False, True])
+def test_full_fine_tuning_trains_the_router_unless_it_is_frozen(tmp_path: Path, frozen: bool | None) -> None:
+    moe = {} if frozen is None else {"freeze_router": frozen}
+    names = [name for name, _ in load_family(tmp_path, "qwen3_moe", method={"kind": "full"}, moe=moe).trainable()]
+    assert any(".gate." in name for name in names) == (not frozen)
     assert any("experts" in name for name in names)
 
 

@@ -321,7 +321,7 @@ LATER = {
     "data.sources.qmsum.format": "image-chat",
     "data.sources.qmsum.image_root": "x",
     "data.image_max_pixels": "100",
-    "moe.aux_loss_weight": "0.1",
+    "trackers.project": "mine",
     "evaluate.metrics": '["rouge"]',
 }
 

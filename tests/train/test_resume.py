@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -132,3 +133,18 @@ def test_other_data_is_refused(undisturbed, tmp_path):
     code, events = train(place, resume=True)
     assert code == 2
     assert "another data" in of_kind(events, "run_finished")[-1]["error"]
+
+
+@pytest.mark.parametrize(("key", "code"), [("batch_size", 2), ("log_every_steps", 0)])
+def test_a_run_spec_edited_by_hand_is_refused_where_a_resume_may_not_change_it(tmp_path, key, code):
+    spec = make_spec(write_samples(tmp_path / "samples.jsonl"), train={"max_steps": 2, "log_every_steps": 1})
+    place = new_run(tmp_path / "runs", spec)
+    assert train(place)[0] == 0
+    text = place.run_toml.read_text().replace("max_steps = 2\n", "max_steps = 3\n")
+    edited = re.sub(rf"(?m)^{key} = .*$", f"{key} = 2", text)
+    assert edited != text
+    place.run_toml.write_text(edited)
+    found, events = train(place, resume=True)
+    assert found == code
+    if code:
+        assert "train.batch_size: 8 -> 2" in of_kind(events, "run_finished")[-1]["error"]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.plan import make_plan
-from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.lookup import find_config
 from engine.budget.architecture.packing_support import refuse_unsafe_packing
 from engine.budget.architecture.parameters import elements, layer_parameters, parameter_count
@@ -23,7 +25,7 @@ from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
-from engine.errors import ConfigNotHereError
+from engine.errors import ConfigNotHereError, UnknownArchitectureError
 from engine.spec.check.images import image_key
 from engine.spec.schema.run import RunSpec
 
@@ -38,7 +40,7 @@ def warnings_of(
 ) -> list[str]:
     """All warnings of a run; those about disk space only if `free_disk_bytes` is given. `torch_version` defaults to the
     installed one."""
-    found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(spec)]
+    found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(arch, spec)]
     found += _nothing_to_round(arch, spec)
     found += _attention_dropout(arch, spec)
     found += _shards(spec, torch_version or installed("torch"))
@@ -117,13 +119,16 @@ def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def refuse_unsafe(spec: RunSpec) -> None:
-    """Raise UsageError for runs that would train wrongly; only checked if the model's config is on this machine."""
+    """Raise UsageError or DataError for runs that would train wrongly or nothing; only checked if the model's config is
+    on this machine."""
     try:
         facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
     except ConfigNotHereError:
         return  # the engine asks again once it has the model
     refuse_unsafe_packing(facts, spec)
     refuse_sequence_parallel(facts, spec)
+    with suppress(UnknownArchitectureError):  # the engine checks the patterns when it has loaded the model
+        refuse_patterns(from_config(facts), spec.recipe)
 
 
 def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
@@ -166,13 +171,19 @@ def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
         )
 
 
-def _generation(spec: RunSpec) -> Iterator[str]:
-    """Warn of generation inside training, unless answers are short."""
-    if generates(spec.recipe) and spec.recipe.generate.max_new_tokens > SHORT_ANSWER_TOKENS:
-        yield (
-            f"evaluations inside training generate up to {spec.recipe.generate.max_new_tokens} tokens a sample: this "
-            "takes time and the memory of the plan's row generate; eval.samples=0 without exact_match avoids it"
-        )
+def _generation(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Warn of generation inside training, unless answers are short. A token takes at least the time in which the device
+    reads all weights once, whatever the number of answers written at once."""
+    new_tokens, bandwidth_gbs = spec.recipe.generate.max_new_tokens, spec.profile.device.bandwidth_gbs
+    if not generates(spec.recipe) or new_tokens <= SHORT_ANSWER_TOKENS:
+        return
+    total = static_bytes(arch, memory_config_of(arch, spec)).total
+    seconds = new_tokens * (total.weights + total.adapters) / (bandwidth_gbs * 1e9) if bandwidth_gbs else 0.0
+    least = f" (at least {seconds:.1f} s for each batch of answers)" if seconds >= 0.1 else ""
+    yield (
+        f"evaluations inside training generate up to {new_tokens} tokens a sample: this takes time{least} and the "
+        "memory of the plan's row generate; eval.samples=0 without exact_match avoids it"
+    )
 
 
 def _disk(arch: Architecture, spec: RunSpec, free_bytes: int) -> Iterator[str]:

@@ -30,7 +30,7 @@ weights once, and an H100 computes 295 multiply-adds in the time it reads one bf
 3.35 TB/s)."""
 
 ROUTERS = ("**.mlp.gate", "**.mlp.router")
-"""Modules that `moe.freeze_router` excludes from training."""
+"""Routers of experts, which `moe.freeze_router` is about."""
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 Rounding = Literal["exact", "stochastic", "nearest"]
@@ -175,7 +175,7 @@ def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
         lora=method.kind == "lora",
         targets=method.targets if isinstance(method.targets, str) else tuple(method.targets),
         exclude=tuple(method.exclude),
-        also_train=tuple(method.also_train),
+        also_train=(*method.also_train, *(ROUTERS if arch.experts and not recipe.freezes_router else ())),
         train_only=tuple(method.train_only),
         freeze=(*method.freeze, *(() if method.train_only else _frozen_by_default(arch, recipe))),
     )
@@ -204,7 +204,7 @@ def image_patches(arch: Architecture, recipe: Recipe) -> int:
 def _frozen_by_default(arch: Architecture, recipe: Recipe) -> tuple[str, ...]:
     """Patterns of the modules that full fine-tuning freezes if `train_only` is empty: routers, and a vision encoder
     that gets no images."""
-    routers = ROUTERS if arch.experts and recipe.moe.freeze_router else ()
+    routers = ROUTERS if arch.experts and recipe.freezes_router else ()
     return (*routers, *(VISION_MODULES if arch.vision_encoder and not image_patches(arch, recipe) else ()))
 
 

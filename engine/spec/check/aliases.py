@@ -219,7 +219,6 @@ KEY_ALIASES: dict[str, Alias] = {
     "early_stopping_patience": Alias(HF, "eval.early_stopping_patience"),
     "report_to": Alias(HF, "trackers.use", lambda theirs: [] if theirs == "none" else _as_list(theirs)),
     "wandb_project": Alias(AXOLOTL, "trackers.project"),
-    "router_aux_loss_coef": Alias(HF, "moe.aux_loss_weight"),
 }
 """Maps another tool's key (lower case, '-' as '_') to ours. Keys that are spelt like ours need no row."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.errors import SpecError
 from engine.spec.check.images import image_key
-from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.recipe import Recipe, Trackers
 from engine.spec.schema.run import RunSpec
 from engine.spec.stages import stage_specs
 
@@ -18,6 +18,11 @@ from engine.spec.stages import stage_specs
 def _scores(recipe: Recipe) -> str | None:
     unbuilt = [metric for metric in recipe.evaluate.metrics if metric not in ("loss", "exact_match")]
     return f"evaluate.metrics: {', '.join(unbuilt)}" if unbuilt else None
+
+
+def _trackers(trackers: Trackers) -> str | None:
+    given = [f"trackers.{key}" for key, value in trackers if value]
+    return ", ".join(given) or None
 
 
 def _when(condition: bool, key: str) -> str | None:
@@ -39,13 +44,8 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         lambda spec: _in_shards(spec, "train.optimizer", spec.recipe.train.optimizer, ("adafactor", "adamw_8bit")),
         "sharding with optimizers that need whole tensors",
     ),
-    (lambda spec: _when(bool(spec.recipe.trackers.use), "trackers.use"), "experiment trackers"),
+    (lambda spec: _trackers(spec.recipe.trackers), "experiment trackers"),
     (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
-    (
-        lambda spec: _when(bool(spec.recipe.moe.aux_loss_weight), "moe.aux_loss_weight"),
-        "the mixture-of-experts auxiliary loss",
-    ),
-    (lambda spec: _when(not spec.recipe.moe.freeze_router, "moe.freeze_router = false"), "training of routers"),
     (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
 )
 """(function that returns the key as the user wrote it, or None if unused; name of the missing feature)."""

@@ -262,12 +262,9 @@ class Evaluate(Table):
 class Moe(Table):
     """Settings for mixture-of-experts models."""
 
-    aux_loss_weight: NonNegative | None = None
-    """Weight of the load-balancing loss; by default the model's own."""
-    freeze_router: bool = True
-    """false: train the router in full, also beside LoRA."""
-    watch_experts: bool = True
-    """Log how much each expert is used and warn of dead experts."""
+    freeze_router: bool | None = None
+    """true: the router is not trained; false: it is trained in full, also beside LoRA. By default true beside LoRA,
+    false in full fine-tuning."""
 
 
 class Generate(Table):
@@ -276,7 +273,7 @@ class Generate(Table):
     max_new_tokens: Count = 128
     """Longest answer."""
     temperature: NonNegative = 0.0
-    """0 is greedy."""
+    """0 is greedy: the likeliest token each time."""
     top_k: CountOrZero = 0
     """0 switches it off."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -396,3 +393,9 @@ class Recipe(Table):
     """Dotted key = the values to try."""
     stages: list[Stage] = []
     """Stages, in order."""
+
+    @property
+    def freezes_router(self) -> bool:
+        """Whether the routers of a mixture of experts stay as they are."""
+        chosen = self.moe.freeze_router
+        return self.method.kind == "lora" if chosen is None else chosen

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import Checkpoint
+from engine.launch.resume_changes import find_changes, refused_changes
+from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.step.context import StepContext
@@ -63,17 +65,31 @@ class RunState:
 
 @dataclass(frozen=True)
 class Identity:
-    """Data, tokenizer and seed of a run. They must be unchanged on a resume, so that a run does not silently train
-    something else."""
+    """Data, tokenizer, seed and recipe of a run. What a step learns from must be unchanged on a resume, so that a run
+    does not silently train something else."""
 
     data_fingerprint: str
     tokenizer_hash: str
     seed: int
+    recipe: dict[str, Any]
+    """The recipe as JSON."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, data_fingerprint: str, tokenizer_hash: str) -> Identity:
+        """The identity of a run with this recipe, data and tokenizer."""
+        return cls(data_fingerprint, tokenizer_hash, recipe.train.seed, recipe.model_dump(mode="json", by_alias=True))
 
     def check(self, saved: dict[str, Any]) -> None:
-        """Raise UsageError when a checkpoint was made from other data, another tokenizer or another seed."""
+        """Raise UsageError when a checkpoint was made from other data, another tokenizer or another seed, or with a
+        recipe that differs in a key that a resume may not change."""
+        changes = find_changes(saved["recipe"], self.recipe, "recipe") if "recipe" in saved else {}
+        if refused := refused_changes(changes):
+            raise UsageError(
+                "run.toml differs from what the checkpoint has learned from:\n  " + "\n  ".join(refused),
+                fix="put these keys of run.toml back, or start a new run with: tunedeck train --run-spec run.toml",
+            )
         names = {"data_fingerprint": "data", "tokenizer_hash": "tokenizer", "seed": "train.seed"}
-        changed = [names[key] for key, value in asdict(self).items() if saved.get(key) != value]
+        changed = [name for key, name in names.items() if saved.get(key) != getattr(self, key)]
         if changed:
             raise UsageError(
                 f"the checkpoint was made with another {' and another '.join(changed)}",

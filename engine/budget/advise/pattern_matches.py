@@ -1,0 +1,98 @@
+"""Refuses recipes whose patterns of names match nothing in the model, or select only weights that its data never use.
+
+The names are those of `engine.budget.architecture.parameters`, so a misspelt name is found before a model is loaded.
+When the engine loads the model, it checks the patterns again, on the real names.
+
+Try: `tunedeck plan -p 80gb -r lora --set 'method.targets=["q_prj"]'`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.parameter import Parameter
+from engine.budget.architecture.parameters import HEAD, layer_parameters, layer_prefix, outer_parameters
+from engine.budget.architecture.vision_parameters import (
+    in_vision_encoder,
+    vision_end_parameters,
+    vision_layer_parameters,
+    vision_layer_prefix,
+)
+from engine.errors import DataError
+from engine.spec.check.images import image_key
+from engine.spec.name_patterns import matches, matches_end, no_match
+from engine.spec.schema.recipe import Recipe
+
+
+def refuse_patterns(arch: Architecture, recipe: Recipe) -> None:
+    """Check the patterns of [method] against the names of a model.
+
+    Raises:
+        UsageError: a pattern matches no name.
+        DataError: only a vision encoder would be trained, and the recipe has no images.
+    """
+    method = recipe.method
+    names = parameter_names(arch)
+    if method.kind == "full":
+        chosen = _matched(method.train_only, names, "method.train_only", matches)
+        _matched(method.freeze, names, "method.freeze", matches)
+    else:
+        targets = method.targets if isinstance(method.targets, list) else []
+        adapted = _matched(targets, adaptable_names(arch), "method.targets", matches_end)
+        _matched(method.exclude, adapted or adaptable_names(arch), "method.exclude", matches_end)
+        in_full = _matched(method.also_train, names, "method.also_train", matches)
+        chosen = [*adapted, *in_full] if targets else []
+    if chosen and all(map(in_vision_encoder, chosen)) and image_key(recipe) is None:
+        raise DataError(
+            "nothing that learns is used by these samples: only the vision encoder is trained, and there are no images",
+            expected="samples with images, or weights of the language model that learn",
+            fix='set method.train_only, or method.targets, to names outside "model.visual" and its like',
+        )
+
+
+@lru_cache(maxsize=16)
+def parameter_names(arch: Architecture) -> tuple[str, ...]:
+    """Dotted names of all parameters; a tied head is included, because patterns may name it."""
+    names = [prefix + parameter.name for prefix, parameter in _parameters(arch)]
+    return (*names, HEAD) if arch.tied else tuple(names)
+
+
+@lru_cache(maxsize=16)
+def adaptable_names(arch: Architecture) -> tuple[str, ...]:
+    """Dotted names of what can get an adapter: linear layers except the head, and the fused weights of experts."""
+    linears = [prefix + one.module for prefix, one in _parameters(arch) if one.linear and one.name != HEAD]
+    fused = [
+        prefix + one.name
+        for prefix, one in _parameters(arch)
+        if len(one.shape) == 3 and "experts" in one.name.split(".")
+    ]
+    return (*linears, *fused)
+
+
+def _parameters(arch: Architecture) -> Iterator[tuple[str, Parameter]]:
+    """Yield (prefix, parameter) for every parameter of the model."""
+    for layer in range(arch.layers):
+        for parameter in layer_parameters(arch, arch.is_dense(layer)):
+            yield layer_prefix(arch, layer), parameter
+    yield from (("", parameter) for parameter in outer_parameters(arch))
+    if arch.vision_encoder is not None:
+        for layer in range(arch.vision_encoder.layers):
+            for parameter in vision_layer_parameters(arch.vision_encoder):
+                yield vision_layer_prefix(arch.vision_encoder, layer), parameter
+        yield from (("", parameter) for parameter in vision_end_parameters(arch.vision_encoder))
+
+
+def _matched(
+    patterns: Sequence[str], names: Sequence[str], key: str, test: Callable[[str, str], bool]
+) -> list[str]:
+    """The names that any pattern matches. Raises UsageError, which names the recipe key, for a pattern without a
+    match."""
+    chosen: list[str] = []
+    for pattern in patterns:
+        hits = [name for name in names if test(pattern, name)]
+        if not hits:
+            raise no_match(pattern, names, key)
+        chosen += hits
+    return chosen
