@@ -25,6 +25,7 @@ SLOW = (
     "tests/train/",
     "tests/stages/",
     "tests/package/",
+    "tests/spec/test_schema_walk.py",
     "tests/docs/",
     "tests/simulate/",
     "tests/test_gpu_suites.py",
