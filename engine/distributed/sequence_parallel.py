@@ -155,8 +155,8 @@ def _packed_positions(tensors_BhTD: Sequence[Tensor], widths: Sequence[int], pla
 
 
 def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
-    """Join the parts of all places into [B, H, S, D], in memory with positions before heads, as linear layers expect;
-    always a copy. `times`: the number of places whose copies of a head are summed."""
+    """Join what all ranks of the group sent into [B, H, S, D], in memory with positions before heads, as linear layers
+    expect; always a copy. `times`: the number of ranks that hold copies of the same head, which are summed."""
     if times > 1:
         received_PSBhD = received_PSBhD.unflatten(0, (-1, times)).sum(1)
     by_row = received_PSBhD.permute(2, 1, 0, 3, 4).clone(memory_format=torch.contiguous_format)

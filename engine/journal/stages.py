@@ -67,7 +67,8 @@ def result_run(run: RunDirectory) -> RunDirectory:
 
 
 def copied_so_far(run: RunDirectory) -> dict[str, int]:
-    """Stage name = the `seq`, in the stage's journal, of the last event that the run's journal has a copy of."""
+    """For each stage by name, the `seq` of the last event in the stage's own journal that was copied into the run's
+    journal."""
     copied: dict[str, int] = {}
     for event in EventTail(run.events).poll():
         if "stage_seq" in event:

@@ -149,7 +149,8 @@ class SummaryReader:
         self.state.fold(event)
 
     def _close(self, unparsed: _UnparsedLines) -> None:
-        """Fold the lines that are still unparsed at the end of a read."""
+        """At the end of a read, parse the lines that were put off because later ones might replace them, and apply
+        their events to the state."""
         self._fold_steps(unparsed)
         if unparsed.quiet is not None and (event := decode_event(unparsed.quiet)) is not None:
             self.state.fold(event)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.data.chat import ChatRenderer, RenderedChat
+from engine.data.chat import ChatRenderer, RenderedRows
 from engine.data.chat_content import THINKING_END
 from engine.data.formats import ChatRecord, Dropped
 from tests.data.conversations import CONVERSATIONS, ODD, PLAIN, SYSTEM, THINKING, TOOL_CALLS, TOOLS, Message
@@ -84,12 +84,12 @@ def renderer(name: str) -> ChatRenderer:
     return ChatRenderer(made, system_prompt=None, learn_all=False)
 
 
-def rendered(name: str, conversation: str) -> RenderedChat | Dropped:
+def rendered(name: str, conversation: str) -> RenderedRows | Dropped:
     tools = TOOLS if conversation in TOOL_CALLS else None
     return renderer(name).render(ChatRecord(CONVERSATIONS[conversation], tools))
 
 
-def answers(name: str, result: RenderedChat) -> list[str]:
+def answers(name: str, result: RenderedRows) -> list[str]:
     """Each learned stretch of the rows."""
     found = []
     for row in result.rows:
