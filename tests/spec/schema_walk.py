@@ -28,6 +28,7 @@ from engine.evaluate.run import score_model
 from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter
 from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
+from engine.launch.create_sweep import sweep_points
 from engine.launch.environment import device_environment
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.check.unsupported import refuse_unsupported
@@ -148,6 +149,11 @@ def stages(spec: RunSpec, folder: Path) -> Any:
     return [each.model_dump(include={"name", "recipe"}) for each in stage_specs(spec)]
 
 
+def points(spec: RunSpec, folder: Path) -> Any:
+    """The recipes of the runs that a sweep becomes."""
+    return [each.recipe.model_dump() for each in sweep_points(spec)]
+
+
 class Case(NamedTuple):
     """Two values of a key, and where the difference shows."""
 
@@ -201,6 +207,7 @@ CASES: dict[str, Case] = {
     "model.chat_template": Case(data, "", "{% for m in messages %}{{ m.content }}{% endfor %}"),
     "model.dtype": Case(plan, "float32", "bfloat16"),
     "model.attention": Case(plan, "sdpa", "eager"),
+    "model.attention_dropout": Case(plan, "off", "keep", ("model.id=DROPS",)),
     "model.quantize": Case(plan, "none", "nf4", (*LORA, *CUDA)),
     "model.init": Case(run, "random", "pretrained", ("model.id=MODEL",)),
     "method.kind": Case(plan, "lora", "full"),
@@ -297,7 +304,7 @@ CASES: dict[str, Case] = {
     "trackers.project": Case(accepted, "", "mine"),
     "trackers.tags": Case(accepted, "", '["one"]'),
     "finish.merge": Case(accepted, "false", "true"),
-    "sweep": Case(accepted, "", '{"train.seed" = [1]}'),
+    "sweep": Case(points, '{"train.seed" = [1]}', '{"train.seed" = [1, 2]}'),
     "stages.name": stage('name = "b"'),
     "stages.kind": stage('kind = "assemble"', refused=True),
     "stages.from": Case(stages, CHAIN, CHAIN.replace(', from = "a"', ""), at="stages"),

@@ -72,6 +72,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "OTHERS": write_samples(folder / "others.jsonl", count=5, seed=1, longest=30),
         "LONG": write_samples(folder / "long.jsonl", count=12, longest=400),
         "CHATS": chats,
+        "DROPS": folder_of({**QWEN2, "attention_dropout": 0.1}, folder / "drops"),
         "MODEL": folder_of(QWEN2, folder / "model"),
         "RECIPE": folder / "walk.toml",
         "PROFILE": folder / "profile" / "walk.toml",
