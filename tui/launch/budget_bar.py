@@ -196,16 +196,18 @@ def verdict_text(verdict: str, words: str = "", *, ascii_only: bool) -> Content:
 
 
 def verdict_line(plan: Plan, width: int, *, ascii_only: bool) -> Content:
-    """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, and the phase of the
-    peak; where there is no room for all, the phase goes first, the sizes next."""
+    """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, the phase of the peak,
+    and the length of the planned sequences with its origin; where there is no room for all, the last go first, then the
+    sizes."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     unit, name, digits = (2**30, "GiB", 2) if used >= 2**30 else (2**20, "MiB", 1)
     sizes = [f"{count / unit:,.{digits}f}" for count in (used, plan.capacity_bytes, abs(margin))]
     left = f"{sizes[2]} {name} {'left' if margin >= 0 else 'missing'}"
     phase = PHASES.get(plan.prediction.deciding_phase, plan.prediction.deciding_phase)
-    texts = [f"{sizes[0]} of {sizes[1]} {name}", left, f"peak in the {phase}"]
+    length = f"{plan.length} tokens, {'the longest of the data' if plan.basis == 'data' else 'data.max_length'}"
+    texts = [f"{sizes[0]} of {sizes[1]} {name}", left, f"peak in the {phase}", length]
     words = describe_verdict(plan.verdict, remedies=plan.remedies)
     head = verdict_text(plan.verdict, words, ascii_only=ascii_only)
     while head.cell_length + sum(len(text) + 3 for text in texts) > width and len(texts) > 1:
-        texts.pop(-1 if len(texts) == 3 else 0)
+        texts.pop(-1 if len(texts) > 2 else 0)
     return Content.assemble(head, *(f"   {text}" for text in texts))

@@ -9,9 +9,11 @@ import pytest
 
 from engine.budget.advise.plan import Plan
 from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER
+from engine.spec.files.known_lengths import lengths_record, record_longest
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.run import RunSpec
 from tui.files.catalog import Machine, mismatch, profile_entries, write_detected_profile
+from tui.launch.budget_bar import verdict_line
 from tui.launch.choice import (
     Choice,
     choice_from_settings,
@@ -53,6 +55,15 @@ def problem(choice: Choice, row: str) -> str:
 def test_what_is_wrong_stands_beside_the_row_it_was_typed_in(key: str, text: str, said: str) -> None:
     row = "data.sources.main" if key.startswith("data.sources") else key
     assert said in problem(replace(DEMO, overrides={key: text}), row)
+
+
+def test_the_budget_says_which_lengths_it_is_for_where_there_is_room() -> None:
+    spec, plan = spec_of(DEMO)
+    assert verdict_line(plan, 140, ascii_only=False).plain.endswith("64 tokens, data.max_length")
+    record_longest(lengths_record(spec.recipe), 41)
+    _, known = spec_of(DEMO)
+    assert verdict_line(known, 140, ascii_only=False).plain.endswith("41 tokens, the longest of the data")
+    assert verdict_line(known, 50, ascii_only=False).plain.endswith("missing")
 
 
 def test_data_that_is_not_there_is_said_before_the_engine_would_find_out(tmp_path: Path) -> None:
