@@ -207,7 +207,7 @@ CASES: dict[str, Case] = {
     "model.chat_template": Case(data, "", "{% for m in messages %}{{ m.content }}{% endfor %}"),
     "model.dtype": Case(plan, "float32", "bfloat16"),
     "model.attention": Case(plan, "sdpa", "eager"),
-    "model.attention_dropout": Case(plan, "off", "keep", ("model.id=DROPS",)),
+    "model.attention_dropout": Case(plan, "off", "keep", ("model.id=DROPS",), refused=True),
     "model.quantize": Case(plan, "none", "nf4", (*LORA, *CUDA)),
     "model.init": Case(run, "random", "pretrained", ("model.id=MODEL",)),
     "method.kind": Case(plan, "lora", "full"),
