@@ -25,7 +25,8 @@ from engine.device.nvml import read_gpus
 from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventTail
-from engine.launch.process import log_tail, start_engine
+from engine.launch.environment import device_environment
+from engine.launch.process import engine_environment, log_tail, start_engine
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.run import RunSpec
 
@@ -210,7 +211,8 @@ def measured_run(spec: RunSpec, folder: Path, device: SuiteDevice) -> Run:
     """Train without writing checkpoints (`benchmarks.measured_run`) in a new process; returns the finished run."""
     place = create_run_directory(folder, spec.name, dump_run_spec(spec), {})
     driver = DriverMemory(device.uuid)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**engine_environment(), **device_environment(spec, os.environ)}
+    del environment["PYTHONSAFEPATH"]  # `-m benchmarks.measured_run` is found in the checkout, its working directory
     with place.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.measured_run", str(place.path)],
