@@ -36,10 +36,14 @@ from tui.widgets.scrollback import Scrollback
 from tui.widgets.text_lines import TextLines
 
 POLL_SECONDS = 0.5
-"""Interval at which the run is read: at most two repaints a second, more would slow down an SSH connection."""
+"""Interval at which the run is read."""
 
-PLOT_SECONDS = 1.0
-"""Least interval between repaints of the curve."""
+PAINT_SECONDS = 1.0
+"""Least interval between repaints of the figures for new steps alone; what else happens is painted when it is read.
+Each repaint is 1.5 KB over SSH."""
+
+PLOT_SECONDS = 2.0
+"""Least interval between repaints of the curve, 3 KB each."""
 
 READ_SECONDS = 0.04
 """Longest time that one poll reads; a key press waits no longer."""
@@ -76,6 +80,10 @@ class RunScreen(BaseScreen):
         """Lines that the ranks take; 0 for a run of one process."""
         self._feed_shown = 0
         """Number of events that were given to the events pane."""
+        self._unpainted = False
+        """Whether something was read that is not painted yet."""
+        self._painted = ("", float("-inf"))
+        """Status and time of the latest repaint of all but the curve."""
         self._plotted = (-1, float("-inf"))
         """Version of the data and time of the latest repaint of the curve."""
 
@@ -112,7 +120,9 @@ class RunScreen(BaseScreen):
 
     def poll(self) -> float:
         """Read the run's journal and log, and repaint what they change."""
-        if self.run_watch.read_more(seconds=READ_SECONDS):
+        self._unpainted = self.run_watch.read_more(seconds=READ_SECONDS) or self._unpainted
+        happened = self.run_watch.feed_total != self._feed_shown or self.status != self._painted[0]
+        if self._unpainted and (happened or time.monotonic() - self._painted[1] >= PAINT_SECONDS):
             self._paint()
         self._plot()
         if self._log.refresh():
@@ -121,6 +131,7 @@ class RunScreen(BaseScreen):
 
     def _paint(self) -> None:
         watch, ascii_only = self.run_watch, self.console.ascii_only
+        self._unpainted, self._painted = False, (self.status, time.monotonic())
         head = headline_lines(watch, self.size.width, self.glyphs, ascii_only=ascii_only)
         self.query_one("#headline", TextLines).show(head)
         numbers = figure_lines(watch, self.glyphs, ascii_only=ascii_only, with_ranks=self._room != "all")

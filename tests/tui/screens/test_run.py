@@ -231,6 +231,22 @@ async def test_an_ended_run_is_not_painted_again_and_the_list_behind_it_polls_no
         assert behind._poll_timer is not None
 
 
+async def test_steps_alone_are_painted_at_intervals_and_what_else_happens_at_once(
+    console: Opener, runs: Path
+) -> None:
+    run = make_run(runs)
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.sees("step 30 of 100")
+        pilot.screen._painted = (pilot.screen.status, float("inf"))
+        add(run, lambda writer: writer.write("step", **step_fields(31)))
+        await pilot.until(lambda: pilot.screen.run_watch.step == 31, "the step is read")
+        pilot.screen.poll()
+        assert "step 30 of 100" in pilot.text
+        add(run, lambda writer: writer.write("warning", code="w", text="the disk is slow", fix=""))
+        await pilot.sees("step 31 of 100", "the disk is slow")
+
+
 async def test_a_run_folder_that_vanishes_leaves_the_console_up(console: Opener, runs: Path) -> None:
     run = make_run(runs)
     async with console() as pilot:
