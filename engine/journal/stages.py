@@ -48,14 +48,14 @@ def find_stage(run: RunDirectory, name: str) -> RunDirectory | None:
 
 
 def result_run(run: RunDirectory) -> RunDirectory:
-    """The run directory with the result of a run: of a staged run, that of its last enabled stage that trains.
+    """The run directory with the result of a run: of a staged run that has begun, that of its last enabled stage that
+    trains.
 
     Raises UsageError where that stage has not begun.
     """
-    recipe = load_run_spec(run.run_toml).recipe
-    if not recipe.stages:
+    if not run.stages.is_dir():
         return run
-    number, stage = last_training_stage(recipe)
+    number, stage = last_training_stage(load_run_spec(run.run_toml).recipe)
     last = stage_directory(run, number, stage.name)
     if not last.exists():
         raise UsageError(
