@@ -77,9 +77,11 @@ class LaunchView(Vertical):
         self.focus_pane(PANES[(PANES.index(self.pane) + by) % len(PANES)])
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        """Bring a pane to the front when a widget inside it gets the focus."""
-        inside = {widget.id for widget in event.widget.ancestors_with_self}
-        self._bring_to_front(next(pane for pane in PANES if pane in inside))
+        """Bring the pane with the focus to the front. Each widget sends this message itself, so the messages may arrive
+        in another order than that in which the focus moved."""
+        if event.widget is self.screen.focused:
+            inside = {widget.id for widget in event.widget.ancestors_with_self}
+            self._bring_to_front(next(pane for pane in PANES if pane in inside))
 
     def _bring_to_front(self, pane: str) -> None:
         if pane == self.pane:
