@@ -41,8 +41,10 @@ def evaluate(
     runs: RunsOption = None,
 ) -> None:
     """Score a run's checkpoints, or a model, on held-out data. Scores are loss, perplexity and exact match."""
+    from engine.launch.training_packages import require_training_packages
     from engine.spec.load import load_run_spec
 
+    require_training_packages()
     if profile or recipe or overrides:
         profile, recipe = _both_files(target, profile, recipe, checkpoint)
         results = _score(spec_for_model(target, recipe, profile, overrides or []))

@@ -61,7 +61,7 @@ def test_a_finished_run_answers_what_it_cannot_do(tunedeck: Tunedeck, finished: 
     tunedeck("resume", "last", "--set", "train.max_steps=4", "--from", "77").complains(2, "77")
     tunedeck("stop", "last").complains(2, "fix:")
     tunedeck("eval", "last", "--checkpoint", "77").complains(2, "77", "one of: 2, 1")
-    tunedeck("eval", "last").complains(5, "no validation data", "fix:")
+    tunedeck("eval", "last").complains(5, "no data to score on", "fix:")
     assert tunedeck("wait", "last").code == 0
     shown = json.loads(tunedeck("show", "last", "--json").out)
     keys = "run status step max_steps metrics backoffs samples_lost predicted measured result"

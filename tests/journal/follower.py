@@ -24,6 +24,7 @@ def write_line(text: str) -> None:
 def main(path: str, mode: str) -> int:
     # Tests that a shell runs in the background ignore it, and so would this process; `follow_engine` leaves it at that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup, which a long test run may be started with
     directory = RunDirectory(Path(path))
     child_file = Path(__file__).with_name("child_engine.py")
     with directory.log.open("ab") as log:

@@ -100,7 +100,8 @@ def test_the_conductor_imports_no_torch() -> None:
 
 
 def test_a_failed_stage_skips_what_starts_from_it_and_nothing_else(tmp_path: Path) -> None:
-    nothing = {"sources": [{"name": "main", "path": str(tmp_path / "missing.jsonl")}]}
+    (tmp_path / "empty.jsonl").touch()
+    nothing = {"sources": [{"name": "main", "path": str(tmp_path / "empty.jsonl")}]}
     stages = [
         {"name": "bad", "data": nothing},
         {"name": "after", "from": "bad"},
@@ -113,7 +114,7 @@ def test_a_failed_stage_skips_what_starts_from_it_and_nothing_else(tmp_path: Pat
     summary = summarise(run)
     assert (summary.status, summary.exit_code) == ("failed", 5)
     assert "stage bad failed" in summary.reason
-    (tmp_path / "missing.jsonl").write_text((tmp_path / "samples.jsonl").read_text())
+    (tmp_path / "empty.jsonl").write_text((tmp_path / "samples.jsonl").read_text())
     prepare_resume(run, [], {})
     assert conduct(run, resume=True) == 0, run.log.read_text()
     assert_story_told_once(run)

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.spec.load import dump_run_spec
+from engine.train.strategy.checkpoint_storage import require_same_parameters
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -79,13 +81,19 @@ def test_state_and_remainders_on_the_host_change_nothing(
     assert_same(files_of(place), files_of(whole))
 
 
-def test_a_checkpoint_from_before_remainders_were_kept_is_refused_with_the_way_out(
-    samples: Path, tmp_path: Path
-) -> None:
+def test_a_run_does_not_go_on_with_another_rounding(samples: Path, tmp_path: Path) -> None:
     nearest = {"rounding": "nearest", "state_dtype": "bfloat16"}
     place = new_run(tmp_path, make_spec(samples, **tables("exact", 1, **nearest)))
     assert train(place)[0] == 0
     place.run_toml.write_text(dump_run_spec(make_spec(samples, **tables("exact", STEPS))))
     code, events = train(place, resume=True)
     assert code == 2
-    assert 'train.rounding = "nearest"' in of_kind(events, "run_finished")[-1]["error"]
+    error = of_kind(events, "run_finished")[-1]["error"]
+    assert "train.rounding: 'nearest' -> 'exact'" in error and "put these keys of run.toml back" in error
+
+
+def test_a_checkpoint_from_before_remainders_were_kept_is_refused_with_the_way_out() -> None:
+    saved = {"weight::exp_avg", "weight::exp_avg_sq"}
+    with pytest.raises(UsageError, match="without remainders") as caught:
+        require_same_parameters(Path("step-00000001"), saved, {*saved, "weight::remainder"})
+    assert 'train.rounding = "nearest"' in caught.value.fix

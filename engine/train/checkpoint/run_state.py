@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.launch.resume_changes import find_changes, refused_changes
+from engine.spec.files.document import merge_tables
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
@@ -82,7 +83,9 @@ class Identity:
     def check(self, saved: dict[str, Any]) -> None:
         """Raise UsageError when a checkpoint was made from other data, another tokenizer or another seed, or with a
         recipe that differs in a key that a resume may not change."""
-        changes = find_changes(saved["recipe"], self.recipe, "recipe") if "recipe" in saved else {}
+        # A key that is newer than the checkpoint counts as unchanged.
+        learned_from = merge_tables(self.recipe, saved.get("recipe", {}))
+        changes = find_changes(learned_from, self.recipe, "recipe")
         if refused := refused_changes(changes):
             raise UsageError(
                 "run.toml differs from what the checkpoint has learned from:\n  " + "\n  ".join(refused),
