@@ -34,11 +34,13 @@ CASES = {
     "full": sharded(FULL, "parameters"),
     "lora": sharded(LORA, "gradients", tied=True),
     "full, bf16": {**sharded(FULL, "parameters"), "model": {"dtype": "bfloat16"}},
+    "full, bf16 stochastic": {**sharded(FULL, "parameters"), "model": {"dtype": "bfloat16"}},
 }
-TOLERANCE = {"full": 1e-5, "lora": 1e-5, "full, bf16": 1e-2}
+TOLERANCE = {"full": 1e-5, "lora": 1e-5, "full, bf16": 1e-2, "full, bf16 stochastic": 1e-2}
 """How far losses on another number of ranks may be apart."""
-SMALL_RATE = 1e-6
-"""A learning rate at which nearly every update of a bf16 weight lies in its remainder."""
+IN_BF16 = {"full, bf16": {"learning_rate": 1e-6}, "full, bf16 stochastic": {"rounding": "stochastic"}}
+"""Case with weights in bf16 = its keys of [train]. At a rate of 1e-6 nearly every update of a bf16 weight lies in its
+remainder."""
 REPLICATED = {"parallel": {"strategy": "replicated"}}
 LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
 """(ranks, the step they go to, how they share the weights): each goes on where the one before stopped."""
@@ -47,9 +49,9 @@ LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
 def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str) -> RunSpec:
     """The run spec of `case` for one leg of the run: on `ranks` ranks up to `last_step`."""
     tables = {**small_model(folder, CASES[case]), **(REPLICATED if strategy == "replicated" else {})}
-    if case == "full, bf16":
+    if case in IN_BF16:
         tables["model"] = {**tables["model"], **CASES[case]["model"]}
-        tables["train"] = {**tables["train"], "learning_rate": SMALL_RATE}
+        tables["train"] = {**tables["train"], **IN_BF16[case]}
     evaluation = {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1}
     return resumed_spec(folder, ranks, tables, last_step, evaluation)
 
