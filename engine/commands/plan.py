@@ -210,6 +210,7 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
     """Resolve profile, recipe and overrides to a run spec. Refuses what `train` refuses, except features that can be
     planned but not trained yet."""
     from engine.budget.advise.preflight import refuse_unsafe
+    from engine.budget.advise.sequence import settle_sequence
     from engine.budget.architecture.hub import bring_config
     from engine.spec.check.unsupported import refuse_unsupported
     from engine.spec.load import resolve
@@ -218,8 +219,10 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
     print_notices(resolved.notices)
     refuse_unsupported(resolved.spec, planning=True)
     print_notices(bring_config(resolved.spec))
-    refuse_unsafe(resolved.spec)
-    return resolved.spec
+    spec, notices = settle_sequence(resolved.spec)
+    print_notices(notices)
+    refuse_unsafe(spec)
+    return spec
 
 
 def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) -> None:

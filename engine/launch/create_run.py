@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.preflight import free_bytes, refuse_unsafe, warnings_of
+from engine.budget.advise.sequence import settle_sequence
 from engine.budget.advise.staged_plan import make_staged_plan
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.shards import require_shards
@@ -100,7 +101,8 @@ def create_run(
     With `force`, the run starts as it is written, whatever the plan says.
 
     Raises:
-        UsageError: the spec needs a feature that this version lacks, or would train wrongly.
+        UsageError: the spec needs a feature that this version lacks, or would train wrongly, or parallel.sequence is
+            "auto" and there is no plan to decide it.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
         DataError: files of the data do not exist.
         EnvironmentProblem: the folder cannot be written, packages for training are missing, torch is too old for
@@ -112,7 +114,9 @@ def create_run(
         require_launcher(spec)
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
+    spec, settled = settle_sequence(spec)
     plan, notices = _checked_plans(spec, folder, force=force, with_data=not queued)
+    notices = [*settled, *notices]
     if not queued:
         require_device(spec)
     if force:

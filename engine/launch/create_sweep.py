@@ -17,6 +17,7 @@ from typing import Any
 
 import tomlkit
 
+from engine.budget.advise.sequence import settle_sequence
 from engine.errors import DoesNotFitError, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import read_spec
@@ -48,7 +49,8 @@ def _point_spec(spec: RunSpec, sweep_id: str, point: dict[str, Any]) -> RunSpec:
     overrides = [f"{key}={tomlkit.item(value).as_string()}" for key, value in point.items()]
     found = override(alone, overrides, name=spec.name).spec
     provenance = found.provenance.model_copy(update={"sweep": SweepPoint(id=sweep_id, point=point)})
-    return found.model_copy(update={"name": point_name(spec.name, point), "provenance": provenance})
+    named = found.model_copy(update={"name": point_name(spec.name, point), "provenance": provenance})
+    return settle_sequence(named).spec
 
 
 def point_name(name: str, point: dict[str, Any]) -> str:

@@ -24,6 +24,8 @@ FREELY_CHANGEABLE = (
     "recipe.name",
     "recipe.title",
     "recipe.notes",
+    "recipe.profile",
+    "recipe.parallel.*",
     "recipe.train.epochs",
     "recipe.train.max_steps",
     "recipe.train.micro_batch",

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from engine.budget.advise.sequence import settle_sequence
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.directory import RunDirectory
@@ -33,7 +34,7 @@ from engine.launch.resume_changes import (
 )
 from engine.spec.check.devices import require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
-from engine.spec.load import dump_run_spec, load_run_spec, override
+from engine.spec.load import Resolved, dump_run_spec, load_run_spec, override
 from engine.spec.schema.run import RunSpec
 from engine.spec.stages import dependants
 
@@ -137,6 +138,9 @@ def change_spec(
     user."""
     before = load_run_spec(directory.run_toml)
     resolved = override(before, overrides, profile=profile)
+    if profile is not None:  # on the same devices the run keeps the number that was decided at its start
+        spec, settled = settle_sequence(resolved.spec)
+        resolved = Resolved(spec, [*resolved.notices, *settled])
     changes = find_changes(comparable(before), comparable(resolved.spec))
     if refused := [*refused_changes(changes), *_changes_of_done_stages(directory, changes)]:
         raise UsageError(

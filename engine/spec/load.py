@@ -1,7 +1,8 @@
 """Resolves a profile, a recipe and overrides to one run spec; writes a run spec as `run.toml` and reads it back.
 
-Precedence: defaults < recipe < stage < profile [overrides] < --set. A run spec keeps its stages apart;
-`engine.spec.stages` merges one over the recipe. `engine.spec.check` defines which values are allowed.
+Precedence: defaults < recipe < stage < profile [overrides] < --set, and [parallel] of the profile < [parallel] of the
+recipe < --set. A run spec keeps its stages apart; `engine.spec.stages` merges one over the recipe. `engine.spec.check`
+defines which values are allowed.
 
 Try: `python -c "from engine.spec.load import resolve; print(resolve('demo', 'demo').spec.recipe.train)"`
 """
@@ -21,6 +22,7 @@ from engine.spec.check.check import check_table
 from engine.spec.check.hardware_rules import problems_on_device
 from engine.spec.check.notes import notes_of
 from engine.spec.check.overrides import apply_overrides, leaf_items, parse_overrides, set_value
+from engine.spec.check.parallel import merge_parallel, problems_of_parallel
 from engine.spec.files.document import Document, Problem, parse_document, read_document, value_at
 from engine.spec.files.find import SpecFile, SpecKind, find_spec_file
 from engine.spec.files.paths import make_absolute
@@ -193,7 +195,7 @@ def override(
     if profile is not None:
         file = find_spec_file("profile", profile, cwd)
         profile_document = read_document(file.path)
-        changed |= {"profile_file": file.label, "profile_sha256": profile_document.sha256}
+        changed |= {"profile_file": file.label, "profile_sha256": profile_document.sha256, "parallel": ""}
     else:
         profile_document = Document("run.toml", written["profile"])
         profile_document.data.pop("overrides", None)
@@ -232,6 +234,7 @@ def _assemble(
     checked_profile, profile_problems = check_table(Profile, profile.data)
     checked_recipe, recipe_problems = check_table(Recipe, recipe.data)
     if checked_profile is not None and checked_recipe is not None:
+        recipe_problems += problems_of_parallel(checked_profile, checked_recipe)
         recipe_problems += _problems_on_device(checked_profile, checked_recipe)
     problems += profile.render_all(profile_problems) + recipe.render_all(recipe_problems) + _run_name_problems(name)
     if problems or checked_profile is None or checked_recipe is None:
@@ -239,11 +242,14 @@ def _assemble(
     make_absolute(recipe, layers.folder, layers.cwd)
     # Titles and notes come from the checked recipe: there their unsafe characters have been made visible.
     texts = checked_recipe.model_dump(include={"title", "notes"})
+    merged = merge_parallel(checked_profile, checked_recipe)
+    notices += [merged.notice] if merged.notice else []
+    replaced = {"parallel": merged.provenance or provenance.parallel}
     parts = {
         "name": name or checked_recipe.name,
-        "profile": checked_profile,
+        "profile": merged.profile,
         "recipe": Recipe.model_validate({**recipe.data, **texts}),
-        "provenance": provenance,
+        "provenance": provenance.model_copy(update=replaced),
         "limits": limits,
     }
     return Resolved(RunSpec.model_validate(parts), [*notices, *notes_of(checked_recipe)])

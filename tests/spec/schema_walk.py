@@ -349,8 +349,8 @@ CASES: dict[str, Case] = {
     "overrides": Case(plan, "", "train.batch_size = 3"),
 }
 
-ONLY_READ_BY_PEOPLE = {"name", "title", "notes"}
-"""Keys of both files that name and describe them in lists; `tests/spec/test_library.py` looks at these."""
+ONLY_READ_BY_PEOPLE = {"name", "title", "notes", "profile"}
+"""Keys that name and describe files in lists; `tests/spec/test_library.py` looks at these."""
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.budget.advise.plan import Plan, make_plan
+from engine.budget.advise.sequence import settle_sequence
 from engine.budget.advise.staged_plan import StagedPlan, make_staged_plan
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
 from engine.journal.event_text import describe_verdict
@@ -131,6 +132,8 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     problems = list(dict.fromkeys([*_unsupported(spec), *(found for part in parts for found in _missing_data(part))]))
     plan, planned, unplanned = None, spec, ""
     try:
+        spec, settled = settle_sequence(spec)
+        planned, notices = spec, [*notices, *settled]
         if spec.recipe.stages:
             staged = make_staged_plan(spec)
             notices = [_stages_in_words(staged), *notices]

@@ -26,6 +26,7 @@ NOT_SETTABLE = {
     "schema": "it belongs to the file",
     "kind": "it belongs to the file",
     "name": "name the run with --name",
+    "profile": "choose the profile with -p",
     "overrides": "set the key itself",
 }
 
@@ -88,10 +89,25 @@ def apply_overrides(profile: Document, recipe: Document, overrides: Sequence[Ove
     """Write overrides over the profile and the recipe; returns a problem for each key that does not exist."""
     problems = []
     for override in overrides:
-        document = profile if override.key[0] in PROFILE_TABLES else recipe
+        document = profile if override.key[0] in PROFILE_TABLES and not _is_automatic(override) else recipe
+        if override.key[0] == "parallel":
+            _remove_from_recipe(recipe, override)
         problem = set_value(document, override.key, override.value, FROM_COMMAND_LINE)
         problems += [f"--set {'.'.join(map(visible, override.key))}: {problem}"] if problem else []
     return problems
+
+
+def _is_automatic(override: Override) -> bool:
+    """Whether this is `parallel.sequence=auto`, a value that only a recipe may have."""
+    return override.key == ("parallel", "sequence") and override.value == "auto"
+
+
+def _remove_from_recipe(recipe: Document, override: Override) -> None:
+    """Remove from the recipe's [parallel], which counts more than the profile's, what `override` sets there."""
+    inner = override.value if isinstance(override.value, dict) else {}
+    for key in [(*override.key, *rest) for rest, _ in leaf_items(inner)] or [override.key]:
+        if value_at(recipe.data, key) is not None:
+            set_value(recipe, key, UNSET, FROM_COMMAND_LINE)
 
 
 def set_value(document: Document, key: tuple[str, ...], value: Any, label: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.errors import SpecError, UsageError
 from engine.spec.check.overrides import parse_overrides, set_value
-from engine.spec.files.document import FROM_COMMAND_LINE, read_document
+from engine.spec.files.document import FROM_COMMAND_LINE, read_document, value_at
 from engine.spec.files.find import SpecKind, find_spec_file
 from engine.spec.files.paths import make_absolute, path_values
 from engine.spec.files.working_directory import working_directory
@@ -33,8 +33,9 @@ def rewrite_text(
 ) -> str:
     """The text of `source` (a name or path) with overrides and `changes` (dotted key = value) applied.
 
-    Overrides of keys that belong to the other kind of file are left out. Raises SpecError for an override of a key that
-    does not exist, UsageError for a target whose name is not a valid name.
+    Overrides of keys that belong to the other kind of file are left out; [parallel] belongs to a recipe that has it.
+    Raises SpecError for an override of a key that does not exist, UsageError for a target whose name is not a valid
+    name.
     """
     if target.suffix != ".toml" or not re.fullmatch(NAME_PATTERN, target.stem):
         raise UsageError(
@@ -46,7 +47,8 @@ def rewrite_text(
     document = read_document(source_file.path)
     parsed, problems = parse_overrides(overrides)
     for override in parsed:
-        if kind_of_table(override.key[0]) == kind:
+        in_recipe = kind == "recipe" and value_at(document.data, override.key) is not None
+        if kind_of_table(override.key[0]) == kind or in_recipe:
             problems += _problem_of(set_value(document, override.key, override.value, FROM_COMMAND_LINE))
     for key, value in changes.items():
         problems += _problem_of(set_value(document, tuple(key.split(".")), value, "fit"))

@@ -302,6 +302,20 @@ class Backoff(Table):
     """Let the micro-batch budget grow again after steps without an out-of-memory error."""
 
 
+class RecipeParallel(Table):
+    """How several devices share a run of this recipe. Keys that are given here replace the profile's; with one device
+    none of them counts."""
+
+    strategy: Literal["single", "replicated", "sharded"] | None = None
+    """A single device, replicated weights, or sharded weights (FSDP2). By default the profile's."""
+    shard: Literal["gradients", "parameters"] | None = None
+    """What "sharded" spreads over the devices: gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3). By
+    default the profile's."""
+    sequence: Literal["auto"] | Count | None = None
+    """How many devices share one sequence; auto: the fewest with which the longest sequence fits. By default the
+    profile's."""
+
+
 class Trackers(Table):
     """Experiment trackers beside the journal."""
 
@@ -377,6 +391,9 @@ class Recipe(Table):
     """One line of description, for lists."""
     notes: str = ""
     """Anything a reader should know."""
+    profile: Name | None = None
+    """The hardware profile that the recipe is meant for; `recipes list` shows whether it fits there. Any other may be
+    chosen."""
     model: Model
     method: Method = Method()
     data: Data
@@ -387,6 +404,7 @@ class Recipe(Table):
     moe: Moe = Moe()
     generate: Generate = Generate()
     backoff: Backoff = Backoff()
+    parallel: RecipeParallel = RecipeParallel()
     trackers: Trackers = Trackers()
     finish: Finish = Finish()
     sweep: dict[str, list[Any]] = {}

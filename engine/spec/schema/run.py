@@ -38,6 +38,8 @@ class Provenance(Table):
     """The overrides, as typed after --set."""
     versions: dict[str, str] = {}
     """Package name = version, of packages that can change the numbers of a run."""
+    parallel: str = ""
+    """Which keys of the profile's [parallel] the recipe replaced, each with the profile's own value."""
     sweep: SweepPoint | None = None
     """The sweep that the run is a point of."""
 

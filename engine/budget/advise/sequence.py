@@ -1,0 +1,97 @@
+"""Decides `parallel.sequence = "auto"`: the fewest devices that must share a sequence so that the longest one fits.
+
+Sharing costs exchanges between devices in every layer, so fewer are faster. Numbers of devices that the model's heads
+cannot be dealt out to, or the recipe does not allow, are left out.
+
+Try: `tunedeck plan -p demo-2 -r demo --set parallel.sequence=auto`
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.budget.advise.staged_plan import planning_spec
+from engine.budget.architecture.lookup import find_architecture, find_config
+from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
+from engine.budget.predict.prediction import Predictor
+from engine.errors import ConfigNotHereError, UnknownArchitectureError, UsageError
+from engine.spec.check.parallel import device_count
+from engine.spec.files.known_lengths import known_longest
+from engine.spec.schema.run import RunSpec
+from engine.spec.stages import enabled_stages
+
+
+class Settled(NamedTuple):
+    """A run spec whose `profile.parallel.sequence` is decided, and notices for the user."""
+
+    spec: RunSpec
+    notices: list[str]
+
+
+def settle_sequence(spec: RunSpec) -> Settled:
+    """Decide `parallel.sequence` where the recipe says "auto"; any other run spec is returned unchanged.
+
+    If the longest sequence fits with no number of devices, the largest possible number is taken and a notice says so.
+    Raises UsageError where memory cannot be predicted.
+    """
+    devices = device_count(spec.profile)
+    if spec.recipe.parallel.sequence != "auto" or devices == 1:
+        return Settled(spec, [])
+    try:
+        sizes = [size for size in range(1, devices + 1) if devices % size == 0 and _is_possible(spec, size)]
+        fitting = next((size for size in sizes if _longest_fits(with_sequence(spec, size))), None)
+    except (ConfigNotHereError, UnknownArchitectureError) as error:
+        raise UsageError(
+            f'parallel.sequence = "auto" is decided by the memory plan, and there is none: {error.found}',
+            expected=f"a number of devices that share a sequence, a divisor of {devices}",
+            fix=error.fix or f"--set parallel.sequence={devices}",
+        ) from error
+    chosen = with_sequence(spec, fitting or sizes[-1])
+    return Settled(_recorded(chosen), [_notice(chosen, fits=fitting is not None)])
+
+
+def with_sequence(spec: RunSpec, size: int) -> RunSpec:
+    """The run spec with `size` devices to a sequence."""
+    parallel = spec.profile.parallel.model_copy(update={"sequence": size})
+    return spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": parallel})})
+
+
+def _parts(spec: RunSpec) -> list[RunSpec]:
+    """The run spec, or those of the stages that train, each with the model that it is planned on."""
+    if not spec.recipe.stages:
+        return [spec]
+    return [planning_spec(spec, stage) for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"]
+
+
+def _is_possible(spec: RunSpec, size: int) -> bool:
+    """Whether `size` devices can share the sequences of this model and recipe."""
+    try:
+        for part in _parts(with_sequence(spec, size)):
+            refuse_sequence_parallel(find_config(part.recipe.model.id, part.recipe.model.revision), part)
+    except UsageError:
+        return False
+    return True
+
+
+def _longest_fits(spec: RunSpec) -> bool:
+    """Whether one sequence of the longest length fits, in every stage."""
+    return all(
+        Predictor(find_architecture(part), part).fits(1, known_longest(part.recipe) or part.recipe.data.max_length)
+        for part in _parts(spec)
+    )
+
+
+def _recorded(spec: RunSpec) -> RunSpec:
+    """The run spec with the decision in its provenance, in place of an earlier one."""
+    line = f'sequence = {spec.profile.parallel.sequence} (recipe: "auto")'
+    kept = [part for part in spec.provenance.parallel.split(", ") if part and not part.startswith("sequence =")]
+    provenance = spec.provenance.model_copy(update={"parallel": ", ".join([*kept, line])})
+    return spec.model_copy(update={"provenance": provenance})
+
+
+def _notice(spec: RunSpec, *, fits: bool) -> str:
+    size = spec.profile.parallel.sequence
+    if not fits:
+        return f'parallel.sequence = "auto": {size}, the most that is possible, and the longest sequence does not fit'
+    shared = f"{size} devices share a sequence" if size > 1 else "each device has whole sequences"
+    return f'parallel.sequence = "auto": {shared}; the longest sequence fits'

@@ -1,0 +1,58 @@
+"""Merges a recipe's [parallel] over the profile's, and checks the result.
+
+A run spec's profile holds the merged values, so that everything else reads them in one place. `sequence = "auto"` is
+decided later, from the memory plan (`engine.budget.advise.sequence`).
+
+Try: `tunedeck plan -p demo-2 -r demo --set parallel.sequence=auto`
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from engine.spec.check.hardware_rules import sequence_divides_devices, strategy_matches_count
+from engine.spec.files.document import Problem
+from engine.spec.files.text import quoted
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.recipe import Recipe
+
+
+class MergedParallel(NamedTuple):
+    """A profile with the recipe's [parallel], a notice for the user, and the line for `provenance.parallel`."""
+
+    profile: Profile
+    notice: str
+    provenance: str
+
+
+def device_count(profile: Profile) -> int:
+    """The devices of a profile, on all its machines."""
+    return profile.device.count * profile.nodes.count
+
+
+def merge_parallel(profile: Profile, recipe: Recipe) -> MergedParallel:
+    """Merge the recipe's [parallel] over the profile's. With one device the profile stays as it is, with a notice if
+    the recipe asks for several."""
+    asked = {key: value for key, value in recipe.parallel.model_dump(exclude_none=True).items() if value != "auto"}
+    if device_count(profile) == 1:
+        return MergedParallel(profile, _one_device_notice(profile, asked), "")
+    own = profile.parallel.model_dump()
+    changes = {key: value for key, value in asked.items() if value != own[key]}
+    replaced = [f"{key} = {quoted(value)} (profile: {quoted(own[key])})" for key, value in changes.items()]
+    parallel = profile.parallel.model_copy(update=changes)
+    return MergedParallel(profile.model_copy(update={"parallel": parallel}), "", ", ".join(replaced))
+
+
+def _one_device_notice(profile: Profile, asked: dict[str, Any]) -> str:
+    if asked.get("strategy", "single") == "single" and asked.get("sequence", 1) == 1:
+        return ""
+    written = ", ".join(f"{key} = {quoted(value)}" for key, value in asked.items())
+    return f"the recipe's [parallel] ({written}) is left out: profile {profile.name} has one device"
+
+
+def problems_of_parallel(profile: Profile, recipe: Recipe) -> list[Problem]:
+    """The problems of the recipe's [parallel] on the devices of the profile; their places are in the recipe."""
+    merged = merge_parallel(profile, recipe).profile
+    written = recipe.parallel.model_dump(exclude_none=True)
+    found = [*strategy_matches_count(merged), *sequence_divides_devices(merged)]
+    return [problem for problem in found if problem.place[-1] in written]
