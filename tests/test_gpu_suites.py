@@ -8,14 +8,16 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.gpu import _own_folder
 from benchmarks.gpu_runs import DriverMemory, SuiteDevice, engines_in
-from benchmarks.gpu_suites import SUITES, measurements_of
+from benchmarks.gpu_suites import SUITES, Measurement, measurements_of
 from engine.budget.architecture.lookup import find_config
 from engine.device.base import GpuProcess, GpuReading
 from engine.model.config import load_config
@@ -80,8 +82,14 @@ def test_an_engine_is_not_left_on_the_card_when_its_measurement_runs_out_of_time
         process.wait()
 
 
+def case_of(cell: Measurement) -> Any:
+    """What a cell measures."""
+    assert isinstance(cell.run, partial)
+    return cell.run.args[0]
+
+
 def test_on_a_card_the_models_are_of_their_real_size_and_come_from_no_hub(tmp_path: Path) -> None:
-    cases = [cell.run.args[0] for suite in SUITES for cell in measurements_of(suite, CARD)]  # type: ignore[attr-defined]
+    cases = [case_of(cell) for suite in SUITES for cell in measurements_of(suite, CARD)]
     assert len(cases) > 40
     for model in sorted({case.model for case in cases}):
         folder = tmp_path / model.replace("/", "--")
@@ -93,7 +101,7 @@ def test_on_a_card_the_models_are_of_their_real_size_and_come_from_no_hub(tmp_pa
 
 def test_a_case_starts_as_it_is_written_even_where_the_plan_says_that_it_does_not_fit(tmp_path: Path) -> None:
     cell = next(cell for cell in measurements_of("backoff", CARD) if cell.name == "lora-24gb")
-    case = cell.run.args[0]  # type: ignore[attr-defined]
+    case = case_of(cell)
     spec = case.spec(CARD, tmp_path, 24.0, micro_batch=64)
     assert spec.limits.as_written and spec.recipe.train.micro_batch == 64
     assert Path(spec.recipe.model.id) == tmp_path / "model"

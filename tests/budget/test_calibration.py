@@ -75,7 +75,7 @@ def test_another_device_is_not_calibrated_by_it(changes: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("change", [{"driver": "580.2"}, {"torch": "2.10.0"}], ids=str)
-def test_another_driver_or_torch_is_not_calibrated_by_it(change: dict[str, str]) -> None:
+def test_another_driver_or_torch_is_not_calibrated_by_it(change: dict[str, Any]) -> None:
     record(replace(H100, **change), SEEN)
     assert residuals_for(profile()) is None
 

@@ -22,11 +22,13 @@ GIB = 2**30
         (264, 0.0625, 63_550),
     ],
 )
-def test_a_large_vocabulary_gets_whole_chunks_where_there_is_room(vocabulary, capacity_gib, tokens):
+def test_a_large_vocabulary_gets_whole_chunks_where_there_is_room(
+    vocabulary: int, capacity_gib: float, tokens: int
+) -> None:
     assert chunk_tokens(vocabulary, int(capacity_gib * GIB)) == tokens
 
 
-def test_a_chunk_takes_a_small_part_of_the_device():
+def test_a_chunk_takes_a_small_part_of_the_device() -> None:
     for vocabulary in (50_000, 152_000, 262_144):
         for capacity_gib in (8, 16, 24, 48, 80):
             tokens = chunk_tokens(vocabulary, capacity_gib * GIB)

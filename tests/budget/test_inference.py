@@ -32,7 +32,7 @@ from tests.budget.metered_step import (
 
 TINY = from_config(builtin_config("builtin:tiny"))
 LONG = Generate(max_new_tokens=4096)
-HELD_OUT = {"data": {"max_length": 512, "valid_fraction": 0.5}}
+HELD_OUT: dict[str, Any] = {"data": {"max_length": 512, "valid_fraction": 0.5}}
 
 
 @pytest.mark.parametrize("family", [QWEN2, GEMMA3, GPT2, MIXTRAL, GPT_OSS], ids=lambda config: config["model_type"])
@@ -113,7 +113,7 @@ def test_a_sliding_window_bounds_what_a_layer_caches() -> None:
 def test_generation_that_cannot_fit_decides_the_verdict() -> None:
     capacity = make_plan(run_spec(**HELD_OUT)).peak_bytes * 1.02 / 2**30
     device = {"kind": "metered", "memory_gib": capacity}
-    long_answers = {"eval": {"samples": 1}, "generate": {"max_new_tokens": 200_000}}
+    long_answers: dict[str, Any] = {"eval": {"samples": 1}, "generate": {"max_new_tokens": 200_000}}
     assert make_plan(run_spec(device=device, train={"micro_batch": 1}, **HELD_OUT)).verdict == "fits"
     plan = make_plan(run_spec(device=device, train={"micro_batch": 1}, **HELD_OUT, **long_answers))
     assert (plan.verdict, plan.prediction.deciding_phase) == ("does_not_fit", "generate")

@@ -29,7 +29,7 @@ def plan_for(count: int, parallel: dict[str, Any], model: str = "Qwen/Qwen2.5-7B
     return make_plan(spec_for(count, parallel, model, **tables))
 
 
-FULL = {"method": {"kind": "full"}, "train": {"micro_batch": 1}}
+FULL: dict[str, Any] = {"method": {"kind": "full"}, "train": {"micro_batch": 1}}
 SHARDED, KEPT = {"strategy": "sharded"}, {"strategy": "sharded", "shard": "gradients"}
 
 

@@ -89,7 +89,7 @@ def test_a_plan_is_for_the_lengths_of_the_data_once_they_were_read_and_says_so(t
 
 
 def test_a_plan_says_what_generating_adds() -> None:
-    held_out = {"data": {"max_length": 64, "valid_fraction": 0.1}}
+    held_out: dict[str, Any] = {"data": {"max_length": 64, "valid_fraction": 0.1}}
     few, many = (
         make_plan(run_spec(**held_out, eval={"samples": n}, generate={"max_new_tokens": 64 * n}))
         for n in (1, 64)

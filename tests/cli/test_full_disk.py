@@ -24,7 +24,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     try:
-        command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]
+        command: list[str | Path] = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]
         mounted = subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:
         pytest.skip("there is no mount command here")
@@ -41,7 +41,8 @@ def test_a_full_disk_makes_the_run_wait_and_room_lets_it_go_on(small_disk: Path,
     room = os.statvfs(small_disk)
     # Room for the journal, none for a checkpoint of 3 MiB.
     ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - (2 << 20)))
-    command = [sys.executable, "-P", ENTRY_FILE, "train", "-p", write_profile(tmp_path), "-r", write_recipe(tmp_path)]
+    asked: list[str | Path] = ["-p", write_profile(tmp_path), "-r", write_recipe(tmp_path)]
+    command: list[str | Path] = [sys.executable, "-P", ENTRY_FILE, "train", *asked]
     with subprocess.Popen([*command, "--runs", small_disk / "runs", "--json"], stdout=subprocess.PIPE) as process:
         kinds = []
         for line in process.stdout or ():

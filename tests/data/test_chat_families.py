@@ -243,7 +243,9 @@ def test_a_token_over_the_end_of_the_prompt_is_split_there() -> None:
     made.add_tokens([AddedToken("\nx", normalized=False)])
     rendered = ChatRenderer(made, system_prompt=None, learn_all=False).render(ChatRecord([user("hi"), assistant("xy")]))
     assert not isinstance(rendered, Dropped)
-    ((ids, flags),) = rendered.rows  # type: ignore[misc]  # one row, not dropped
+    (row,) = rendered.rows
+    assert not isinstance(row, Dropped)
+    ids, flags = row
     learned = [token for token, flag in zip(ids, flags, strict=True) if flag]
     assert made.decode(learned) == "xy<end>"
     assert made.decode(ids) == made.apply_chat_template([user("hi"), assistant("xy")], tokenize=False)

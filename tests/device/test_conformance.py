@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine.device.metered import MeteredDevice
 from engine.distributed.ranks import Ranks
 from tests.distributed.rank_processes import run_ranks
+from tests.present import grad_of
 
 STEPS = 12
 
@@ -55,7 +56,7 @@ def through_backward(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.
     leaf = rows(grad=True)
     output = function(leaf)
     output.backward(output.detach().clone())
-    return leaf.grad
+    return grad_of(leaf)
 
 
 WORK: dict[str, Callable[[], object]] = {

@@ -59,9 +59,9 @@ def test_a_run_trains_with_deterministic_kernels_and_learns_the_same(
     seen: list[bool] = []
     apply = StepComputation.apply
 
-    def looking(work: StepComputation, plan: list[object]) -> None:
+    def looking(work: StepComputation, step: int) -> None:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        apply(work, plan)  # type: ignore[arg-type]
+        apply(work, step)
 
     monkeypatch.setattr(StepComputation, "apply", looking)
     found = {}

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.device import catch_oom
 from engine.device.base import MemoryReading
 from engine.device.catch_oom import STEADY_LIMIT, STEADY_READINGS, free_failed_graph, retry_on_oom, wait_until_steady
 
@@ -32,6 +31,7 @@ class Card(SimpleNamespace):
     """A CUDA card on which another thread frees 100 bytes between two readings, until 100 are left."""
 
     kind = "cuda"
+    allocated_bytes: int
 
     def memory(self) -> MemoryReading:
         self.allocated_bytes = max(100, self.allocated_bytes - 100)
@@ -46,7 +46,7 @@ class Card(SimpleNamespace):
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    monkeypatch.setattr(catch_oom.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("engine.device.catch_oom.time.sleep", lambda seconds: None)
     yield Card(allocated_bytes=1000, synchronised=False)
 
 
@@ -58,11 +58,11 @@ def test_cached_blocks_are_released_when_the_failed_graph_is_gone(card: Card) ->
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         return "done"
 
-    assert retry_on_oom(action, "backward", card, lambda *_: None) == "done"  # type: ignore[arg-type]
+    assert retry_on_oom(action, "backward", card, lambda *_: None) == "done"
     assert card.synchronised and card.at_release == 100
 
 
 def test_devices_without_a_thread_of_their_own_are_not_waited_for(card: Card) -> None:
     host = Card(kind="metered", allocated_bytes=1000, synchronised=False)
-    free_failed_graph(host)  # type: ignore[arg-type]
+    free_failed_graph(host)
     assert not host.synchronised and host.allocated_bytes == 1000

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -113,23 +114,24 @@ class TestThreads:
 
         class Nested(torch.autograd.Function):
             @staticmethod
-            def forward(context, value, depth):
+            def forward(context: Any, value: torch.Tensor, depth: int) -> torch.Tensor:
                 context.depth = depth
                 return value.clone()
 
             @staticmethod
-            def backward(context, gradient):
+            def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
                 threads.add(threading.get_ident())
                 before = device.allocations
                 kept = block()
                 refused.append(device.allocations - before)
                 if context.depth:
                     with torch.enable_grad():
-                        Nested.apply(kept.requires_grad_(), context.depth - 1).sum().backward()
+                        nested(kept.requires_grad_(), context.depth - 1).sum().backward()
                 return gradient, None
 
         # Beyond 60 nested backwards autograd moves to a thread of its own.
-        Nested.apply(block().requires_grad_(), 70).sum().backward()
+        nested: Any = Nested.apply
+        nested(block().requires_grad_(), 70).sum().backward()
         assert len(threads) > 1
         assert set(refused) == {1}
 
@@ -184,7 +186,8 @@ def test_a_forked_worker_is_neither_counted_nor_refused() -> None:
 def test_data_loader_workers_are_not_refused() -> None:
     tight = MeteredDevice(64 * KIB)
     with tight.activate(), tight.host_region():
-        loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=1, collate_fn=_large_batch)
+        numbers: Any = range(8)
+        loader: Any = torch.utils.data.DataLoader(numbers, batch_size=4, num_workers=1, collate_fn=_large_batch)
         sums = [float(batch.sum()) for batch in loader]
     assert sums == [4 * 65536.0, 4 * 65536.0]
 
@@ -220,11 +223,12 @@ class TestActivation:
         seen = []
 
         class Other(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 seen.append(func)
                 return func(*args, **(kwargs or {}))
 
-        with Other():
+        other: Any = Other  # torch gives modes no types
+        with other():
             kept = block()
         assert seen and allocated(device) == KIB == kept.numel() * 4
 

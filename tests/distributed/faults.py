@@ -70,7 +70,7 @@ class Witness(MeteredDevice):
                 self.refused.append(self.asked[-1])
                 raise
 
-        tracker._charge = noting  # type: ignore[method-assign]
+        tracker._charge = noting  # type: ignore[method-assign]  # only here is every allocation seen
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,8 @@ def slow_tokenising(ranks: Ranks, folder: Path) -> Any:
     device = MeteredDevice(2**30)
     if ranks.is_rank0:
         write_samples(folder / SAMPLES, seed=4711)
-        PreTrainedTokenizerBase.__call__ = slow_at_first(PreTrainedTokenizerBase.__call__)
+        tokenizers: Any = PreTrainedTokenizerBase
+        tokenizers.__call__ = slow_at_first(tokenizers.__call__)
     ranks.all_gather_object("written")
     began = time.monotonic()
     with device.activate():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from engine.distributed.gradient_all_reduce import GradientAllReduce, broadcast_tensors
 from engine.distributed.host_gather import SLOT_BYTES, LostRankError
@@ -167,7 +167,7 @@ def test_all_ranks_wait_for_a_device_that_one_of_them_waits_for(seen: dict[str, 
 
 
 def test_rank_0_may_work_alone_for_longer_than_the_others_patience_as_long_as_it_lives() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     first, second = (Ranks(rank, 2, rank, None, store, patience_seconds=0.2) for rank in (0, 1))
     with ThreadPoolExecutor(1) as pool, signs_of_life(store, 0.02):
         waiting = pool.submit(second.run_on_rank0, lambda: "not its own")
@@ -182,7 +182,7 @@ def test_rank_0_may_work_alone_for_longer_than_the_others_patience_as_long_as_it
 
 
 def test_a_rank_0_that_gives_no_sign_of_life_is_lost() -> None:
-    second = Ranks(1, 2, 1, None, dist.HashStore(), patience_seconds=0.1)
+    second = Ranks(1, 2, 1, None, HashStore(), patience_seconds=0.1)
     with pytest.raises(LostRankError, match="no sign of life"):
         second.run_on_rank0(lambda: None)
 

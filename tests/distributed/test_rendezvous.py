@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from engine.distributed.rendezvous import rendezvous_store
 
 LIMIT = timedelta(seconds=30)
 
 
-def meet(store: dist.Store, size: int) -> list[bytes]:
+def meet(store: Store, size: int) -> list[bytes]:
     """One start of `size` ranks: what each reads where rank 0 has written."""
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(lambda rank: rendezvous_store(store, rank, size, LIMIT), range(size)))
@@ -23,13 +23,13 @@ def meet(store: dist.Store, size: int) -> list[bytes]:
 
 
 def test_all_ranks_find_each_other_at_every_start_of_one_store() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     for _ in range(3):
         assert meet(store, 4) == [b"now"] * 4
 
 
 def test_ranks_may_come_before_rank_0() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         second = pool.submit(rendezvous_store, store, 1, 2, LIMIT)
         store.wait(["asks/1"], LIMIT)
@@ -40,4 +40,4 @@ def test_ranks_may_come_before_rank_0() -> None:
 
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
     with pytest.raises(RuntimeError, match="not all of 2 ranks"):
-        rendezvous_store(dist.HashStore(), 0, 2, timedelta(seconds=0.1))
+        rendezvous_store(HashStore(), 0, 2, timedelta(seconds=0.1))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -30,7 +29,7 @@ from tests.train.run_helpers import losses, new_run, of_kind, write_samples
 
 pytestmark = NEEDS_SHARDS
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "full": sharded(FULL, "parameters"),
     "lora": sharded(LORA, "gradients", tied=True),
     "full, bf16": {**sharded(FULL, "parameters"), "model": {"dtype": "bfloat16"}},
@@ -38,7 +37,10 @@ CASES = {
 }
 TOLERANCE = {"full": 1e-5, "lora": 1e-5, "full, bf16": 1e-2, "full, bf16 stochastic": 1e-2}
 """How far losses on another number of ranks may be apart."""
-IN_BF16 = {"full, bf16": {"learning_rate": 1e-6}, "full, bf16 stochastic": {"rounding": "stochastic"}}
+IN_BF16: dict[str, dict[str, Any]] = {
+    "full, bf16": {"learning_rate": 1e-6},
+    "full, bf16 stochastic": {"rounding": "stochastic"},
+}
 """Case with weights in bf16 = its keys of [train]. At a rate of 1e-6 nearly every update of a bf16 weight lies in its
 remainder."""
 REPLICATED = {"parallel": {"strategy": "replicated"}}
@@ -48,7 +50,7 @@ LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
 
 def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str) -> RunSpec:
     """The run spec of `case` for one leg of the run: on `ranks` ranks up to `last_step`."""
-    tables = {**small_model(folder, CASES[case]), **(REPLICATED if strategy == "replicated" else {})}
+    tables: dict[str, Any] = {**small_model(folder, CASES[case]), **(REPLICATED if strategy == "replicated" else {})}
     if case in IN_BF16:
         tables["model"] = {**tables["model"], **CASES[case]["model"]}
         tables["train"] = {**tables["train"], **IN_BF16[case]}
@@ -131,7 +133,7 @@ def joined(checkpoint: Path) -> dict[str, Tensor]:
     weights = load_file(checkpoint / "weights" / "model.safetensors")
     files = [*checkpoint.glob("optimizer.safetensors"), *checkpoint.glob("optimizer/*.safetensors")]
     dtypes = {"remainder": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "step": torch.float32}
-    names = {name for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118 - not a mapping
+    names = {name for file in files for name in load_file(file)}
     state = {
         name: torch.empty(() if key == "step" else weights[whole].shape, dtype=dtypes[key])
         for name in names

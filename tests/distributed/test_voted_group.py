@@ -17,6 +17,7 @@ from engine.distributed.ranks import Ranks
 from engine.distributed.voted_group import VotedGroup
 from engine.train.strategy.collective_evaluation import SameTokens
 from tests.distributed.rank_processes import run_ranks
+from tests.present import present
 
 
 def rounds_of(ranks: Ranks, voted_group: VotedGroup, failing: dict[int, int]) -> Callable[[list[int]], None]:
@@ -37,7 +38,7 @@ def rounds_of(ranks: Ranks, voted_group: VotedGroup, failing: dict[int, int]) ->
 def failures(ranks: Ranks, _folder: Path) -> Any:
     device, found = MeteredDevice(2**20), []
     with device.activate():
-        voted_group = VotedGroup(dist.group.WORLD, device.host_region)
+        voted_group = VotedGroup(present(dist.group.WORLD), device.host_region)
         for failing in ({}, {1: 1}, {0: 2}, {1: 4}, {0: 3, 1: 3}, {0: 4, 1: 1}, {}):
             done: list[int] = []
             work = rounds_of(ranks, voted_group, failing)
@@ -61,7 +62,7 @@ def tokens(ranks: Ranks, _folder: Path) -> Any:
     scores_BV = torch.tensor([[0.0, 1.0, 1.0], [5.0, 2.0, 5.0]])
     scores_BV[:, 2] += 1e-3 * (ranks.rank - 0.5)
     with device.activate():
-        choose = SameTokens(VotedGroup(dist.group.WORLD, device.host_region), device)
+        choose = SameTokens(VotedGroup(present(dist.group.WORLD), device.host_region), device)
         return choose(torch.empty(0), scores_BV).argmax(-1).tolist()
 
 

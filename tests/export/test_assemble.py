@@ -56,7 +56,8 @@ def assembled(folder: Path, experts: list[Path], **options: Any) -> Path:
 def logits(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     with torch.no_grad():
-        return model.eval()(TOKENS).logits.float()
+        found: torch.Tensor = model.eval()(TOKENS).logits.float()
+    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,7 +66,8 @@ def test_a_mixture_of_equal_experts_is_the_dense_model(tmp_path: Path, family: s
     for per_token in (1, 2):
         mixture = assembled(tmp_path / f"mixture-{per_token}", [one] * 3, per_token=per_token)
         assert float((logits(mixture) - logits(one)).abs().max()) <= 1e-5
-    model, report = AutoModelForCausalLM.from_pretrained(mixture, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(mixture, output_loading_info=True)
+    model, report = loaded
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert model.config.num_experts_per_tok == 2
 

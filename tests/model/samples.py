@@ -76,7 +76,7 @@ def run_spec(
     method: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
     moe: dict[str, Any] | None = None,
-    device: str = "cpu",
+    device: Any = "cpu",
     **model_keys: Any,
 ) -> RunSpec:
     """A run spec around `model` for the CPU."""
@@ -88,7 +88,7 @@ def run_spec(
         train=Train(**(train or {})),
         moe=Moe(**(moe or {})),
     )
-    profile = Profile(name="test", device=Device(kind=device, memory_gib=4.0))  # type: ignore[arg-type]
+    profile = Profile(name="test", device=Device(kind=device, memory_gib=4.0))
     return RunSpec(name="test", profile=profile, recipe=recipe)
 
 
@@ -119,7 +119,7 @@ def logits_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        logits_BSV = model(input_ids=batch.input_ids_BS, attention_mask=batch.attention_mask_BS).logits
+        logits_BSV: torch.Tensor = model(input_ids=batch.input_ids_BS, attention_mask=batch.attention_mask_BS).logits
     model.train(was_training)
     return logits_BSV
 
@@ -129,7 +129,7 @@ def disturb(loaded: LoadedModel) -> None:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for _, parameter in loaded.trainable():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
 
 
 def tokenizer_at(folder: Path) -> Any:

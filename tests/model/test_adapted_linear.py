@@ -26,7 +26,8 @@ class Base(nn.Module):
         self.layer = layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
+        out: torch.Tensor = self.layer(x)
+        return out
 
 
 def adapted(layer: nn.Module, **config: Any) -> Any:
@@ -100,7 +101,8 @@ def test_no_activation_is_copied_to_fp32() -> None:
     for change in (lambda _: None, compute_in_input_dtype):
         change(model)
         x = inputs(torch.bfloat16).requires_grad_()
-        with LargestInFp32() as seen:
+        watch: Any = LargestInFp32  # torch gives modes no types
+        with watch() as seen:
             model(x).backward(torch.ones(ROWS, TOKENS, OUTPUTS, dtype=torch.bfloat16))
         largest.append(seen.elements)
     assert largest[0] >= ROWS * TOKENS * INPUTS
@@ -151,9 +153,10 @@ def test_the_gradient_passes_a_quantised_base(monkeypatch: pytest.MonkeyPatch) -
     plain = linear()
     quantised = Quantised(INPUTS, OUTPUTS)
     model, other = adapted(quantised), adapted(linear())
-    packed = Params4bit(plain.weight.detach().t() / 2, requires_grad=False)
+    weight, bias = plain.get_parameter("weight").detach(), plain.get_parameter("bias").detach()
+    packed = Params4bit(weight.t() / 2, requires_grad=False)
     quantised.weight = packed
-    quantised.bias.data.copy_(plain.bias.data)
+    quantised.bias.data.copy_(bias)
     for each in (model, other):
         compute_in_input_dtype(each)
     torch.testing.assert_close(run(model, inputs()), run(other, inputs()), rtol=1e-5, atol=1e-4)

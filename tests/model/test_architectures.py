@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
+from engine.data.batch import Batch
 from engine.model.attention import attends_to_later_tokens
+from engine.model.loaded import LoadedModel
 from engine.model.loss import make_loss
 from tests.model.samples import FAMILIES, batch_of, cpu, disturb, load_family, logits_of
+from tests.present import grad_of
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +22,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def gradients(loaded, loss, batch):
+def gradients(
+    loaded: LoadedModel, loss: Callable[[Batch], torch.Tensor], batch: Batch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loaded.model.zero_grad()
     total = loss(batch)
     total.backward()
-    return total.detach(), {name: parameter.grad.clone() for name, parameter in loaded.trainable()}
+    return total.detach(), {name: grad_of(parameter).clone() for name, parameter in loaded.trainable()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from engine.model.dropout import KeyedDropout, keyed, keyed_dropouts
 from engine.model.dropout_masks import keep_mask, row_key
 from engine.model.loss import make_loss
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
+from tests.present import grad_of, present
 
 CPU = torch.device("cpu")
 
@@ -46,8 +49,8 @@ def test_no_position_and_no_feature_is_favoured() -> None:
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"step": 2}, {"sample": 2}, {"module": "k_proj"}])
-def test_every_part_of_the_key_counts(change: dict[str, object]) -> None:
-    key = {"seed": 1, "step": 1, "sample": 1, "module": "q_proj"}
+def test_every_part_of_the_key_counts(change: dict[str, Any]) -> None:
+    key: dict[str, Any] = {"seed": 1, "step": 1, "sample": 1, "module": "q_proj"}
     first = keep_mask(row_key(**key), 64, 64, 0.5, CPU)
     second = keep_mask(row_key(**{**key, **change}), 64, 64, 0.5, CPU)
     assert 0.45 < float((first == second).float().mean()) < 0.55
@@ -68,7 +71,7 @@ def test_backward_uses_the_forward_mask() -> None:
     with keyed([layer], seed=0, step=1, sample_ids=[0, 1]):
         dropped = layer(values)
     dropped.sum().backward()
-    assert torch.equal(values.grad, dropped.detach())
+    assert torch.equal(grad_of(values), dropped.detach())
 
 
 def test_evaluation_drops_nothing_and_training_outside_keyed_is_a_defect() -> None:
@@ -97,12 +100,12 @@ def test_split_and_checkpointing_leave_gradients_alone() -> None:
         for rows in splits:
             labels = batch.labels_BS[rows]
             part = type(batch)(
-                batch.input_ids_BS[rows], labels, batch.attention_mask_BS[rows], None,
+                batch.input_ids_BS[rows], labels, present(batch.attention_mask_BS)[rows], None,
                 tuple(rows), int((labels[:, 1:] != -100).sum()),
             )
             with keyed(keyed_dropouts(loaded.model), seed=7, step=3, sample_ids=part.sample_ids):
                 (loss(part) / batch.target_tokens).backward()
-        return [p.grad.clone() for _, p in loaded.trainable()]
+        return [grad_of(p).clone() for _, p in loaded.trainable()]
 
     whole = gradients([[0, 1, 2, 3]])
     assert all(gradient.norm() > 0 for gradient in whole)

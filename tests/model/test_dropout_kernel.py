@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -37,8 +37,8 @@ def failing(rows: torch.Tensor, keys: Sequence[RowKey], first: int, probability:
 
 
 @pytest.mark.parametrize("wrong", [other_step, other_place, unscaled])
-def test_the_comparison_finds_a_wrong_kernel(wrong: object) -> None:
-    found = difference(wrong, reference_drop, CPU)  # type: ignore[arg-type]
+def test_the_comparison_finds_a_wrong_kernel(wrong: Callable[..., torch.Tensor]) -> None:
+    found = difference(wrong, reference_drop, CPU)
     assert found is not None and "of the values differ" in found
     assert difference(reference_drop, reference_drop, CPU) is None
 

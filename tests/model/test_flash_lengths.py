@@ -66,8 +66,9 @@ def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_flash(loaded: LoadedModel) -> None:
     loaded.attention = "flash_attention_2"
     for module in decoder_of(loaded.base).modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = loaded.attention
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = loaded.attention
 
 
 def batch(rows: list[list[int]], *, packed: bool) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,10 @@ class Card:
     kind, name, torch_device, capacity_bytes = "cuda", "a card", CPU, 24 * 2**30
 
 
+def card() -> Any:
+    return Card()
+
+
 def frozen_head(dtype: torch.dtype = torch.float32) -> OutputHead:
     return OutputHead(torch.nn.Linear(16, 40, bias=False, dtype=dtype).requires_grad_(False), 1.0, None)
 
@@ -66,7 +71,7 @@ def test_a_kernel_that_works_is_chosen(
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)  # it would also seed every card
     assert liger_problem(CPU, dtype) is None and not seeds
-    assert choose_implementation("auto", frozen_head(dtype), 0.0, Card()) == ("liger", [])
+    assert choose_implementation("auto", frozen_head(dtype), 0.0, card()) == ("liger", [])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,7 @@ def test_a_kernel_that_fails_or_is_wrong_is_said_and_the_reference_used(
     body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, body)
-    chosen = choose_implementation("auto", frozen_head(), 0.0, Card())
+    chosen = choose_implementation("auto", frozen_head(), 0.0, card())
     assert chosen.name == "chunked" and words in chosen.notices[0]
     loaded = load(run_spec())
     monkeypatch.setattr(type(cpu()), "kind", "cuda")
@@ -94,7 +99,7 @@ def test_a_fused_loss_that_was_asked_for_and_cannot_be_had_says_why(
 ) -> None:
     install(tmp_path, monkeypatch, "\n    raise OSError('libcuda.so: cannot open shared object file')\n")
     with pytest.raises(UsageError, match=r"(?s)label_smoothing.*libcuda\.so"):
-        choose_implementation("fused", frozen_head(), 0.1, Card())
+        choose_implementation("fused", frozen_head(), 0.1, card())
 
 
 def test_running_out_of_memory_in_the_trial_is_no_reason_against_the_kernel(
@@ -102,15 +107,15 @@ def test_running_out_of_memory_in_the_trial_is_no_reason_against_the_kernel(
 ) -> None:
     install(tmp_path, monkeypatch, "\n    raise torch.OutOfMemoryError('CUDA out of memory.')\n")
     with pytest.raises(torch.OutOfMemoryError):
-        choose_implementation("auto", frozen_head(), 0.0, Card())
+        choose_implementation("auto", frozen_head(), 0.0, card())
 
 
 def test_a_trained_head_never_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its fp32 gradient of the head, and the fp32 copy of each chunk's, are 10 bytes a weight; plans count 2."""
     install(tmp_path, monkeypatch, RIGHT)
     trained = OutputHead(torch.nn.Linear(16, 40, bias=False), 1.0, None)
-    assert choose_implementation("auto", trained, 0.0, Card()).name == "chunked"
-    assert choose_implementation("fused", trained, 0.0, Card()).name == "torch"
+    assert choose_implementation("auto", trained, 0.0, card()).name == "chunked"
+    assert choose_implementation("fused", trained, 0.0, card()).name == "torch"
 
 
 def as_liger_allocates(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:

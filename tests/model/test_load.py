@@ -20,6 +20,7 @@ from engine.model.loss import make_loss
 from engine.model.reference import find_run_weights, find_starting_weights
 from engine.spec.schema.recipe import Model
 from tests.model.samples import batch_of, cpu, disturb, load, load_family, logits_of, run_spec, write_model
+from tests.present import grad_of
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_dtypes(dtype: str, kind: str, base: torch.dtype, trained: torch.dtype, 
     total = loss(batch_of())
     total.backward()
     assert total.dtype == torch.float32
-    assert all(bool(p.grad.isfinite().all()) for _, p in loaded.trainable())
+    assert all(bool(grad_of(p).isfinite().all()) for _, p in loaded.trainable())
     reference = load(run_spec(method={"kind": kind}, dtype="float32"))
     reference.model.load_state_dict({k: v.float() for k, v in loaded.model.state_dict().items()})
     exact = make_loss(reference, implementation="plain", label_smoothing=0.0, chunk_tokens=8, device=cpu())

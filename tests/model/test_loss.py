@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from engine.device.metered import MeteredDevice
 from engine.errors import UsageError
 from engine.model.chunked import LossSettings, chunked_loss, token_losses
 from engine.model.head import OutputHead
-from engine.model.loss import choose_implementation, make_loss, torch_loss
+from engine.model.loss import LossChoice, choose_implementation, make_loss, torch_loss
 from tests.model.samples import batch_of, cpu, disturb, load, load_family, run_spec
+from tests.present import grad_of
 
 HIDDEN, VOCABULARY, TOKENS = 24, 97, 53
 
@@ -27,7 +29,13 @@ NEEDS_KERNEL = pytest.mark.skipif(
 IMPLEMENTATIONS = ("plain", "chunked", pytest.param("fused", marks=NEEDS_KERNEL))
 
 
-def problem(dtype: torch.dtype, *, bias: bool = False, scale: float = 1.0, softcap: float | None = None):
+Outcome = tuple[torch.Tensor, list[torch.Tensor]]
+"""A summed loss, and the gradients of the hidden states and of the head's parameters."""
+
+
+def problem(
+    dtype: torch.dtype, *, bias: bool = False, scale: float = 1.0, softcap: float | None = None
+) -> tuple[OutputHead, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     project = nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
     with torch.no_grad():
@@ -38,15 +46,15 @@ def problem(dtype: torch.dtype, *, bias: bool = False, scale: float = 1.0, softc
     return OutputHead(project, scale, softcap), hidden_NH, targets_N
 
 
-def outcome(loss, head: OutputHead, hidden_NH: torch.Tensor):
+def outcome(loss: torch.Tensor, head: OutputHead, hidden_NH: torch.Tensor) -> Outcome:
     hidden_NH.grad = None
     head.project.zero_grad()
     (loss * 0.37).backward()
     grads = [p.grad.float().clone() for p in head.project.parameters() if p.grad is not None]
-    return loss.detach(), [hidden_NH.grad.float().clone(), *grads]
+    return loss.detach(), [grad_of(hidden_NH).float().clone(), *grads]
 
 
-def assert_equal_within(dtype: torch.dtype, found, expected) -> None:
+def assert_equal_within(dtype: torch.dtype, found: Outcome, expected: Outcome) -> None:
     torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=max(1e-6, TOLERANCE[dtype] / 4), atol=0)
     assert len(found[1]) == len(expected[1])
     for ours, theirs in zip(found[1], expected[1], strict=True):
@@ -59,7 +67,9 @@ def assert_equal_within(dtype: torch.dtype, found, expected) -> None:
     ("smoothing", "options"),
     [(0.0, {}), (0.1, {}), (0.0, {"softcap": 3.0}), (0.2, {"softcap": 3.0, "bias": True, "scale": 0.25})],
 )
-def test_the_chunk_loop_equals_the_plain_loss(dtype, chunk_tokens, smoothing, options) -> None:
+def test_the_chunk_loop_equals_the_plain_loss(
+    dtype: torch.dtype, chunk_tokens: int, smoothing: float, options: dict[str, Any]
+) -> None:
     head, hidden_NH, targets_N = problem(dtype, **options)
     plain = outcome(token_losses(head.logits(hidden_NH), targets_N, smoothing).sum(), head, hidden_NH)
     settings = LossSettings(smoothing, head.softcap, chunk_tokens)
@@ -70,7 +80,7 @@ def test_the_chunk_loop_equals_the_plain_loss(dtype, chunk_tokens, smoothing, op
 
 @NEEDS_KERNEL
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_torchs_kernel_summed_in_fp32_equals_the_plain_loss(dtype) -> None:
+def test_torchs_kernel_summed_in_fp32_equals_the_plain_loss(dtype: torch.dtype) -> None:
     head, hidden_NH, targets_N = problem(dtype, bias=True)
     plain = outcome(token_losses(head.logits(hidden_NH), targets_N, 0.0).sum(), head, hidden_NH)
     fused = outcome(torch_loss(head, hidden_NH, targets_N, 9), head, hidden_NH)
@@ -102,27 +112,28 @@ def test_the_chunk_loop_is_correct_by_finite_differences() -> None:
     loss = chunked_loss(head, hidden_NH, targets_N, LossSettings(0.1, 2.0, 2))
     loss.backward()
     slope = (at(step) - at(-step)) / (2 * step)
-    assert float((hidden_NH.grad * direction_NH).sum()) == pytest.approx(slope, rel=1e-4)
+    assert float((grad_of(hidden_NH) * direction_NH).sum()) == pytest.approx(slope, rel=1e-4)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_all_implementations_agree_on_a_model(implementation: str, kind: str) -> None:
+def test_all_implementations_agree_on_a_model(implementation: LossChoice, kind: str) -> None:
     loaded = load(run_spec(method={"kind": kind}))
     disturb(loaded)
     batch = batch_of()
     results = []
-    for name in ("plain", implementation):
+    both: list[LossChoice] = ["plain", implementation]
+    for name in both:
         loss = make_loss(loaded, implementation=name, label_smoothing=0.0, chunk_tokens=4, device=cpu())
         loaded.model.zero_grad()
         total = loss(batch)
         total.backward()
-        results.append((total.detach(), [p.grad.clone() for _, p in loaded.trainable()]))
+        results.append((total.detach(), [grad_of(p).clone() for _, p in loaded.trainable()]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nothing_to_learn_from_is_zero_with_zero_gradients(implementation: str) -> None:
+def test_nothing_to_learn_from_is_zero_with_zero_gradients(implementation: LossChoice) -> None:
     loaded = load(run_spec())
     loss = make_loss(loaded, implementation=implementation, label_smoothing=0.0, chunk_tokens=4, device=cpu())
     batch = batch_of()
@@ -143,7 +154,7 @@ def test_an_adapter_on_the_head_learns_through_the_chunk_loop(tmp_path: Path, sm
         loaded.model.zero_grad()
         total = loss(batch)
         total.backward()
-        results.append((total.detach(), {name: p.grad.clone() for name, p in loaded.trainable()}))
+        results.append((total.detach(), {name: grad_of(p).clone() for name, p in loaded.trainable()}))
     assert "lm_head.weight" in results[0][1]
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
@@ -167,7 +178,8 @@ def test_fused_with_smoothing_is_refused_rather_than_silently_plain() -> None:
 
 def test_a_family_that_treats_its_logits_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
     loaded = load_family(tmp_path, "granite")
-    loaded.base.config.model_type = "granite-in-disguise"
+    config: Any = loaded.base.config
+    config.model_type = "granite-in-disguise"
     with pytest.raises(UsageError, match="not those of its decoder and head"):
         make_loss(loaded, implementation="auto", label_smoothing=0.0, chunk_tokens=None, device=cpu())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.model.samples import FAMILIES
 LENGTHS = ((11, 5, 4), (3, 17))
 
 
-def build(family: str, attention: str):
+def build(family: str, attention: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         config = AutoConfig.for_model(family, **FAMILIES[family])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -31,7 +32,7 @@ def test_vocabulary_is_a_multiple_of_eight_and_matches_the_builtin_model() -> No
 
 def test_the_chat_template_marks_assistant_tokens() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    rendered = byte_tokenizer().apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    rendered: Any = byte_tokenizer().apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     marked = [i for i, on in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if on]
     assert byte_tokenizer().decode(marked) == "yo<end>"
 

@@ -65,8 +65,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def use(loaded: LoadedModel, attention: str) -> None:
     loaded.attention = attention
     for module in decoder_of(loaded.base).modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = attention
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = attention
 
 
 def batch(rows: list[list[int]], *, packed: bool) -> Batch:
@@ -135,7 +136,8 @@ def test_rows_that_are_whole_documents_and_generation_go_through_sdpa(tmp_path: 
 
 def generated(loaded: LoadedModel, prompt: dict[str, Tensor]) -> Tensor:
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
-    tokens: Tensor = loaded.base.generate(**prompt, **options)  # type: ignore[operator]
+    model: Any = loaded.base
+    tokens: Tensor = model.generate(**prompt, **options)
     return tokens
 
 

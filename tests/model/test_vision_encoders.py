@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.model.loss import hidden_states, make_loss
 from engine.model.tokenizer import byte_tokenizer
 from tests.budget.metered_step import WITH_VISION_ENCODER
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
+from tests.present import grad_of
 
 FAMILIES = list(WITH_VISION_ENCODER)
 
@@ -33,8 +35,8 @@ def write(folder: Path, family: str) -> Path:
     return folder
 
 
-def loaded_from(folder: Path, family: str, **options: object) -> LoadedModel:
-    return load(run_spec(str(write(folder, family)), **options))  # type: ignore[arg-type]
+def loaded_from(folder: Path, family: str, **options: Any) -> LoadedModel:
+    return load(run_spec(str(write(folder, family)), **options))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,7 +56,7 @@ def test_text_alone_trains_adapters_of_the_decoder_and_the_loss_is_the_models_ow
         logits_BSV[:, :-1].flatten(0, 1).float(), batch.labels_BS[:, 1:].flatten(), ignore_index=-100, reduction="sum"
     )
     torch.testing.assert_close(total.detach(), expected, rtol=1e-5, atol=1e-4)
-    assert all(bool(parameter.grad.abs().sum() > 0) for _, parameter in loaded.trainable())
+    assert all(bool(grad_of(parameter).abs().sum() > 0) for _, parameter in loaded.trainable())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -51,7 +51,7 @@ SHALLOW = {**QWEN2, "num_hidden_layers": 2}
 def test_it_holds_what_the_metered_device_counts(
     config: dict[str, Any], method: dict[str, Any], train: dict[str, Any], tmp_path: Path
 ) -> None:
-    tables = {"method": method, "model": {"dtype": "bfloat16"}, "train": {**train, "batch_size": 4}}
+    tables: dict[str, Any] = {"method": method, "model": {"dtype": "bfloat16"}, "train": {**train, "batch_size": 4}}
     spec = run_spec(folder_of(config, tmp_path), **tables)
     found = simulate_step(spec, rows=2, length=120)
     static_bytes, peak_bytes = measured_step(spec, 2, 120, 2)
@@ -61,7 +61,8 @@ def test_it_holds_what_the_metered_device_counts(
 
 
 def test_a_card_adds_gradients_in_place_and_holds_no_more(tmp_path: Path) -> None:
-    folder, tables = folder_of(SHALLOW, tmp_path), {"model": {"dtype": "bfloat16"}, "train": {"batch_size": 4}}
+    tables: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "train": {"batch_size": 4}}
+    folder = folder_of(SHALLOW, tmp_path)
     metered = run_spec(folder, **tables)
     card = run_spec(folder, {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}, **tables)
     assert simulate_step(card, rows=2, length=120).peak_bytes <= simulate_step(metered, rows=2, length=120).peak_bytes
@@ -136,7 +137,8 @@ def test_a_tied_head_that_learns_beside_adapters_and_dropout_are_simulated(tmp_p
 
 def test_an_evaluation_makes_no_gradient_of_the_head(tmp_path: Path) -> None:
     """In full fine-tuning, whose head learns: it would be as large as the head."""
-    tables = {"method": FULL, "model": {"dtype": "bfloat16"}, "data": {"max_length": 128, "valid_fraction": 0.5}}
+    held_out = {"max_length": 128, "valid_fraction": 0.5}
+    tables: dict[str, Any] = {"method": FULL, "model": {"dtype": "bfloat16"}, "data": held_out}
     wide = {**QWEN2, "vocab_size": 20_000}
     spec = run_spec(folder_of(wide, tmp_path), train={"batch_size": 4}, **tables)
     found = simulate_step(spec, rows=2, length=100)
@@ -147,7 +149,7 @@ def test_an_evaluation_makes_no_gradient_of_the_head(tmp_path: Path) -> None:
 
 def test_scores_that_fill_the_memory_are_counted_as_a_card_holds_them(tmp_path: Path) -> None:
     """Where softmax reads half precision and writes fp32 in one pass."""
-    tables = {"model": {"dtype": "bfloat16", "attention": "eager"}, "train": {"batch_size": 4}}
+    tables: dict[str, Any] = {"model": {"dtype": "bfloat16", "attention": "eager"}, "train": {"batch_size": 4}}
     h100 = {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}
     card = run_spec(folder_of(LLAMA, tmp_path), h100, **tables)
     predicted = predict(find_architecture(card), card, rows=2, length=700).peak_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tomlkit
@@ -128,9 +128,9 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
 ]
 
 
-def check(path: Path, kind: str = "recipe") -> list[str]:
+def check(path: Path, kind: Literal["profile", "recipe"] = "recipe") -> list[str]:
     with pytest.raises(SpecError) as caught:
-        load_spec_file(kind, SpecFile(path, "path", path.parent))  # type: ignore[arg-type]
+        load_spec_file(kind, SpecFile(path, "path", path.parent))
     assert caught.value.exit_code == 2
     return caught.value.problems
 
@@ -270,7 +270,7 @@ def _tables(node: Any) -> list[dict[str, Any]]:
     return ([node] if isinstance(node, dict) else []) + [table for child in inner for table in _tables(child)]
 
 
-STRANGE = [
+STRANGE: list[Any] = [
     None,
     True,
     -1,

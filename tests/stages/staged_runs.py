@@ -27,7 +27,7 @@ from tests.train.run_helpers import make_spec, write_samples
 GIVE_UP_SECONDS = 180.0
 
 
-def staged_spec(folder: Path, stages: list[dict[str, Any]], **tables: dict[str, Any]) -> RunSpec:
+def staged_spec(folder: Path, stages: list[dict[str, Any]], **tables: Any) -> RunSpec:
     """A run spec with these stages: the tiny model on the CPU, trained in full, a checkpoint at every second step."""
     train = {"max_steps": 4, "batch_size": 4, "learning_rate": 1e-3, "seed": 3, **tables.pop("train", {})}
     checkpoint = {"every_steps": 2, "every_minutes": 0}

@@ -102,7 +102,7 @@ def test_the_conductor_imports_no_torch() -> None:
 def test_a_failed_stage_skips_what_starts_from_it_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     nothing = {"sources": [{"name": "main", "path": str(tmp_path / "empty.jsonl")}]}
-    stages = [
+    stages: list[dict[str, Any]] = [
         {"name": "bad", "data": nothing},
         {"name": "after", "from": "bad"},
         {"name": "last", "from": "after"},
@@ -176,7 +176,7 @@ def test_a_change_may_not_reach_into_a_stage_that_is_done(undisturbed: RunDirect
 
 
 def test_a_stage_is_done_again_with_those_that_start_from_it(tmp_path: Path) -> None:
-    stages = [{"name": "one"}, {"name": "two", "from": "one"}, {"name": "other"}]
+    stages: list[dict[str, Any]] = [{"name": "one"}, {"name": "two", "from": "one"}, {"name": "other"}]
     run = new_staged_run(tmp_path, staged_spec(tmp_path, stages, train={"max_steps": 1}))
     assert conduct(run) == 0, run.log.read_text()
     prepare_resume(run, ["stages.two.train.max_steps=2"], {}, from_stage="two")
@@ -198,7 +198,7 @@ def test_plan_json_has_a_plan_for_each_stage(undisturbed: RunDirectory) -> None:
 
 
 def test_an_adapter_is_merged_for_the_stage_that_trains_all_weights(tmp_path: Path) -> None:
-    stages = [
+    stages: list[dict[str, Any]] = [
         {"name": "adapter", "method": {"kind": "lora", "rank": 2}, "finish": {"merge": True}},
         {"name": "all", "from": "adapter", "method": {"kind": "full"}},
     ]
@@ -213,7 +213,7 @@ def test_an_adapter_is_merged_for_the_stage_that_trains_all_weights(tmp_path: Pa
 
 def test_experts_are_assembled_and_the_mixture_is_trained(tmp_path: Path) -> None:
     only_mlp = {"kind": "full", "train_only": ["model.layers.*.mlp"]}
-    stages = [
+    stages: list[dict[str, Any]] = [
         {"name": "a", "method": only_mlp, "train": {"seed": 1}},
         {"name": "mixture", "kind": "assemble", "from": ["a", "base"], "router": "hidden"},
         {"name": "whole", "from": "mixture"},

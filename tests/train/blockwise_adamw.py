@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.present import grad_of
+
 BLOCK = 256
 SMALLEST_8BIT = 4096
 
@@ -36,7 +38,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                 state[f"absmax{number}"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody passes a closure
         """Update every parameter that has a gradient."""
         for gindex, group in enumerate(self.param_groups):
             for pindex, p in enumerate(group["params"]):
@@ -50,7 +52,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         step: int = state["step"]
         if not isinstance(step, int):
             raise TypeError(f"the kernel takes an int, not {step!r}")
-        (beta1, beta2), gradient = group["betas"], p.grad.float().view(-1)  # type: ignore[union-attr]
+        (beta1, beta2), gradient = group["betas"], grad_of(p).float().view(-1)
         first, second = (self._widened(state, number) for number in (1, 2))
         first.mul_(beta1).add_(gradient, alpha=1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

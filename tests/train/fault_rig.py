@@ -35,6 +35,7 @@ from engine.train.step.loss_scaler import LossScaler
 from engine.train.step.optimizer import StepGuard
 from engine.train.step.optimizer_state import Rounding, allocate_state, state_tensors
 from engine.train.step.piecewise_update import PiecewiseUpdate
+from tests.present import metered
 from tests.train.run_helpers import make_spec, write_samples
 
 
@@ -171,7 +172,7 @@ class Rig:
 
     def __init__(self, setup: TrainingSetup, place: RunDirectory, journal: Witness, writer: EventWriter) -> None:
         self.context, self.place, self.journal = setup.context, place, journal
-        self.device: MeteredDevice = setup.context.device  # type: ignore[assignment]
+        self.device = metered(setup.context.device)
         requests = RunRequests(ControlInbox(place), writer, None)
         run = RunContext(place, journal, requests, Watchdog(journal, setup.spec.profile.parallel.timeout_seconds))
         self.training = Training(setup, run, EmergencyHostMemory())

@@ -23,6 +23,9 @@ from tests.events import read_events
 
 ROOMY_GIB = 8.0
 
+Event = dict[str, Any]
+"""A line of the journal."""
+
 
 def write_samples(path: Path, *, count: int = 48, seed: int = 0, longest: int = 60) -> Path:
     """A jsonl file of prompts and completions of ragged length, in bytes."""
@@ -37,7 +40,7 @@ def write_samples(path: Path, *, count: int = 48, seed: int = 0, longest: int = 
 
 
 def make_spec(
-    samples: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: dict[str, Any]
+    samples: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: Any
 ) -> RunSpec:
     """A run spec of the tiny model on the file `samples`; keyword arguments are recipe tables laid over it."""
     recipe: dict[str, Any] = {
@@ -64,18 +67,18 @@ def new_run(runs: Path, spec: RunSpec) -> RunDirectory:
     return create_run_directory(runs, spec.name, dump_run_spec(spec), {})
 
 
-def train(place: RunDirectory, *, resume: bool = False) -> tuple[int, list[dict[str, Any]]]:
+def train(place: RunDirectory, *, resume: bool = False) -> tuple[int, list[Event]]:
     """Run the engine on `place` in this process; returns its exit code and all events so far."""
     code = main.run(place.path, resume=resume)
     return code, list(read_events(place.events))
 
 
-def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def of_kind(events: list[Event], kind: str) -> list[Event]:
     """The events of one kind."""
     return [event for event in events if event["kind"] == kind]
 
 
-def losses(events: list[dict[str, Any]]) -> dict[int, float]:
+def losses(events: list[Event]) -> dict[int, float]:
     """Losses by step; if a step has several events, the last one counts."""
     return {event["step"]: event["loss"] for event in of_kind(events, "step")}
 
@@ -100,6 +103,6 @@ class Workshop:
         self._writer.close()
         self._active.__exit__(*raised)
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """The events written so far."""
         return list(read_events(self.place.events))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,32 +20,37 @@ from engine.train.step.computation import StepComputation
 from engine.train.step.transaction import StepTransaction
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
+Samples = np.ndarray[Any, np.dtype[Any]]
+"""Numbers of samples."""
+
 
 class QueuedDevice(CpuDevice):
     """The CPU, but as a device beside which the host can work, with a record of what was pinned and copied."""
 
     asynchronous = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(2**30)
-        self.pinned, self.uploads_from_pinned, self.threads = set(), [], set()
+        self.pinned: set[int] = set()
+        self.uploads_from_pinned: list[bool] = []
+        self.threads: set[str] = set()
 
     @contextmanager
-    def activate(self):
+    def activate(self) -> Iterator[None]:
         self.threads.add(threading.current_thread().name)
         yield
 
-    def pin(self, tensor):
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.clone()
         self.pinned.add(copy.data_ptr())
         return copy
 
-    def upload(self, tensor):
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         self.uploads_from_pinned.append(tensor.data_ptr() in self.pinned)
         return super().upload(tensor)
 
 
-def batch_of(samples):
+def batch_of(samples: Samples) -> Batch:
     ids_BS = torch.from_numpy(samples)[:, None]
     return Batch(ids_BS, ids_BS, None, None, tuple(samples.tolist()), len(samples))
 
@@ -51,17 +59,17 @@ GROUPS = [np.array([number, number + 10]) for number in range(6)]
 
 
 @pytest.mark.parametrize("device", [CpuDevice(2**30), QueuedDevice()])
-def test_batches_come_in_the_order_of_the_plan(device):
+def test_batches_come_in_the_order_of_the_plan(device: CpuDevice) -> None:
     loader = BatchLoader(device, batch_of)
     with closing(loader.batches(GROUPS)) as batches:
         assert [batch.sample_ids for batch in batches] == [(n, n + 10) for n in range(6)]
     assert loader.wait_seconds > 0.0
 
 
-def test_the_next_batches_are_ready_before_they_are_asked_for():
+def test_the_next_batches_are_ready_before_they_are_asked_for() -> None:
     made, enough = [], threading.Semaphore(0)
 
-    def prepare(samples):
+    def prepare(samples: Samples) -> Batch:
         made.append(int(samples[0]))
         enough.release()
         return batch_of(samples)
@@ -75,18 +83,23 @@ def test_the_next_batches_are_ready_before_they_are_asked_for():
     assert all(name.startswith("batches") for name in device.threads)
 
 
-def test_where_nothing_is_queued_a_batch_is_made_when_it_is_due():
-    made = []
-    loader = BatchLoader(CpuDevice(2**30), lambda samples: made.append(1) or batch_of(samples))
+def test_where_nothing_is_queued_a_batch_is_made_when_it_is_due() -> None:
+    made: list[int] = []
+
+    def prepare(samples: Samples) -> Batch:
+        made.append(1)
+        return batch_of(samples)
+
+    loader = BatchLoader(CpuDevice(2**30), prepare)
     with closing(loader.batches(GROUPS)) as batches:
         next(batches)
     assert made == [1]
 
 
-def test_closing_early_leaves_nothing_running():
+def test_closing_early_leaves_nothing_running() -> None:
     first, may_end, begun, ended = threading.Event(), threading.Event(), [], []
 
-    def prepare(samples):
+    def prepare(samples: Samples) -> Batch:
         begun.append(int(samples[0]))
         if samples[0] > 0:
             first.set()
@@ -103,8 +116,8 @@ def test_closing_early_leaves_nothing_running():
     assert len(ended) < len(GROUPS)
 
 
-def test_an_error_in_the_thread_is_raised_when_its_batch_is_due():
-    def prepare(samples):
+def test_an_error_in_the_thread_is_raised_when_its_batch_is_due() -> None:
+    def prepare(samples: Samples) -> Batch:
         if samples[0] == 1:
             raise MemoryError("host memory ran out")
         return batch_of(samples)
@@ -115,7 +128,9 @@ def test_an_error_in_the_thread_is_raised_when_its_batch_is_due():
             next(batches)
 
 
-def weights_after(tmp_path, name, *, device=None, upload_fails_at=None):
+def weights_after(
+    tmp_path: Path, name: str, *, device: Any = None, upload_fails_at: int | None = None
+) -> tuple[torch.Tensor, int]:
     """(weights after two steps, failures recovered from); the run's device may be replaced."""
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), device="cpu", train={"micro_batch": 1})
     with Workshop(spec, tmp_path / name) as setup:
@@ -125,11 +140,12 @@ def weights_after(tmp_path, name, *, device=None, upload_fails_at=None):
         if upload_fails_at is not None:
             real, calls = device.upload, []
 
-            def upload(tensor):
+            def upload(tensor: torch.Tensor) -> torch.Tensor:
                 calls.append(1)
                 if len(calls) == upload_fails_at:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-                return real(tensor)
+                copied: torch.Tensor = real(tensor)
+                return copied
 
             device.upload = upload
         transaction = StepTransaction(context)
@@ -139,7 +155,7 @@ def weights_after(tmp_path, name, *, device=None, upload_fails_at=None):
         return torch.cat([p.detach().flatten() for _, p in context.loaded.trainable()]).clone(), failures
 
 
-def test_prefetching_changes_no_weight_and_every_upload_is_from_pinned_memory(tmp_path):
+def test_prefetching_changes_no_weight_and_every_upload_is_from_pinned_memory(tmp_path: Path) -> None:
     plain, _ = weights_after(tmp_path, "plain")
     device = QueuedDevice()
     ahead, _ = weights_after(tmp_path, "ahead", device=device)
@@ -148,24 +164,26 @@ def test_prefetching_changes_no_weight_and_every_upload_is_from_pinned_memory(tm
     assert all(device.uploads_from_pinned)
 
 
-def test_running_out_of_memory_in_an_upload_costs_a_retry(tmp_path):
+def test_running_out_of_memory_in_an_upload_costs_a_retry(tmp_path: Path) -> None:
     plain, _ = weights_after(tmp_path, "plain")
     hurt, failures = weights_after(tmp_path, "hurt", device=QueuedDevice(), upload_fails_at=7)
     assert failures == 1
     torch.testing.assert_close(hurt, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_waiting_for_data_is_not_waiting_for_the_device(tmp_path):
+def test_waiting_for_data_is_not_waiting_for_the_device(tmp_path: Path) -> None:
     """What a copy waits for is the backward pass before it, which is no matter of data."""
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), device="cpu")
     with Workshop(spec, tmp_path / "run") as setup:
-        clock, device = [0.0], QueuedDevice()
+        device: Any = QueuedDevice()
+        clock = [0.0]
         setup.context.device = device
         real = device.upload
 
-        def slow_upload(tensor):
+        def slow_upload(tensor: torch.Tensor) -> torch.Tensor:
             clock[0] += 100.0
-            return real(tensor)
+            copied: torch.Tensor = real(tensor)
+            return copied
 
         device.upload = slow_upload
         work = StepComputation(setup.context)
@@ -181,45 +199,48 @@ def test_waiting_for_data_is_not_waiting_for_the_device(tmp_path):
 class Pageable:
     """A host tensor whose page-locked copy is refused."""
 
-    def __init__(self, message):
+    def __init__(self, message: str) -> None:
         self.message = message
 
-    def pin_memory(self):
+    def pin_memory(self) -> None:
         raise RuntimeError(self.message)
 
 
-def cuda_device():
+def cuda_device() -> CudaDevice:
     """A CudaDevice whose constructor, which needs a card, did not run."""
     device = object.__new__(CudaDevice)
     device._can_pin, device.notices = True, []
     return device
 
 
-def test_without_page_locked_memory_the_run_goes_on_and_says_so_once():
-    device, tensor = cuda_device(), Pageable("CUDA error: out of memory")
+def test_without_page_locked_memory_the_run_goes_on_and_says_so_once() -> None:
+    tensor: Any = Pageable("CUDA error: out of memory")
+    device = cuda_device()
     assert device.pin(tensor) is tensor
     assert device.pin(tensor) is tensor
     (notice,) = device.notices
     assert "page-locked" in notice
 
 
-def test_other_errors_while_pinning_are_not_hidden():
+def test_other_errors_while_pinning_are_not_hidden() -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        cuda_device().pin(Pageable("CUDA error: an illegal memory access was encountered"))
+        tensor: Any = Pageable("CUDA error: an illegal memory access was encountered")
+        cuda_device().pin(tensor)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_copies_from_pinned_memory_do_not_wait(pinned):
+def test_copies_from_pinned_memory_do_not_wait(pinned: bool) -> None:
     calls = []
 
     class Host:
         detach = property(lambda self: lambda: self)
         is_pinned = staticmethod(lambda: pinned)
 
-        def to(self, device, **options):
+        def to(self, device: torch.device, **options: Any) -> None:
             calls.append((device, options))
 
     device = cuda_device()
     device.torch_device = torch.device("cuda", 0)
-    device.upload(Host())
+    host: Any = Host()
+    device.upload(host)
     assert calls == [(torch.device("cuda", 0), {"non_blocking": pinned, "copy": True})]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.journal.checkpoints_on_disk import best_step
@@ -22,15 +24,19 @@ from engine.train.checkpoint.run_state import Best
         ("exact_match", 0.8, 0.9, 0.0, False),
     ],
 )
-def test_what_beats_the_best(metric, value, best, threshold, better):
+def test_what_beats_the_best(metric: str, value: float, best: float | None, threshold: float, better: bool) -> None:
     assert is_better(value, best, metric, threshold) is better
 
 
-def write(folder, step):
-    write_checkpoint(folder, step, lambda path: (path / "state.json").write_text("{}"))
+def fill(path: Path) -> None:
+    (path / "state.json").write_text("{}")
 
 
-def test_a_mark_that_a_crash_left_behind_follows_the_state(tmp_path):
+def write(folder: Path, step: int) -> None:
+    write_checkpoint(folder, step, fill)
+
+
+def test_a_mark_that_a_crash_left_behind_follows_the_state(tmp_path: Path) -> None:
     write(tmp_path, 3)
     write(tmp_path, 6)
     mark_best(tmp_path, 3, "loss", 2.0)
@@ -38,14 +44,14 @@ def test_a_mark_that_a_crash_left_behind_follows_the_state(tmp_path):
     assert best_step(tmp_path) == 6
 
 
-def test_a_mark_from_a_future_that_was_voided_goes(tmp_path):
+def test_a_mark_from_a_future_that_was_voided_goes(tmp_path: Path) -> None:
     write(tmp_path, 6)
     mark_best(tmp_path, 6, "loss", 2.0)
     assert agree(tmp_path, Best(), "loss") is None
     assert best_step(tmp_path) is None
 
 
-def test_a_best_that_is_gone_is_forgotten_and_said(tmp_path):
+def test_a_best_that_is_gone_is_forgotten_and_said(tmp_path: Path) -> None:
     write(tmp_path, 6)
     best = Best(3, 1.0, 2)
     complaint = agree(tmp_path, best, "loss")

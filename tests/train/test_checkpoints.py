@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import errno
 import json
+from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
-from engine.journal.checkpoints_on_disk import best_step, damage, find_checkpoints, newest_sound
+from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, newest_sound
 from engine.train.checkpoint.files import forget_after, mark_best, place_result, prune, write_checkpoint
 
 
-def fill(path):
+def fill(path: Path) -> None:
     (path / "weights").mkdir()
     (path / "weights" / "model.safetensors").write_bytes(b"w" * 100)
     (path / "state.json").write_text(json.dumps({"step": 1}))
 
 
-def write(folder, *steps):
+def write(folder: Path, *steps: int) -> list[Checkpoint]:
     return [write_checkpoint(folder, step, fill) for step in steps]
 
 
-def test_what_was_written_is_found_newest_first(tmp_path):
+def test_what_was_written_is_found_newest_first(tmp_path: Path) -> None:
     write(tmp_path, 3, 20, 100)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [100, 20, 3]
     assert all(damage(checkpoint) is None for checkpoint in find_checkpoints(tmp_path))
 
 
-def test_a_full_disk_leaves_nothing_that_looks_like_a_checkpoint(tmp_path):
+def test_a_full_disk_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, 1)
 
-    def full(path):
+    def full(path: Path) -> None:
         fill(path)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -41,8 +42,8 @@ def test_a_full_disk_leaves_nothing_that_looks_like_a_checkpoint(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
 
 
-def test_a_full_disk_is_recognised_in_the_words_of_the_library_that_met_it(tmp_path):
-    def full(path):
+def test_a_full_disk_is_recognised_in_the_words_of_the_library_that_met_it(tmp_path: Path) -> None:
+    def full(path: Path) -> None:
         fill(path)
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -53,7 +54,7 @@ def test_a_full_disk_is_recognised_in_the_words_of_the_library_that_met_it(tmp_p
 
 
 @pytest.mark.parametrize("harm", ["flip", "shorten", "remove", "manifest", "no manifest"])
-def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, harm):
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, harm: str) -> None:
     _, newest = write(tmp_path, 1, 2)
     weights = newest.weights / "model.safetensors"
     if harm == "flip":
@@ -71,7 +72,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, harm):
     assert len(complaints) == 1 and "step-00000002" in complaints[0]
 
 
-def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, 4)
     mark_best(tmp_path, 1, "loss", 0.5)
     (tmp_path / ".step-00000009.1").mkdir()
@@ -81,20 +82,20 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     assert not list(tmp_path.glob(".step-*"))
 
 
-def test_going_back_forgets_what_came_later(tmp_path):
+def test_going_back_forgets_what_came_later(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3)
     forget_after(tmp_path, 1)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
 
 
-def test_a_step_can_be_written_again(tmp_path):
+def test_a_step_can_be_written_again(tmp_path: Path) -> None:
     write(tmp_path, 5)
     (again,) = write(tmp_path, 5)
     assert damage(again) is None
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
 
-def test_the_result_is_the_checkpoints_weights_and_replaces_an_older_one(tmp_path):
+def test_the_result_is_the_checkpoints_weights_and_replaces_an_older_one(tmp_path: Path) -> None:
     (checkpoint,) = write(tmp_path / "checkpoints", 5)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "old").write_text("old")

@@ -52,18 +52,18 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[CrashServer]:
     with CrashServer() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, server):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, server: CrashServer) -> Undisturbed:
     return left_alone(server, tmp_path_factory.mktemp("undisturbed"), max_steps=20)
 
 
 def left_alone(server: CrashServer, folder: Path, *, max_steps: int) -> Undisturbed:
-    tables = {**TABLES, "train": {**TABLES["train"], "max_steps": max_steps}}
+    tables: dict[str, Any] = {**TABLES, "train": {**TABLES["train"], "max_steps": max_steps}}
     spec = make_spec(write_samples(folder / "samples.jsonl"), device="cpu", **tables)
     place = new_run(folder / "runs", spec)
     ended = server.run(place.path, NEVER, resume=False)
@@ -132,21 +132,25 @@ def random_operations(drawn: random.Random) -> Iterator[Death]:
         yield Death(at_operation=drawn.randint(1, 150))
 
 
-def test_a_handful_of_random_kills_changes_nothing(server, undisturbed, tmp_path):
+def test_a_handful_of_random_kills_changes_nothing(
+    server: CrashServer, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     kill(server, tmp_path, undisturbed, random_moments(random.Random(SEED), undisturbed.seconds), 6)
 
 
-def test_a_handful_of_kills_before_file_operations_changes_nothing(server, undisturbed, tmp_path):
+def test_a_handful_of_kills_before_file_operations_changes_nothing(
+    server: CrashServer, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     kill(server, tmp_path, undisturbed, random_operations(random.Random(SEED)), 4)
 
 
 @pytest.mark.torture
-def test_a_hundred_random_kills_change_nothing(server, undisturbed, tmp_path):
+def test_a_hundred_random_kills_change_nothing(server: CrashServer, undisturbed: Undisturbed, tmp_path: Path) -> None:
     kill(server, tmp_path, undisturbed, random_moments(random.Random(SEED), undisturbed.seconds), 120)
 
 
 @pytest.mark.torture
-def test_a_kill_before_each_file_operation_of_a_run_changes_nothing(server, tmp_path):
+def test_a_kill_before_each_file_operation_of_a_run_changes_nothing(server: CrashServer, tmp_path: Path) -> None:
     undisturbed = left_alone(server, tmp_path, max_steps=7)
     whole = server.run(new_run(tmp_path, undisturbed.spec).path, Death(at_operation=10**9), resume=False)
     each = ((Death(at_operation=number), NEVER) for number in range(1, whole.operations + 1))

@@ -12,7 +12,7 @@ import pytest
 from engine.journal.directory import RunDirectory
 from engine.spec.load import resolve
 from tests.events import read_events
-from tests.train.run_helpers import losses, new_run, of_kind, train
+from tests.train.run_helpers import Event, losses, new_run, of_kind, train
 
 COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"
 SHORT = (
@@ -22,7 +22,7 @@ SHORT = (
 """What curves are compared over; no answers are generated, which the whole demo does."""
 
 
-def test_the_demo_learns_and_survives_without_losing_a_sample(tmp_path):
+def test_the_demo_learns_and_survives_without_losing_a_sample(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", COMMAND, "train", "-p", "demo", "-r", "demo", "--json", "--runs", tmp_path],
         capture_output=True,
@@ -42,11 +42,11 @@ def test_the_demo_learns_and_survives_without_losing_a_sample(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory):
+def curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], list[Event]]:
     """Events of 40 demo steps on a roomy and on a tight device."""
     folder = tmp_path_factory.mktemp("curves")
 
-    def run(gib: float):
+    def run(gib: float) -> list[Event]:
         sets = [f"device.memory_gib={gib}", *SHORT]
         place: RunDirectory = new_run(folder, resolve("demo", "demo", sets).spec)
         code, _ = train(place)
@@ -56,7 +56,7 @@ def curves(tmp_path_factory):
     return run(4.0), run(0.03)
 
 
-def test_a_tight_run_has_the_curve_of_a_roomy_one(curves):
+def test_a_tight_run_has_the_curve_of_a_roomy_one(curves: tuple[list[Event], list[Event]]) -> None:
     roomy, tight = curves
     assert not of_kind(roomy, "backoff")
     assert len(of_kind(tight, "backoff")) >= 1
@@ -64,7 +64,7 @@ def test_a_tight_run_has_the_curve_of_a_roomy_one(curves):
     assert list(losses(tight).values()) == pytest.approx(list(losses(roomy).values()), rel=1e-4)
 
 
-def test_a_tight_run_consumes_the_same_samples_in_as_many_steps(curves):
+def test_a_tight_run_consumes_the_same_samples_in_as_many_steps(curves: tuple[list[Event], list[Event]]) -> None:
     roomy, tight = curves
     for name in ("samples", "tokens", "target_tokens", "learning_rate"):
         assert [e[name] for e in of_kind(tight, "step")] == [e[name] for e in of_kind(roomy, "step")]

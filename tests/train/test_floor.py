@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.batching.micro_batches import plan_micro_batches
@@ -22,9 +24,9 @@ def test_the_floor_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"))
     probe, sizes = StepTransaction.probe, []
 
-    def timed(transaction: StepTransaction, *arguments: object) -> TimedPass:
+    def timed(transaction: StepTransaction, *arguments: Any) -> TimedPass:
         """The probe as it is, with the times of a card on which all short passes take 50 ms."""
-        found = probe(transaction, *arguments)  # type: ignore[arg-type]
+        found = probe(transaction, *arguments)
         sizes.append(found.tokens)
         return found._replace(seconds=max(0.05, found.tokens / 1000))
 
@@ -43,7 +45,7 @@ def test_the_floor_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
         saved = memory_as_json(setup.context)
         budget.floor_tokens = 0
         adopt_memory(setup.context, saved)
-        training.measure_floor(lengths[:1])
+        training.measure_floor(np.arange(1))
         assert len(sizes) == 5  # a run that goes on keeps its splits
         plan = training.transaction._plan(setup.order.step(1))
         fresh = plan_micro_batches(lengths[setup.order.step(1)], setup.context.cost, budget.budget_bytes, 64)

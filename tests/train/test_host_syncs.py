@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from engine.batching.budget import MicroBatchBudget
-from engine.batching.micro_batches import plan_micro_batches
+from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.device.host_syncs import host_syncs
 from engine.train.step.computation import StepComputation
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 
-def syncs_of_a_step(tmp_path, rows, **tables):
+def syncs_of_a_step(tmp_path: Path, rows: int, **tables: Any) -> tuple[list[str], list[MicroBatch]]:
     """Where the host waits, over all micro-batches of one step, and the loss of the step afterwards."""
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), **tables)
     with Workshop(spec, tmp_path / "run") as setup:
@@ -28,14 +32,14 @@ def syncs_of_a_step(tmp_path, rows, **tables):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_no_micro_batch_makes_the_host_wait(tmp_path, attention, packing, rows):
+def test_no_micro_batch_makes_the_host_wait(tmp_path: Path, attention: str, packing: bool, rows: int) -> None:
     tables = {"model": {"attention": attention}, "data": {"packing": packing}}
     found, plan = syncs_of_a_step(tmp_path, rows, method={"kind": "lora", "dropout": 0.1}, **tables)
     assert max(group.rows for group in plan) >= rows
     assert found == []
 
 
-def test_activation_offload_and_full_fine_tuning_add_none(tmp_path):
+def test_activation_offload_and_full_fine_tuning_add_none(tmp_path: Path) -> None:
     found, _ = syncs_of_a_step(tmp_path, 4, train={"activation_offload": True})
     assert found == []
 
@@ -53,13 +57,13 @@ def test_activation_offload_and_full_fine_tuning_add_none(tmp_path):
         lambda x: torch.equal(x, x),
     ],
 )
-def test_what_reads_values_back_is_found(read):
+def test_what_reads_values_back_is_found(read: Callable[[torch.Tensor], object]) -> None:
     x = torch.arange(4.0)
     (found,) = set(host_syncs(lambda: read(x)))
     assert "test_host_syncs.py" in found
 
 
-def test_what_depends_on_shapes_alone_is_not_taken_for_a_wait():
+def test_what_depends_on_shapes_alone_is_not_taken_for_a_wait() -> None:
     x = torch.arange(12.0).reshape(3, 4)
     assert host_syncs(lambda: torch.nonzero_static(x > 1, size=2)) == []
     assert host_syncs(lambda: x[torch.tensor([0, 2])].sum().mul(2).cumsum(-1)) == []

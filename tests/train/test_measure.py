@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner
 
 from engine.cli import app
+from engine.journal.directory import RunDirectory
 from engine.train.monitor.prediction_error import prediction_error
 from tests.budget.metered_step import QWEN2, folder_of
-from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
+from tests.present import present
+from tests.train.run_helpers import Event, make_spec, new_run, of_kind, train, write_samples
 
 
-def finished(tmp_path, **tables):
+def finished(tmp_path: Path, **tables: Any) -> tuple[RunDirectory, list[Event], dict[str, Any]]:
     place = new_run(tmp_path / "runs", make_spec(write_samples(tmp_path / "samples.jsonl"), **tables))
     code, events = train(place)
     assert code == 0
@@ -22,7 +27,7 @@ LORA, OFFLOADED = {"method": {"kind": "lora", "rank": 8}}, {"train": {"optimizer
 
 
 @pytest.mark.parametrize("tables", [{}, LORA, OFFLOADED], ids=["full", "lora", "offloaded"])
-def test_the_prediction_for_what_ran_is_within_two_per_cent(tmp_path, tables):
+def test_the_prediction_for_what_ran_is_within_two_per_cent(tmp_path: Path, tables: dict[str, Any]) -> None:
     place, events, measured = finished(tmp_path, **tables)
     assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
     for side in (measured, measured["predicted"]):
@@ -33,7 +38,7 @@ def test_the_prediction_for_what_ran_is_within_two_per_cent(tmp_path, tables):
     assert f"for {measured['sequences']} × {measured['length']} tokens" in shown
 
 
-def test_loss_over_few_targets_is_less_than_predicted_and_activations_are_named(tmp_path):
+def test_loss_over_few_targets_is_less_than_predicted_and_activations_are_named(tmp_path: Path) -> None:
     """The closed form takes every token for a target; where the loss decides and few are, that is too much."""
     samples = tmp_path / "samples.jsonl"
     samples.write_text(32 * ('{"prompt": "%s", "completion": "b"}\n' % ("a" * 60)))
@@ -47,13 +52,13 @@ def test_loss_over_few_targets_is_less_than_predicted_and_activations_are_named(
     assert "plan --exact" in warning["fix"]
 
 
-def test_a_miss_names_the_component_that_is_off_most():
+def test_a_miss_names_the_component_that_is_off_most() -> None:
     components = {"weights": 100 * 2**20, "optimizer": 50 * 2**20, "activations": 50 * 2**20}
-    found = {
+    found: dict[str, Any] = {
         "peak_bytes": 200 * 2**20, "components": components, "sequences": 4, "length": 128,
         "predicted": {"peak_bytes": 160 * 2**20, "components": {**components, "optimizer": 10 * 2**20}},
     }  # fmt: skip
-    text, _fix = prediction_error(found)
+    text, _fix = present(prediction_error(found))
     assert "20 % too low" in text
     assert "in optimizer (+40.0 MiB)" in text
     found["predicted"]["peak_bytes"] = 195 * 2**20

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine.journal.directory import RunDirectory
+from engine.spec.schema.run import RunSpec
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 
 @pytest.fixture
-def model(tmp_path) -> Path:
+def model(tmp_path: Path) -> Path:
     """A folder with a model that a short run has trained."""
     samples = write_samples(tmp_path / "first.jsonl")
     place = new_run(tmp_path / "first", make_spec(samples, train={"max_steps": 1}))
@@ -29,13 +31,13 @@ def change(model: Path, name: str, factor: float) -> None:
     save_file(weights, path, {"format": "pt"})
 
 
-def spec_of(tmp_path: Path, model: Path, dtype: str, **tables):
+def spec_of(tmp_path: Path, model: Path, dtype: str, **tables: Any) -> RunSpec:
     samples = write_samples(tmp_path / "samples.jsonl")
     asked = {"id": str(model), "tokenizer": str(model), "init": "pretrained", "dtype": dtype}
     return make_spec(samples, model=asked, **tables)
 
 
-def steep(tmp_path: Path, model: Path, **tables):
+def steep(tmp_path: Path, model: Path, **tables: Any) -> RunSpec:
     """An fp16 run whose gradients overflow at the initial loss scale."""
     change(model, "model.norm.weight", 60.0)
     return spec_of(tmp_path, model, "float16", checkpoint={"every_steps": 1, "keep": 99}, **tables)
@@ -45,7 +47,7 @@ def optimizer_state(place: RunDirectory, step: int) -> dict[str, torch.Tensor]:
     return load_file(place.checkpoint(step) / "optimizer.safetensors")
 
 
-def test_an_overflow_skips_its_step_and_halves_the_scale_until_gradients_fit(tmp_path, model):
+def test_an_overflow_skips_its_step_and_halves_the_scale_until_gradients_fit(tmp_path: Path, model: Path) -> None:
     place = new_run(tmp_path / "runs", steep(tmp_path, model))
     code, events = train(place)
     assert code == 0
@@ -62,7 +64,7 @@ def test_an_overflow_skips_its_step_and_halves_the_scale_until_gradients_fit(tmp
     assert any(tensor.any() for tensor in optimizer_state(place, len(skipped) + 1).values())
 
 
-def test_a_resumed_run_goes_on_with_the_scale_it_had(tmp_path, model):
+def test_a_resumed_run_goes_on_with_the_scale_it_had(tmp_path: Path, model: Path) -> None:
     spec = steep(tmp_path, model)
     _, whole = train(new_run(tmp_path / "whole", spec))
     place = new_run(tmp_path / "broken", spec)
@@ -76,7 +78,9 @@ def test_a_resumed_run_goes_on_with_the_scale_it_had(tmp_path, model):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_loss_that_is_not_a_number_is_never_applied_and_never_taken_for_an_overflow(tmp_path, model, dtype):
+def test_a_loss_that_is_not_a_number_is_never_applied_and_never_taken_for_an_overflow(
+    tmp_path: Path, model: Path, dtype: str
+) -> None:
     absurd = {"learning_rate": 1e30, "warmup_steps": 0}
     place = new_run(tmp_path / "runs", spec_of(tmp_path, model, dtype, train=absurd, checkpoint={"every_steps": 1}))
     code, events = train(place)
@@ -87,7 +91,7 @@ def test_a_loss_that_is_not_a_number_is_never_applied_and_never_taken_for_an_ove
     assert [path.name for path in place.checkpoints.glob("step-*")] == ["step-00000001"]
 
 
-def test_a_model_whose_own_logits_are_not_finite_is_refused_before_the_first_step(tmp_path, model):
+def test_a_model_whose_own_logits_are_not_finite_is_refused_before_the_first_step(tmp_path: Path, model: Path) -> None:
     change(model, "model.norm.weight", float("nan"))
     place = new_run(tmp_path / "runs", spec_of(tmp_path, model, "float16"))
     code, events = train(place)

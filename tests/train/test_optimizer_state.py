@@ -15,6 +15,7 @@ from engine.train.step.optimizer_state import REMAINDER, Rounding, allocate_stat
 from engine.train.step.piecewise_update import PiecewiseUpdate
 from engine.train.step.rounding import join_
 from tests.train.blockwise_adamw import BlockwiseAdamW
+from tests.train.rounding_modes import RoundingMode
 
 SHAPES = ((70, 70), (2, 4096), (33,))
 NAMES = ("matrix", "wide", "vector")
@@ -36,12 +37,12 @@ def gradient_of(shape: tuple[int, ...], step: int) -> Tensor:
 class EightBits:
     """Weights under an optimizer with 8-bit state, and its guard."""
 
-    def __init__(self, dtype: torch.dtype, mode: str = "exact") -> None:
+    def __init__(self, dtype: torch.dtype, mode: RoundingMode = "exact") -> None:
         self.device = MeteredDevice(2**30)
         self.parameters = weights(dtype)
         self.named = list(zip(NAMES, self.parameters, strict=True))
         self.optimizer = BlockwiseAdamW(groups_of(self.parameters))
-        rounding = Rounding(mode, torch.float32, 0)  # type: ignore[arg-type]
+        rounding = Rounding(mode, torch.float32, 0)
         allocate_state(self.optimizer, rounding)
         update = PiecewiseUpdate(self.optimizer, self.named, rounding, piece_elements=2048)
         self.guard = StepGuard(update, self.named, self.device)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from engine.journal.checkpoints_on_disk import find_checkpoints
@@ -10,7 +14,7 @@ from tests.train.crash_server import CrashServer, Death
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 ROOMY, TIGHT = 1.0, 0.0155
-TABLES = {
+TABLES: dict[str, Any] = {
     "train": {"max_steps": 10, "batch_size": 16, "learning_rate": 2e-3, "warmup_steps": 2},
     "checkpoint": {"every_steps": 2, "every_minutes": 0},
 }
@@ -25,13 +29,13 @@ memory_gib = {gib}
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[CrashServer]:
     with CrashServer() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
     """(samples, losses) of a run with enough memory that was not disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     samples = write_samples(folder / "samples.jsonl")
@@ -50,7 +54,13 @@ def undisturbed(tmp_path_factory):
     ],
     ids=["less", "more", "metered-to-cpu", "cpu-to-metered"],
 )
-def test_a_killed_run_goes_on_in_other_memory_and_learns_the_same(server, undisturbed, tmp_path, before, after):
+def test_a_killed_run_goes_on_in_other_memory_and_learns_the_same(
+    server: CrashServer,
+    undisturbed: tuple[Path, dict[int, float]],
+    tmp_path: Path,
+    before: tuple[str, float],
+    after: tuple[str, float],
+) -> None:
     samples, expected = undisturbed
     kind, gib = before
     place = new_run(tmp_path / "runs", make_spec(samples, device=kind, memory_gib=gib, **TABLES))
@@ -70,7 +80,9 @@ def test_a_killed_run_goes_on_in_other_memory_and_learns_the_same(server, undist
     assert earlier < later if after[1] == TIGHT else earlier > later
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(server, undisturbed, tmp_path):
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    server: CrashServer, undisturbed: tuple[Path, dict[int, float]], tmp_path: Path
+) -> None:
     samples, expected = undisturbed
     place = new_run(tmp_path / "runs", make_spec(samples, memory_gib=ROOMY, **TABLES))
     assert server.run(place.path, Death(seen="checkpoints/step-00000006"), resume=False).code == -9

@@ -13,6 +13,7 @@ from engine.budget.predict.prediction import predict
 from engine.simulate.step import simulate_step
 from engine.train.step.transaction import StepTransaction
 from tests.budget.metered_step import GPT2, LLAMA, PHI3, folder_of, measured_step, run_spec
+from tests.present import metered
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 P, STEPS = 0.1, 3
@@ -46,7 +47,7 @@ def trained(tmp_path: Path, name: str, case: str, *, capped: bool) -> tuple[list
         transaction = StepTransaction(context)
         for step in range(1, STEPS + 1):
             if capped:
-                context.device.fail_at(100 * step)
+                metered(context.device).fail_at(100 * step)
             losses.append(transaction.run(step, setup.order.step(step)).loss)
         return losses, sum(event["kind"] == "backoff" for event in workshop.events())
 

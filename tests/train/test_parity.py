@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -20,10 +24,12 @@ from engine.device import open_device
 from engine.model.load import load_model
 from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer
+from engine.spec.schema.run import RunSpec
+from tests.present import present
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 STEPS, BATCH, MICRO = 8, 8, 2
-RECIPE_TRAIN = {
+RECIPE_TRAIN: dict[str, Any] = {
     "max_steps": STEPS,
     "batch_size": BATCH,
     "micro_batch": MICRO,
@@ -36,7 +42,7 @@ RECIPE_TRAIN = {
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small model of random weights and the byte tokenizer, and data in a fixed order."""
     folder = tmp_path_factory.mktemp("parity")
     spec = make_spec(write_samples(folder / "samples.jsonl", count=LONG * BATCH, seed=5))
@@ -59,7 +65,7 @@ def start(tmp_path_factory):
     return folder
 
 
-def spec_for(start, method, dtype="float32", steps=STEPS):
+def spec_for(start: Path, method: dict[str, Any], dtype: str = "float32", steps: int = STEPS) -> RunSpec:
     return make_spec(
         start / "samples.jsonl",
         device="cpu",
@@ -74,26 +80,28 @@ def spec_for(start, method, dtype="float32", steps=STEPS):
 class Losses(TrainerCallback):
     """Collects the loss and the gradient norm of every step."""
 
-    def __init__(self):
-        self.by_step = {}
-        self.grad_norms = {}
+    def __init__(self) -> None:
+        self.by_step: dict[int, float] = {}
+        self.grad_norms: dict[int, float] = {}
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self.by_step[state.global_step] = logs["loss"]
             self.grad_norms[state.global_step] = logs["grad_norm"]
 
 
-def with_their_trainer(spec, model, folder, **changes):
+def with_their_trainer(
+    spec: RunSpec, model: Any, folder: Path, **changes: Any
+) -> tuple[Losses, Any]:
     """(losses and gradient norms by step, the trained model) of transformers' Trainer on the same samples, in order."""
     tokenizer = load_tokenizer(spec.recipe.model)
     data = prepare_data(spec, tokenizer).train
     rows = [{"input_ids": example.input_ids.tolist(), "labels": example.labels.tolist()} for example in data]
 
-    def pad(batch):
+    def pad(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         width = max(len(row["input_ids"]) for row in batch)
 
-        def column(key, filler):
+        def column(key: str, filler: int) -> torch.Tensor:
             return torch.tensor([row[key] + [filler] * (width - len(row[key])) for row in batch])
 
         ids = column("input_ids", tokenizer.pad_token_id)
@@ -104,7 +112,7 @@ def with_their_trainer(spec, model, folder, **changes):
     arguments = TrainingArguments(
         **changes,
         output_dir=str(folder),
-        max_steps=spec.recipe.train.max_steps,
+        max_steps=present(spec.recipe.train.max_steps),
         per_device_train_batch_size=MICRO,
         gradient_accumulation_steps=BATCH // MICRO,
         learning_rate=RECIPE_TRAIN["learning_rate"],
@@ -125,30 +133,34 @@ def with_their_trainer(spec, model, folder, **changes):
     return seen, model
 
 
-def assert_same_losses(ours, theirs):
+def assert_same_losses(ours: dict[int, float], theirs: dict[int, float]) -> None:
     assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
     assert [ours[step] for step in ours] == pytest.approx([theirs[step] for step in ours], rel=1e-4)
 
 
-def test_full_fine_tuning_equals_trainer(start, tmp_path):
+def named(name: str, text: str) -> str:
+    return f"{name}: {text}"
+
+
+def test_full_fine_tuning_equals_trainer(start: Path, tmp_path: Path) -> None:
     spec = spec_for(start, {"kind": "full"})
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
     assert code == 0
-    model = AutoModelForCausalLM.from_pretrained(start / "base", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(start / "base", dtype=torch.float32)
     theirs, model = with_their_trainer(spec, model, tmp_path / "theirs")
     assert_same_losses(losses(events), theirs.by_step)
     trained = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float32)
     for (name, mine), (_, other) in zip(trained.named_parameters(), model.named_parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=partial(named, name))
 
 
-def test_lora_equals_trainer(start, tmp_path):
+def test_lora_equals_trainer(start: Path, tmp_path: Path) -> None:
     spec = spec_for(start, {"kind": "lora", "rank": 4, "alpha": 8.0})
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
     assert code == 0
-    model = lora_of_peft(start, spec, tmp_path, torch.float32)
+    model: Any = lora_of_peft(start, spec, tmp_path, torch.float32)
     theirs, model = with_their_trainer(spec, model, tmp_path / "theirs")
     assert_same_losses(losses(events), theirs.by_step)
     mine = load_file(place.adapter / "adapter_model.safetensors")
@@ -159,7 +171,7 @@ def test_lora_equals_trainer(start, tmp_path):
         torch.testing.assert_close(tensor, match.detach(), rtol=1e-4, atol=1e-5)
 
 
-def load_first_adapter(model, spec, tmp_path):
+def load_first_adapter(model: Any, spec: RunSpec, tmp_path: Path) -> None:
     """Give `model` the adapter weights that the engine starts from."""
     loaded = load_model(spec, open_device(spec), load_tokenizer(spec.recipe.model))
     fresh = {name: parameter.detach().clone() for name, parameter in loaded.trainable()}
@@ -169,7 +181,7 @@ def load_first_adapter(model, spec, tmp_path):
                 parameter.copy_(fresh[plain_name(name)])
 
 
-def lora_of_peft(start, spec, tmp_path, dtype):
+def lora_of_peft(start: Path, spec: RunSpec, tmp_path: Path, dtype: torch.dtype) -> PeftModel:
     """plain peft around the base in `dtype`, with fp32 adapters that have the values the engine starts from."""
     base = AutoModelForCausalLM.from_pretrained(start / "base", dtype=dtype)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
@@ -183,24 +195,24 @@ LONG, HALF_ULP = 50, 2.0**-9
 weights have moved 5e-3."""
 
 
-def difference(mine, other):
+def difference(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Norm of the difference of two sets of tensors, relative to the second."""
     pairs = [(mine[name].float(), other[name].float()) for name in other]
     return float(sum((a - b).norm() ** 2 for a, b in pairs) ** 0.5 / sum(b.norm() ** 2 for _, b in pairs) ** 0.5)
 
 
-def trained_by_name(model):
+def trained_by_name(model: Any) -> dict[str, torch.Tensor]:
     return {plain_name(name): p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["peft, fp32 adapters", "autocast"])
-def test_lora_in_bf16_learns_what_trainer_learns(start, tmp_path, autocast):
+def test_lora_in_bf16_learns_what_trainer_learns(start: Path, tmp_path: Path, autocast: bool) -> None:
     """50 steps; plain peft multiplies its fp32 adapters in fp32, and under autocast in bf16, as the engine does."""
     spec = spec_for(start, {"kind": "lora", "rank": 4, "alpha": 8.0}, "bfloat16", LONG)
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
     assert code == 0
-    model = lora_of_peft(start, spec, tmp_path, torch.bfloat16)
+    model: Any = lora_of_peft(start, spec, tmp_path, torch.bfloat16)
     begun = {name: tensor.clone() for name, tensor in trained_by_name(model).items()}
     theirs, model = with_their_trainer(spec, model, tmp_path / "theirs", bf16=autocast)
     ours = losses(events)
@@ -216,7 +228,7 @@ def test_lora_in_bf16_learns_what_trainer_learns(start, tmp_path, autocast):
     assert difference({name: mine[name] - begun[name] for name in other}, moved) < 5 * HALF_ULP
 
 
-def test_an_undisturbed_run_reports_no_backoff(start, tmp_path):
+def test_an_undisturbed_run_reports_no_backoff(start: Path, tmp_path: Path) -> None:
     place = new_run(tmp_path / "runs", spec_for(start, {"kind": "full"}))
     _, events = train(place)
     assert of_kind(events, "backoff") == []

@@ -14,6 +14,7 @@ from engine.device.metered import MeteredDevice
 from engine.train.step.optimizer_state import REMAINDER, Rounding, allocate_state, state_tensors
 from engine.train.step.piecewise_update import PiecewiseUpdate
 from engine.train.step.rounding import join_
+from tests.train.rounding_modes import RoundingMode
 
 SHAPES = ((48, 33), (7,), (300, 5), (1,), (2, 3, 4))
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -44,11 +45,11 @@ def gradients(step: int) -> list[Tensor]:
 class Updated:
     """Parameters, and the optimizer that updates them piece by piece."""
 
-    def __init__(self, kind: str, mode: str, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(self, kind: str, mode: RoundingMode, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.parameters = weights()
         self.optimizer = OPTIMIZERS[kind](groups_of(self.parameters))
         self.named = [(f"w{number}", parameter) for number, parameter in enumerate(self.parameters)]
-        rounding = Rounding(mode, state_dtype, 3)  # type: ignore[arg-type]
+        rounding = Rounding(mode, state_dtype, 3)
         allocate_state(self.optimizer, rounding)
         self.update = PiecewiseUpdate(self.optimizer, self.named, rounding, **{"piece_elements": PIECE} | options)
 
@@ -133,7 +134,7 @@ def test_a_second_moment_in_bf16_decays() -> None:
 
 @pytest.mark.parametrize(("mode", "dtype"), [("exact", torch.bfloat16), ("stochastic", torch.float32)])
 def test_the_result_depends_neither_on_the_size_of_pieces_nor_on_the_parts_of_ranks(
-    mode: str, dtype: torch.dtype
+    mode: RoundingMode, dtype: torch.dtype
 ) -> None:
     one, many = Updated("adamw", mode, dtype, piece_elements=10**6), Updated("adamw", mode, dtype)
     for step in (1, 2, 3):
@@ -145,7 +146,7 @@ def test_the_result_depends_neither_on_the_size_of_pieces_nor_on_the_parts_of_ra
     halves = [Parameter(parameter.data[row:].clone()) for parameter, row in zip(weights(), rows, strict=True)]
     firsts = {f"w{n}": row * weight[:1].numel() for n, (row, weight) in enumerate(zip(rows, weights(), strict=True))}
     part.parameters, part.optimizer = halves, OPTIMIZERS["adamw"](groups_of(halves))
-    rounding = Rounding(mode, dtype, 3)  # type: ignore[arg-type]
+    rounding = Rounding(mode, dtype, 3)
     allocate_state(part.optimizer, rounding)
     named = [(f"w{number}", half) for number, half in enumerate(halves)]
     part.update = PiecewiseUpdate(part.optimizer, named, rounding, firsts, PIECE)
@@ -157,7 +158,7 @@ def test_the_result_depends_neither_on_the_size_of_pieces_nor_on_the_parts_of_ra
 @pytest.mark.parametrize("kind", ["adamw", "sgd, momentum"])
 @pytest.mark.parametrize("mode", ["exact", "stochastic", "nearest"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_step_allocates_nothing_once_there_is_room(kind: str, mode: str, dtype: torch.dtype) -> None:
+def test_a_step_allocates_nothing_once_there_is_room(kind: str, mode: RoundingMode, dtype: torch.dtype) -> None:
     device = MeteredDevice(2**30)
     with device.activate():
         updated = Updated(kind, mode, dtype)

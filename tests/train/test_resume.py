@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,19 +16,25 @@ from safetensors.torch import load_file
 
 from engine.journal import control
 from engine.journal.checkpoints_on_disk import find_checkpoints
+from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail
 from engine.launch.process import start_engine
+from engine.spec.schema.run import RunSpec
 from tests.events import read_events
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
-TABLES = {
+TABLES: dict[str, Any] = {
     "train": {"max_steps": 30, "batch_size": 8, "micro_batch": 4, "learning_rate": 2e-3, "warmup_steps": 3},
     "checkpoint": {"every_steps": 5, "every_minutes": 0, "keep": 3},
 }
 
 
+Undisturbed = tuple[RunSpec, dict[int, float], dict[str, torch.Tensor]]
+"""Spec, losses by step and weights of the run that was not disturbed."""
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """(spec, losses, weights) of a run that was not disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     spec = make_spec(write_samples(folder / "samples.jsonl"), **TABLES)
@@ -35,7 +44,7 @@ def undisturbed(tmp_path_factory):
     return spec, losses(events), load_file(place.model / "model.safetensors")
 
 
-def started_until_step(place, step, *, resume=False):
+def started_until_step(place: RunDirectory, step: int, *, resume: bool = False) -> subprocess.Popen[bytes]:
     """Start a real engine process and return it once it has finished `step`."""
     tail = EventTail(place.events)
     process = start_engine(place, resume=resume)
@@ -46,7 +55,7 @@ def started_until_step(place, step, *, resume=False):
     raise AssertionError(f"the engine ended with {process.returncode} before step {step}:\n{place.log.read_text()}")
 
 
-def assert_same(place, undisturbed):
+def assert_same(place: RunDirectory, undisturbed: Undisturbed) -> None:
     _, expected, weights = undisturbed
     assert losses(list(read_events(place.events))) == expected
     found = load_file(place.model / "model.safetensors")
@@ -55,7 +64,7 @@ def assert_same(place, undisturbed):
 
 
 @pytest.mark.parametrize("step", [7, 22])
-def test_a_killed_run_resumes_bit_for_bit(undisturbed, tmp_path, step):
+def test_a_killed_run_resumes_bit_for_bit(undisturbed: Undisturbed, tmp_path: Path, step: int) -> None:
     place = new_run(tmp_path, undisturbed[0])
     process = started_until_step(place, step)
     process.send_signal(signal.SIGKILL)
@@ -66,7 +75,7 @@ def test_a_killed_run_resumes_bit_for_bit(undisturbed, tmp_path, step):
     assert_same(place, undisturbed)
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_over(undisturbed, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_starts_over(undisturbed: Undisturbed, tmp_path: Path) -> None:
     place = new_run(tmp_path, undisturbed[0])
     process = started_until_step(place, 1)
     process.send_signal(signal.SIGKILL)
@@ -78,7 +87,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(undisturbed, tmp_p
 
 
 @pytest.mark.parametrize("how", ["signal", "stop", "pause"])
-def test_an_asked_for_end_writes_a_checkpoint_and_exits_130(undisturbed, tmp_path, how):
+def test_an_asked_for_end_writes_a_checkpoint_and_exits_130(undisturbed: Undisturbed, tmp_path: Path, how: str) -> None:
     place = new_run(tmp_path, undisturbed[0])
     process = started_until_step(place, 3)
     if how == "signal":
@@ -95,7 +104,7 @@ def test_an_asked_for_end_writes_a_checkpoint_and_exits_130(undisturbed, tmp_pat
     assert_same(place, undisturbed)
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(undisturbed, tmp_path):
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(undisturbed: Undisturbed, tmp_path: Path) -> None:
     place = new_run(tmp_path, undisturbed[0])
     process = started_until_step(place, 16)
     process.kill()
@@ -112,7 +121,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(undisturbed, tm
     assert_same(place, undisturbed)
 
 
-def test_a_checkpoint_on_request_is_answered_and_written(undisturbed, tmp_path):
+def test_a_checkpoint_on_request_is_answered_and_written(undisturbed: Undisturbed, tmp_path: Path) -> None:
     place = new_run(tmp_path, undisturbed[0])
     process = started_until_step(place, 2)
     control.send_request(place, "checkpoint")
@@ -123,7 +132,7 @@ def test_a_checkpoint_on_request_is_answered_and_written(undisturbed, tmp_path):
     assert_same(place, undisturbed)
 
 
-def test_other_data_is_refused(undisturbed, tmp_path):
+def test_other_data_is_refused(undisturbed: Undisturbed, tmp_path: Path) -> None:
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), **TABLES)
     place = new_run(tmp_path / "runs", spec)
     process = started_until_step(place, 6)
@@ -136,7 +145,9 @@ def test_other_data_is_refused(undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize(("key", "code"), [("batch_size", 2), ("log_every_steps", 0)])
-def test_a_run_spec_edited_by_hand_is_refused_where_a_resume_may_not_change_it(tmp_path, key, code):
+def test_a_run_spec_edited_by_hand_is_refused_where_a_resume_may_not_change_it(
+    tmp_path: Path, key: str, code: int
+) -> None:
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), train={"max_steps": 2, "log_every_steps": 1})
     place = new_run(tmp_path / "runs", spec)
     assert train(place)[0] == 0

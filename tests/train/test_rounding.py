@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,9 @@ def halves(bits: Tensor) -> tuple[Tensor, Tensor]:
     return weight, remainder
 
 
-def noise(count: int, **key: object) -> Tensor:
+def noise(count: int, **key: Any) -> Tensor:
     bits = torch.empty(count, dtype=torch.int32)
-    noise_(bits, torch.empty_like(bits), **({"seed": 1, "step": 1, "name": "w", "first": 0} | key))  # type: ignore[arg-type]
+    noise_(bits, torch.empty_like(bits), **{"seed": 1, "step": 1, "name": "w", "first": 0, **key})
     return bits
 
 

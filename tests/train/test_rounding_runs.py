@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 STEPS = 4
 
 
-def tables(way: str, steps: int, **more: Any) -> dict[str, dict[str, Any]]:
+def tables(way: str, steps: int, **more: Any) -> dict[str, Any]:
     schedule = {"max_steps": steps, "scheduler": "constant", "warmup_steps": 0, "learning_rate": 1e-4}
     return {"model": {"dtype": "bfloat16"}, "train": {**schedule, "batch_size": 4, **WAYS[way], **more}}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import get_scheduler
@@ -39,18 +41,20 @@ def ours(train: Train) -> list[float]:
         ("cosine_with_restarts", "cosine_with_restarts", {"num_cycles": 3}),
     ],
 )
-def test_factors_equal_transformers(scheduler, name, extra, warmup):
+def test_factors_equal_transformers(scheduler: Any, name: str, extra: dict[str, Any] | None, warmup: int) -> None:
     train = Train(scheduler=scheduler, warmup_steps=warmup, restarts=3)
     assert ours(train) == pytest.approx(theirs(name, warmup, extra), abs=1e-12)
 
 
-def test_a_minimum_equals_transformers_cosine_with_min_lr():
+def test_a_minimum_equals_transformers_cosine_with_min_lr() -> None:
     train = Train(scheduler="cosine", warmup_steps=5, learning_rate=1e-3, min_learning_rate=1e-4)
     assert ours(train) == pytest.approx(theirs("cosine_with_min_lr", 5, {"min_lr_rate": 0.1}), abs=1e-12)
 
 
 @pytest.mark.parametrize(("wanted", "total", "taken"), [(20, 20, 20), (20, 5, 4), (20, 1, 0), (0, 1, 0)])
-def test_a_warm_up_longer_than_the_run_ends_with_the_full_rate_at_the_last_step(wanted, total, taken):
+def test_a_warm_up_longer_than_the_run_ends_with_the_full_rate_at_the_last_step(
+    wanted: int, total: int, taken: int
+) -> None:
     train = Train(warmup_steps=wanted)
     schedule = Schedule.of(train, total)
     assert schedule.warmup_steps == taken
@@ -58,5 +62,5 @@ def test_a_warm_up_longer_than_the_run_ends_with_the_full_rate_at_the_last_step(
     assert taken == wanted or schedule.factor(total) == 1.0
 
 
-def test_a_warm_up_ratio_is_rounded_up_as_transformers_does():
+def test_a_warm_up_ratio_is_rounded_up_as_transformers_does() -> None:
     assert Schedule.of(Train(warmup_ratio=0.03), TOTAL).warmup_steps == 2

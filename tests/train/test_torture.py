@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,12 +17,12 @@ FAULTS = {"step": 60, "probe": 20, "evaluation": 20, "checkpoint": 4, "whole run
 
 
 @pytest.fixture
-def draw(request):
+def draw(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{SEED} {request.node.name}")
 
 
 @pytest.fixture
-def tried(record_property):
+def tried(record_property: Callable[[str, object], None]) -> Iterator[list[Tally]]:
     """Tallies of a test, added up at the end of the whole suite (tests/conftest.py)."""
     tallies: list[Tally] = []
     yield tallies
@@ -32,7 +34,9 @@ def named(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_an_allocation_that_fails_anywhere_changes_nothing(tmp_path, case, draw, tried):
+def test_an_allocation_that_fails_anywhere_changes_nothing(
+    tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
+) -> None:
     with rigged(case, tmp_path) as rig:
         tallies = [sweep(rig, unit, case.name, FAULTS[unit.name], draw) for unit in UNITS]
     tried += tallies
@@ -40,7 +44,9 @@ def test_an_allocation_that_fails_anywhere_changes_nothing(tmp_path, case, draw,
 
 
 @pytest.mark.parametrize("case", SMALLER, ids=named)
-def test_a_second_failure_in_the_recovery_or_the_next_attempt_changes_nothing(tmp_path, case, draw, tried):
+def test_a_second_failure_in_the_recovery_or_the_next_attempt_changes_nothing(
+    tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
+) -> None:
     with rigged(case, tmp_path) as rig:
         tally = sweep_pairs(rig, STEP, case.name, 100, draw)
     tried.append(tally)
@@ -48,14 +54,18 @@ def test_a_second_failure_in_the_recovery_or_the_next_attempt_changes_nothing(tm
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=named)
-def test_loading_and_making_optimizer_state_are_done_again(tmp_path, case, draw, tried):
+def test_loading_and_making_optimizer_state_are_done_again(
+    tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
+) -> None:
     tally = sweep_set_up(case, tmp_path, 6, draw)
     tried.append(tally)
     assert tally.wrong == []
 
 
 @pytest.mark.parametrize("case", ROUNDING_CASES, ids=named)
-def test_weights_in_bf16_are_those_of_an_undisturbed_step_to_the_bit(tmp_path, case, draw, tried):
+def test_weights_in_bf16_are_those_of_an_undisturbed_step_to_the_bit(
+    tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
+) -> None:
     with rigged(case, tmp_path) as rig:
         tally = sweep(rig, STEP, case.name, 60, draw)
     tried.append(tally)
@@ -63,7 +73,9 @@ def test_weights_in_bf16_are_those_of_an_undisturbed_step_to_the_bit(tmp_path, c
 
 
 @pytest.mark.parametrize("case", OPTIMIZER_CASES, ids=named)
-def test_an_optimizer_that_fails_inside_its_step_leaves_no_half_step(tmp_path, case, draw, tried):
+def test_an_optimizer_that_fails_inside_its_step_leaves_no_half_step(
+    tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
+) -> None:
     with rigged(case, tmp_path) as rig:
         undone = sweep(rig, STEP, case.name, 25, draw)
         rig.context.guard.takes_copy = False  # too large to copy: back to the checkpoint

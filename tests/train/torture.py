@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _same(one: torch.Tensor, other: torch.Tensor, exact: bool) -> bool:
 def _alike(one: Any, other: Any, exact: bool) -> bool:
     if exact or not isinstance(one, float):
         return bool(one == other)
-    return abs(one - other) <= TOLERANCE * max(1.0, abs(other))
+    return bool(abs(one - other) <= TOLERANCE * max(1.0, abs(other)))
 
 
 @dataclass
@@ -94,6 +95,14 @@ TRAPS: dict[str, Callable[[MeteredDevice, int], None]] = {
 }
 
 
+def _spring(trap: Callable[[MeteredDevice, int], None], allocation: int, device: MeteredDevice) -> None:
+    trap(device, allocation)
+
+
+def _fail_twice(first: int, second: int, device: MeteredDevice) -> None:
+    device.fail_at(first, second)
+
+
 @contextmanager
 def tallied(name: str) -> Iterator[Tally]:
     """A tally that knows how long it took. What exists already is hidden from the collector meanwhile, which would
@@ -111,7 +120,7 @@ def sweep(rig: Rig, unit: Unit, name: str, sample: int | None, draw: random.Rand
     with tallied(f"{name}: {unit.name}") as tally:
         for where, spring in TRAPS.items():
             for allocation in chosen(counts[where], sample, draw):
-                result = rig.perform(unit, lambda device, k=allocation, spring=spring: spring(device, k))  # type: ignore[misc]
+                result = rig.perform(unit, partial(_spring, spring, allocation))
                 tally.add(f"{where} allocation {allocation} of {counts[where]}", result, reference)
     return tally
 
@@ -123,7 +132,7 @@ def sweep_pairs(rig: Rig, unit: Unit, name: str, sample: int | None, draw: rando
     with tallied(f"{name}: pairs in a {unit.name}") as tally:
         for number in chosen(count * count, sample, draw):
             first, second = (number - 1) // count + 1, (number - 1) % count + 1
-            result = rig.perform(unit, lambda device, j=first, k=second: device.fail_at(j, k))  # type: ignore[misc]
+            result = rig.perform(unit, partial(_fail_twice, first, second))
             tally.add(f"allocations {first} and then {second} of {count}", result, reference, faults=2)
     return tally
 
@@ -142,7 +151,7 @@ def sweep_set_up(case: Case, folder: Path, sample: int | None, draw: random.Rand
     reference = set_up_and_step(lambda device: None)
     with tallied(f"{case.name}: set-up") as tally:
         for allocation in chosen(reference.allocations, sample, draw):
-            result = set_up_and_step(lambda device, k=allocation: device.fail_at(k))  # type: ignore[misc]
+            result = set_up_and_step(partial(_spring, MeteredDevice.fail_at, allocation))
             for event in result.failures:
                 event["held_bytes"] += reference.held_bytes - levels[event["phase"]]
             tally.add(f"allocation {allocation} of {reference.allocations}", result, reference)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def console(runs: Path) -> Opener:
     """A function that opens the console at a size, with these flags, and yields a ConsolePilot."""
 
     @asynccontextmanager
-    async def opener(width: int = 80, height: int = 24, **flags: object) -> AsyncIterator[ConsolePilot]:
+    async def opener(width: int = 80, height: int = 24, **flags: Any) -> AsyncIterator[ConsolePilot]:
         app = TunedeckApp(Flags(runs=str(runs), **flags))
         async with app.run_test(size=(width, height)) as textual_pilot:
             yield ConsolePilot(app, textual_pilot)

@@ -75,7 +75,7 @@ class Nodes(Table):
 class Profile(Table):
     """A hardware profile file."""
 
-    schema_: Literal[1] = Field(1, alias="schema")
+    schema_: Literal[1] = Field(default=1, alias="schema")
     """Version of this file format."""
     kind: Literal["profile"] = "profile"
     """Always "profile"."""

@@ -381,7 +381,7 @@ class Stage(Table):
 class Recipe(Table):
     """A recipe file."""
 
-    schema_: Literal[1] = Field(1, alias="schema")
+    schema_: Literal[1] = Field(default=1, alias="schema")
     """Version of this file format."""
     kind: Literal["recipe"] = "recipe"
     """Always "recipe"."""

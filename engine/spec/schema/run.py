@@ -64,7 +64,7 @@ class Limits(Table):
 class RunSpec(Table):
     """Everything that defines one run. All paths are absolute."""
 
-    schema_: Literal[1] = Field(1, alias="schema")
+    schema_: Literal[1] = Field(default=1, alias="schema")
     """Version of this file format."""
     kind: Literal["run"] = "run"
     """Always "run"."""

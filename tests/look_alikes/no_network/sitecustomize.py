@@ -15,4 +15,4 @@ def connect(self: socket.socket, address: Any) -> None:
     _connect(self, address)
 
 
-socket.socket.connect = connect  # type: ignore[method-assign]
+setattr(socket.socket, "connect", connect)  # noqa: B010 - to type checkers a plain assignment is an error

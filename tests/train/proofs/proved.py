@@ -21,7 +21,7 @@ LORA = {"kind": "lora", "rank": 4, "alpha": 12}
 
 
 @contextmanager
-def small_setup(folder: Path, **tables: dict[str, Any]) -> Iterator[TrainingSetup]:
+def small_setup(folder: Path, **tables: Any) -> Iterator[TrainingSetup]:
     """The setup of a small LoRA run on the metered device, which is active inside the block."""
     samples = write_samples(folder / "samples.jsonl")
     with Workshop(make_spec(samples, memory_gib=0.5, **{"method": LORA, **tables}), folder / "run") as setup:

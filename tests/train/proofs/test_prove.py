@@ -16,6 +16,7 @@ from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import LORA as RANK_LORA
 from tests.distributed.rank_workbench import RankWorkbench
 from tests.events import read_events
+from tests.present import metered
 from tests.train.proofs.proved import LORA, break_attention, proved, small_setup, wrong_scale
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
@@ -63,9 +64,9 @@ def test_proofs_leave_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("allocation", [1, 5, 30, 90, 200, 400])
 def test_running_out_of_memory_inside_a_proof_is_no_failure(allocation: int, tmp_path: Path) -> None:
     with small_setup(tmp_path) as setup:
-        setup.context.device.fail_at(allocation)  # type: ignore[attr-defined]  # of the metered device
+        metered(setup.context.device).fail_at(allocation)
         found = proved(setup, tmp_path)
-        setup.context.device.fail_at(None)  # type: ignore[attr-defined]
+        metered(setup.context.device).fail_at(None)
         assert not [result for result in found.values() if result.passed is False and result.name not in EVERY_RUN]
         assert setup.context.loaded.attention == "sdpa" and setup.context.loss.implementation == "chunked"
         assert all(result.passed for result in proved(setup, tmp_path).values())

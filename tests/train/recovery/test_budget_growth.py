@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,13 +29,17 @@ from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.step.context import StepContext
 from engine.train.step.transaction import StepTransaction
 from tests.events import read_events
+from tests.present import metered, present
 from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train
 
 Squeezed = tuple[StepContext, Callable[..., None]]
 
 STEPS = 400
 CAPACITY_GIB = 1.0
-TABLES = {"train": {"max_steps": STEPS, "batch_size": 16}, "checkpoint": {"every_steps": 50, "every_minutes": 0}}
+TABLES: dict[str, Any] = {
+    "train": {"max_steps": STEPS, "batch_size": 16},
+    "checkpoint": {"every_steps": 50, "every_minutes": 0},
+}
 
 
 @contextmanager
@@ -47,8 +52,8 @@ def co_tenant(count: Path) -> Iterator[Callable[[float], None]]:
     assert process.stdin is not None
 
     def hold(gib: float) -> None:
-        process.stdin.write(f"{gib}\n")
-        process.stdin.flush()
+        present(process.stdin).write(f"{gib}\n")
+        present(process.stdin).flush()
 
     try:
         wait_for(lambda: count.exists() and count.stat().st_size == 8)
@@ -221,7 +226,7 @@ def test_optimizer_state_that_finds_no_room_stays_on_the_host_and_is_left_there_
     patience_steps = context.budget.patience_steps
     static_bytes = context.static_bytes
     shared.hold(0)
-    step(before_growth=lambda: context.device.fail_at(3))
+    step(before_growth=lambda: metered(context.device).fail_at(3))
     assert context.guard.host_state.on
     assert context.static_bytes == context.device.memory().allocated_bytes == static_bytes
     assert context.budget.patience_steps == 2 * patience_steps
@@ -242,7 +247,7 @@ def test_what_was_learned_is_saved_shown_and_used_again(tmp_path: Path) -> None:
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
     assert code == 0
-    told = learned_memory(place)
+    told = present(learned_memory(place))
     assert told["budget_bytes"] == of_kind(events, "step")[-1]["budget"]
     assert told["slope"] > 0
     shown = CliRunner().invoke(app, ["show", str(place.path), "--json"])

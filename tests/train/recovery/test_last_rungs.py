@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ def samples(tmp_path: Path) -> Path:
 
 
 def test_activations_move_to_the_host_when_one_sequence_does_not_fit(tmp_path: Path, samples: Path) -> None:
-    tables = {"train": ONE_AT_A_TIME, "data": {"max_length": 400}}
+    tables: dict[str, Any] = {"train": ONE_AT_A_TIME, "data": {"max_length": 400}}
     _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
     peak = max(event["peak_bytes"] for event in of_kind(roomy, "step"))
     tight = make_spec(samples, memory_gib=0.85 * peak / 2**30, backoff={"ladder": ["activation_offload"]}, **tables)
@@ -39,7 +40,7 @@ def test_offloaded_activations_go_together_with_checkpointing(tmp_path: Path, sa
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
 def test_state_on_the_host_gives_the_same_steps_to_the_bit(tmp_path: Path, samples: Path, optimizer: str) -> None:
-    tables = {"train": {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}}
+    tables: dict[str, Any] = {"train": {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}}
     _, kept = train(new_run(tmp_path / "kept", make_spec(samples, **tables)))
     tables["train"]["optimizer_offload"] = True
     place = new_run(tmp_path / "moved", make_spec(samples, **tables))
@@ -50,7 +51,7 @@ def test_state_on_the_host_gives_the_same_steps_to_the_bit(tmp_path: Path, sampl
 
 
 def test_optimizer_state_moves_to_the_host_when_nothing_else_is_left(tmp_path: Path, samples: Path) -> None:
-    tables = {"train": {**ONE_AT_A_TIME, "max_steps": 6}, "data": {"max_length": 400}}
+    tables: dict[str, Any] = {"train": {**ONE_AT_A_TIME, "max_steps": 6}, "data": {"max_length": 400}}
     _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
     peak = max(event["peak_bytes"] for event in of_kind(roomy, "step"))
     tables["checkpoint"] = {"every_steps": 3}
@@ -76,7 +77,7 @@ def test_a_resumed_run_finds_its_state_on_the_host_again(tmp_path: Path, samples
 
 
 def test_sequences_are_cut_only_where_the_recipe_allows_it_and_it_is_said(tmp_path: Path, samples: Path) -> None:
-    tables = {"train": ONE_AT_A_TIME, "data": {"max_length": 400}}
+    tables: dict[str, Any] = {"train": ONE_AT_A_TIME, "data": {"max_length": 400}}
     _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
     memory_gib = 0.9 * max(event["peak_bytes"] for event in of_kind(roomy, "step")) / 2**30
     refused = make_spec(samples, memory_gib=memory_gib, backoff={"ladder": ["cut"]}, **tables)

@@ -20,6 +20,7 @@ from engine.train.recovery.memory_settings import (
     memory_as_json,
 )
 from engine.train.setup import TrainingSetup
+from tests.present import present
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 
@@ -33,7 +34,7 @@ def setup(tmp_path: Path) -> Iterator[TrainingSetup]:
 def other(settings: MemorySettings) -> MemorySettings:
     """Settings that all differ from those in `settings`."""
     return MemorySettings(
-        settings.micro_batch_budget // 2, not settings.checkpointing, settings.chunk_tokens // 2,
+        settings.micro_batch_budget // 2, not settings.checkpointing, present(settings.chunk_tokens) // 2,
         not settings.activation_offload, not settings.optimizer_offload, 24,
     )  # fmt: skip
 

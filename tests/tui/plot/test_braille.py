@@ -67,7 +67,7 @@ def test_labels_that_would_overlap_are_left_out() -> None:
     assert x_axis_line(["1", "500,000", "1,000,000"], 16).plain.split() == ["1", "1,000,000"]
 
 
-def test_an_axis_of_one_step_has_one_label():
+def test_an_axis_of_one_step_has_one_label() -> None:
     assert x_axis_line(["1", "1", "1"], 40).plain.split() == ["1"]
     assert x_axis_line(["1", "2", "2"], 40).plain.split() == ["1", "2"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
 from tests.journal.event_fields import backoff_fields, step_fields
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
-from tests.tui.recorded_runs import COMPONENTS, SPEC, create_run_directory
+from tests.tui.recorded_runs import COMPONENTS, SPEC
 from tui.run.ranks import rank_lines, rank_summaries, ranks_in_brief
 from tui.run.watch import RunWatch
 

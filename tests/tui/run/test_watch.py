@@ -12,6 +12,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, encode_event
 from tests.journal.event_fields import backoff_fields, step_fields
 from tests.journal.run_directories import new_run
+from tests.present import present
 from tui.run.watch import LogTail, RunWatch
 
 
@@ -139,4 +140,4 @@ def test_each_stage_of_a_staged_run_has_a_curve_of_its_own(run: RunDirectory) ->
             writer.write("stage_finished", name=name, status="done", exit_code=0, steps=3)
     watch = looked(run)
     assert (watch.step, len(watch.curves.recent)) == (3, 3)
-    assert [(row["name"], row["status"]) for row in watch.summary.stages] == [("one", "done"), ("two", "done")]
+    assert [(row["name"], row["status"]) for row in present(watch.summary).stages] == [("one", "done"), ("two", "done")]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -213,20 +214,23 @@ async def test_an_ended_run_is_not_painted_again_and_the_list_behind_it_polls_no
 ) -> None:
     painted: list[object] = []
     display = TunedeckApp._display
+
+    def noting(app: TunedeckApp, screen: Any, update: Any) -> None:
+        painted.append(update)
+        display(app, screen, update)
+
     make_run(runs)
     async with console(120, 36) as pilot:
         await open_run(pilot)
         await pilot.sees("tokens/s", "25 × 2, batch 64")
         await pilot.until(lambda: pilot.screen._plotted[0] == pilot.screen.run_watch.version, "the curve")
-        behind = pilot.app.get_screen("runs")
+        behind: Any = pilot.app.get_screen("runs")
         assert behind._poll_timer is None
-        monkeypatch.setattr(
-            TunedeckApp, "_display", lambda app, *painting: (painted.append(painting), display(app, *painting))
-        )
+        monkeypatch.setattr(TunedeckApp, "_display", noting)
         for _ in range(3):
             pilot.screen.poll()
             await pilot.textual_pilot.pause()
-        assert [update for _, update in painted if update is not None] == []
+        assert [update for update in painted if update is not None] == []
         await pilot.press("escape")
         assert behind._poll_timer is not None
 

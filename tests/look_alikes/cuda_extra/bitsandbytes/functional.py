@@ -40,4 +40,5 @@ def _dequantize(packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], dt
 
 def dequantize_4bit(packed: torch.Tensor, quant_state: QuantState) -> torch.Tensor:
     """Returns the weight in its own dtype and shape."""
-    return _dequantize(packed, quant_state.absmax, list(quant_state.shape), quant_state.dtype)
+    weight: torch.Tensor = _dequantize(packed, quant_state.absmax, list(quant_state.shape), quant_state.dtype)
+    return weight

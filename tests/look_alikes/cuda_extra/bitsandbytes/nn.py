@@ -12,6 +12,9 @@ from .functional import QuantState, dequantize_4bit, quantize_4bit
 class Params4bit(torch.nn.Parameter):
     """A weight that is quantised when it is first moved to a device."""
 
+    bnb_quantized: bool
+    module: Any
+
     def __new__(cls, data: Any = None, requires_grad: bool = False, **options: Any) -> Params4bit:
         self = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, requires_grad)
         defaults = {
@@ -59,5 +62,6 @@ class Linear4bit(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         weight: Any = self.weight
-        out = MatMul4Bit.apply(x.to(self.compute_dtype), weight.data, weight.quant_state, bias)
+        multiply: Any = MatMul4Bit.apply
+        out: torch.Tensor = multiply(x.to(self.compute_dtype), weight.data, weight.quant_state, bias)
         return out.to(x.dtype)
