@@ -155,13 +155,13 @@ class Training:
     def _note_peak(self, outcome: StepOutcome) -> None:
         # Of ranks that share sequences, the one with most target tokens has the highest peak.
         shared = [each["peak_bytes"] for each in outcome.ranks[: self.context.strategy.ranks_per_sample]]
-        peak_bytes, costliest = max([self.transaction.work.peak_bytes, *shared]), outcome.costliest
-        if costliest is None or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
+        peak_bytes = max([self.transaction.work.peak_bytes, *shared])
+        if not outcome.ran or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
             return
         context = self.context
         spec = effective_spec(self.setup.spec, context)
         predictable = not any(remedy.name in UNPLANNED for remedy in context.active_remedies)
-        self.peak = Peak(peak_bytes, costliest.rows, costliest.length, spec, predictable)
+        self.peak = Peak(peak_bytes, outcome.ran, spec, predictable)
 
     def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:
         memory = self.context.device.memory()

@@ -1,15 +1,41 @@
-"""Some cases of `python -m benchmarks.capacity_runs`: 1 % more memory than predicted suffices, 1 % less does not."""
+"""Some cases of `python -m benchmarks.capacity_runs`: 1 % more memory than predicted suffices, 1 % less does not. And
+what a finished run says about its prediction."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.budget.capacity_runs import CapacityCase, capacity_cases, run_case
+from tests.budget.metered_step import GPT2, LLAMA, folder_of
+from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
 
 @pytest.mark.parametrize("case", list(capacity_cases(9)), ids=str)
 def test_a_run_fits_into_its_predicted_peak_and_not_into_less(case: CapacityCase, tmp_path: Path) -> None:
     result = run_case(case, tmp_path)
     assert result.right, result
+
+
+DROPPING: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "attention_dropout": 0.1},
+    "gpt2": {**GPT2, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+}
+
+
+@pytest.mark.parametrize(("family", "micro_batch"), [("llama", "auto"), ("llama", 3), ("gpt2", 3)])
+def test_a_finished_run_is_compared_with_what_it_really_ran(
+    family: str, micro_batch: int | str, tmp_path: Path
+) -> None:
+    """Ragged rows, of which only the answers are targets."""
+    spec = make_spec(
+        write_samples(tmp_path / "samples.jsonl"),
+        model={"id": str(folder_of(DROPPING[family], tmp_path / "model")), "attention": "eager"},
+        train={"max_steps": 2, "micro_batch": micro_batch, "gradient_checkpointing": False},
+    )
+    code, events = train(new_run(tmp_path / "runs", spec))
+    measured = of_kind(events, "run_finished")[0]["measured"]
+    assert code == 0
+    assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=5e-4)

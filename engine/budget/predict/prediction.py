@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.predict.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
@@ -105,6 +106,18 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
     return Predictor(arch, spec).predict(rows, length)
 
 
+class MicroBatchShape(NamedTuple):
+    """What a micro-batch's memory depends on."""
+
+    rows: int
+    length: int
+    """Tokens that each row is padded to."""
+    targets: int | None = None
+    """Tokens that count in the loss; None: all, which is the largest case."""
+    accumulating: bool | None = None
+    """Whether gradients of an earlier micro-batch of the step exist; None: if the step has more rows than this."""
+
+
 class Predictor:
     """Predictions for micro-batches of one run."""
 
@@ -122,11 +135,17 @@ class Predictor:
         return self.predict(rows, length).device_bytes <= self.capacity_bytes
 
     def predict(self, rows: int, length: int) -> Prediction:
-        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens."""
-        shape = shape_of(rows, self.layout.positions(length), self.config.chunk_tokens)
+        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, all of them targets."""
+        return self.predict_shape(MicroBatchShape(rows, length))
+
+    def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:
+        """Predict all phases for a micro-batch."""
+        rows, length, targets, accumulating = micro_batch
+        accumulating = rows < self.batch if accumulating is None else accumulating
+        shape = shape_of(rows, self.layout.positions(length), self.config.chunk_tokens, targets)
         config = for_rows(self.arch, step_config(self.config), rows)
         phases = {"load": {"weights": self.total.weights, "adapters": self.total.adapters}}
-        for name, costs in step_cost(self.arch, config, rows < self.batch, self.layout).items():
+        for name, costs in step_cost(self.arch, config, accumulating, self.layout).items():
             phases[name] = self._row(costliest(costs, shape).components(shape))
         phases["optimizer_step"] = self._row(self._update())
         if evaluates(self.recipe):

@@ -23,10 +23,10 @@ from engine.budget.trace.dropout import mask_bytes
 from engine.budget.trace.layer_kinds import LayerKind, layer_stack, sees_images_both_ways
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.operations import FLOAT, INDEX
-from engine.budget.trace.polynomial import BYTE, NO_BYTES, PAIR, POSITION, SQUARE, TOKEN, BytesPolynomial
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, PAIR, POSITION, SQUARE, TARGET, TOKEN, BytesPolynomial
 
-INPUT_BYTES = 24
-"""Bytes per token of input ids, labels and targets, int64 each."""
+INPUT_BYTES = 16 * TOKEN + 8 * TARGET
+"""Input ids and labels of all tokens, and the ids of the tokens that count in the loss; int64 each."""
 
 
 @lru_cache(maxsize=256)
@@ -217,7 +217,7 @@ def inputs(arch: Architecture, config: MemoryConfig, masks: int) -> BytesPolynom
     All rows share one set of positions and masks, except that packed rows have their own, and rows in eager attention
     have their own masks.
     """
-    shared = INPUT_BYTES * TOKEN
+    shared = INPUT_BYTES
     if config.attention == "eager":
         shared += masks * config.base_bytes * SQUARE
     else:

@@ -1,6 +1,6 @@
 """Traces the model from the last layer's output to the loss: last norm, choice of target rows, head, three losses.
 
-The steps are those of `engine.model.loss`. Every token counts as a target, which is the largest case.
+The steps are those of `engine.model.loss`. Only tokens that count in the loss go through the head.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -24,7 +24,7 @@ from engine.budget.trace.operations import (
     saves_output,
     scale,
 )
-from engine.budget.trace.polynomial import BYTE, CHUNK, NO_BYTES, SEVERAL, TOKEN
+from engine.budget.trace.polynomial import BYTE, CHUNK, NO_BYTES, SEVERAL, TARGET, TOKEN
 from engine.budget.trace.trainable import trainable_outer
 
 
@@ -58,8 +58,8 @@ class Head:
 
         The engine makes no copy if every position is a target; the trace always counts one.
         """
-        index = self.trace.new(TOKEN, INDEX) if hidden.node is not None else None
-        return gather(self.trace, hidden, index, hidden.elements)
+        index = self.trace.new(TARGET, INDEX) if hidden.node is not None else None
+        return gather(self.trace, hidden, index, self.arch.hidden * TARGET)
 
     @property
     def wrapped(self) -> bool:
@@ -79,9 +79,11 @@ class Head:
         trace = self.trace
         trained = self.table_name in self.trained
         if self.trace.autocast:
-            logits = half_linear(trace, hidden, self.arch.vocab, self.arch.vocab * self.arch.hidden, trained)
+            logits = half_linear(
+                trace, hidden, self.arch.vocab, self.arch.vocab * self.arch.hidden, trained, row=TARGET
+            )
         else:
-            logits = linear(trace, hidden, self.arch.vocab, self.weight, trained)
+            logits = linear(trace, hidden, self.arch.vocab, self.weight, trained, row=TARGET)
         logits = cast(trace, logits, FLOAT)
         if self.arch.logit_softcap is not None:
             logits = scale(trace, logits)
@@ -149,10 +151,10 @@ class Head:
         saved = trace.allocate(hidden.size)
         instead = trace.allocate(arch.vocab * (FLOAT + narrow * (narrow < FLOAT)) * CHUNK)
         del instead
-        losses = trace.allocate((FLOAT + 1) * TOKEN)  # fp32 losses, and which targets count
+        losses = trace.allocate((FLOAT + 1) * TARGET)  # fp32 losses, and which targets count
         rows = -(-arch.vocab // arch.hidden)
         per_row = 2 * narrow * (arch.vocab + arch.hidden)  # logits, and the gradient of the hidden states
-        chunk = trace.allocate(-(-per_row // rows) * TOKEN + per_row * BYTE)
+        chunk = trace.allocate(-(-per_row // rows) * TARGET + per_row * BYTE)
         del chunk, losses
         kept = [saved] if trace.learning else []
 

@@ -26,9 +26,16 @@ def pass_on(gradient: Storage) -> list[Storage | None]:
 
 
 def linear(
-    trace: MemoryTrace, x: TracedTensor, outputs: int, weight: int, trained: bool, bias: int = 0, unpacked: int = 0
+    trace: MemoryTrace,
+    x: TracedTensor,
+    outputs: int,
+    weight: int,
+    trained: bool,
+    bias: int = 0,
+    unpacked: int = 0,
+    row: BytesPolynomial = TOKEN,
 ) -> TracedTensor:
-    """Trace `F.linear` with `outputs` values per token; `weight` and `bias`: bytes of their gradients if trained.
+    """Trace `F.linear` with `outputs` values per `row`; `weight` and `bias`: bytes of their gradients if trained.
 
     `unpacked`: bytes of the dequantised copy of a quantised weight, which exists during the product, in forward and in
     backward.
@@ -47,13 +54,19 @@ def linear(
 
     saved = trace.save(x if trained else None, None) if wanted or trained else None
     whole = trace.allocate(whole_size) if unpacked else None
-    output = trace.result(outputs * TOKEN, x.itemsize, [x], backward, saved, trains=trained)
+    output = trace.result(outputs * row, x.itemsize, [x], backward, saved, trains=trained)
     del whole
     return output
 
 
 def half_linear(
-    trace: MemoryTrace, x: TracedTensor, outputs: int, elements: int, trained: bool, bias: int = 0
+    trace: MemoryTrace,
+    x: TracedTensor,
+    outputs: int,
+    elements: int,
+    trained: bool,
+    bias: int = 0,
+    row: BytesPolynomial = TOKEN,
 ) -> TracedTensor:
     """Trace `F.linear` under autocast: input and fp32 weight (of `elements` values) are cast to half precision."""
     x = cast(trace, x, HALF)
@@ -66,7 +79,7 @@ def half_linear(
         return [grad_x, trace.allocate(HALF * elements * BYTE) if trained else None]
 
     saved = trace.save(x if trained else None, weight if wanted else None) if wanted or trained else None
-    return trace.result(outputs * TOKEN, HALF, [x, weight], backward, saved, trains=trained)
+    return trace.result(outputs * row, HALF, [x, weight], backward, saved, trains=trained)
 
 
 def _half_weight(trace: MemoryTrace, elements: int, trained: bool) -> TracedTensor:

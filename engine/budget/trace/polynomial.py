@@ -21,7 +21,7 @@ class Shape(NamedTuple):
     squares: int
     """rows × length²."""
     chunk: int
-    """Tokens of the first chunk of the loss."""
+    """Targets of the first chunk of the loss."""
     several: int
     """1 if the loss is computed in more than one chunk, else 0."""
     positions: int
@@ -29,13 +29,19 @@ class Shape(NamedTuple):
     pairs: int
     """The square of `positions`."""
     rows: int
+    targets: int
+    """Tokens that count in the loss."""
 
 
-def shape_of(rows: int, length: int, chunk_tokens: int) -> Shape:
-    """The shape of `rows` sequences padded to `length` tokens; the loss is computed for `chunk_tokens` at a time."""
+def shape_of(rows: int, length: int, chunk_tokens: int, targets: int | None = None) -> Shape:
+    """The shape of `rows` sequences padded to `length` tokens; the loss is computed for `chunk_tokens` at a time.
+
+    `targets`: how many of the tokens count in the loss; None: all.
+    """
     tokens = rows * length
-    chunk = min(tokens, chunk_tokens)
-    return Shape(1, tokens, tokens * length, chunk, int(tokens > chunk), length, length * length, rows)
+    targets = tokens if targets is None else targets
+    chunk = min(targets, chunk_tokens)
+    return Shape(1, tokens, tokens * length, chunk, int(targets > chunk), length, length * length, rows, targets)
 
 
 class BytesPolynomial:
@@ -104,7 +110,7 @@ class BytesPolynomial:
 
 
 def _unit(place: int) -> BytesPolynomial:
-    return BytesPolynomial(tuple([int(place == each) for each in range(9)]))
+    return BytesPolynomial(tuple([int(place == each) for each in range(10)]))
 
 
 BYTE = _unit(0)
@@ -114,7 +120,7 @@ TOKEN = _unit(1)
 SQUARE = _unit(2)
 """One per row × length²."""
 CHUNK = _unit(3)
-"""One per token of the loss's first chunk."""
+"""One per target of the loss's first chunk."""
 SEVERAL = _unit(4)
 """One if the loss is computed in more than one chunk."""
 POSITION = _unit(5)
@@ -123,7 +129,9 @@ PAIR = _unit(6)
 """One per pair of positions of one row: length²."""
 ROW = _unit(7)
 """One per row."""
-TRAINED_GRADS = _unit(8)
+TARGET = _unit(8)
+"""One per token that counts in the loss."""
+TRAINED_GRADS = _unit(9)
 """One byte of a weight's finished gradient: stays allocated after the first micro-batch of a step, and is freed in
 later ones once it is added to the existing gradient (`BytesPolynomial.settled`)."""
 NO_BYTES = 0 * BYTE

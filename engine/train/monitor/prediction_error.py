@@ -1,9 +1,9 @@
-"""Compares the measured memory peak of a run, by component, with the prediction for the same micro-batch.
+"""Compares the measured memory peak of a run, by component, with the prediction for the micro-batches of that step.
 
 Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte blocks that CUDA's caching
 allocator and the metered device hand out; the rest of the peak counts as activations and working memory. The prediction
 is divided in the same way. It is not the prediction of the plan, which assumes the longest sequences that the data may
-have.
+have, and that every token counts in the loss.
 
 Try: `tunedeck show last` after a run has ended.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.budget.architecture.facts import from_config
-from engine.budget.predict.prediction import predict
+from engine.budget.predict.prediction import MicroBatchShape, Prediction, Predictor
 from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict
@@ -32,12 +32,11 @@ UNPLANNED = ("chunk_loss", "max_length")
 
 @dataclass(frozen=True)
 class Peak:
-    """The step with the highest memory peak: the peak, the size of the most expensive micro-batch, and the run spec in
-    force."""
+    """The step with the highest memory peak: the peak, the step's micro-batches, and the run spec in force."""
 
     peak_bytes: int
-    rows: int
-    length: int
+    micro_batches: tuple[MicroBatchShape, ...]
+    """In the order in which they ran."""
     spec: RunSpec
     predictable: bool
 
@@ -45,6 +44,7 @@ class Peak:
 def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
     """`{"peak_bytes", "components", "sequences", "length", "predicted"}` for the largest peak of the run's steps.
 
+    `sequences` and `length` are those of the step's micro-batch with the highest prediction, else of its first one.
     `predicted` holds the predicted peak and components; it is left out where nothing can be predicted.
     """
     trainable = context.loaded.trainable()
@@ -61,18 +61,39 @@ def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
     found: dict[str, Any] = {"peak_bytes": peak_bytes, "components": components}
     if peak is None:
         return found
-    found |= {"sequences": peak.rows, "length": peak.length}
-    foretold = _predicted(peak) if context.measures and peak.predictable else None
+    decisive = peak.micro_batches[0]
+    foretold = None
+    if context.measures and peak.predictable:
+        decisive, foretold = _predicted(peak)
+    found |= {"sequences": decisive.rows, "length": decisive.length}
     return found | ({"predicted": foretold} if foretold else {})
 
 
-def _predicted(peak: Peak) -> dict[str, Any] | None:
+def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
+    """The micro-batch of the step with the highest prediction, and what is predicted: the peak and its components."""
     try:
-        arch = from_config(model_config_dict(peak.spec))
+        predictor = Predictor(from_config(model_config_dict(peak.spec)), peak.spec)
     except UnknownArchitectureError:
-        return None
-    phases = predict(arch, peak.spec, rows=peak.rows, length=peak.length).phases
-    peak_bytes = max(sum(parts.values()) for name, parts in phases.items() if name not in OUTSIDE_STEPS)
+        return peak.micro_batches[0], None
+    shapes = dict.fromkeys(_on_a_rank(shape, predictor) for shape in peak.micro_batches)
+    found = {shape: _step_bytes(predictor.predict_shape(shape)) for shape in shapes}
+    decisive = max(found, key=found.__getitem__)
+    return decisive, _components(predictor.predict_shape(decisive))
+
+
+def _on_a_rank(shape: MicroBatchShape, predictor: Predictor) -> MicroBatchShape:
+    """The micro-batch with the most targets that one of the ranks which share its sequences may have."""
+    most = shape.rows * predictor.layout.positions(shape.length)
+    return shape._replace(targets=min(shape.targets or 0, most))
+
+
+def _step_bytes(prediction: Prediction) -> int:
+    """The predicted peak inside the step, without evaluation and generation."""
+    return max(sum(parts.values()) for name, parts in prediction.phases.items() if name not in OUTSIDE_STEPS)
+
+
+def _components(prediction: Prediction) -> dict[str, Any]:
+    phases, peak_bytes = prediction.phases, _step_bytes(prediction)
     components = {name: phases["forward"].get(name, 0) for name in STATIC}
     components["gradients"] = phases["optimizer_step"]["gradients"]
     components["activations"] = max(0, peak_bytes - sum(components.values()))

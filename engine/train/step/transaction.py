@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
+from engine.budget.predict.prediction import MicroBatchShape
 from engine.device.catch_oom import ATTEMPTS, catch_oom, free_failed_graph, retry_on_oom
 from engine.device.oom import MemoryBreakdown, OutOfMemory
 from engine.errors import DivergedError
@@ -53,8 +54,8 @@ class StepOutcome:
     """Sequences that were trained on, or had no target tokens."""
     data_wait_seconds: float
     applied: bool
-    costliest: MicroBatch | None = None
-    """This rank's costliest micro-batch."""
+    ran: tuple[MicroBatchShape, ...] = ()
+    """The micro-batches of this rank, in the order in which they ran."""
     overflowed: bool = False
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Each rank's measurements of the step; empty in a run of one process."""
@@ -125,7 +126,7 @@ class StepTransaction:
             samples=0 if overflowed else sum(each["samples"] for each in stats[::ranks_per_sample]),
             data_wait_seconds=self.work.data_wait_seconds - waited_before,
             applied=not overflowed,
-            costliest=plan[0] if plan and plan[0].members else None,
+            ran=self._shapes(plan, own_samples),
             overflowed=overflowed,
             ranks=stats if self.context.ranks.size > 1 else [],
         )
@@ -198,6 +199,14 @@ class StepTransaction:
         budget, lengths = context.budget, context.data.lengths[samples]
         plan = plan_micro_batches(lengths, context.cost, budget.budget_bytes, budget.floor_tokens)
         return context.strategy.pad_plan(plan)
+
+    def _shapes(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> tuple[MicroBatchShape, ...]:
+        """The shapes of this rank's micro-batches; dummy ones are left out."""
+        return tuple(
+            MicroBatchShape(group.rows, group.length, self._targets(samples[list(group.members)]), number > 0)
+            for number, group in enumerate(plan)
+            if group.members
+        )
 
     def _tokens(self, samples: NDArray[np.int64]) -> int:
         return int(self.context.data.lengths[samples].sum())
