@@ -29,6 +29,9 @@ NewNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of th
 ToOption = Annotated[Path | None, typer.Option("--to", metavar="FILE", help="Write here.", show_default=False)]
 DetectOption = Annotated[bool, typer.Option("--detect", help="Fill in this machine's first GPU, or its CPU.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+FromOption = Annotated[
+    str | None, typer.Option("--from", metavar="NAME|FILE", help="Copy this recipe.", show_default=False)
+]
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print tables of keys, as in the documentation.")]
 
 
@@ -86,12 +89,21 @@ def _add_new(group: typer.Typer, kind: SpecKind) -> None:
     if kind == "recipe":
 
         @group.command("new", help=summary)
-        def new_recipe(name: NewNameArgument, to: ToOption = None, force: ForceOption = False) -> None:
+        def new_recipe(
+            name: NewNameArgument, source: FromOption = None, to: ToOption = None, force: ForceOption = False
+        ) -> None:
             from engine.spec.files import templates
 
-            _write(kind, name, to, force, templates.new_recipe)
+            _write(
+                kind,
+                name,
+                to,
+                force,
+                lambda stem: templates.new_recipe(stem) if source is None else _copy(source, stem),
+            )
 
     else:
+
         @group.command("new", help=summary)
         def new_profile(
             name: NewNameArgument,
@@ -120,23 +132,66 @@ def _profile_text(name: str, detect: bool) -> str:
     return templates.new_profile(name, device, title=title, notes=notes)
 
 
+def _copy(source: str, name: str) -> str:
+    """The text of the recipe `source` under another name. A recipe that is named by a path keeps its files: their paths
+    become absolute."""
+    from engine.spec.files.find import find_spec_file
+    from engine.spec.files.rewrite import rewrite_text
+
+    file = find_spec_file("recipe", source)
+    # Beside its source, so that the relative paths of a recipe that is found by name stay relative.
+    target = Path(f"{name}.toml") if file.origin == "path" else file.path.with_name(f"{name}.toml")
+    return rewrite_text("recipe", source, [], {}, target)
+
+
 def _list(kind: SpecKind, as_json: bool) -> None:
     from engine.spec.files.find import list_spec_files
-    from engine.spec.load import load_spec_file
 
-    rows: list[dict[str, str]] = []
-    for file in list_spec_files(kind):
-        try:
-            title = str(getattr(load_spec_file(kind, file), "title", ""))
-        except SpecError as error:
-            count = len(error.problems)
-            title = f"invalid: {count} problem{'s' * (count > 1)}, see tunedeck {kind}s check {file.name}"
-        rows.append({"name": file.name, "title": title, "origin": file.origin, "path": str(file.path)})
+    rows = [_row(kind, file) for file in list_spec_files(kind)]
     if as_json:
         print_json(rows)
-    else:
-        width = max((len(row["name"]) for row in rows), default=0)
-        print_line("\n".join(f"{row['name']:{width}}  {row['origin']:8}  {row['title']}" for row in rows))
+        return
+    columns = ("name", "origin", "profile", "verdict") if kind == "recipe" else ("name", "origin")
+    widths = [max((len(row[column] or "") for row in rows), default=0) for column in columns]
+    for row in rows:
+        cells = [f"{row[column] or '':{width}}" for column, width in zip(columns, widths, strict=True)]
+        print_line("  ".join([*cells, row["title"] or ""]))
+
+
+def _row(kind: SpecKind, file: SpecFile) -> dict[str, str | None]:
+    """What `list` shows of one file; of a recipe also the profile it is meant for, and whether it fits there."""
+    from engine.spec.load import load_spec_file
+    from engine.spec.schema.recipe import Recipe
+
+    row: dict[str, str | None] = {"name": file.name, "title": "", "origin": file.origin, "path": str(file.path)}
+    try:
+        table = load_spec_file(kind, file)
+    except SpecError as error:
+        count = len(error.problems)
+        title = f"invalid: {count} problem{'s' * (count > 1)}, see tunedeck {kind}s check {file.name}"
+        return {**row, "title": title, **({"profile": None, "verdict": None} if kind == "recipe" else {})}
+    row["title"] = str(getattr(table, "title", ""))
+    if isinstance(table, Recipe):
+        row["profile"] = table.profile
+        row["verdict"] = _verdict(table.profile, str(file.path)) if table.profile else None
+    return row
+
+
+def _verdict(profile: str, recipe: str) -> str:
+    """Whether a recipe fits the profile that it is meant for, in words; without the network."""
+    from engine.budget.advise.plan import make_plan
+    from engine.budget.advise.sequence import settle_sequence
+    from engine.budget.advise.staged_plan import make_staged_plan
+    from engine.errors import TunedeckError
+    from engine.journal.event_text import describe_verdict
+    from engine.spec.load import resolve
+
+    try:
+        spec = settle_sequence(resolve(profile, recipe).spec).spec
+        plan = make_staged_plan(spec) if spec.recipe.stages else make_plan(spec)
+    except TunedeckError:  # no such profile, or a model whose memory is not known: tunedeck plan says which
+        return "no plan"
+    return describe_verdict(plan.verdict)
 
 
 def _show(kind: SpecKind, name: str, as_json: bool) -> None:

@@ -27,6 +27,7 @@ from engine.device.catch_oom import ATTEMPTS, catch_oom
 from engine.device.oom import OutOfMemory
 from engine.errors import MemoryExhaustedError
 from engine.evaluate.generation import generate
+from engine.evaluate.text_scores import TEXT_SCORES
 from engine.model.documents import takes_starts
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction, eval_mode
@@ -114,9 +115,9 @@ def evaluate(
 ) -> Scores:
     """Score the first `limit` samples of `data`.
 
-    `loss` is the mean over target tokens, `perplexity` its exponential. For `exact_match`, answers are generated
-    from the tokens before the last answer, as the recipe's [generate] says, and compared with it as text, with white
-    space trimmed.
+    `loss` is the mean over target tokens, `perplexity` its exponential. For scores of text (`TEXT_SCORES`), answers are
+    generated from the tokens before the last answer, as the recipe's [generate] says, and compared with it, with white
+    space trimmed; the score is the mean over samples.
 
     Raises:
         MemoryExhaustedError: memory does not suffice even for one sample at a time.
@@ -128,11 +129,12 @@ def evaluate(
         if "loss" in metrics:
             loss = _mean_loss(context, data, np.arange(count))
             result.metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-        if "exact_match" in metrics or samples:
-            asked = count if "exact_match" in metrics else min(samples, count)
-            answers = _answer_first(context, data, asked)
-            if "exact_match" in metrics:
-                result.metrics["exact_match"] = sum(a["answer"] == a["reference"] for a in answers) / len(answers)
+        chosen = [name for name in TEXT_SCORES if name in metrics]
+        if chosen or samples:
+            answers = _answer_first(context, data, count if chosen else min(samples, count))
+            for name in chosen:
+                scores = [TEXT_SCORES[name](answer["answer"], answer["reference"]) for answer in answers]
+                result.metrics[name] = sum(scores) / len(scores)
             result.samples = answers[:samples]
     return result
 

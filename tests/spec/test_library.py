@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,36 @@ def test_a_new_file_is_found_by_name_and_checks_clean(group: str, options: list[
     assert "exists" in refused(group, "new", "mine").found
     said(group, "new", "mine", "--force")
     assert "is not a valid name" in refused(group, "new", "../mine").found
+
+
+def test_a_new_recipe_may_be_a_copy_of_another(tmp_path: Path) -> None:
+    said("recipes", "new", "mine", "--from", "qwen2.5-7b-lora")
+    mine = (tmp_path / "profiles/recipes/mine.toml").read_text()
+    shipped = said("recipes", "export", "qwen2.5-7b-lora")
+    assert mine == shipped.replace('name = "qwen2.5-7b-lora"', 'name = "mine"')
+    (tmp_path / "there").mkdir()
+    own = shared(tmp_path / "there")
+    said("recipes", "new", "theirs", "--from", own)
+    source = json.loads(said("recipes", "show", "theirs", "--json"))["data"]["sources"][0]
+    assert source["path"] == str(tmp_path / "there/data/a.jsonl")
+    assert "no recipe named" in refused("recipes", "new", "other", "--from", "nobody").found
+
+
+def test_list_shows_the_profile_a_recipe_is_meant_for_and_whether_it_fits_there(tmp_path: Path) -> None:
+    folder = tmp_path / "profiles/recipes"
+    folder.mkdir(parents=True)
+    for name, profile, model in (
+        ("a", "nothing", "org/name"),
+        ("b", "demo", "Qwen/Qwen2.5-7B"),
+        ("c", "24gb", "org/name"),
+    ):
+        file = shared(folder, model=model, more="")
+        (folder / f"{name}.toml").write_text(f'profile = "{profile}"\n' + Path(file).read_text())
+    rows = {row["name"]: (row["profile"], row["verdict"]) for row in json.loads(said("recipes", "list", "--json"))}
+    assert rows["qwen2.5-7b-lora"] == ("24gb", "fits") and rows["lora"] == (None, None)
+    assert rows["a"] == ("nothing", "no plan") and rows["c"] == ("24gb", "no plan")
+    assert rows["b"] == ("demo", "does not fit")
+    assert re.search(r"qwen2.5-7b-lora +shipped +24gb +fits +Qwen", said("recipes", "list"))
 
 
 def test_nothing_of_ones_own_lands_among_the_shipped_files(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ def image_key(recipe: Recipe) -> str | None:
     only."""
     for place, source in sources_of(recipe):
         table = ".".join(str(part) for part in place if isinstance(part, str))
-        if source.format == "image-chat":
-            return f'{table}.{source.name}.format = "image-chat"'
+        if source.format in ("image-chat", "detection"):
+            return f'{table}.{source.name}.format = "{source.format}"'
         if source.image_root is not None:
             return f"{table}.{source.name}.image_root"
     if recipe.data.image_min_pixels is not None or recipe.data.image_max_pixels is not None:

@@ -59,6 +59,25 @@ def source_has_one_origin(recipe: Recipe) -> Problems:
             yield Problem((*place, "path"), "an empty path", 'a file, folder or glob is needed, such as "train.jsonl"')
 
 
+def detection_is_described(recipe: Recipe) -> Problems:
+    """Yield a problem for each key that format = "detection" needs, and for each of its keys beside other formats."""
+    for place, source in sources_of(recipe):
+        values = {key: getattr(source, key) for key in ("prompt", "box_order", "box_scale", "box_text")}
+        if source.format != "detection":
+            for key in (key for key, value in values.items() if value is not None):
+                found = f"{key} with format = {quoted(source.format)}"
+                yield Problem((*place, key), found, 'format = "detection" is needed')
+            continue
+        for key in ("prompt", "box_order", "box_scale"):
+            if values[key] is None:
+                yield Problem((*place, key), "missing", 'format = "detection" needs it', ((*place, "format"),))
+        absent = [column for column in ("image", "boxes", "labels") if column not in source.columns]
+        if absent:
+            found = f"no column for {', '.join(absent)}"
+            example = '{ image = "image", boxes = "objects.bbox", labels = "objects.label" }'
+            yield Problem((*place, "columns"), found, f"such as {example}", ((*place, "format"),))
+
+
 def builtins_exist(recipe: Recipe) -> Problems:
     named: list[tuple[Place, str | None, tuple[str, ...]]] = [
         (("model", "id"), recipe.model.id, BUILTIN_MODELS),
@@ -342,6 +361,7 @@ def sweep_has_values(recipe: Recipe) -> Problems:
 RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     model_is_named,
     source_has_one_origin,
+    detection_is_described,
     builtins_exist,
     random_weights_are_a_model,
     names_are_unique,

@@ -14,9 +14,13 @@ from engine.spec.schema.recipe import Recipe, Trackers
 from engine.spec.schema.run import RunSpec
 from engine.spec.stages import stage_specs
 
+BUILT_SCORES = ("loss", "exact_match", "token_f1")
+"""Values of evaluate.metrics that are computed."""
+OTHER_SCORES = f"scores other than {', '.join(BUILT_SCORES)}"
+
 
 def _scores(recipe: Recipe) -> str | None:
-    unbuilt = [metric for metric in recipe.evaluate.metrics if metric not in ("loss", "exact_match")]
+    unbuilt = [metric for metric in recipe.evaluate.metrics if metric not in BUILT_SCORES]
     return f"evaluate.metrics: {', '.join(unbuilt)}" if unbuilt else None
 
 
@@ -46,12 +50,12 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     ),
     (lambda spec: _trackers(spec.recipe.trackers), "experiment trackers"),
     (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
-    (lambda spec: _scores(spec.recipe), "scores other than loss and exact_match"),
+    (lambda spec: _scores(spec.recipe), OTHER_SCORES),
 )
 """(function that returns the key as the user wrote it, or None if unused; name of the missing feature)."""
 
 
-PLANNABLE_FEATURES = ("images",)
+PLANNABLE_FEATURES = ("images", "experiment trackers", OTHER_SCORES)
 """Features that can be planned but not trained yet."""
 
 

@@ -91,8 +91,10 @@ class Source(Table):
     """Configuration of a hub data set."""
     split: str = "train"
     """Split of the data set, such as "train" or "train[:1000]"."""
-    format: Literal["auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "image-chat"] = "auto"
-    """How the columns are read; auto recognises the format by the columns' names."""
+    format: Literal[
+        "auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "image-chat", "detection"
+    ] = "auto"
+    """How the columns are read; auto recognises the format by the columns' names. detection: images with boxes."""
     limit: Count | None = None
     """Use at most this many samples, from the start of the source."""
     enabled: bool = True
@@ -100,9 +102,18 @@ class Source(Table):
     weight: Positive = 1.0
     """How often each sample of this source is used in an epoch; fractions are drawn by seed."""
     columns: dict[str, str] = {}
-    """Our column name = the file's, such as prompt = "question"."""
+    """Our column name = the file's, such as prompt = "question"; in detection also one inside another, such as
+    boxes = "objects.bbox"."""
     image_root: str | None = None
     """Folder that image paths are relative to."""
+    prompt: str | None = None
+    """detection: what is asked about each image."""
+    box_order: Literal["xyxy", "yxyx", "xywh"] | None = None
+    """detection: the order of a box's four numbers in the data. There is no default: swapped axes are not noticed."""
+    box_scale: Literal["unit", "pixels", "thousand"] | None = None
+    """detection: the scale of a box's numbers in the data: 0 to 1, pixels of the image, or 0 to 1000."""
+    box_text: Literal["qwen2", "json"] | None = None
+    """detection: how boxes are written in answers; by default qwen2, with its special tokens."""
 
 
 class Data(Table):
@@ -249,8 +260,8 @@ class Eval(Table):
 class Evaluate(Table):
     """Evaluation after training (`tunedeck eval`)."""
 
-    metrics: list[Literal["loss", "exact_match", "rouge", "box_iou", "detection_rate"]] = ["loss"]
-    """Scores to compute."""
+    metrics: list[Literal["loss", "exact_match", "token_f1", "rouge", "box_iou", "detection_rate"]] = ["loss"]
+    """Scores to compute. token_f1: how many words of a generated answer and its reference are the same."""
     limit: Count | None = None
     """At most this many samples."""
     log_samples: CountOrZero = 5

@@ -1,0 +1,60 @@
+"""The recipes of the field that ship: they check clean, are planned for the profile they name, and fit there."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.budget.advise.plan import make_plan
+from engine.budget.advise.preflight import refuse_unsafe
+from engine.budget.advise.staged_plan import make_staged_plan
+from engine.errors import SpecError
+from engine.spec.check.unsupported import refuse_unsupported
+from engine.spec.files.find import find_spec_file
+from engine.spec.load import load_spec_file, resolve
+from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.run import RunSpec
+
+PLANNED_GIB = {
+    "qwen2.5-7b-lora": {"": 20.43},
+    "qwen2-vl-detect": {"language": 28.64, "vision": 41.67, "two-stage": 28.64, "joint": 35.59},
+    "qwen3-4b-longcontext": {"": 34.42},
+}
+"""Memory of a device by stage, in GiB, as `tunedeck plan` prints it for the recipe's own profile."""
+
+MISSING = {
+    "qwen2-vl-detect": ["images", "box_iou, detection_rate"],
+    "qwen3-4b-longcontext": ["rouge"],
+}
+"""What `train` names as missing in this version."""
+
+
+def resolved(name: str) -> RunSpec:
+    recipe = load_spec_file("recipe", find_spec_file("recipe", name))
+    assert isinstance(recipe, Recipe) and recipe.profile is not None
+    return resolve(recipe.profile, name).spec
+
+
+@pytest.mark.parametrize("name", PLANNED_GIB)
+def test_a_recipe_of_the_field_fits_the_profile_that_it_names(name: str) -> None:
+    spec = resolved(name)
+    refuse_unsupported(spec, planning=True)
+    refuse_unsafe(spec)
+    if spec.recipe.stages:
+        plans = {stage.name: stage.plan for stage in make_staged_plan(spec).stages}
+    else:
+        plans = {"": make_plan(spec)}
+    assert all(plan.verdict == "fits" for plan in plans.values() if plan is not None)
+    found = {stage: plan.prediction.device_bytes / 2**30 for stage, plan in plans.items() if plan is not None}
+    assert found == pytest.approx(PLANNED_GIB[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", PLANNED_GIB)
+def test_training_is_refused_with_what_is_missing(name: str) -> None:
+    spec = resolved(name)
+    if name not in MISSING:
+        refuse_unsupported(spec)
+        return
+    with pytest.raises(SpecError) as caught:
+        refuse_unsupported(spec)
+    text = caught.value.render()
+    assert all(word in text for word in MISSING[name])
