@@ -246,7 +246,8 @@ def _print_plan(planned: Plan, spec: RunSpec) -> None:
     table = text.phase_table(planned.prediction.phases, planned.prediction.deciding_phase)
     above = [*text.wrap_lines([text.title(planned, spec)], width), *text.capacity_bar(planned, width)]
     below = text.wrap_lines([*text.summary_lines(planned, spec), *text.residual_lines(spec)], width)
-    print_line("\n".join([*above, "", *table, "", *below]))
+    beside = text.beside_rows(planned)
+    print_line("\n".join([*above, "", *table, "", *beside, *([""] if beside else []), *below]))
 
 
 def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:

@@ -31,6 +31,11 @@ HEADS = {
     "recompute": "recomp", "loss": "loss", "buffers": "buffer",
 }  # fmt: skip
 """The column title of each component, short enough for 80 columns."""
+BESIDE_TENSORS = ("context", "workspace", "fragmentation")
+"""Components that are not torch's tensors; they are equal in all phases but for fragmentation, a share of the peak."""
+OFFLOADED = {"activations": "activations", "optimizer": "optimizer state"}
+"""What offloads keep on the host, in words."""
+
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
     """Wrap lines at spaces; continuation lines are indented."""
@@ -69,8 +74,7 @@ def capacity_bar(planned: Plan, width: int) -> list[str]:
 
 
 def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
-    """A table with a row per phase and a column per component. Memory outside of tensors is left out, because it is
-    equal in all phases."""
+    """A table with a row per phase and a column per component. Memory outside of tensors is in `beside_rows`."""
     names = [name for name in HEADS if any(parts.get(name) for parts in phases.values())]
     large = sum(phases[deciding].values()) >= GIB
     unit, digits = (GIB, 2) if large else (MIB, 1)
@@ -82,6 +86,18 @@ def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
         rows.append([f"{mark}{phase:<18}", *cells, _cell(sum(parts.values()) / unit, digits)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     return [" ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def beside_rows(planned: Plan) -> list[str]:
+    """A row for each component outside of torch's tensors, and one for all memory in use; none in host memory."""
+    parts = {name: planned.prediction.components[name] for name in BESIDE_TENSORS}
+    reserved, used = planned.prediction.reserved_context_bytes, planned.prediction.device_bytes
+    if not any(parts.values()) and not reserved:
+        return []
+    rows = [f" {name:<18}{format_size(size, used):>12}" for name, size in parts.items()]
+    if reserved:
+        rows[0] += f"  ({format_size(reserved, used)} more lie in device.reserve_gib)"
+    return [f" {'torch tensors':<18}{format_size(planned.peak_bytes, used):>12}", *rows]
 
 
 def _cell(size: float, digits: int) -> str:
@@ -111,6 +127,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     ]
     if "generate" in planned.prediction.phases:
         lines.append(generate_sentence(planned, used))
+    if planned.host:
+        lines.append(host_sentence(planned))
     if planned.image_tokens:
         lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is kept")
     if planned.remedies:
@@ -134,9 +152,18 @@ def length_sentence(basis: str, length: int) -> str:
 def generate_sentence(planned: Plan, used: int) -> str:
     """What generation inside training adds to the peak of the steps."""
     needs = format_size(sum(planned.prediction.phases["generate"].values()), used)
+    rows = f"generate ({planned.generation_rows} at a time)"
     if not planned.generate_adds_bytes:
-        return f"generate adds nothing: its {needs} are less than the peak of the steps"
-    return f"generate adds {format_size(planned.generate_adds_bytes, used)} to the peak of the steps"
+        return f"{rows} adds nothing: its {needs} are less than the peak of the steps"
+    return f"{rows} adds {format_size(planned.generate_adds_bytes, used)} to the peak of the steps"
+
+
+def host_sentence(planned: Plan) -> str:
+    """How much host memory the offloads take, and how much there is."""
+    kept = " and ".join(f"{OFFLOADED[name]} {format_size(size, size)}" for name, size in planned.host.items())
+    capacity = format_size(planned.host_capacity_bytes, planned.host_capacity_bytes)
+    short = "" if planned.host_fits else ": TOO LITTLE"
+    return f"on the host: {kept}, of {capacity} of host memory{short}"
 
 
 def verdict_sentence(verdict: str, micro_batch: int, remedies: dict[str, Any]) -> str:

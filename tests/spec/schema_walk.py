@@ -334,6 +334,7 @@ CASES: dict[str, Case] = {
     "device.count": Case(plan, "2", "4", ("parallel.strategy=replicated",)),
     "device.memory_gib": Case(plan, "1", "2"),
     "device.reserve_gib": Case(plan, "0", "0.5"),
+    "device.host_memory_gib": Case(plan, "1", "0.5"),
     "device.compute_capability": Case(plan, "7.5", "9.0", (*CUDA, "model.dtype=auto")),
     "device.bandwidth_gbs": Case(plan, "1", "2", (*HELD_OUT, "eval.samples=1", "generate.max_new_tokens=100")),
     "device.peak_tflops": Case(run, "", "1"),

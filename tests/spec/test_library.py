@@ -140,6 +140,7 @@ def test_check_notes_a_name_that_differs_from_the_files(tmp_path: Path) -> None:
 def test_detection_reads_what_the_machine_has() -> None:
     device, title, notes = detect_device()
     assert device["memory_gib"] > device["reserve_gib"] > 0
+    assert device["host_memory_gib"] > 0
     assert title
     assert "memory_gib" in notes
 

@@ -9,11 +9,12 @@ Try: `tunedeck plan -p 24gb -r lora`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.host_memory import host_bytes, host_capacity_bytes
 from engine.budget.predict.prediction import Prediction, Predictor
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.spec.files.known_lengths import known_longest
@@ -43,6 +44,12 @@ class Plan:
     """Tokens of the image that each sequence is planned with; 0 for text alone."""
     remedies: dict[str, Any]
     """Recipe keys that would make a plan of verdict fits_smaller fit, without changing what is learned."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Bytes that offloads take on the host of one machine, by what is offloaded (activations, optimizer)."""
+    host_capacity_bytes: int = 0
+    """Host memory of one machine: the profile's, else that of this machine."""
+    generation_rows: int = 0
+    """Answers that evaluations generate at once; 0 where they generate none."""
 
     @property
     def peak_bytes(self) -> int:
@@ -53,6 +60,16 @@ class Plan:
     def margin_bytes(self) -> int:
         """Bytes of capacity left at the peak; negative if the run does not fit."""
         return self.capacity_bytes - self.prediction.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that all offloads take on the host of one machine."""
+        return sum(self.host.values())
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether the host's memory holds what is offloaded; always if nothing is."""
+        return not self.host or self.host_bytes <= self.host_capacity_bytes
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -76,6 +93,10 @@ class Plan:
             "margin_bytes": self.margin_bytes,
             "deciding_phase": self.prediction.deciding_phase,
             "components": self.prediction.components,
+            "reserved_context_bytes": self.prediction.reserved_context_bytes,
+            "host_bytes": self.host_bytes,
+            "host_components": self.host,
+            "host_capacity_bytes": self.host_capacity_bytes,
             "phases": self.prediction.phases,
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
@@ -83,6 +104,7 @@ class Plan:
             "length": self.length,
             "basis": self.basis,
             "generate_adds_bytes": self.generate_adds_bytes,
+            "generation_rows": self.generation_rows,
             "remedies": self.remedies,
             "ranks": self.ranks,
             "image_tokens": self.image_tokens,
@@ -117,6 +139,9 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
         ranks=predictor.layout.ranks,
         image_tokens=predictor.config.image_patches // encoder.merge**2 if encoder else 0,
         remedies=remedies,
+        host=host_bytes(arch, predictor.config, spec.profile, rows, length),
+        host_capacity_bytes=host_capacity_bytes(spec.profile),
+        generation_rows=predictor.generation_rows(length) if "generate" in prediction.phases else 0,
     )
 
 
@@ -144,8 +169,9 @@ def _verdict(
     for changes in _remedies(spec):
         if rows == 1 and not changes:
             continue  # planned already
-        most = _largest_that_fits(Predictor(arch, _with_train(spec, changes)), length)
-        if most:
+        predictor = Predictor(arch, _with_train(spec, changes))
+        most = _largest_that_fits(predictor, length)
+        if most and predictor.host_fits(most, length):
             # A number in the recipe is a limit: remedies do not raise it.
             most = most if spec.recipe.train.micro_batch == "auto" else min(most, rows)
             return "fits_smaller", {f"train.{key}": value for key, value in {**changes, "micro_batch": most}.items()}

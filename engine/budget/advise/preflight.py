@@ -31,6 +31,9 @@ from engine.spec.schema.run import RunSpec
 
 GIB = 2**30
 
+OFFLOAD_KEYS = {"activation": "activations", "optimizer": "optimizer"}
+"""The first word of each offload's key, and what the plan calls it that is on the host."""
+
 SHORT_ANSWER_TOKENS = 32
 """Generating no more tokens than this at each evaluation is no reason for a warning."""
 
@@ -41,6 +44,7 @@ def warnings_of(
     """All warnings of a run; those about disk space only if `free_disk_bytes` is given. `torch_version` defaults to the
     installed one."""
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(arch, spec)]
+    found += _host_memory(spec)
     found += _nothing_to_round(arch, spec)
     found += _attention_dropout(arch, spec)
     found += _shards(spec, torch_version or installed("torch"))
@@ -115,6 +119,18 @@ def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
         "train.activation_offload beside train.gradient_checkpointing moves only the layers' inputs, "
         f"{kept_bytes / GIB:.2f} GiB for {plan.micro_batch} × {length} tokens, and the run fits without: "
         "set train.activation_offload=false"
+    )
+
+
+def _host_memory(spec: RunSpec) -> Iterator[str]:
+    """Warn of offloads that the host's memory cannot hold."""
+    plan = make_plan(spec)
+    if plan.host_fits:
+        return
+    switched_on = " and ".join(f"train.{name}_offload" for name in OFFLOAD_KEYS if OFFLOAD_KEYS[name] in plan.host)
+    yield (
+        f"{switched_on} takes {plan.host_bytes / GIB:.3g} GiB of host memory on each machine, which has "
+        f"{plan.host_capacity_bytes / GIB:.3g}: leave it out, or set device.host_memory_gib to what the machine has"
     )
 
 

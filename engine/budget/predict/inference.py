@@ -156,7 +156,8 @@ INPUT_COPIES = 24
 def most_answers(recipe: Recipe) -> int:
     """How many answers the engine generates at once if memory allows: as many as the recipe asks for, at most
     GENERATION_ROWS."""
-    return GENERATION_ROWS if "exact_match" in recipe.eval.metrics else min(GENERATION_ROWS, recipe.eval.samples)
+    asked = GENERATION_ROWS if "exact_match" in recipe.eval.metrics else recipe.eval.samples
+    return min(GENERATION_ROWS, asked, recipe.eval.limit or GENERATION_ROWS)
 
 
 def generation_rows(arch: Architecture, config: MemoryConfig, recipe: Recipe, *, length: int, room_bytes: int) -> int:

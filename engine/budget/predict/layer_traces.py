@@ -24,12 +24,13 @@ Sizes = tuple[BytesPolynomial, ...]
 
 
 class ForwardTrace(NamedTuple):
-    """Bytes of a layer's forward pass: live at its local maxima, saved for backward, and of autocast's cast weights,
-    which are cached until the loss."""
+    """Bytes of a layer's forward pass: live at its local maxima, saved for backward on the device, of autocast's cast
+    weights, which are cached until the loss, and saved for backward on the host."""
 
     forward: Sizes
     saved: BytesPolynomial
     casts: BytesPolynomial
+    offloaded: BytesPolynomial = NO_BYTES
 
 
 def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
@@ -78,7 +79,8 @@ def _layer_step(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> La
         output = layer.forward(arguments.pop())
         with_casts = trace.live
         trace.casts.clear()
-        forward = ForwardTrace(highest(trace.take_peaks()), trace.live - output.size, with_casts - trace.live)
+        saved, casts = trace.live - output.size, with_casts - trace.live
+        forward = ForwardTrace(highest(trace.take_peaks()), saved, casts, trace.offloaded)
     assert output.node is not None
     size, node = output.size, output.node
     del output
@@ -129,18 +131,24 @@ def _layer_view(config: MemoryConfig, kind: LayerKind) -> LayerKind:
 
 def head_step(arch: Architecture, config: MemoryConfig, accumulating: bool) -> Sizes:
     """Live bytes at the local maxima from the last layer's output to the loss, and back to that output's gradient."""
-    return maxima(_head_step(arch, head_config(config)), accumulating)
+    return maxima(_head_step(arch, head_config(config))[0], accumulating)
+
+
+def head_offloaded(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
+    """Bytes that the model's end saves for backward on the host."""
+    return _head_step(arch, head_config(config))[1]
 
 
 @lru_cache(maxsize=256)
-def _head_step(arch: Architecture, config: MemoryConfig) -> Sizes:
+def _head_step(arch: Architecture, config: MemoryConfig) -> tuple[Sizes, BytesPolynomial]:
+    """Live bytes at the local maxima of the model's end, and the bytes that it saves on the host."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, offloads=config.activation_offload)
     arguments = [layer_input(trace, arch, config, body_learns(arch, config))]
     loss = Head(trace, arch, config).forward(arguments.pop())
     trace.casts.clear()
     if loss.node is not None:  # None: the recipe trains nothing, which the engine refuses once it has the model
         trace.backward(loss.node, trace.allocate(NO_BYTES))
-    return highest(trace.take_peaks())
+    return highest(trace.take_peaks()), trace.offloaded
 
 
 def inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:

@@ -23,15 +23,23 @@ Shares of 0 to 17 % were seen. Also used where only small runs were measured."""
 
 
 class NonTorchMemory(NamedTuple):
-    """Bytes of one device that torch's tensors do not use; fragmentation is a share of the bytes that they do use."""
+    """Bytes of one device's capacity that torch's tensors do not use; fragmentation is a share of those that they do
+    use."""
 
     workspace_bytes: int
     context_bytes: int
+    """The CUDA context as far as the profile's reserve does not hold it: only this part counts against capacity."""
     fragmented_share: float
+    reserved_context_bytes: int = 0
+    """The part of the context that the profile's reserve holds."""
 
     def total(self, peak_bytes: int) -> int:
-        """Non-torch bytes when torch allocates `peak_bytes`."""
+        """Non-torch bytes of the capacity when torch allocates `peak_bytes`."""
         return self.workspace_bytes + self.context_bytes + int(self.fragmented_share * peak_bytes)
+
+    def room_bytes(self, capacity_bytes: int) -> int:
+        """The most bytes that torch may allocate at the peak for the total to be within `capacity_bytes`."""
+        return int((capacity_bytes - self.workspace_bytes - self.context_bytes) / (1 + self.fragmented_share))
 
     def components(self, peak_bytes: int) -> dict[str, int]:
         """Non-torch bytes by component: `workspace`, `context` and `fragmentation`."""
@@ -43,7 +51,10 @@ class NonTorchMemory(NamedTuple):
 
 
 def non_torch_memory(profile: Profile) -> NonTorchMemory:
-    """Non-torch memory as earlier runs on this machine measured it; without such runs, typical values."""
+    """Non-torch memory as earlier runs on this machine measured it; without such runs, typical values.
+
+    A profile sets its reserve aside for the context, which lies beside the memory that torch may take from the driver.
+    """
     device = profile.device
     if device.kind != "cuda":
         return NonTorchMemory(0, 0, 0.0)
@@ -51,6 +62,12 @@ def non_torch_memory(profile: Profile) -> NonTorchMemory:
     typical_share = FRAGMENTED_SHARE[is_expandable(device.allocator)]
     if seen is not None:
         share = typical_share if seen.fragmented_share is None else seen.fragmented_share
-        return NonTorchMemory(seen.workspace_bytes, seen.context_bytes, share)
+        return _beside_reserve(profile, seen.workspace_bytes, seen.context_bytes, share)
     workspace_bytes = CUBLAS_BYTES[(device.compute_capability or 0.0) >= HOPPER]
-    return NonTorchMemory(workspace_bytes, CONTEXT_BYTES, typical_share)
+    return _beside_reserve(profile, workspace_bytes, CONTEXT_BYTES, typical_share)
+
+
+def _beside_reserve(profile: Profile, workspace_bytes: int, context_bytes: int, share: float) -> NonTorchMemory:
+    """Non-torch memory with a context of `context_bytes`, as much of which as possible lies in the reserve."""
+    held = min(context_bytes, int(profile.device.reserve_gib * 2**30))
+    return NonTorchMemory(workspace_bytes, context_bytes - held, share, held)

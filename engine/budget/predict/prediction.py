@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
+from engine.budget.predict.host_memory import host_bytes, host_capacity_bytes
 from engine.budget.predict.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.predict.layer_traces import step_config
 from engine.budget.predict.non_torch_memory import non_torch_memory
@@ -58,7 +59,10 @@ class Prediction:
     components: dict[str, int]
     """Bytes by component in the deciding phase, including non-torch memory; their sum is `device_bytes`."""
     device_bytes: int
-    """The bytes in use that the driver would report: `peak_bytes` plus context, workspaces and fragmentation."""
+    """Bytes of the capacity in use at the peak: `peak_bytes`, workspaces, fragmentation, and what the reserve does not
+    hold of the context."""
+    reserved_context_bytes: int = 0
+    """Bytes of the CUDA context that the profile's reserve holds. The driver reports them in addition."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,16 @@ class Predictor:
         self.config = memory_config_of(arch, spec)
         self.batch = batch_of_a_rank(spec, self.layout)
         self.capacity_bytes = spec.profile.device.capacity_bytes
+        self._profile = spec.profile
         self.total = static_of_a_rank(arch, self.config, self.layout)
         self._non_torch = non_torch_memory(spec.profile)
         self._bucket_bytes = bucket_bytes(arch, self.config, self.layout)
+
+    def host_fits(self, rows: int, length: int) -> bool:
+        """Whether the host's memory holds what is offloaded for micro-batches of `rows` sequences of `length` tokens;
+        always if nothing is."""
+        found = host_bytes(self.arch, self.config, self._profile, rows, length)
+        return not found or sum(found.values()) <= host_capacity_bytes(self._profile)
 
     def fits(self, rows: int, length: int) -> bool:
         """Whether the predicted peak for `rows` sequences of `length` tokens is within the device's capacity."""
@@ -155,7 +166,8 @@ class Predictor:
         sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
         deciding = max(sums, key=sums.__getitem__)
         components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | self._non_torch.components(sums[deciding])
-        return Prediction(phases, sums[deciding], deciding, components, sum(components.values()))
+        used_bytes, reserved = sum(components.values()), self._non_torch.reserved_context_bytes
+        return Prediction(phases, sums[deciding], deciding, components, used_bytes, reserved)
 
     def _row(self, parts: dict[str, int]) -> dict[str, int]:
         """Bytes by component of one phase: the static bytes plus `parts`, in the order of COMPONENTS."""
@@ -207,5 +219,7 @@ class Predictor:
 
     def generation_rows(self, length: int) -> int:
         """How many answers to prompts of `length` tokens the engine generates at once."""
-        room_bytes = self.capacity_bytes - self.total.static
+        spread = shards(self.arch, self.config, self.layout)
+        around_bytes = self.total.static + self._bucket_bytes + (spread.generate() if spread else 0)
+        room_bytes = self._non_torch.room_bytes(self.capacity_bytes) - around_bytes
         return generation_rows(self.arch, self.config, self.recipe, length=length, room_bytes=room_bytes)

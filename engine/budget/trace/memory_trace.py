@@ -46,7 +46,7 @@ class Storage:
 class TracedTensor:
     """A tensor without data: storage, number of elements, bytes per element, and its autograd node if it has one."""
 
-    __slots__ = ("elements", "itemsize", "node", "size", "storage")
+    __slots__ = ("elements", "itemsize", "node", "on_host", "size", "storage")
 
     def __init__(
         self, storage: Storage, elements: BytesPolynomial, itemsize: int, size: BytesPolynomial | None = None
@@ -57,6 +57,8 @@ class TracedTensor:
         self.size = elements * itemsize if size is None else size
         """Bytes."""
         self.node: Node | None = None
+        self.on_host = False
+        """Whether it was copied to the host for backward; all operations that save it share one copy."""
 
 
 SavedTensor = Storage | BytesPolynomial
@@ -129,6 +131,8 @@ class MemoryTrace:
         """Saved tensors are moved to the host, and copied back to the device when backward unpacks them."""
         self.learning = learning
         self.keeps_saved = keeps_saved
+        self.offloaded = NO_BYTES
+        """Bytes of the saved tensors that were moved to the host."""
         self.casts: list[Storage] = []
         """Half-precision copies of trained weights, which autocast caches until the loss has been computed."""
         self._last_save = 0, NO_BYTES, False
@@ -164,7 +168,12 @@ class MemoryTrace:
         return [self._saved(tensor) for tensor in tensors if tensor is not None]
 
     def _saved(self, tensor: TracedTensor) -> SavedTensor:
-        return tensor.size if self.offloads and waits_on_host(tensor) else tensor.storage
+        if not (self.offloads and waits_on_host(tensor)):
+            return tensor.storage
+        if not tensor.on_host:
+            tensor.on_host = True
+            self.offloaded += tensor.size
+        return tensor.size
 
     def result(
         self,

@@ -21,6 +21,11 @@ def detect_device() -> tuple[dict[str, Any], str, str]:
     return _detect_gpu() or _detect_cpu()
 
 
+def host_memory_bytes() -> int:
+    """All host memory of this machine, as the operating system reports it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def count_devices() -> int:
     """The number of GPUs that NVML finds; 1 if it finds none, for the CPU."""
     if not _has_nvml():
@@ -72,6 +77,7 @@ def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
         "kind": "cuda",
         "memory_gib": offered_bytes * 100 // 2**30 / 100,
         "reserve_gib": CUDA_RESERVE_GIB,
+        "host_memory_gib": host_memory_bytes() * 100 // 2**30 / 100,
         "compute_capability": float(f"{major}.{minor}"),
         "allocator": "expandable_segments:True",
     }
@@ -97,9 +103,13 @@ def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
 
 
 def _detect_cpu() -> tuple[dict[str, Any], str, str]:
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory_gib = total_bytes * 100 // 2**30 / 100
-    device = {"kind": "cpu", "memory_gib": memory_gib, "reserve_gib": round(memory_gib * 0.2, 2)}
+    memory_gib = host_memory_bytes() * 100 // 2**30 / 100
+    device = {
+        "kind": "cpu",
+        "memory_gib": memory_gib,
+        "reserve_gib": round(memory_gib * 0.2, 2),
+        "host_memory_gib": memory_gib,
+    }
     notes = (
         "No NVIDIA driver was found. memory_gib: the host's total; a fifth is left to everything else on the machine."
     )

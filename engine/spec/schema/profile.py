@@ -22,7 +22,9 @@ class Device(Table):
     memory_gib: Positive
     """Total memory of one device in GiB, as the driver reports it; less than its nominal size."""
     reserve_gib: NonNegative = 0.0
-    """Memory left free on each device, in GiB. Capacity is memory minus reserve."""
+    """Memory left free on each device, in GiB, also for the CUDA context. Capacity is memory minus reserve."""
+    host_memory_gib: Positive | None = None
+    """Host memory of each machine in GiB, which offloads share; left out: that of the machine that plans."""
     compute_capability: Positive | None = None
     """CUDA compute capability, such as 9.0; decides bf16 and flash attention before the device is seen."""
     bandwidth_gbs: Positive | None = None
