@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.lookup import find_architecture
@@ -36,7 +37,13 @@ def test_activations_on_the_host_are_predicted(
     moved: list[int] = []
     with loaded_step(spec) as step:
         offload = step.device.offload
-        monkeypatch.setattr(step.device, "offload", lambda tensor: moved.append(tensor.nbytes) or offload(tensor))
+
+        def counted(tensor: torch.Tensor) -> torch.Tensor:
+            moved.append(tensor.nbytes)
+            copy: torch.Tensor = offload(tensor)
+            return copy
+
+        monkeypatch.setattr(step.device, "offload", counted)
         step.step(ROWS, LENGTH, 1)
     assert predicted(spec)["activations"] == pytest.approx(sum(moved), rel=0.06)
 
