@@ -24,6 +24,7 @@ SLOW = (
     RANKS,
     "tests/train/",
     "tests/stages/",
+    "tests/twins/",
     "tests/package/",
     "tests/spec/test_schema_walk.py",
     "tests/docs/",

@@ -192,16 +192,18 @@ def override(
     cwd = (cwd or working_directory()).absolute()
     written = spec.model_dump(by_alias=True, exclude_none=True)
     changed = {"set": [*spec.provenance.set_, *overrides], "versions": dict(_versions())}
+    name_problems: list[str] = []
     if profile is not None:
         file = find_spec_file("profile", profile, cwd)
         profile_document = read_document(file.path)
+        name_problems = profile_document.render_all(settle_name(profile_document, file.path.stem))
         changed |= {"profile_file": file.label, "profile_sha256": profile_document.sha256, "parallel": ""}
     else:
         profile_document = Document("run.toml", written["profile"])
         profile_document.data.pop("overrides", None)
     layers = _Layers(profile_document, Document("run.toml", written["recipe"]), overrides, cwd, cwd)
     provenance = Provenance.model_validate({**written["provenance"], **changed})
-    resolved = _assemble(layers, name or spec.name, limits or spec.limits, provenance, [])
+    resolved = _assemble(layers, name or spec.name, limits or spec.limits, provenance, name_problems)
     if profile is not None:
         return resolved
     kept = resolved.spec.profile.model_copy(update={"overrides": spec.profile.overrides})

@@ -55,6 +55,8 @@ def test_the_recipe_counts_more_than_the_profile_and_run_toml_says_so() -> None:
     assert again.provenance.parallel == resolved.spec.provenance.parallel
     elsewhere = override(again, [], profile="4xh200").spec
     assert parallel_of(elsewhere) == ("sharded", "gradients", 4)
+    Path("mine-4.toml").write_text('kind = "profile"\n[device]\nkind = "cpu"\nmemory_gib = 4.0\n')
+    assert override(again, [], profile="mine-4.toml").spec.profile.name == "mine-4"
 
 
 def test_the_command_line_counts_more_than_the_recipe() -> None:

@@ -1,0 +1,84 @@
+"""A twin: a shipped recipe with a list of `--set`, on a tiny model of the same architecture. Not a test module.
+
+The lists are in `sets/`, one `KEY=VALUE` a line; MODEL and DATA stand for folders. `test_lists.py` says which keys they
+may have, so that a twin cannot drift from what ships.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.model.tokenizer import byte_tokenizer
+from engine.spec.load import resolve
+from engine.spec.schema.run import RunSpec
+
+SETS = Path(__file__).parent / "sets"
+
+PROFILE = """schema = 1
+kind = "profile"
+title = "A metered device of the twins"
+[device]
+kind = "{kind}"
+memory_gib = {memory_gib}
+"""
+
+TINY: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+SIZES = {
+    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "pad_token_id": 256,
+}  # fmt: skip
+
+
+def listed(recipe: str) -> list[str]:
+    """The lines of a twin's list."""
+    return (SETS / f"{recipe}.txt").read_text().split()
+
+
+def twin_sets(recipe: str, model: Path, data: Path) -> list[str]:
+    """A twin's list, with its folders."""
+    return [line.replace("MODEL", str(model)).replace("DATA", str(data)) for line in listed(recipe)]
+
+
+def write_profile(folder: Path, *, memory_gib: float = 1.0, kind: str = "metered") -> str:
+    """The path of a profile with one metered device."""
+    path = folder / f"twin-{kind}.toml"
+    path.write_text(PROFILE.format(kind=kind, memory_gib=memory_gib))
+    return str(path)
+
+
+def twin(recipe: str, folder: Path, *more: str, memory_gib: float = 1.0, kind: str = "metered") -> RunSpec:
+    """The run spec of a twin whose model is in `folder/model` and whose data are in `folder`, with further `--set`."""
+    sets = twin_sets(recipe, folder / "model", folder)
+    return resolve(write_profile(folder, memory_gib=memory_gib, kind=kind), recipe, [*sets, *more]).spec
+
+
+def write_model(folder: Path, family: str, dtype: torch.dtype, *, layers: int = 2, embedding_std: float = 0.02) -> Path:
+    """A tiny model with random weights, and a tokenizer of bytes."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SIZES, **TINY[family], "num_hidden_layers": layers})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=embedding_std if "embed" in name else 0.02)
+    model.to(dtype).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_pairs(path: Path, *, count: int, seed: int, form: str) -> Path:
+    """Prompts of a few random letters, each with the completion that `form` makes of it."""
+    drawn = random.Random(seed)
+    # One is long, so that a micro-batch that holds it once holds several of the others.
+    words = ["".join(drawn.choices("abcdefgh", k=drawn.randint(3, 5) if number else 24)) for number in range(count)]
+    rows = [{"prompt": f"{word} ", "completion": form.format(word)} for word in words]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
