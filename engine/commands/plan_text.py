@@ -14,7 +14,7 @@ from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
     from engine.budget.advise.plan import Plan
-    from engine.budget.advise.staged_plan import StagedPlan
+    from engine.budget.advise.staged_plan import StagedPlan, StagePlan
     from engine.spec.schema.run import RunSpec
 
 MIB, GIB = 2**20, 2**30
@@ -176,30 +176,38 @@ def stage_lines(planned: StagedPlan, spec: RunSpec, width: int) -> list[str]:
     """A line for each stage (name, kind, verdict, memory, deciding phase), and one for the run as a whole."""
     first = planned.stages[0].plan
     simulated = " (simulated device)" if first is not None and first.simulated else ""
-    rows = [["stage", "kind", "verdict", "memory", "decides"]]
-    for stage in planned.stages:
-        found = stage.plan
-        if found is None:
-            rows.append([stage.name, stage.kind, "no plan", "", stage.unknown])
-            continue
-        used = format_size(found.prediction.device_bytes, found.capacity_bytes)
-        capacity = format_size(found.capacity_bytes, found.capacity_bytes)
-        verdict = describe_verdict(found.verdict, found.micro_batch, found.remedies)
-        rows.append([stage.name, stage.kind, verdict, f"{used} of {capacity}", found.prediction.deciding_phase])
+    rows = [["stage", "kind", "verdict", "memory", "decides"], *(_stage_row(stage) for stage in planned.stages)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     table = ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
     skipped = [stage.name for stage in spec.recipe.stages if not stage.enabled]
     lines = [f"recipe {spec.recipe.name} on profile {spec.profile.name}{simulated}, {len(planned.stages)} stages"]
     lines += [line.rstrip() for line in table]
     lines += [f"disabled: {', '.join(skipped)}"] if skipped else []
-    disk = sum(stage.disk_bytes for stage in planned.stages)
-    verdict = describe_verdict(planned.verdict)
-    lines.append(f"{verdict}; checkpoints of all stages take up to {format_size(disk, disk)} of disk")
-    if any(stage.plan is None and stage.kind == "train" for stage in planned.stages):
+    disk, host = planned.disk_bytes, max(stage.host_bytes or 0 for stage in planned.stages)
+    lines.append(
+        f"{describe_verdict(planned.verdict)}; checkpoints and results of all stages take up to "
+        f"{format_size(disk, disk)} of disk, tensors of one stage up to {format_size(host, host)} of host memory"
+    )
+    if any(stage.verdict is None and stage.kind == "train" for stage in planned.stages):
         lines.append("a stage without a plan starts with small micro-batches and learns what fits")
     if planned.worst is not None:
         lines.append(f"see the largest in full: --stage {planned.worst.name}")
     return [piece for line in lines for piece in ([line] if line in table else wrap_lines([line], width))]
+
+
+def _stage_row(stage: StagePlan) -> list[str]:
+    """The row of one stage: name, kind, verdict, memory, and the phase that decides."""
+    capacity_bytes = stage.spec.profile.device.capacity_bytes
+    if stage.plan is not None:
+        used_bytes, decides = stage.plan.prediction.device_bytes, stage.plan.prediction.deciding_phase
+        verdict = describe_verdict(stage.plan.verdict, stage.plan.micro_batch, stage.plan.remedies)
+    elif stage.verdict is not None:
+        used_bytes, verdict = stage.peak_bytes or 0, describe_verdict(stage.verdict)
+        decides = "hidden states" if used_bytes else "copies tensors on the host"
+    else:
+        return [stage.name, stage.kind, "no plan", "", stage.unknown]
+    memory = f"{format_size(used_bytes, capacity_bytes)} of {format_size(capacity_bytes, capacity_bytes)}"
+    return [stage.name, stage.kind, verdict, memory, decides]
 
 
 def residual_lines(spec: RunSpec) -> Iterator[str]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engine.budget.architecture.assembled import (
     MIXTURES,
+    SHARD_BYTES,
     SHARED_EXPERT_WIDTH,
     MixtureFamily,
     assembled_config,
@@ -34,9 +35,6 @@ from engine.budget.architecture.assembled import (
 from engine.errors import EnvironmentProblem, UsageError
 from engine.model.reference import ADAPTER_CONFIG
 from engine.spec.name_patterns import compile_patterns
-
-SHARD_BYTES = 2**30
-"""Size at which a file of the result is closed; about as much host memory is used."""
 
 FEED_FORWARD = re.compile(r"^(model\.layers\.(\d+)\.)mlp\.(gate_proj|up_proj|down_proj)\.weight$")
 """A tensor of the dense model that becomes a tensor of each expert."""
@@ -228,18 +226,18 @@ def _shared_tensor(
     name: str, files: Sequence[dict[str, Path]], mixture: Mixture, difference: Difference
 ) -> Tensor:
     """The mixture's version of a parameter outside the experts: the experts' own where all agree, else the first
-    expert's (`shared`) or the mean, computed in fp32."""
-    versions = [_read(own, name) for own in files]
-    first = versions[0]
-    if all(torch.equal(first, other) for other in versions[1:]):
+    expert's (`shared`) or the mean, computed in fp32. Two versions are in memory at a time."""
+    first = _read(files[0], name)
+    differing = [own for own in files[1:] if not torch.equal(first, _read(own, name))]
+    if not differing or compile_patterns(tuple(mixture.shared)).fullmatch(name):
         return first
-    if compile_patterns(tuple(mixture.shared)).fullmatch(name):
-        return first
-    wide = [version.float() for version in versions]
-    scale = max(float(wide[0].abs().max()), torch.finfo(torch.float32).tiny)
-    difference.note(name, max(float((other - wide[0]).abs().max()) for other in wide[1:]) / scale)
+    largest = max(float((_read(own, name).float() - first).abs().max()) for own in differing)
+    difference.note(name, largest / max(float(first.abs().max()), torch.finfo(torch.float32).tiny))
     difference.averaged.append(name)
-    return torch.stack(wide).mean(dim=0).to(first.dtype)
+    total = first.float().clone()
+    for own in files[1:]:
+        total += _read(own, name)
+    return (total / len(files)).to(first.dtype)
 
 
 def _layer_tensors(

@@ -19,6 +19,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from engine.budget.advise.stage_memory import MERGE_FACTOR
 from engine.device.catch_oom import retry_on_oom
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory
@@ -26,9 +27,6 @@ from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.model.config import auto_class
 from engine.model.hub import HUB_ERRORS, loading_error
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
-
-MEMORY_FACTOR = 1.15
-"""Host memory needed, relative to the size of the weights: includes one layer in fp32, and buffers for files."""
 
 Notify = Callable[[str], None]
 """Shows a line of progress."""
@@ -99,9 +97,9 @@ def _require_space(base: str, folder: Path) -> None:
     """Raise an error when host memory or disk space is too small for a local base model; hub ids are not checked."""
     size_bytes = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
     free_bytes = psutil.virtual_memory().available
-    if size_bytes * MEMORY_FACTOR > free_bytes:
+    if size_bytes * MERGE_FACTOR > free_bytes:
         raise MemoryExhaustedError(
-            f"merging {base} takes about {size_bytes * MEMORY_FACTOR / 2**30:.1f} GiB of host memory, "
+            f"merging {base} takes about {size_bytes * MERGE_FACTOR / 2**30:.1f} GiB of host memory, "
             f"{free_bytes / 2**30:.1f} GiB are free",
             fix="close other programs, or merge on a machine with more memory",
         )

@@ -15,7 +15,7 @@ from typing import Any
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.preflight import free_bytes, refuse_unsafe, warnings_of
 from engine.budget.advise.sequence import settle_sequence
-from engine.budget.advise.staged_plan import make_staged_plan
+from engine.budget.advise.staged_plan import StagePlan, disk_warnings, make_staged_plan
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.shards import require_shards
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
@@ -143,6 +143,9 @@ def _checked_plans(
             if with_data:
                 require_data_files(stage.spec.recipe)
             notices += [f"stage {stage.name}: {notice}" for notice in found]
+        elif stage.verdict == "does_not_fit" and not force:
+            raise _hidden_router_does_not_fit(stage)
+    notices += disk_warnings(staged, free_bytes(folder))
     return staged.as_json(), list(dict.fromkeys(notices))
 
 
@@ -200,6 +203,15 @@ def drop_untrusted_limits(directory: RunDirectory) -> str | None:
     return (
         "this run was not started by you on this machine: its limits (--on-finish, --max-hours, --devices, --wait, "
         "--force, --trust-remote-code) are left out; give them again if you want them"
+    )
+
+
+def _hidden_router_does_not_fit(stage: StagePlan) -> DoesNotFitError:
+    capacity = stage.spec.profile.device.capacity_bytes / 2**30
+    return DoesNotFitError(
+        f'stage {stage.name} does not fit: router = "hidden" runs the recipe\'s model, which needs '
+        f"{(stage.peak_bytes or 0) / 2**30:.3g} GiB of {capacity:.3g} GiB",
+        fix=f"--set stages.{stage.name}.router=random, or a smaller data.max_length; --force trains anyway",
     )
 
 

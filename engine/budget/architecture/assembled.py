@@ -22,6 +22,10 @@ SHARED_EXPERT_WIDTH = 64
 """Width of the shared expert that Qwen2-MoE always has; its output projection is zero, so it adds nothing."""
 
 
+SHARD_BYTES = 2**30
+"""Size at which a file of the assembled model is closed. Its tensors are in host memory until then."""
+
+
 @dataclass(frozen=True)
 class MixtureFamily:
     """The mixture family that dense models of one family become, and the names of its tensors in a checkpoint."""

@@ -98,10 +98,14 @@ def _shipped_architecture(model: str) -> Architecture:
 
 
 def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """Replace "run:RUN" by the model and revision that the run started from; both models have the same shapes."""
+    """Replace "run:RUN" by the model and revision that the run started from; both models have the same shapes. A stage
+    that assembled a mixture stands for the mixture, which has shapes of its own."""
     while model.startswith(RUN_PREFIX):
         text = model.removeprefix(RUN_PREFIX).partition("@")[0]
-        start = load_run_spec(result_run(resolve_run(text, None)).run_toml).recipe.model
+        run = result_run(resolve_run(text, None))
+        if run.assembly.is_file():
+            return str(run.model), None
+        start = load_run_spec(run.run_toml).recipe.model
         model, revision = start.id, start.revision
     return model, revision
 
