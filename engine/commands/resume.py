@@ -85,8 +85,8 @@ def resume(
 
     launcher_rank = find_launcher_rank()
     if launcher_rank is None:
+        require_launcher(override(load_run_spec(directory.run_toml), overrides or [], profile=profile).spec)
         prepare()
-        require_launcher(load_run_spec(directory.run_toml))
         start_and_follow(directory, resume=True, from_step=from_step, detach=detach, as_json=as_json)
         return
     spec = override(load_run_spec(directory.run_toml), overrides or [], profile=profile).spec

@@ -6,6 +6,7 @@ Try: `tunedeck eval last --checkpoint best`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,11 +19,12 @@ from engine.device import open_device
 from engine.device.base import Device
 from engine.errors import DataError, UsageError
 from engine.evaluate.scores import EvaluationContext, FailedPass, Scores, evaluate
-from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints
+from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.model.config import check_packing
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
+from engine.model.reference import find_run_weights, refuse_removed
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
@@ -59,22 +61,44 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
     return chosen
 
 
+def weights_to_score(place: RunDirectory, wanted: str | None) -> list[tuple[int, Path]]:
+    """Return (step, folder with weights) of each checkpoint that `--checkpoint` selects. Of a stage whose checkpoints
+    were removed when its run was done, that is the result.
+
+    Raises:
+        UsageError: no such checkpoint, it was removed, or it is damaged.
+    """
+    removed = removed_checkpoints(place.checkpoints)
+    if removed is None:
+        return [(checkpoint.step, checkpoint.weights) for checkpoint in checkpoints_to_score(place, wanted)]
+    takes_best = load_run_spec(place.run_toml).recipe.checkpoint.result == "best"
+    step = removed.best if takes_best and removed.best is not None else removed.steps[0]
+    if wanted in (None, "all", str(step)) or (wanted == "best" and step == removed.best):
+        return [(step, find_run_weights(f"run:{place.path}"))]
+    refuse_removed(place, wanted or "", f"{place.name}@{wanted}")
+    raise UsageError(
+        f"{place.name} has no checkpoint {wanted}",
+        expected=f"the stage's result: {step}, or no --checkpoint at all",
+        fix="leave --checkpoint out",
+    )
+
+
 def score_run(place: RunDirectory, wanted: str | None, notify: Callable[[str], None]) -> list[tuple[int, Scores]]:
     """Score the selected checkpoints of a run on its validation data; returns (step, scores) for each checkpoint.
 
     Raises:
         TunedeckError: the run's spec, device, data or model cannot be opened, or memory ran out.
     """
-    chosen = checkpoints_to_score(place, wanted)
+    chosen = weights_to_score(place, wanted)
     spec = load_run_spec(place.run_toml, own=True)
     device = open_device(spec)
     with device.activate():
         context, data = _prepare(spec, device, notify)
         results = []
-        for checkpoint in chosen:
-            notify(f"scoring step {checkpoint.step}")
-            context.loaded.load_weights(checkpoint.weights)
-            results.append((checkpoint.step, _score(context, data, spec)))
+        for step, weights in chosen:
+            notify(f"scoring step {step}")
+            context.loaded.load_weights(weights)
+            results.append((step, _score(context, data, spec)))
     return results
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.journal.directory import RunDirectory
+from engine.journal.files import write_atomically
 
 MANIFEST = "manifest.json"
 BEST = "best"
@@ -24,6 +26,25 @@ PREFIX = "step-"
 LEARNED = ("budget_bytes", "proven_bytes", "ceiling_bytes", "passing_bytes", "slope")
 """What is shown of the learned micro-batch budget: predicted bytes that a micro-batch may cost, the largest cost that
 succeeded, the cost that failed, the cost that failed beside a co-tenant, and measured bytes per predicted byte."""
+
+
+REMOVED = "removed.json"
+"""The file that says which checkpoints of a stage were removed when its run was done."""
+
+
+@dataclass(frozen=True)
+class RemovedCheckpoints:
+    """Checkpoints of a stage that were removed when the whole run was done; the stage's result is still there."""
+
+    steps: list[int]
+    """Steps of the removed checkpoints, newest first."""
+    best: int | None
+    """Which of them was marked as the best."""
+
+    def explain(self, stage: str) -> str:
+        """A sentence about the removed checkpoints of the stage with this name."""
+        steps = ", ".join(map(str, sorted(self.steps)))
+        return f"the checkpoints of stage {stage} (steps {steps}) were removed when the run was done"
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,35 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     numbered = ((path.name.removeprefix(PREFIX), path) for path in folder.glob(f"{PREFIX}*"))
     found = [Checkpoint(int(name), path) for name, path in numbered if name.isascii() and name.isdigit()]
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove all checkpoints in `folder`, and record in REMOVED which ones there were. After a crash in between, the
+    next call removes the rest."""
+    found = find_checkpoints(folder)
+    earlier = removed_checkpoints(folder)
+    if found:
+        steps = sorted({checkpoint.step for checkpoint in found} | set(earlier.steps if earlier else []), reverse=True)
+        best = best_step(folder) if earlier is None else earlier.best
+        write_atomically(folder / REMOVED, json.dumps({"steps": steps, "best": best}) + "\n")
+    for checkpoint in found:
+        # Renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
+        gone = checkpoint.path.with_name(f".{checkpoint.path.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        checkpoint.path.rename(gone)
+    for gone in folder.glob(f".{PREFIX}*.gone"):
+        shutil.rmtree(gone, ignore_errors=True)
+    if removed_checkpoints(folder) is not None:
+        (folder / BEST).unlink(missing_ok=True)
+
+
+def removed_checkpoints(folder: Path) -> RemovedCheckpoints | None:
+    """The checkpoints that `remove_checkpoints` removed from `folder`; None if it never did."""
+    try:
+        said = json.loads((folder / REMOVED).read_text("utf-8"))
+        return RemovedCheckpoints([int(step) for step in said["steps"]], said["best"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def damage(checkpoint: Checkpoint) -> str | None:

@@ -118,6 +118,14 @@ def notices_of(changes: Changes) -> list[str]:
     ]
 
 
+def enables_stage(changes: Changes) -> bool:
+    """Whether a stage that was left out is to be done now."""
+    return any(
+        key.startswith(f"{STAGES_KEY}.") and key.endswith(".enabled") and new is True
+        for key, (_, new) in changes.items()
+    )
+
+
 def makes_longer(changes: Changes) -> bool:
     """Whether the changes give the run more steps than before; having no limit counts as more than any limit."""
     for key, (old, new) in changes.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.budget.advise.sequence import settle_sequence
 from engine.errors import UsageError
-from engine.journal.checkpoints_on_disk import find_checkpoints
+from engine.journal.checkpoints_on_disk import find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start
@@ -27,6 +27,7 @@ from engine.launch.resume_changes import (
     UNFELT_KEYS,
     Changes,
     comparable,
+    enables_stage,
     find_changes,
     makes_longer,
     notices_of,
@@ -60,9 +61,8 @@ def prepare_resume(
     """
     refuse_if_claimed(directory)
     _refuse_other_runs_option(directory, from_step, from_stage)
+    _refuse_without_checkpoints(directory)
     _require_checkpoint(directory, from_step)
-    if from_stage is not None:
-        set_stages_aside(directory, from_stage)
     notices = change_spec(
         directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage
     )
@@ -86,23 +86,48 @@ def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, fr
         )
 
 
-def set_stages_aside(directory: RunDirectory, name: str) -> None:
-    """Move the directories of a stage, and of all stages that start from it, to `stages/.old-N/`."""
-    recipe = load_run_spec(directory.run_toml).recipe
-    again = {name, *dependants(recipe, name)}
-    begun = [stage for stage in stage_directories(directory) if stage_name(stage) in again]
+def _refuse_without_checkpoints(directory: RunDirectory) -> None:
+    """Raise UsageError for a stage whose checkpoints were removed when its run was done: it could only start anew."""
+    removed = removed_checkpoints(directory.checkpoints)
+    if removed is not None:
+        run, name = directory.path.parent.parent.name, stage_name(directory)
+        raise UsageError(
+            removed.explain(name),
+            expected="a run or stage that has checkpoints",
+            fix=f"do it again from its start: tunedeck resume {run} --from-stage {name}",
+        )
+
+
+def _stages_done_again(spec: RunSpec, from_stage: str | None) -> set[str]:
+    """The names of the stages that --from-stage does again. Raises UsageError if that one is disabled."""
+    if from_stage is None:
+        return set()
+    if not any(stage.name == from_stage and stage.enabled for stage in spec.recipe.stages):
+        raise UsageError(
+            f"stage {from_stage} is disabled, so it would not be done again",
+            expected="an enabled stage after --from-stage",
+            fix=f"--set stages.{from_stage}.enabled=true",
+        )
+    return {from_stage, *dependants(spec.recipe, from_stage)}
+
+
+def set_stages_aside(directory: RunDirectory, names: set[str]) -> None:
+    """Move the directories of these stages to `stages/.old-N/`. Raises EnvironmentProblem, and moves none, if an engine
+    works on one of them."""
+    begun = [stage for stage in stage_directories(directory) if stage_name(stage) in names]
+    for stage in begun:
+        refuse_if_claimed(stage)
     if not begun:
         return
     aside = next(path for number in count(1) if not (path := directory.stages / f".old-{number}").exists())
     aside.mkdir()
     for stage in begun:
-        refuse_if_claimed(stage)
         stage.path.rename(aside / stage.name)
 
 
-def _changes_of_done_stages(directory: RunDirectory, changes: Changes) -> list[str]:
-    """Return one line for each change that reaches into a stage that is done."""
-    done = {row["name"] for row in summarise(directory).stages if row["status"] == "done"}
+def _changes_of_done_stages(directory: RunDirectory, changes: Changes, again: set[str]) -> list[str]:
+    """Return one line for each change that reaches into a stage that is done, and is not done `again`."""
+    done = {row["name"] for row in summarise(directory).stages if row["status"] == "done"} - again
     begun = {stage_name(stage) for stage in stage_directories(directory)}
     refused = []
     for name in sorted(done & begun):
@@ -134,24 +159,26 @@ def change_spec(
     from_step: int | None = None,
     from_stage: str | None = None,
 ) -> list[str]:
-    """Write the changed spec into the run directory, with a copy of the old one as run.N.toml; returns notices for the
-    user."""
+    """Write the changed spec into the run directory, with a copy of the old one as run.N.toml, and set the stages aside
+    that are done again; returns notices for the user. A change that is refused leaves everything as it was."""
     before = load_run_spec(directory.run_toml)
     resolved = override(before, overrides, profile=profile)
     if profile is not None:  # on the same devices the run keeps the number that was decided at its start
         spec, settled = settle_sequence(resolved.spec)
         resolved = Resolved(spec, [*resolved.notices, *settled])
     changes = find_changes(comparable(before), comparable(resolved.spec))
-    if refused := [*refused_changes(changes), *_changes_of_done_stages(directory, changes)]:
+    again = _stages_done_again(resolved.spec, from_stage)
+    if refused := [*refused_changes(changes), *_changes_of_done_stages(directory, changes, again)]:
         raise UsageError(
             "resume cannot change what the run has already learned from:\n  " + "\n  ".join(refused),
             fix="start a new run with: tunedeck train",
         )
     refuse_unsupported(resolved.spec)
     longer = makes_longer(changes)
-    if not longer and from_step is None and from_stage is None:
+    if not longer and not enables_stage(changes) and from_step is None and from_stage is None:
         _refuse_if_done(directory)
     spec, notices = _with_limits(directory, resolved.spec, limits)
+    set_stages_aside(directory, again)
     if changes:
         write_atomically(_next_backup(directory), directory.run_toml.read_text("utf-8"))
     if changes or spec.limits != load_run_spec(directory.run_toml, own=True).limits:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UsageError
+from engine.journal.checkpoints_on_disk import removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.index import resolve_run
-from engine.journal.stages import result_run
+from engine.journal.stages import result_run, stage_name
 from engine.spec.schema.recipe import Model
 
 RUN_PREFIX = "run:"
@@ -82,6 +83,8 @@ def find_run_weights(text: str) -> Path:
     """Return the folder with the weights that "run:RUN" (the run's result), "run:RUN@STEP" or "run:RUN@best" names."""
     name, _, which = text.removeprefix(RUN_PREFIX).partition("@")
     run = result_run(resolve_run(name, None))
+    if which:
+        refuse_removed(run, which, text)
     folder = _result(run, text) if not which else _checkpoint(run, which, text)
     if not folder.is_dir():
         raise UsageError(
@@ -90,6 +93,20 @@ def find_run_weights(text: str) -> Path:
             fix=f"choose one of: {', '.join(_steps(run)) or 'none is left'}",
         )
     return folder
+
+
+def refuse_removed(run: RunDirectory, which: str, text: str) -> None:
+    """Raise UsageError if `which` ("best" or a step) named a checkpoint of a stage that was removed when its run was
+    done."""
+    removed = removed_checkpoints(run.checkpoints)
+    if removed is None or which not in map(str, [*removed.steps, *(["best"] if removed.best is not None else [])]):
+        return
+    name = stage_name(run)
+    raise UsageError(
+        f"{text}: {removed.explain(name)}",
+        expected=f"the stage's result: {text.rpartition('@')[0] or name}",
+        fix=f"leave the step out; to keep them the next time: --set stages.{name}.checkpoint.keep=2",
+    )
 
 
 def _local(text: str) -> str:

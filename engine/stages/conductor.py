@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import KILLED_CODE, StoppedError, TunedeckError
+from engine.journal.checkpoints_on_disk import remove_checkpoints
 from engine.journal.control import ControlInbox, send_request
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
@@ -78,6 +79,8 @@ class _Conductor:
         try:
             self._run_stages()
             status, code, reason = self._overall()
+            if status == "done":
+                self._remove_checkpoints()
         except TunedeckError as failure:
             status, code, reason, error = "failed", failure.exit_code, "", failure.render()
         except OSError as failure:  # a full disk, or an engine that cannot be started: the journal must say so
@@ -114,7 +117,7 @@ class _Conductor:
         for number, stage in enabled_stages(self._spec.recipe):
             known = earlier.state.stages.get(stage.name)
             directory = stage_directory(self._run, number, stage.name)
-            if known is not None and known.status == "done" and directory.exists():
+            if known is not None and known.status == "done" and _is_complete(directory):
                 self._outcomes[stage.name] = _Outcome("done", 0)
                 continue
             missing = [name for name in required_stages(stage) if self._outcomes[name].status != "done"]
@@ -137,7 +140,7 @@ class _Conductor:
         directory = stage_directory(self._run, number, stage.name)
         engine = engine_process(directory) if directory.exists() else None
         adopted = engine is not None and is_alive(engine)
-        ended_unrecorded = not adopted and directory.exists() and summarise(directory).status == "done"
+        ended_unrecorded = not adopted and _is_complete(directory)
         process: subprocess.Popen[bytes] | None = None
         if not adopted and not ended_unrecorded:
             try:
@@ -229,11 +232,22 @@ class _Conductor:
             return "failed", outcome.exit_code or 1, f"stage {name} failed: {outcome.reason}"
         return "done", 0, ""
 
+    def _remove_checkpoints(self) -> None:
+        """Remove the checkpoints of all stages, whose results stay, except where a stage sets checkpoint.keep."""
+        for number, stage in enabled_stages(self._spec.recipe):
+            if "keep" not in stage.checkpoint:
+                remove_checkpoints(stage_directory(self._run, number, stage.name).checkpoints)
+
     def _result(self) -> Any:
         number, stage = last_training_stage(self._spec.recipe)
         directory = stage_directory(self._run, number, stage.name)
         result = summarise(directory).result
         return str((directory.path / result).relative_to(self._run.path)) if result else None
+
+
+def _is_complete(directory: RunDirectory) -> bool:
+    """Whether a stage's own journal says that it is done: that of the run may speak of an attempt since set aside."""
+    return directory.exists() and summarise(directory).status == "done"
 
 
 def _engine_lives(directory: RunDirectory) -> bool:
