@@ -33,8 +33,11 @@ STATES: dict[str, StateStyle] = {
     "failed": StateStyle("✗", "F", "bold $bad"),
     "oom": StateStyle("▲", "O", "bold $bad"),
     "stale": StateStyle("?", "?", "bold $caution"),
+    "skipped": StateStyle("─", "-", "$muted"),
+    "to come": StateStyle("·", ".", "$muted"),
 }
-"""The statuses of the journal, and `stopping` for a running run that was asked to stop."""
+"""The statuses of the journal, `stopping` for a running run that was asked to stop, and for stages of a staged run also
+`skipped` and `to come`."""
 
 
 class ComponentStyle(NamedTuple):

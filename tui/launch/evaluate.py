@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.budget.advise.plan import Plan, make_plan
+from engine.budget.advise.plan import Plan, Verdict, make_plan
 from engine.budget.advise.sequence import settle_sequence
-from engine.budget.advise.staged_plan import StagedPlan, make_staged_plan
+from engine.budget.advise.staged_plan import StagedPlan, StagePlan, make_staged_plan
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
 from engine.journal.event_text import describe_verdict
 from engine.launch.create_run import require_launcher
@@ -28,7 +28,7 @@ from engine.spec.load import resolve
 from engine.spec.schema.run import Limits, RunSpec
 from engine.spec.stages import stage_specs
 from tui.launch.choice import Choice
-from tui.launch.fields import DEVICES, NAME, SOURCES, row_of_key
+from tui.launch.fields import DEVICES, NAME, SOURCES, row_of_key, stage_row
 
 BUILTIN = "builtin:"
 NO_FILE = "no such file: "
@@ -47,6 +47,17 @@ class FieldProblem(NamedTuple):
         return self.text if not self.row or self.text.startswith(self.row) else f"{self.row}: {self.text}"
 
 
+class StageVerdict(NamedTuple):
+    """One stage of a staged recipe as the Launch screen shows it."""
+
+    name: str
+    kind: str
+    verdict: Verdict | None
+    """None for a stage that is switched off, and where nothing can be predicted."""
+    text: str
+    """The verdict in words, with the memory at the peak."""
+
+
 @dataclass(frozen=True)
 class EvaluatedChoice:
     """The result of `evaluate_choice`: run spec, memory plan, problems and notices."""
@@ -61,6 +72,8 @@ class EvaluatedChoice:
     unplanned: str = ""
     """Why there is no plan although a run may be started."""
     notices: tuple[str, ...] = ()
+    stages: tuple[StageVerdict, ...] = ()
+    """All stages of a staged recipe, in order."""
 
     def problem_of(self, row: str) -> str:
         """The problems of one field, joined into one text."""
@@ -131,32 +144,61 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     parts = stage_specs(spec) if spec.recipe.stages else [spec]
     problems = list(dict.fromkeys([*_unsupported(spec), *(found for part in parts for found in _missing_data(part))]))
     plan, planned, unplanned = None, spec, ""
+    stages: tuple[StageVerdict, ...] = ()
     try:
         spec, settled = settle_sequence(spec)
         planned, notices = spec, [*notices, *settled]
         if spec.recipe.stages:
             staged = make_staged_plan(spec)
-            notices = [_stages_in_words(staged), *notices]
+            stages = _stage_verdicts(spec, staged)
             plan, planned = (staged.worst.plan, staged.worst.spec) if staged.worst else (None, spec)
+            notices = [*_shown_stage(staged), *notices]
+            problems += _stages_that_do_not_fit(staged)
         else:
             plan = make_plan(spec)
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         unplanned = unknown.found
     except TunedeckError as error:
         problems.append(FieldProblem("model.id", _sentence(error)))
-    return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, tuple(notices))
+    return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, tuple(notices), stages)
 
 
-def _stages_in_words(staged: StagedPlan) -> str:
-    """The verdict of each stage on one line, and whose memory the bar shows."""
-    words = [
-        f"{stage.name} {describe_verdict(stage.plan.verdict, stage.plan.micro_batch, stage.plan.remedies)}"
+def _shown_stage(staged: StagedPlan) -> list[str]:
+    """A notice that says whose memory the bar shows, where there are several stages to choose from."""
+    if staged.worst is None or len(staged.stages) < 2:
+        return []
+    return [f"{len(staged.stages)} stages; the bar shows {staged.worst.name}, which has the least memory left"]
+
+
+def _stages_that_do_not_fit(staged: StagedPlan) -> list[FieldProblem]:
+    """A problem for each assembly whose hidden states do not fit; stages that train have a plan that says it."""
+    return [
+        FieldProblem(stage_row(stage.name), f'{stage.name} does not fit: router = "hidden" runs the recipe\'s model')
         for stage in staged.stages
-        if stage.plan is not None
+        if stage.plan is None and stage.verdict == "does_not_fit"
     ]
-    words += [f"{stage.name} has no plan" for stage in staged.stages if stage.plan is None and stage.kind == "train"]
-    shown = f"; the bar shows {staged.worst.name}" if staged.worst is not None else ""
-    return f"{len(staged.stages)} stages: {', '.join(words)}{shown}"
+
+
+def _stage_verdicts(spec: RunSpec, staged: StagedPlan) -> tuple[StageVerdict, ...]:
+    planned = {stage.name: stage for stage in staged.stages}
+    return tuple(
+        StageVerdict(stage.name, stage.kind, planned[stage.name].verdict, _verdict_text(planned[stage.name]))
+        if stage.name in planned
+        else StageVerdict(stage.name, stage.kind, None, "off")
+        for stage in spec.recipe.stages
+    )
+
+
+def _verdict_text(stage: StagePlan) -> str:
+    """The verdict of a stage in words, short enough for half of 80 columns beside a name."""
+    if stage.verdict is None:
+        return "no plan"
+    plan = stage.plan
+    if plan is None:
+        return f"{stage.verdict.replace('_', ' ')}, on host"
+    words = describe_verdict(plan.verdict, plan.micro_batch, plan.remedies)
+    used = plan.prediction.device_bytes
+    return f"{words}, {used / 2**30:.1f} GiB" if used >= 2**30 else f"{words}, {used / 2**20:.0f} MiB"
 
 
 def _sentence(error: TunedeckError) -> str:

@@ -123,12 +123,14 @@ class FieldList(Vertical):
 
     def _line(self, row: FieldRow, problem: str, width: int) -> Content:
         mark, style = ("✗", "bold $bad") if problem else ("●", "$info") if row.changed else (" ", "")
+        lead = (f"{glyphs(mark, ascii_only=self._ascii_only)} ", style)
+        emphasis = "$bad" if problem else "bold" if row.changed else ""
+        if row.is_stage:
+            return Content.assemble(lead, (row.label, emphasis), (f" {row.note}", row.style))
         label = row.label[: VALUE_AT - LABEL_AT - 1].ljust(VALUE_AT - LABEL_AT)
-        value = Content.styled(row.value or ("" if row.note else glyphs("·", ascii_only=self._ascii_only)),
-                               "$bad" if problem else "bold" if row.changed else "")  # fmt: skip
+        value = row.value or ("" if row.note else glyphs("·", ascii_only=self._ascii_only))
         note = f"  {row.note}" if row.value and row.note else row.note
-        shown = glyphs(mark, ascii_only=self._ascii_only)
-        line = Content.assemble((f"{shown} ", style), label, value, (note, "$muted"))
+        line = Content.assemble(lead, label, (value, emphasis), (note, row.style))
         room = width - line.cell_length - 2
         return Content.assemble(line, (f"  {problem}", "$bad")) if problem and room > 20 else line
 

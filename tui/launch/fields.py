@@ -28,6 +28,9 @@ HUB = "hub:"
 
 SOURCES = "data.sources."
 
+STAGES = "stages."
+"""Prefix of the rows of stages, which switch a stage on or off."""
+
 
 class LaunchField(NamedTuple):
     """A key of the profile or recipe that has its own row on the Launch screen, unless `shown_for` is false for the run
@@ -85,6 +88,7 @@ SPECIAL_HELP = {
     DEVICES: "GPUs of this machine to use: indices such as 0 or 2,3; empty takes the first ones.",
     NAME: "The run's name; empty takes the recipe's.",
     OTHER: "Any other key: KEY=VALUE as after --set, such as train.label_smoothing=0.1",
+    STAGES: "A stage of its own process and memory. space leaves it out, or takes it in again.",
     SOURCES: "A file, folder or glob, or hub:OWNER/NAME for a data set on the hub.",
 }
 
@@ -100,19 +104,28 @@ class FieldRow(NamedTuple):
     """Shown after the value: what "auto" was resolved to, or the default of an empty field."""
     changed: bool = False
     """Whether the value differs from the one in the file."""
+    style: str = "$muted"
+    """The style of the note."""
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether this is the row of a stage: its value says whether the stage is enabled."""
+        return is_stage_row(self.key)
 
 
 def field_rows(
     spec: RunSpec | None, overrides: Mapping[str, str], options: Mapping[str, str], cwd: Path,
-    with_problems: Sequence[str] = (),
+    with_problems: Sequence[str] = (), stage_notes: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[FieldRow]:  # fmt: skip
-    """All rows of the field list, for a spec resolved with these overrides; `options` are --devices and --name.
+    """All rows of the field list, for a spec resolved with these overrides; `options` are --devices and --name,
+    `stage_notes` the note and its style of each stage by name.
 
     Keys with an override, an option or a problem always get a row. If `spec` is None, because it has errors, only these
     rows and the row for typing any other key are returned.
     """
     needed = dict.fromkeys([*overrides, *with_problems, *(key for key, value in options.items() if value)])
-    rows = [row for field in FIELDS for row in _rows_of_field(field, spec, overrides, options, cwd, needed)]
+    rows = _stage_rows(spec, overrides, stage_notes or {})
+    rows += [row for field in FIELDS for row in _rows_of_field(field, spec, overrides, options, cwd, needed)]
     known = {row.key for row in rows}
     others = [key for key in needed if key not in known and row_of_key(key) not in known]
     typed = [FieldRow(key, key, overrides.get(key) or _value(spec, key), "", key in overrides) for key in others]
@@ -136,6 +149,32 @@ def _rows_of_field(
     return [FieldRow(field.key, field.label, value, "", field.key in overrides)]
 
 
+def _stage_rows(
+    spec: RunSpec | None, overrides: Mapping[str, str], notes: Mapping[str, tuple[str, str]]
+) -> list[FieldRow]:
+    """A row for each stage of a staged recipe; its number and name are the label, its verdict is the note."""
+    stages = spec.recipe.stages if spec is not None else []
+    width = max((len(stage.name) for stage in stages), default=0)
+    rows = []
+    for number, stage in enumerate(stages, 1):
+        key = stage_row(stage.name)
+        value = overrides.get(key, format_value(stage.enabled))
+        note, style = notes.get(stage.name, ("", "$muted")) if value == "true" else ("off", "$muted")
+        label = f"{number} {stage.name.ljust(width)}"
+        rows.append(FieldRow(key, label, value, note, key in overrides, style))
+    return rows
+
+
+def stage_row(name: str) -> str:
+    """The key of a stage's row."""
+    return f"{STAGES}{name}.enabled"
+
+
+def is_stage_row(key: str) -> bool:
+    """Whether a key is that of a stage's row."""
+    return key.startswith(STAGES) and key.endswith(".enabled")
+
+
 def _value(spec: RunSpec | None, key: str) -> str:
     return "" if spec is None else format_value(value_at(spec, key))
 
@@ -157,9 +196,11 @@ def relative_to_cwd(path: str, cwd: Path) -> str:
 
 
 def row_of_key(key: str) -> str:
-    """The key of the row that shows an override of `key`: for the path or hub of a data source, the row of the source;
-    else `key`."""
+    """The key of the row that shows an override of `key`, or a problem with it: for the path or hub of a data source,
+    the row of the source; for what a stage starts from, the row of the stage; else `key`."""
     head, _, last = key.rpartition(".")
+    if key.startswith(STAGES) and key.count(".") == 2 and last == "from":
+        return f"{head}.enabled"
     return head if key.startswith(SOURCES) and last in ("path", "hub") else key
 
 
@@ -202,6 +243,8 @@ def format_value(value: Any) -> str:
 
 def allowed_values(key: str) -> list[str]:
     """The values through which Enter cycles; empty for a key whose value is typed."""
+    if is_stage_row(key):
+        return ["true", "false"]
     place = tuple(key.split("."))
     allowed = describe.allowed_at(_model(key), place)
     if allowed == "true or false":
@@ -216,6 +259,8 @@ def field_help(key: str) -> str:
         return SPECIAL_HELP[SOURCES]
     if key in SPECIAL_HELP:
         return SPECIAL_HELP[key]
+    if is_stage_row(key):
+        return SPECIAL_HELP[STAGES]
     place = tuple(key.split("."))
     table = describe.table_at(_model(key), place[:-1])
     return (describe.description_of(table, place[-1]) if table is not None else "") or key

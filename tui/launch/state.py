@@ -32,6 +32,7 @@ from tui.files.catalog import (
 from tui.launch.choice import Choice, choice_from_settings
 from tui.launch.evaluate import EvaluatedChoice, FieldProblem, evaluate_choice
 from tui.launch.fields import NAME, FieldRow, field_rows, format_value
+from tui.theme import VERDICTS
 
 DEMO = "demo"
 """The name of the shipped profile and of the shipped recipe that run on any machine."""
@@ -145,11 +146,28 @@ class LaunchState:
         with_problems = [problem.row for problem in self.evaluated.problems if problem.row]
         choice, split = self.choice, self.evaluated.batch_split
         rows = field_rows(
-            self._last_valid.spec, choice.overrides, choice.options, working_directory(), with_problems
-        )
+            self._last_valid.spec, choice.overrides, choice.options, working_directory(), with_problems,
+            self._stage_notes(),
+        )  # fmt: skip
         if split is None:
             return rows
         return [row._replace(note=split.formula) if row.key == "train.micro_batch" else row for row in rows]
+
+    def _stage_notes(self) -> dict[str, tuple[str, str]]:
+        """The verdict of each stage, with its style; muted while the present choice has no plan."""
+        valid = self.evaluated.spec is not None
+        return {
+            stage.name: (
+                f"{VERDICTS[stage.verdict].glyph if stage.verdict else '·'} {stage.text}",
+                VERDICTS[stage.verdict].style if stage.verdict and valid else "$muted",
+            )
+            for stage in self._last_valid.stages
+        }
+
+    def toggle_stage(self, row: FieldRow) -> None:
+        """Switch the stage of a row off, or on again."""
+        self.remember()
+        self.set_field(row.key, "false" if row.value == "true" else "true")
 
     # Slower evaluations, made while the user does not type.
 

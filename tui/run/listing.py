@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs
-from engine.journal.summary import RunSummary, SummaryReader
+from engine.journal.summary import RunSummary, SummaryReader, read_spec
 
 LIVE = ("queued", "running", "stale")
 """States that a run can leave without a new line in its journal."""
@@ -36,6 +37,10 @@ class RunEntry:
     is_started: bool = False
     """Whether reading has begun: a run with a million steps takes many calls of `refresh`."""
     stamp: FileStamp = ()
+    stages: tuple[str, ...] = ()
+    """Names of the enabled stages of a staged run."""
+    sweep: str = ""
+    """The sweep that the run is a point of; empty if it is of none."""
 
     @property
     def is_read(self) -> bool:
@@ -109,6 +114,8 @@ class RunList:
             if not entry.reader.read(seconds=seconds):
                 return not is_started
             entry.summary, entry.read_error = entry.reader.summary(), ""
+            spec = read_spec(entry.directory)
+            entry.stages, entry.sweep = stage_names(spec), str(nested(spec, "provenance", "sweep", "id") or "")
         except TunedeckError as error:
             entry.read_error = error.found
         except OSError as error:
@@ -117,6 +124,19 @@ class RunList:
             entry.read_error = f"its journal is not in Tunedeck's format: {type(error).__name__}"
         entry.stamp = stamp
         return (entry.summary, entry.read_error) != before
+
+
+def stage_names(spec: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the enabled stages in the tables of a run.toml; empty for a run without stages."""
+    stages = nested(spec, "recipe", "stages") or []
+    return tuple(str(stage.get("name")) for stage in stages if isinstance(stage, dict) and stage.get("enabled", True))
+
+
+def nested(table: Any, *keys: str) -> Any:
+    """The value under nested keys; None if one of the keys is missing."""
+    for key in keys:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table
 
 
 def _file_stamp(directory: RunDirectory) -> FileStamp:

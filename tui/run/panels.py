@@ -13,6 +13,7 @@ from textual.content import Content
 
 from engine.journal.event_text import clean, format_bytes, format_duration, format_number, format_score
 from engine.journal.summary import RunSummary, read_spec
+from tui.run.listing import nested
 from tui.run.ranks import ranks_in_brief
 from tui.run.table import state_cell, state_of
 from tui.run.watch import ASKED_FOR, FeedLine, RunWatch
@@ -53,20 +54,10 @@ def headline_lines(watch: RunWatch, width: int, glyphs: Glyphs, *, ascii_only: b
         return [Content.styled(f" {watch.read_error or 'reading'}", style), Content("")]
     state = state_cell(state_of(summary), glyphs, ascii_only=ascii_only)
     simulated = " (simulated device)" if summary.simulated else ""
-    chain = stage_chain(watch, summary)
     return [
         Content.assemble(" ", state, (simulated, "$muted"), "  ", _progress(watch, summary, width, glyphs)),
-        Content.assemble((f" {chain}  ", "bold") if chain else "", _status_line(watch, summary)),
+        _status_line(watch, summary),
     ]
-
-
-def stage_chain(watch: RunWatch, summary: RunSummary) -> str:
-    """The stages of a staged run and how far each is, on one line; empty for a run without stages."""
-    recipe = read_spec(watch.directory).get("recipe", {})
-    stages = recipe.get("stages", []) if isinstance(recipe, dict) else []
-    known = {row["name"]: row["status"] for row in summary.stages}
-    names = [str(stage.get("name")) for stage in stages if stage.get("enabled", True)]
-    return " > ".join(clean(f"{name} {known[name]}" if name in known else name) for name in names)
 
 
 def _progress(watch: RunWatch, summary: RunSummary, width: int, glyphs: Glyphs) -> Content:
@@ -172,7 +163,7 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
     pieces, rows = step.get("micro_batches"), step.get("largest_micro_batch")
     if pieces is None:
         return "-"
-    batch = _nested(read_spec(watch.directory), "recipe", "train", "batch_size")
+    batch = nested(read_spec(watch.directory), "recipe", "train", "batch_size")
     largest = f"{rows} × {pieces}" if rows else f"{pieces} a step"
     return f"{largest}, batch {batch}" if batch else largest
 
@@ -265,10 +256,3 @@ def _clock(time: str) -> str:
         return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
     except ValueError:
         return ""
-
-
-def _nested(table: Any, *keys: str) -> Any:
-    """The value under nested keys; None if one of the keys is missing."""
-    for key in keys:
-        table = table.get(key) if isinstance(table, dict) else None
-    return table

@@ -81,18 +81,22 @@ def table_heading(width: int, columns: Sequence[TableColumn]) -> Content:
 
 
 def run_row(
-    entry: RunEntry, width: int, ascii_only: bool, columns: Sequence[TableColumn] = COLUMNS, *, marked: bool = False
-) -> Content:
-    """The run as one line of `width` cells."""
+    entry: RunEntry, width: int, ascii_only: bool, columns: Sequence[TableColumn] = COLUMNS, *, marked: bool = False,
+    title: str = "", of_all: RunSummary | None = None,
+) -> Content:  # fmt: skip
+    """The run as one line of `width` cells, with `title` in place of its name, and the figures of `of_all` in place of
+    its own."""
     lead = Content.styled("*" if ascii_only else "◆", "bold $mark") if marked else Content(" ")
-    summary = entry.summary
+    summary = of_all or entry.summary
     if summary is None:
         word = ("x damaged" if ascii_only else "✗ damaged") if entry.read_error else "..."
         state = Content.styled(_fit(word, STATE_WIDTH, False), "$muted")
-        rest = clean(entry.directory.name) + (f"  {clean(entry.read_error)}" if entry.read_error else "")
+        rest = (title or clean(entry.directory.name)) + (f"  {clean(entry.read_error)}" if entry.read_error else "")
         return Content.assemble(lead, state, rest)
     state = state_cell(state_of(summary), str, ascii_only=ascii_only)
-    parts = [_fit(clean(column.cell(entry, summary)), size, column.right) for column, size in _sizes(width, columns)]
+    cells = [(clean(column.cell(entry, summary)), column, size) for column, size in _sizes(width, columns)]
+    cells[0] = (title or cells[0][0], *cells[0][1:])
+    parts = [_fit(text, size, column.right) for text, column, size in cells]
     return Content.assemble(lead, state.pad_right(STATE_WIDTH - state.cell_length), "  ".join(parts))
 
 

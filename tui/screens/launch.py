@@ -239,6 +239,8 @@ class LaunchScreen(BaseScreen):
         row = self.view.fields.row
         if action == "restore" and (row is None or not row.changed):
             return "this field has the value of its file"
+        if action == "toggle" and (row is None or not row.is_stage or self.view.pane != FIELDS):
+            return "space switches a stage off and on: the cursor is on none"
         if action == "save" and not self.state.changed_kinds:
             return "nothing was changed: there is nothing to save"
         return None
@@ -267,6 +269,13 @@ class LaunchScreen(BaseScreen):
         row = self.view.fields.row
         if row is not None:
             self._change(self.state.choice.without_field(row.key))
+
+    def do_toggle(self) -> None:
+        """Switch the stage under the cursor off, or on again."""
+        row = self.view.fields.row
+        if row is not None:
+            self.state.toggle_stage(row)
+            self._show()
 
     # Runs, samples and files made from the choice.
 

@@ -23,9 +23,11 @@ from engine.errors import TunedeckError
 from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
+from engine.journal.stages import find_stage, stage_name
 from engine.launch.process import force_stop
 from tui.keys import bindings
 from tui.plot.loss_plot import ZOOMS, LossPlot, LossPlotData, StepMarks
+from tui.run.chain import chain_line, chain_of, current_stage, stage_beside
 from tui.run.panels import event_lines, figure_lines, headline_lines, log_lines, memory_lines
 from tui.run.ranks import rank_lines
 from tui.run.reuse import launch_settings, resume_refusal
@@ -90,21 +92,28 @@ class RunScreen(BaseScreen):
     def set_argument(self, argument: object) -> None:
         """Take the run directory to show."""
         assert isinstance(argument, RunDirectory)
-        self.run_watch = RunWatch(argument)
+        self._whole = self.run_watch = RunWatch(argument)
         self._log = LogTail(argument.log)
 
     @property
     def directory(self) -> RunDirectory:
-        """The directory of the run that is shown."""
-        return self.run_watch.directory
+        """The directory of the run, which requests are sent to; of a staged run, also while one stage is looked at."""
+        return self._whole.directory
 
     @property
     def status(self) -> str:
         """The run's status; empty until it has been read."""
-        return self.run_watch.summary.status if self.run_watch.summary is not None else ""
+        return self._whole.summary.status if self._whole.summary is not None else ""
+
+    @property
+    def looked_at(self) -> str:
+        """Of a staged run, the name of the stage that the panes show."""
+        watch = self.run_watch
+        return current_stage(watch) if watch is self._whole else stage_name(watch.directory)
 
     def compose_body(self) -> ComposeResult:
         """Yield the panes."""
+        yield TextLines(id="chain")
         yield TextLines(id="headline")
         yield TextLines(id="all-tabs", classes="tabs")
         with Horizontal(id="upper"):
@@ -120,7 +129,7 @@ class RunScreen(BaseScreen):
 
     def poll(self) -> float:
         """Read the run's journal and log, and repaint what they change."""
-        self._unpainted = self.run_watch.read_more(seconds=READ_SECONDS) or self._unpainted
+        self._unpainted = self._read() or self._unpainted
         happened = self.run_watch.feed_total != self._feed_shown or self.status != self._painted[0]
         if self._unpainted and (happened or time.monotonic() - self._painted[1] >= PAINT_SECONDS):
             self._paint()
@@ -129,7 +138,16 @@ class RunScreen(BaseScreen):
             self.query_one("#log", Scrollback).replace(self._log.lines)
         return CATCH_UP_SECONDS if self.run_watch.unread_share > 0.01 else POLL_SECONDS
 
+    def _read(self) -> bool:
+        """Read what was added to the journal of the run, and of the stage that is looked at; returns whether anything
+        changed."""
+        changed = self._whole.read_more(seconds=READ_SECONDS)
+        if self.run_watch is self._whole:
+            return changed
+        return self.run_watch.read_more(seconds=READ_SECONDS) or changed
+
     def _paint(self) -> None:
+        self._paint_chain()
         watch, ascii_only = self.run_watch, self.console.ascii_only
         self._unpainted, self._painted = False, (self.status, time.monotonic())
         head = headline_lines(watch, self.size.width, self.glyphs, ascii_only=ascii_only)
@@ -144,6 +162,14 @@ class RunScreen(BaseScreen):
         if new:
             self.query_one("#events", Scrollback).add(list(watch.feed)[-new:])
         self.refresh_title_and_footer()
+
+    def _paint_chain(self) -> None:
+        """Show the chain of a staged run above everything else."""
+        chain, line = chain_of(self._whole), self.query_one("#chain", TextLines)
+        line.display = bool(chain)
+        if chain:
+            ascii_only = self.console.ascii_only
+            line.show([chain_line(chain, self.looked_at, self.size.width, ascii_only=ascii_only)])
 
     def _paint_ranks(self) -> None:
         pane = self.query_one("#ranks", TextLines)
@@ -171,8 +197,9 @@ class RunScreen(BaseScreen):
         return LossPlotData(self.run_watch.curves.loss, scores, marks, note="no step yet")
 
     def title_detail(self) -> str:
-        """The run's name."""
-        return clean(self.directory.name)
+        """The run's name; of a staged run, also the name of a stage that is looked at instead of the present one."""
+        whole = self.run_watch is self._whole
+        return clean(self.directory.name if whole else f"{self.directory.name}/{self.looked_at}")
 
     def on_resize(self, event: events.Resize) -> None:
         """Show the panes that fit the new size."""
@@ -217,18 +244,50 @@ class RunScreen(BaseScreen):
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect in the run's present state; None if the key has an effect."""
         status = self.status
-        summary = self.run_watch.summary
+        summary = self._whole.summary
         if action in ("checkpoint", "pause", "stop") and status != "running":
             return f"the run is {status or 'not read yet'}: there is no engine to ask"
         if action in ("checkpoint", "pause") and summary is not None and summary.stopping:
             return "it is stopping already"
         if action == "resume":
             return resume_refusal(self.directory, status)
+        if action in ("next_stage", "previous_stage"):
+            return self._other_stage(1 if action == "next_stage" else -1)[1]
         if action == "report" and not (self.run_watch.state.backoffs or self.run_watch.state.oom_reports):
             return "this run never ran out of memory"
         if action == "next_pane" and not PANES[self._room]:
             return "all panes are shown"
         return None
+
+    def _other_stage(self, by: int) -> tuple[str, str | None]:
+        """The stage `by` places after the one looked at, and why it cannot be looked at; None if it can."""
+        name, refusal = stage_beside(chain_of(self._whole), self.looked_at, by)
+        if refusal is None and find_stage(self.directory, name) is None:
+            refusal = f"stage {name} has not begun"
+        return name, refusal
+
+    def do_next_stage(self) -> None:
+        """Look into the next stage."""
+        self._look_into(self._other_stage(1)[0])
+
+    def do_previous_stage(self) -> None:
+        """Look into the stage before."""
+        self._look_into(self._other_stage(-1)[0])
+
+    def _look_into(self, name: str) -> None:
+        """Show a stage in all panes. At the stage that runs, or ran last, the panes follow the run as a whole again."""
+        stage = find_stage(self.directory, name)
+        if stage is None:
+            return
+        follows = name == current_stage(self._whole)
+        self.run_watch = self._whole if follows else RunWatch(stage)
+        self._log = LogTail(self.directory.log if follows else stage.log)
+        self._log.refresh()
+        self.query_one("#log", Scrollback).replace(self._log.lines)
+        self.query_one("#events", Scrollback).replace(list(self.run_watch.feed))
+        self._feed_shown, self._plotted = self.run_watch.feed_total, (-1, float("-inf"))
+        self._refresh_now()
+        self._plot()
 
     def do_checkpoint(self) -> None:
         """Request a checkpoint."""
@@ -240,7 +299,7 @@ class RunScreen(BaseScreen):
 
     def do_stop(self) -> None:
         """Ask for a confirmation, then request a stop; if a stop was requested before, kill the engine instead."""
-        if self.run_watch.summary is not None and self.run_watch.summary.stopping:
+        if self._whole.summary is not None and self._whole.summary.stopping:
             self.show_message("the engine is being ended by force")
             self.run_worker(self._force, thread=True, exit_on_error=False)
             return
@@ -277,7 +336,7 @@ class RunScreen(BaseScreen):
 
     def do_report(self) -> None:
         """Open the screen with the run's out-of-memory reports."""
-        self.console.open_screen("oom", self.directory)
+        self.console.open_screen("oom", self.run_watch.directory)
 
     def do_clone(self) -> None:
         """Open Launch with the settings of this run."""
@@ -333,8 +392,8 @@ class RunScreen(BaseScreen):
         self._scrolled.scroll_lines(lines)
 
     def _refresh_now(self) -> None:
-        if self.run_watch.read_more(seconds=READ_SECONDS):
-            self._paint()
+        self._read()
+        self._paint()
 
 
 def _tabs(names: Sequence[str], chosen: str) -> Content:

@@ -1,5 +1,7 @@
 """Runs: every run of the runs folder with its state, newest first; filter, open, mark and delete them.
 
+A staged run and a sweep are one row each, which opens to their stages and runs (`tui.run.tree`).
+
 Try: `tunedeck`, then `/` and `state:done`.
 """
 
@@ -18,9 +20,10 @@ from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.journal.trash import TRASH, move_to_trash
 from tui.keys import bindings
-from tui.run.listing import RunEntry, RunList
+from tui.run.listing import RunList
 from tui.run.reuse import launch_settings, resume_refusal
-from tui.run.table import COLUMNS, matches, run_row, table_heading
+from tui.run.table import COLUMNS, matches, table_heading
+from tui.run.tree import SWEEP, RunTree, TreeRow, tree_row
 from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.table import screen_row
@@ -51,8 +54,8 @@ class RunsScreen(BaseScreen):
     def __init__(self) -> None:
         super().__init__()
         self._filter = ""
-        self.shown: list[RunEntry] = []
-        """The runs that match the filter."""
+        self.shown: list[TreeRow] = []
+        """The rows: all runs, or those that match the filter."""
         self._marked: dict[Path, RunDirectory] = {}
         """Runs to compare, in the order in which they were marked."""
 
@@ -67,29 +70,38 @@ class RunsScreen(BaseScreen):
     def on_mount(self) -> None:
         """Create the list of runs."""
         self.runs = RunList.of_folder(self.console.runs_dir)
+        self._tree = RunTree(self.runs)
 
     def poll(self) -> float:
         """Read the runs folder."""
-        self.runs.refresh(seconds=READ_SECONDS)
+        self._tree.refresh(seconds=READ_SECONDS)
         self._fill()
-        return CATCH_UP_SECONDS if self.runs.unread else POLL_SECONDS
+        return CATCH_UP_SECONDS if self._tree.unread else POLL_SECONDS
 
     def _fill(self) -> None:
         chosen = self.chosen
-        self.shown = [entry for entry in self.runs.entries if matches(entry, self._filter)]
+        self.shown = self._tree.rows((lambda entry: matches(entry, self._filter)) if self._filter else None)
         rows = self.query_one(RowList)
         width = self.size.width
         self.query_one(".heading", TextLines).show([table_heading(width, COLUMNS)])
         there = {entry.directory.path for entry in self.runs.entries}
-        self._marked = {path: run for path, run in self._marked.items() if path in there}
-        rows.show([self._row(entry, width) for entry in self.shown] or list(self._empty()))
-        places = [entry.directory.path for entry in self.shown]
-        if chosen is not None and chosen.directory.path in places:
-            rows.move_to(places.index(chosen.directory.path))
+        self._marked = {
+            path: run for path, run in self._marked.items() if path in there or path.parent.parent in there
+        }
+        rows.show([self._row(row, width) for row in self.shown] or list(self._empty()))
+        if chosen is not None:
+            self._move_to(chosen.key)
         self.refresh_title_and_footer()
 
-    def _row(self, entry: RunEntry, width: int) -> Content:
-        return run_row(entry, width, self.console.ascii_only, marked=entry.directory.path in self._marked)
+    def _move_to(self, key: str) -> None:
+        """Move the cursor to the row with this key, if it is shown."""
+        keys = [row.key for row in self.shown]
+        if key in keys:
+            self.query_one(RowList).move_to(keys.index(key))
+
+    def _row(self, row: TreeRow, width: int) -> Content:
+        marked = row.directory is not None and row.directory.path in self._marked
+        return tree_row(row, width, self.console.ascii_only, marked=marked)
 
     def _empty(self) -> Iterable[Content]:
         if self.runs.read_error:
@@ -101,8 +113,8 @@ class RunsScreen(BaseScreen):
             yield Content.styled(f"  {screen_row('launch').key} opens Launch, to make and start one", "$muted")
 
     @property
-    def chosen(self) -> RunEntry | None:
-        """The run under the cursor."""
+    def chosen(self) -> TreeRow | None:
+        """The row under the cursor."""
         index = self.query_one(RowList).cursor
         return self.shown[index] if index < len(self.shown) else None
 
@@ -116,14 +128,30 @@ class RunsScreen(BaseScreen):
 
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect on the run under the cursor; None if the key has an effect."""
-        entry = self.chosen
-        if action in ("open", "resume", "clone", "delete", "mark") and entry is None:
+        row = self.chosen
+        if action in ("open", "resume", "clone", "delete", "mark", "unfold", "fold") and row is None:
             return "there is no run here"
-        if action == "compare" and len(self._marked) < 2:
-            return "mark two runs or more with space first"
-        status = entry.summary.status if entry is not None and entry.summary is not None else ""
-        if action == "resume" and entry is not None:
-            return resume_refusal(entry.directory, status)
+        if action == "compare":
+            ready = len(self._marked) >= 2 or (row is not None and row.is_sweep)
+            return None if ready else "mark two runs or more with space first"
+        return self._reason_on(row, action) if row is not None else None
+
+    def _reason_on(self, row: TreeRow, action: str) -> str | None:
+        """Why a key has no effect on this row; None if the key has an effect."""
+        if action == "unfold":
+            return {None: "nothing is folded here", True: "it is open", False: None}[row.is_open]
+        if action == "fold":
+            return None if row.is_open or row.parent else "nothing is open here"
+        if row.is_sweep:
+            one = "a sweep is many runs: l opens it, c compares them"
+            return one if action in ("resume", "clone", "delete", "mark") else None
+        if row.entry is None:
+            return f"stage {row.name} has not begun"
+        if action == "delete" and row.parent and not row.parent.startswith(SWEEP):
+            return "a stage is deleted with its run"
+        status = row.summary.status if row.summary is not None else ""
+        if action == "resume":
+            return resume_refusal(row.entry.directory, status)
         if action == "delete" and status == "running":
             return "the run is running: stop it first"
         return None
@@ -137,37 +165,61 @@ class RunsScreen(BaseScreen):
         self.refresh_title_and_footer()
 
     def do_open(self) -> None:
-        """Open the run under the cursor."""
+        """Open the run under the cursor; of a sweep, the rows of its runs."""
+        row = self.chosen
+        if row is not None and row.is_sweep:
+            self._set_open(row.key, is_open=not row.is_open)
+        elif row is not None and row.directory is not None:
+            self.console.open_screen("run", row.directory)
+
+    def do_unfold(self) -> None:
+        """Show the stages of a staged run, or the runs of a sweep."""
         if self.chosen is not None:
-            self.console.open_screen("run", self.chosen.directory)
+            self._set_open(self.chosen.key, is_open=True)
+
+    def do_fold(self) -> None:
+        """Hide the rows below, or the rows among which the cursor is."""
+        row = self.chosen
+        if row is not None:
+            self._set_open(row.key if row.is_open else row.parent, is_open=False)
+
+    def _set_open(self, key: str, *, is_open: bool) -> None:
+        self._tree.set_open(key, is_open=is_open)
+        self._tree.refresh(seconds=READ_SECONDS)
+        self._move_to(key)
+        self._fill()
 
     def do_resume(self) -> None:
         """Resume the run under the cursor, and open it."""
-        if self.chosen is not None and self.console.start_engine(self.chosen.directory, resume=True):
+        directory = self.chosen.directory if self.chosen is not None else None
+        if directory is not None and self.console.start_engine(directory, resume=True):
             self.do_open()
 
     def do_clone(self) -> None:
         """Open Launch with the settings of this run."""
-        if self.chosen is not None:
-            self.console.open_screen("launch", launch_settings(self.chosen.directory))
+        directory = self.chosen.directory if self.chosen is not None else None
+        if directory is not None:
+            self.console.open_screen("launch", launch_settings(directory))
 
     def do_mark(self) -> None:
         """Mark or unmark the run under the cursor, and move the cursor to the next run."""
-        if self.chosen is not None:
-            directory = self.chosen.directory
+        directory = self.chosen.directory if self.chosen is not None else None
+        if directory is not None:
             if self._marked.pop(directory.path, None) is None:
                 self._marked[directory.path] = directory
             self.query_one(RowList).action_move(1)
             self._fill()
 
     def do_compare(self) -> None:
-        """Open Compare with the marked runs."""
-        self.console.open_screen("compare", list(self._marked.values()))
+        """Open Compare with the marked runs; if none are marked, with the runs of the sweep under the cursor."""
+        members = self.chosen.members if self.chosen is not None else ()
+        marked = list(self._marked.values()) or [entry.directory for entry in members]
+        self.console.open_screen("compare", marked)
 
     def do_delete(self) -> None:
         """Ask for confirmation, then move the run under the cursor into the trash folder."""
-        if self.chosen is not None:
-            directory = self.chosen.directory
+        directory = self.chosen.directory if self.chosen is not None else None
+        if directory is not None:
             question = f"Delete {clean(directory.name)}? It is moved into {TRASH}/ beside it, and can be moved back."
             confirm = ConfirmScreen(question, "delete it")
             self.app.push_screen(confirm, lambda yes: self._delete(directory) if yes else None)

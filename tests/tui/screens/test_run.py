@@ -17,6 +17,7 @@ from tests.journal.event_fields import backoff_fields, step_fields
 from tests.tui.conftest import SIZES, Opener, Spawn
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
+from tests.tui.recorded_stages import make_staged_run
 from tui.app import TunedeckApp
 from tui.screens.run import PANES
 
@@ -306,3 +307,36 @@ async def test_a_clone_is_what_the_run_was_started_with(runs: Path) -> None:
     run = make_run(runs)
     assert launch_settings(run) == {"profile": "demo", "recipe": "demo", "overrides": ["train.max_steps=100"]}
     assert launch_settings(RunDirectory(runs / "nowhere")) == {"profile": "", "recipe": "", "overrides": []}
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+async def test_the_chain_stands_above_and_brackets_look_into_other_stages(
+    console: Opener, runs: Path, width: int, height: int
+) -> None:
+    run = make_staged_run(runs, done=2)
+    async with console(width, height) as pilot:
+        await open_run(pilot)
+        await pilot.sees(" mixture ", "step 20 of 40")
+        await pilot.press("right_square_bracket")
+        await pilot.sees("stage router has not begun")
+        await pilot.press("left_square_bracket")
+        await pilot.sees(" expert-qmsum  done", "finished; result in model")
+        assert pilot.screen.run_watch.directory.name == "02-expert-qmsum"
+        assert pilot.screen.directory == run, "requests go to the run as a whole"
+        assert pilot.screen.run_watch.latest["loss"] == 2.2
+        await pilot.press("left_square_bracket", "left_square_bracket")
+        await pilot.sees("expert-truthfulqa is the first stage")
+        await pilot.press("right_square_bracket", "right_square_bracket")
+        assert pilot.screen.looked_at == "mixture"
+        add(run, lambda writer: writer.write("stage_started", name="router", number=4, of=5, path="stages/04-router",
+                                             from_start=True))  # fmt: skip
+        await pilot.until(lambda: pilot.screen.looked_at == "router", "the next stage, which is followed")
+
+
+async def test_a_run_without_stages_has_no_chain(console: Opener, runs: Path) -> None:
+    make_run(runs)
+    async with console(80, 24) as pilot:
+        await open_run(pilot)
+        await pilot.press("right_square_bracket")
+        await pilot.sees("this run has no stages")
+        assert not pilot.screen.query_one("#chain").display

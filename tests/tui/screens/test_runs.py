@@ -18,6 +18,8 @@ from tests.cli.small_recipes import write_recipe
 from tests.tui.conftest import SIZES, Opener, Spawn
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
+from tests.tui.recorded_stages import make_staged_run
+from tests.tui.run.test_tree import make_sweep
 from tui.run.listing import RunList
 from tui.widgets.row_list import RowList
 
@@ -206,3 +208,35 @@ async def test_names_with_markup_and_escape_codes_are_shown_as_they_are(console:
     async with console() as pilot:
         await pilot.sees("[bold red]x[bold]")
         assert "\x1b" not in pilot.text
+
+
+async def test_l_opens_a_staged_run_and_h_closes_it(console: Opener, runs: Path) -> None:
+    run = make_staged_run(runs, done=2)
+    async with console(80, 24) as pilot:
+        await listed(pilot, 1)
+        await pilot.press("h")
+        await pilot.sees("nothing is open here")
+        await pilot.press("l")
+        await pilot.sees("└ expert-truthfulqa", "└ mixture", "· to come  └ full")
+        await pilot.press("G", "enter")
+        await pilot.sees("stage full has not begun")
+        await pilot.press("g", "j", "j", "x")
+        await pilot.sees("a stage is deleted with its run")
+        await pilot.press("h")
+        assert len(pilot.screen.shown) == 1 and pilot.screen.chosen.directory == run
+        await pilot.press("l", "j", "enter")
+        await pilot.until(lambda: pilot.screen.screen_name == "run", "the stage's own screen")
+        assert pilot.screen.directory.name == "01-expert-truthfulqa"
+
+
+async def test_a_sweep_opens_and_its_runs_are_compared(console: Opener, runs: Path) -> None:
+    make_sweep(runs, "done", "done", "queued")
+    async with console(120, 36) as pilot:
+        await listed(pilot, 1)
+        await pilot.sees("○ queued", "▶ sweep:20261123T020000Z-demo")
+        await pilot.press("r")
+        await pilot.sees("a sweep is many runs: l opens it, c compares them")
+        await pilot.press("enter")
+        await pilot.sees("└ ", "demo-seed=0", "demo-seed=2")
+        await pilot.press("g", "c")
+        await pilot.until(lambda: pilot.screen.screen_name == "compare", "the comparison")
