@@ -22,17 +22,21 @@ from engine.launch.process import start_engine
 from engine.model.tokenizer import byte_tokenizer
 from engine.spec.schema.run import RunSpec
 from tests.events import read_events
-from tests.train.run_helpers import make_spec, write_samples
+from tests.train.run_helpers import ROOMY_GIB, make_spec, write_samples
 
 GIVE_UP_SECONDS = 180.0
 
 
-def staged_spec(folder: Path, stages: list[dict[str, Any]], **tables: Any) -> RunSpec:
-    """A run spec with these stages: the tiny model on the CPU, trained in full, a checkpoint at every second step."""
+def staged_spec(
+    folder: Path, stages: list[dict[str, Any]], *, device: str = "cpu", memory_gib: float = ROOMY_GIB,
+    **tables: Any,
+) -> RunSpec:  # fmt: skip
+    """A run spec with these stages: the tiny model, trained in full, a checkpoint at every second step."""
     train = {"max_steps": 4, "batch_size": 4, "learning_rate": 1e-3, "seed": 3, **tables.pop("train", {})}
     checkpoint = {"every_steps": 2, "every_minutes": 0}
+    samples = write_samples(folder / "samples.jsonl", count=16)
     spec = make_spec(
-        write_samples(folder / "samples.jsonl", count=16), device="cpu", train=train, checkpoint=checkpoint, **tables
+        samples, device=device, memory_gib=memory_gib, train=train, checkpoint=checkpoint, **tables
     )
     data = spec.model_dump(by_alias=True, exclude_none=True)
     return RunSpec.model_validate({**data, "recipe": {**data["recipe"], "stages": stages}})

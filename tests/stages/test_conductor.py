@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import UsageError
-from engine.journal.control import send_request
+from engine.evaluate.run import weights_to_score
+from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.index import resolve_run
 from engine.journal.liveness import engine_process, is_alive
-from engine.journal.stages import NOT_COPIED, stage_directories, stage_directory, stage_name
+from engine.journal.stages import stage_directories, stage_directory
 from engine.journal.summary import summarise
 from engine.launch.process import start_engine
 from engine.launch.resume_run import prepare_resume
+from engine.model.reference import find_run_weights
 from tests.events import read_events
+from tests.stages.kill_anywhere import assert_story_told_once
 from tests.stages.staged_runs import (
     assert_equal,
     conduct,
@@ -49,20 +51,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     run = new_staged_run(folder, staged_spec(folder, CHAIN))
     assert conduct(run) == 0, run.log.read_text()
     return run
-
-
-def assert_story_told_once(run: RunDirectory) -> None:
-    """Every event of every stage is in the run's journal exactly once, in order, and each stage ends once."""
-    for stage in stage_directories(run):
-        own = [event["seq"] for event in read_events(stage.events) if event["kind"] not in NOT_COPIED]
-        copied = [
-            event["stage_seq"]
-            for event in read_events(run.events)
-            if event["stage"] == stage_name(stage) and "stage_seq" in event
-        ]
-        assert copied == own
-    assert set(Counter(name for name, status, _ in ends_of(run) if status == "done").values()) <= {1}
-    assert [event["seq"] for event in read_events(run.events)] == list(range(1, len(list(read_events(run.events))) + 1))
 
 
 def test_a_chain_runs_to_its_end(undisturbed: RunDirectory) -> None:
@@ -121,24 +109,6 @@ def test_a_failed_stage_skips_what_starts_from_it_and_nothing_else(tmp_path: Pat
     assert [row["status"] for row in summarise(run).stages] == ["done"] * 4
 
 
-@pytest.mark.parametrize("request_name", ["stop", "pause"])
-def test_a_request_ends_the_running_stage_and_resume_goes_on_there(
-    tmp_path: Path, undisturbed: RunDirectory, request_name: str
-) -> None:
-    run = new_staged_run(tmp_path, staged_spec(tmp_path, CHAIN))
-    process = start_engine(run)
-    wait_for(lambda: len(events_of(run, "stage_started")) >= 3, process)  # conductor, engine, conductor: stage two
-    send_request(run, request_name)
-    assert process.wait(120) == 130
-    status = {"stop": "stopped", "pause": "paused"}[request_name]
-    assert ends_of(run)[-1][:2] == ("two", status)
-    assert summarise(run).status == status
-    prepare_resume(run, [], {})
-    assert conduct(run, resume=True) == 0, run.log.read_text()
-    assert_equal(weights_of(stage_directory(run, 2, "two")), weights_of(stage_directory(undisturbed, 2, "two")))
-    assert_story_told_once(run)
-
-
 def test_a_killed_conductor_is_replaced_and_its_engine_is_adopted(tmp_path: Path, undisturbed: RunDirectory) -> None:
     run = new_staged_run(tmp_path, staged_spec(tmp_path, CHAIN))
     process = start_engine(run)
@@ -175,8 +145,42 @@ def test_a_change_may_not_reach_into_a_stage_that_is_done(undisturbed: RunDirect
         prepare_resume(undisturbed, [], {}, from_stage="three")
 
 
+def test_a_refused_resume_from_a_stage_moves_nothing(undisturbed: RunDirectory) -> None:
+    before = sorted(path.name for path in undisturbed.stages.iterdir()), undisturbed.run_toml.read_text()
+    for overrides, reason in (
+        (["stages.two.train.batch_size=2"], "keeps its model, data, seed and batch"),
+        (["stages.one.train.max_steps=8"], "stage one is done"),
+        (["stages.two.enabled=false"], "stage two is disabled"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            prepare_resume(undisturbed, overrides, {}, from_stage="two")
+    assert (sorted(path.name for path in undisturbed.stages.iterdir()), undisturbed.run_toml.read_text()) == before
+
+
+def test_checkpoints_of_a_run_that_is_done_are_removed_and_the_result_stands_for_them(
+    undisturbed: RunDirectory,
+) -> None:
+    one = stage_directories(undisturbed)[0]
+    assert find_checkpoints(one.checkpoints) == []
+    assert weights_to_score(one, None) == weights_to_score(one, "4") == [(4, one.model)]
+    removed = r"the checkpoints of stage one \(steps 2, 4\) were removed when the run was done"
+    with pytest.raises(UsageError, match=removed):
+        weights_to_score(one, "2")
+    with pytest.raises(UsageError, match=removed) as caught:
+        find_run_weights(f"run:{one.path}@2")
+    assert caught.value.fix == (
+        "leave the step out; to keep them the next time: --set stages.one.checkpoint.keep=2"
+    )
+    with pytest.raises(UsageError, match=removed):
+        prepare_resume(one, ["train.max_steps=8"], {})
+
+
 def test_a_stage_is_done_again_with_those_that_start_from_it(tmp_path: Path) -> None:
-    stages: list[dict[str, Any]] = [{"name": "one"}, {"name": "two", "from": "one"}, {"name": "other"}]
+    stages: list[dict[str, Any]] = [
+        {"name": "one"},
+        {"name": "two", "from": "one"},
+        {"name": "other", "checkpoint": {"keep": 1}},
+    ]
     run = new_staged_run(tmp_path, staged_spec(tmp_path, stages, train={"max_steps": 1}))
     assert conduct(run) == 0, run.log.read_text()
     prepare_resume(run, ["stages.two.train.max_steps=2"], {}, from_stage="two")
@@ -186,6 +190,8 @@ def test_a_stage_is_done_again_with_those_that_start_from_it(tmp_path: Path) -> 
     assert [row["steps"] for row in summarise(run).stages] == [1, 2, 1]
     copied = [event["stage_seq"] for event in read_events(run.events) if event["stage"] == "two"]
     assert copied.count(copied[0]) == 2, "the second time is told from its start, too"
+    kept = [[saved.step for saved in find_checkpoints(stage.checkpoints)] for stage in stage_directories(run)]
+    assert kept == [[], [], [1]], "a stage that names checkpoint.keep keeps its checkpoints"
 
 
 def test_plan_json_has_a_plan_for_each_stage(undisturbed: RunDirectory) -> None:
@@ -194,7 +200,11 @@ def test_plan_json_has_a_plan_for_each_stage(undisturbed: RunDirectory) -> None:
     assert [(stage["name"], stage["kind"], stage["verdict"]) for stage in plan["stages"]] == [
         ("one", "train", "fits"), ("two", "train", "fits"),
     ]  # fmt: skip
-    assert plan["stages"][0]["peak_bytes"] == plan["stages"][0]["plan"]["peak_bytes"]
+    first = plan["stages"][0]
+    assert first["peak_bytes"] == first["plan"]["peak_bytes"]
+    (weights,) = {row["weights"] for row in first["plan"]["phases"].values()}
+    assert first["host_bytes"] >= 3 * weights, "weights and two moments of each, while a checkpoint is written"
+    assert first["disk_bytes"] >= 4 * 3 * weights, "two checkpoints that are kept, the best, and one being written"
 
 
 def test_an_adapter_is_merged_for_the_stage_that_trains_all_weights(tmp_path: Path) -> None:
