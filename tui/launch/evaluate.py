@@ -196,7 +196,7 @@ def _verdict_text(stage: StagePlan) -> str:
     plan = stage.plan
     if plan is None:
         return f"{stage.verdict.replace('_', ' ')}, on host"
-    words = describe_verdict(plan.verdict, plan.micro_batch, plan.remedies)
+    words = describe_verdict(plan.verdict, remedies=plan.remedies)
     used = plan.prediction.device_bytes
     return f"{words}, {used / 2**30:.1f} GiB" if used >= 2**30 else f"{words}, {used / 2**20:.0f} MiB"
 
