@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from engine.evaluate.box_scores import box_iou, detection_rate
+from engine.evaluate.rouge import rouge
+
 
 def exact_match(answer: str, reference: str) -> float:
     """1 if the texts are the same, else 0."""
@@ -27,5 +30,11 @@ def token_f1(answer: str, reference: str) -> float:
     return 2 * shared / (answered.total() + wanted.total())
 
 
-TEXT_SCORES: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "token_f1": token_f1}
-"""Scores by the name that `evaluate.metrics` uses."""
+TEXT_SCORES: dict[str, Callable[[str, str], dict[str, float]]] = {
+    "exact_match": lambda answer, reference: {"exact_match": exact_match(answer, reference)},
+    "token_f1": lambda answer, reference: {"token_f1": token_f1(answer, reference)},
+    "rouge": rouge,
+    "box_iou": box_iou,
+    "detection_rate": detection_rate,
+}
+"""Functions from an answer and its reference to scores by name, by the name that `evaluate.metrics` uses."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+from collections.abc import Sequence
 
+import pytest
+from rouge_score.rouge_scorer import RougeScorer
+
+from engine.evaluate.box_scores import box_iou, boxes_in, detection_rate
+from engine.evaluate.rouge import lost_letters, rouge
 from engine.evaluate.text_scores import exact_match, token_f1
 
 
@@ -23,3 +29,65 @@ def test_token_f1_is_the_harmonic_mean_of_precision_and_recall(answer: str, refe
     assert token_f1(answer, reference) == pytest.approx(score)
     assert token_f1(reference, answer) == pytest.approx(score)
     assert exact_match(answer, reference) == (answer == reference)
+
+
+def test_rouge_equals_the_package_of_its_name() -> None:
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+    drawn = random.Random(11)
+    words = ["the", "a", "Cat", "sat,", "on", "mat", "née", "x2", "--", "3.5"]
+    for _ in range(2000):
+        answer, reference = (" ".join(drawn.choices(words, k=drawn.randint(0, 12))) for _ in range(2))
+        theirs = {name: score.fmeasure for name, score in scorer.score(reference, answer).items()}
+        assert rouge(answer, reference) == pytest.approx(theirs, abs=1e-12)
+    assert lost_letters(["Tòa án", "abc"]) == pytest.approx(2 / 8)
+
+
+def brute_iou(one: Sequence[float], other: Sequence[float]) -> float:
+    """Counted in cells of whole numbers."""
+    cells = [
+        {(x, y) for x in range(int(box[0]), int(box[2])) for y in range(int(box[1]), int(box[3]))}
+        for box in (one, other)
+    ]
+    return len(cells[0] & cells[1]) / len(cells[0] | cells[1])
+
+
+def drawn_boxes(drawn: random.Random, count: int) -> list[list[int]]:
+    corners = [(drawn.randint(0, 12), drawn.randint(0, 12)) for _ in range(count)]
+    return [[x, y, x + drawn.randint(1, 8), y + drawn.randint(1, 8)] for x, y in corners]
+
+
+def test_boxes_are_matched_one_to_one_best_pair_first() -> None:
+    drawn = random.Random(7)
+    for _ in range(1000):
+        answered, wanted = drawn_boxes(drawn, drawn.randint(0, 4)), drawn_boxes(drawn, drawn.randint(1, 4))
+        left, right, expected = list(answered), list(wanted), 0.0
+        while left and right:
+            value, mine, theirs = max(
+                ((brute_iou(a, w), a, w) for a in left for w in right), key=lambda pair: pair[0]
+            )
+            expected += value
+            left.remove(mine)
+            right.remove(theirs)
+        answer = "I see " + " and ".join(str(box) for box in answered)
+        reference = "".join(f"({x1},{y1}),({x2},{y2})" for x1, y1, x2, y2 in wanted)
+        found = box_iou(answer, reference)
+        assert found["mean_iou"] == pytest.approx(expected / len(wanted))
+        assert found["iou_over_0.5"] == (found["mean_iou"] > 0.5)
+        assert detection_rate(answer, reference)["detection_rate"] == bool(answered)
+
+
+@pytest.mark.parametrize(
+    ("text", "boxes"),
+    [
+        ("", []),
+        ("(1,2),(3,4)", [(1, 2, 3, 4)]),
+        ("table( 1 , 2 ) , ( 3 , 4 )", [(1, 2, 3, 4)]),
+        ('[{"bbox_2d": [10, 20, 30, 40], "label": "cup"}]', [(10, 20, 30, 40)]),
+        ("(3,4),(1,2)", []),
+        ("(1,2),(1,4)", []),
+        ("(1,2), (3", []),
+        ("[0.5, 1.5, 2.5, 3.5] (1,2),(3,4)", [(0.5, 1.5, 2.5, 3.5), (1, 2, 3, 4)]),
+    ],
+)
+def test_boxes_are_found_in_any_text(text: str, boxes: list[tuple[float, ...]]) -> None:
+    assert boxes_in(text) == boxes
