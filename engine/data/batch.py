@@ -99,13 +99,15 @@ def collate(
         if data.packed:
             positions_BS[row] = _positions(example, shape[1])
     ragged = bool((mask_BS == 0).any())
+    tokens_BS = torch.from_numpy(ids_BS)
     return Batch(
-        torch.from_numpy(ids_BS),
+        tokens_BS,
         torch.from_numpy(labels_BS),
         torch.from_numpy(mask_BS) if ragged and not data.packed else None,
         torch.from_numpy(positions_BS) if data.packed else None,
         tuple(rows),
         int((labels_BS[:, 1:] != IGNORED).sum()),
+        images=data.images_of(rows, tokens_BS),
         documents=_documents(positions_BS if data.packed else None, shape, with_starts),
     )
 

@@ -29,7 +29,7 @@ from engine.data.chat_template import (
     Tools,
     tool_call_shapes,
 )
-from engine.data.formats import ChatRecord, Dropped
+from engine.data.records import ChatRecord, Dropped
 from engine.errors import DataError
 
 TOKEN_SPANS_START = "a token spans the end of the prompt and the start of the answer"
@@ -74,10 +74,16 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, learn_all: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system_prompt: str | None,
+        learn_all: bool,
+        written: tuple[str, str] | None = None,
     ) -> None:
+        """`written`: a text that stands for an image in the template's text, and what replaces it."""
         self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
-        self.template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer, written)
         if not tokenizer.is_fast:
             raise DataError(
                 "conversations need a tokenizer that says which characters each token covers, and this one does not",

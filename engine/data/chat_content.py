@@ -46,11 +46,17 @@ def require_complete(messages: list[Message], whole: str, answers: dict[int, str
     for number, message in enumerate(messages):
         is_answer = message["role"] == "assistant"
         text = answers.get(number, whole) if is_answer and answers is not None else whole
-        content = message["content"] or ""
+        content = text_of(message)
         if not contains(text, content) and not (is_answer and _contains_answer(text, content)):
             raise TemplateRefusal(f"{LEFT_OUT} text of a turn of the role {message['role']}")
         if is_answer and not all(_shows_call(text, call) for call in message.get("tool_calls") or ()):
             raise TemplateRefusal(f"{LEFT_OUT} a tool call, or its arguments")
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, whose content may be a list of parts with images among them."""
+    content = message["content"] or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _shows_call(text: str, call: Any) -> bool:

@@ -73,8 +73,9 @@ class ChatTemplate:
     Raises DataError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.text = find_template(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, written: tuple[str, str] | None = None) -> None:
+        """`written`: a text that the template writes for an image, and what a processor would replace it by."""
+        self.text, self._written = find_template(tokenizer), written
         self.special_tokens: dict[str, Any] = {**tokenizer.special_tokens_map}
         self.marks_assistant = bool(GENERATION_BLOCK.search(self.text))
         switches = [name for name in THINKING_SWITCHES if re.search(rf"\b{name}\b", self.text)]
@@ -109,7 +110,16 @@ class ChatTemplate:
         except TEMPLATE_ERRORS as error:
             raise TemplateRefusal(f"the chat template fails: {type(error).__name__}: {_shortened(error)}") from error
         texts, spans = result
-        return str(texts[0]), [(start, stop) for start, stop in spans[0]] if spans else []
+        return self._replaced(str(texts[0]), [(start, stop) for start, stop in spans[0]] if spans else [])
+
+    def _replaced(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
+        """The text as a processor changes it for images, and where `spans` are then."""
+        if self._written is None:
+            return text, spans
+        old, new = self._written
+        longer = len(new) - len(old)
+        moved = [tuple(place + longer * text.count(old, 0, place) for place in span) for span in spans]
+        return text.replace(old, new), [(start, stop) for start, stop in moved]
 
     def _timeout(self) -> Exception:
         self._stopped += 1

@@ -8,46 +8,16 @@ Try: `tunedeck data -r RECIPE`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from engine.data.conversations import conversation
+from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
+from engine.data.records import ChatRecord, Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
-from engine.spec.schema.recipe import Source
-
-
-@dataclass(frozen=True)
-class TextRecord:
-    """Plain text, all of it learned."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class PairRecord:
-    """A prompt, and the completion that is learned."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
-class ChatRecord:
-    """A conversation: turns with role and content, and descriptions of the tools that it may use."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A row that is left out. The report counts rows by reason."""
-
-    reason: str
-
-
-Record = TextRecord | PairRecord | ChatRecord
+from engine.spec.schema.recipe import IMAGE_FORMATS, Source
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
@@ -65,6 +35,16 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 """Columns that a format uses if the source has them."""
 
+IMAGE_CHATS = (("messages",), ("conversations",), ("prompt", "completion"))
+"""Columns of a conversation, of which a source of images has one set, beside `image` or `images`."""
+
+IMAGE_NEEDS = {
+    "image-chat": "messages or conversations, beside image or images, or with images in their turns; "
+    "or image + prompt + completion",
+    "detection": "image + boxes, and labels where there are any",
+}
+"""Columns of formats with images, for messages. They are used only where a source names its format."""
+
 ALIASES: dict[str, tuple[str, ...]] = {
     "prompt": ("question", "query"),
     "completion": ("response", "answer"),
@@ -72,13 +52,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "conversations": ("conversation",),
 }
 """Other names under which a column is recognised, if none has its own name."""
-
-ROLES = {
-    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "developer": "developer",
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-    "observation": "tool", "function_response": "tool", "function_call": "assistant",
-}
-"""The role that chat templates use, for each role name found in data sets."""
 
 ALPACA_LAYOUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_LAYOUT_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -95,17 +68,31 @@ class Format:
     source: str
     chat: bool = field(default=False)
     """Whether instruction rows are rendered as conversations."""
+    boxes: BoxFormat | None = field(default=None, repr=False)
+    """Settings of a detection source. Like `image_root` not part of the representation, which is part of the
+    fingerprint of every source."""
+    image_root: str | None = field(default=None, repr=False)
+    """Folder that image paths are relative to."""
 
     @property
     def renders_chat(self) -> bool:
         """Whether rows are rendered with the chat template."""
-        return self.name in ("chat", "sharegpt") or (self.name == "alpaca" and self.chat)
+        return self.name in ("chat", "sharegpt", *IMAGE_FORMATS) or (self.name == "alpaca" and self.chat)
 
-    def record(self, row: dict[str, Any]) -> Record | Dropped:
+    @property
+    def has_images(self) -> bool:
+        """Whether rows have images."""
+        return self.name in IMAGE_FORMATS
+
+    def record(self, row: dict[str, Any]) -> Record | DetectionRecord | Dropped:
         """The record of a row of the source, or the reason for dropping it."""
-        values: dict[str, Any] = {ours: row.get(theirs) for ours, theirs in self.fields.items()}
+        values: dict[str, Any] = {ours: _value(row, theirs) for ours, theirs in self.fields.items()}
+        if self.boxes is not None:
+            return detection(values, self.boxes)
+        if self.name == "image-chat":
+            return image_chat(values)
         if self.name in ("chat", "sharegpt"):
-            return _conversation(values)
+            return conversation(values)
         if self.name == "alpaca":
             return _instruction(values, self.chat)
         for name in NEEDS[self.name]:
@@ -119,6 +106,8 @@ def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> 
 
     Raises DataError when no format fits, or several do.
     """
+    if source.format in IMAGE_FORMATS:
+        return _with_images(columns, source)
     mapped = _mapped_columns(columns, source)
     fitting = {name: fields for name in NEEDS if (fields := _fields(name, columns, mapped)) is not None}
     if source.format != "auto":
@@ -131,14 +120,51 @@ def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> 
     return Format(name, fields, source.name, chat=has_template)
 
 
-def _mapped_columns(columns: Sequence[str], source: Source) -> dict[str, str]:
-    known = {name for table in (NEEDS, OPTIONAL) for names in table.values() for name in names}
+def _with_images(columns: Sequence[str], source: Source) -> Format:
+    """The format of a source whose `format` is one with images. Raises DataError if columns are missing."""
+    names: tuple[str, ...] = ("image", "images", "boxes", "labels", "messages", "conversations", "prompt", "completion")
+    mapped = _mapped_columns(columns, source, set(names))
+    fields = {name: mapped.get(name, name) for name in names if mapped.get(name, name).partition(".")[0] in columns}
+    images = {name: column for name, column in fields.items() if name in ("image", "images")}
+    if source.format == "detection":
+        if {"image", "boxes"} <= set(fields):
+            chosen = {name: column for name, column in fields.items() if name in ("image", "boxes", "labels")}
+            return Format("detection", chosen, source.name, True, BoxFormat.of(source), _image_root(source))
+        raise _unclear(columns, source, [])
+    for needed in IMAGE_CHATS:
+        # The turns of a conversation may name their images themselves.
+        if set(needed) <= set(fields) and (images or len(needed) == 1):
+            chosen = {**images, **{name: column for name, column in fields.items() if name in needed}}
+            return Format("image-chat", chosen, source.name, True, None, _image_root(source))
+    raise _unclear(columns, source, [])
+
+
+def _image_root(source: Source) -> str | None:
+    """The source's `image_root`, or the folder of its data file."""
+    if source.image_root is not None or source.path is None:
+        return source.image_root
+    path = Path(source.path).expanduser()
+    return str(path if path.is_dir() else path.parent)
+
+
+def _value(row: dict[str, Any], column: str) -> Any:
+    """The value of a column of a row; `objects.bbox` is the field bbox of the column objects."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _mapped_columns(columns: Sequence[str], source: Source, known: set[str] | None = None) -> dict[str, str]:
+    known = known or {name for table in (NEEDS, OPTIONAL) for names in table.values() for name in names}
     for ours, theirs in source.columns.items():
         if ours not in known:
             raise DataError(
                 f"source {source.name}: columns.{ours} is not one of our columns", expected=", ".join(sorted(known))
             )
-        if theirs not in columns:
+        if theirs not in columns and theirs.partition(".")[0] not in columns:
             raise DataError(
                 f"source {source.name}: columns.{ours} = {theirs!r}, and there is no such column",
                 expected=f"one of {', '.join(columns)}",
@@ -163,6 +189,7 @@ def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str]) ->
 
 def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> DataError:
     needs = "; ".join(f"{name}: {' + '.join(fields)}" for name, fields in NEEDS.items())
+    needs = IMAGE_NEEDS.get(source.format, needs)
     found = f"source {source.name}: the columns are {', '.join(columns) or 'none'}"
     if fitting:
         return DataError(
@@ -195,66 +222,3 @@ def _instruction(values: dict[str, Any], chat: bool) -> Record | Dropped:
     turns = [{"role": "system", "content": given["system"]}] if given["system"] else []
     turns += [{"role": "user", "content": question}, {"role": "assistant", "content": given["output"]}]
     return ChatRecord(turns)
-
-
-def _conversation(values: dict[str, Any]) -> Record | Dropped:
-    turns = values.get("messages", values.get("conversations"))
-    if isinstance(turns, str):
-        turns = _parsed(turns)
-    if turns is None or turns == []:
-        return Dropped("the conversation is empty")
-    if isinstance(turns, Dropped):
-        return turns
-    if not isinstance(turns, list):
-        return Dropped("the conversation is not a list of turns")
-    messages = []
-    for turn in turns:
-        message = _message(turn)
-        if isinstance(message, Dropped):
-            return message
-        messages.append(message)
-    if isinstance(values.get("system"), str) and values["system"]:
-        messages.insert(0, {"role": "system", "content": values["system"]})
-    tools = values.get("tools")
-    tools = _parsed(tools) if isinstance(tools, str) and tools.strip() else tools or None
-    if isinstance(tools, Dropped):
-        return tools
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return Dropped("tools is not a list of tool descriptions")
-    return ChatRecord(messages, tools)
-
-
-def _message(turn: Any) -> dict[str, Any] | Dropped:
-    """One turn with `role` and `content`, also from sharegpt's `from` and `value`. Other keys (tool_calls) are kept."""
-    if not isinstance(turn, dict):
-        return Dropped("a turn is not an object with role and content")
-    # Arrow adds keys of other rows with null values, and templates test whether a key is present.
-    message = {key: value for key, value in turn.items() if value is not None}
-    role = message.pop("from", None) or message.pop("role", None)
-    content = message.pop("value", None) if "value" in message else message.pop("content", None)
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        return Dropped(f"a turn has the role {role[:40]!r}" if isinstance(role, str) else "a turn has no role")
-    if isinstance(content, list):
-        content = _joined_text(content)
-    if content is None and not message.get("tool_calls"):
-        return Dropped("a turn has no text")
-    if content is not None and not isinstance(content, str):
-        return Dropped("a turn's content is not text")
-    return {"role": ROLES[role.lower()], "content": content if content is not None else "", **message}
-
-
-def _joined_text(parts: list[Any]) -> Any:
-    """The text of a content list whose parts are all text; any other list is returned unchanged."""
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    strings = [text for text in texts if isinstance(text, str)]
-    return "".join(strings) if len(strings) == len(parts) else parts
-
-
-def _parsed(text: str) -> Any:
-    """The value of a JSON text; a text that is not JSON is returned unchanged."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-    except RecursionError:
-        return Dropped("a column's JSON is nested too deeply")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from engine.data.cache import hash_text
 from engine.data.chat_content import LEFT_OUT
 from engine.data.formats import Format, recognise
+from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
 from engine.data.packing import pack
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import SourceRows, open_rows
-from engine.data.store import COLUMN_DTYPES, SourceCount, Store, StoreWriter, cached_store
+from engine.data.store import COLUMN_DTYPES, SourceCount, StoreWriter, cached_store
 from engine.data.tokenise import Tokeniser
 from engine.data.tokens import Columns, TokenData
 from engine.data.workers import Results, tokenise_rows
@@ -66,10 +68,28 @@ class _Opened:
     format: Format
 
 
+class _Tokenised(NamedTuple):
+    """The tokens of some sources."""
+
+    columns: Columns
+    counts: list[SourceCount]
+    sources: list[Source]
+    fingerprints: list[str]
+    """Hashes of everything that decides what is learned from these sources."""
+    images: ImageReader | None
+    """Reads the samples' images; None if there are none."""
+
+
 def prepare_data(
-    spec: RunSpec, tokenizer: PreTrainedTokenizerBase, *, notify: Notify = lambda text: None
+    spec: RunSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None = None,
+    *,
+    notify: Notify = lambda text: None,
 ) -> PreparedData:
     """Token data of a run; tokens are read from the cache if they are there. `notify` is called with lines of progress.
+
+    `images`: the model's image processor, which sources with images need.
 
     Whether the model's attention keeps packed documents apart is checked by `engine.model.config.check_packing`.
 
@@ -78,52 +98,63 @@ def prepare_data(
     """
     data, seed = spec.recipe.data, spec.recipe.train.seed
     lengths = lengths_record(spec.recipe)  # before the files are read, so that a later change of them is noticed
-    tokeniser = Tokeniser(tokenizer, data)
+    tokeniser = Tokeniser(tokenizer, data, images)
     sources = [source for source in data.sources if source.enabled]
     if not sources:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
-    store, fingerprints = _prepare_sources(sources, tokeniser, seed, data.workers, "train", notify)
-    train_documents, held_out = _split(store.columns, [source.name for source in sources], data.valid_fraction, seed)
-    train = _view(store.columns, sources, train_documents, data.max_length if data.packing else None)
+    found = _prepare_sources(sources, tokeniser, seed, data.workers, "train", notify)
+    fingerprints = found.fingerprints
+    train_documents, held_out = _split(found.columns, [source.name for source in sources], data.valid_fraction, seed)
+    train = _view(found, train_documents, data.max_length if data.packing else None)
     own = [source for source in data.validation if source.enabled]
     validation, own_counts = None, []
     if own:
-        own_store, own_fingerprints = _prepare_sources(own, tokeniser, seed, data.workers, "validation", notify)
-        validation = _view(own_store.columns, own, np.arange(len(own_store.columns)), None)
-        own_counts, fingerprints = own_store.counts, fingerprints + own_fingerprints
+        held = _prepare_sources(own, tokeniser, seed, data.workers, "validation", notify)
+        validation = _view(held, np.arange(len(held.columns)), None)
+        own_counts, fingerprints = held.counts, fingerprints + held.fingerprints
     elif data.valid_fraction:
-        validation = _view(store.columns, sources, held_out, None)
+        validation = _view(found, held_out, None)
     record_longest(lengths, int(train.lengths.max()))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
-    report = DataReport(store.counts, own_counts, parts)
+    report = DataReport(found.counts, own_counts, parts)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
 
 
 def prepare_sources(
-    spec: RunSpec, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, *, notify: Notify = lambda text: None
+    spec: RunSpec,
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None = None,
+    *,
+    notify: Notify = lambda text: None,
 ) -> TokenData:
     """Token data of other sources than a run's own, to score a model on. Raises the same errors as `prepare_data`."""
     enabled = [source for source in sources if source.enabled]
     if not enabled:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")
     data, seed = spec.recipe.data, spec.recipe.train.seed
-    store, _ = _prepare_sources(enabled, Tokeniser(tokenizer, data), seed, data.workers, "evaluation", notify)
-    return _view(store.columns, enabled, np.arange(len(store.columns)), None)
+    found = _prepare_sources(enabled, Tokeniser(tokenizer, data, images), seed, data.workers, "evaluation", notify)
+    return _view(found, np.arange(len(found.columns)), None)
 
 
 def _prepare_sources(
     sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: int, part: str, notify: Notify
-) -> tuple[Store, list[str]]:
+) -> _Tokenised:
     """The cached tokens of `sources`, tokenised first if they are not in the cache, and the fingerprints of the data.
 
     `part` is "train", "validation" or "evaluation", for messages.
     """
     opened = [_open(source, tokeniser, seed) for source in sources]
     fingerprints = [
-        hash_text(each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format)) for each in opened
-    ]
+        hash_text(
+            each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format),
+            *([repr(each.format.boxes)] if each.format.boxes else []),
+        )
+        for each in opened
+    ]  # fmt: skip
     version = [STORE_VERSION, CHAT_VERSION] if any(each.format.renders_chat for each in opened) else [STORE_VERSION]
-    key = hash_text(*version, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints)
+    files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
+    key = hash_text(*version, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
     entry = cache_folder() / "tokens" / key
 
     def build(writer: StoreWriter) -> None:
@@ -142,7 +173,12 @@ def _prepare_sources(
     store = cached_store(entry, build, notify)
     _locate_drops(store.counts, opened)
     changed = [CHAT_VERSION] if any(_differs_from_version_1(count) for count in store.counts) else []
-    return store, [*fingerprints, *tokeniser.fingerprint_parts(), *changed]
+    images, reader = store.columns.images, None
+    if images is not None and tokeniser.images is not None:
+        reader = ImageReader(tokeniser.images, [ImageSource(each.rows, each.format) for each in opened])
+        changed.append(hash_text(images.digests.tobytes().hex()))
+    parts = [*fingerprints, *tokeniser.fingerprint_parts(), *changed]
+    return _Tokenised(store.columns, store.counts, list(sources), parts, reader)
 
 
 def _differs_from_version_1(count: SourceCount) -> bool:
@@ -208,13 +244,14 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _view(
-    columns: Columns, sources: Sequence[Source], documents: NDArray[np.int64], packed_length: int | None
-) -> TokenData:
+def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | None) -> TokenData:
     """Token data of some documents, packed into rows of `packed_length` tokens unless that is None."""
-    names, source_weights = [source.name for source in sources], [source.weight for source in sources]
+    columns, names = found.columns, [source.name for source in found.sources]
+    source_weights = [source.weight for source in found.sources]
     if packed_length is None:
-        return TokenData(columns, documents, source_names=names, source_weights=source_weights)
+        return TokenData(
+            columns, documents, source_names=names, source_weights=source_weights, images=found.images
+        )
     weights = np.array(source_weights)[columns.sources[documents]]
     rows: list[NDArray[np.int64]] = []
     for weight in np.unique(weights):

@@ -66,6 +66,11 @@ class SourceRows:
             stop = min(start + size, self.count)
             yield self.table[start:stop] if isinstance(self.table, list) else self._decoded(start, stop)
 
+    def row(self, number: int) -> dict[str, Any]:
+        """One row."""
+        (row,) = self.table[number : number + 1] if isinstance(self.table, list) else self._decoded(number, number + 1)
+        return dict(row)
+
     def _decoded(self, start: int, stop: int) -> list[dict[str, Any]]:
         try:
             columns = self.table[start:stop]
@@ -181,7 +186,19 @@ def _open_hub(source: Source) -> SourceRows:
 def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
     if not isinstance(data, datasets.Dataset):
         raise ValueError(f"a split was expected, {type(data).__name__} was found")
+    for name, feature in data.features.items():
+        if (as_files := _undecoded(feature)) is not feature:
+            data = data.cast_column(name, as_files)
     return SourceRows(data.column_names, len(data), fingerprint, data, explain)
+
+
+def _undecoded(feature: Any) -> Any:
+    """The type of a column, with images as the bytes or paths of their files instead of their pixels."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+        return datasets.List(datasets.Image(decode=False))
+    return feature
 
 
 def _split_name(source: Source) -> str:

@@ -24,13 +24,17 @@ from numpy.typing import NDArray
 
 from engine.data.cache import locked
 from engine.data.tokenise import Document, RowResult
-from engine.data.tokens import Columns
+from engine.data.tokens import Columns, ImageColumns
 
 COLUMN_DTYPES: dict[str, type[np.generic]] = {
     "ids": np.int32, "targets": np.bool_, "offsets": np.int64, "target_counts": np.int32, "sources": np.int16,
     "origins": np.int64, "answer_starts": np.int32, "answer_ends": np.int32,
+    "image_counts": np.int32, "image_heights": np.int32, "image_widths": np.int32, "image_digests": np.uint64,
 }
 """Type of each column on disk."""
+
+IMAGE_COLUMNS = ("counts", "heights", "widths", "digests")
+"""Columns of `ImageColumns`; on disk their names begin with image_."""
 
 READ_BYTES = 1 << 20
 """Bytes per read while checking an entry."""
@@ -158,6 +162,11 @@ class StoreWriter:
         self._files["origins"].append(np.array([document.origin for document in documents]))
         self._files["answer_starts"].append(np.array([document.answer[0] for document in documents]))
         self._files["answer_ends"].append(np.array([document.answer[1] for document in documents]))
+        self._files["image_counts"].append(np.array([len(document.images) for document in documents]))
+        images = [image for document in documents for image in document.images]
+        self._files["image_heights"].append(np.array([image.height for image in images]))
+        self._files["image_widths"].append(np.array([image.width for image in images]))
+        self._files["image_digests"].append(np.array([image.digest for image in images], np.uint64))
 
 
 def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Callable[[str], None]) -> Store:
@@ -211,7 +220,8 @@ def _open(entry: Path) -> Store:
     # asarray makes plain arrays of the mapped pages: slicing a `numpy.memmap` takes ten times as long.
     columns = {name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r")) for name in COLUMN_DTYPES}
     counts = [SourceCount(**count) for count in json.loads((entry / "drops.json").read_text())]
-    return Store(Columns(**columns), counts)
+    images = ImageColumns(**{name: columns.pop(f"image_{name}") for name in IMAGE_COLUMNS})
+    return Store(Columns(**columns, images=images if len(images.digests) else None), counts)
 
 
 def _checksum(path: Path) -> int:

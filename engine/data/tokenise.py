@@ -19,13 +19,19 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from engine.data.chat import ChatRenderer, RenderedRows, TokenRow
+from engine.data.chat_content import LEFT_OUT
 from engine.data.chat_template import Span
-from engine.data.formats import ChatRecord, Dropped, Format, PairRecord, Record, TextRecord
+from engine.data.formats import Format
+from engine.data.image_formats import DetectionRecord
+from engine.data.image_tokens import place_images
+from engine.data.images import ImageFacts, ImageProcessor, facts_of, references_of
+from engine.data.records import ChatRecord, Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
 from engine.spec.schema.recipe import Data
 
 TOO_LONG = "longer than data.max_length"
 NO_TARGET = "no token to learn"
+NO_PROCESSOR = "the model takes no images"
 """Reasons for which the tokeniser drops a row."""
 
 
@@ -41,6 +47,8 @@ class Document:
     """Row of the source, counted from 0."""
     truncated: bool
     """Whether tokens were cut off."""
+    images: tuple[ImageFacts, ...] = ()
+    """The document's images, in order."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,11 @@ def _within(answer: Span, length: int) -> Span:
 class Tokeniser:
     """Turns the rows of a source into documents, as the recipe's [data] table says."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: Data, images: ImageProcessor | None = None
+    ) -> None:
+        """`images`: the model's image processor, for sources with images."""
+        self.tokenizer, self.images = tokenizer, images
         self.max_length, self.truncate = data.max_length, data.over_length == "truncate"
         self.learn_all, self.system_prompt = data.loss_on == "all", data.system_prompt
         self._chat: ChatRenderer | None = None
@@ -105,19 +116,42 @@ class Tokeniser:
 
         Raises DataError where the tokenizer or its template cannot handle the format.
         """
-        return [self._result(format_.record(row), first + place) for place, row in enumerate(rows)]
+        return [self._result(format_.record(row), first + place, format_) for place, row in enumerate(rows)]
 
-    def _result(self, record: Record | Dropped, origin: int) -> RowResult:
+    def _result(self, given: Record | DetectionRecord | Dropped, origin: int, format_: Format) -> RowResult:
+        record, images = self._opened(given, format_)
         encoded = record if isinstance(record, Dropped) else self._encode(record)
         rendered = RenderedRows([encoded]) if isinstance(encoded, Dropped) else encoded
         made = [
-            row if isinstance(row, Dropped) else self._document(row, rendered.answer, origin) for row in rendered.rows
+            row if isinstance(row, Dropped) else self._document(row, rendered.answer, origin, images)
+            for row in rendered.rows
         ]
         documents = [document for document in made if isinstance(document, Document)]
+        if images and documents and max(len(document.images) for document in documents) < len(images):
+            return RowResult([], [f"{LEFT_OUT} an image"])
         facts = Counter(turn_rows=len(documents)) if rendered.facts["per_turn"] else Counter()
         return RowResult(documents, [drop.reason for drop in made if isinstance(drop, Dropped)], rendered.facts + facts)
 
-    def _document(self, encoded: TokenRow, answer: Span | None, origin: int) -> Document | Dropped:
+    def _opened(
+        self, given: Record | DetectionRecord | Dropped, format_: Format
+    ) -> tuple[Record | Dropped, list[ImageFacts]]:
+        """The record, and facts of its images. Boxes become a conversation, now that the image's size is known."""
+        references = references_of(given)
+        if not references or self.images is None:
+            return (given if not isinstance(given, DetectionRecord) else Dropped(NO_PROCESSOR)), []
+        found = facts_of(references, format_.image_root, self.images)
+        if isinstance(found, Dropped):
+            return found, []
+        facts, sizes = found
+        return (given.conversation(*sizes[0]) if isinstance(given, DetectionRecord) else given), facts
+
+    def _document(
+        self, encoded: TokenRow, answer: Span | None, origin: int, images: Sequence[ImageFacts]
+    ) -> Document | Dropped:
+        placed = place_images(encoded, images, self.images)
+        if isinstance(placed, Dropped):
+            return placed
+        encoded, answer = placed.row, placed.moved(answer)
         ids, targets = np.asarray(encoded[0], np.int32), np.asarray(encoded[1], np.bool_)
         targets[:1] = False
         too_long = len(ids) > self.max_length
@@ -125,15 +159,21 @@ class Tokeniser:
             return Dropped(NO_TARGET)
         if too_long and not self.truncate:
             return Dropped(TOO_LONG)
+        if placed.end > self.max_length:
+            return Dropped(f"{TOO_LONG}, image tokens are not cut")
         ids, targets = ids[: self.max_length], targets[: self.max_length]
         if not targets.any():
             return Dropped(f"{NO_TARGET} once cut to data.max_length")
-        return Document(ids, targets, _within(answer or _last_stretch(targets), len(ids)), origin, too_long)
+        span = _within(answer or _last_stretch(targets), len(ids))
+        return Document(ids, targets, span, origin, too_long, tuple(images[: placed.count]))
 
     def _encode(self, record: Record) -> RenderedRows | Dropped:
         if isinstance(record, ChatRecord):
             if self._chat is None:
-                self._chat = ChatRenderer(self.tokenizer, system_prompt=self.system_prompt, learn_all=self.learn_all)
+                written = self.images.written if self.images else None
+                self._chat = ChatRenderer(
+                    self.tokenizer, system_prompt=self.system_prompt, learn_all=self.learn_all, written=written
+                )
             return self._chat.render(record)
         if isinstance(record, TextRecord):
             if not record.text.strip():
@@ -181,4 +221,5 @@ class Tokeniser:
     def fingerprint_parts(self) -> list[str]:
         """Everything that determines the tokens, as texts for a fingerprint."""
         settings = (self.max_length, self.truncate, self.learn_all, self.system_prompt)
-        return [tokenizer_hash(self.tokenizer), repr(settings)]
+        images = [] if self.images is None else self.images.fingerprint_parts()
+        return [tokenizer_hash(self.tokenizer), repr(settings), *images]

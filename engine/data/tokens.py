@@ -8,15 +8,37 @@ Try: `pytest tests/data/test_packing.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 IGNORED = -100
 """Label of a token that is not a target (torch's `ignore_index`)."""
+
+
+@dataclass(frozen=True)
+class ImageColumns:
+    """Facts about the images of D documents, I in all, in the order of the documents."""
+
+    counts: NDArray[np.int32]
+    """Number of images of each document."""
+    heights: NDArray[np.int32]
+    """Patches of each image from top to bottom."""
+    widths: NDArray[np.int32]
+    """Patches of each image from left to right."""
+    digests: NDArray[np.uint64]
+    """Hash of each image's file."""
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """D + 1 positions: the images of document d are offsets[d] to offsets[d + 1]."""
+        return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
 
 @dataclass(frozen=True)
@@ -39,6 +61,8 @@ class Columns:
     """First token of each document's last answer; of plain text, of its second half."""
     answer_ends: NDArray[np.int32]
     """The token after each document's last answer."""
+    images: ImageColumns | None = None
+    """None if no document has an image."""
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -47,6 +71,14 @@ class Columns:
     def lengths(self) -> NDArray[np.int32]:
         """Tokens per document."""
         return np.diff(self.offsets).astype(np.int32)
+
+
+class PixelReader(Protocol):
+    """Reads images when a micro-batch is made (`engine.data.images`)."""
+
+    def inputs(self, wanted: Sequence[tuple[int, int, Sequence[int]]], ids_BS: Tensor) -> dict[str, Tensor]:
+        """The model's inputs for the images of some samples, in order, whose tokens are `ids_BS`. Each sample is
+        (number of its source, row in its source, the digests of its images)."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +108,9 @@ class TokenData:
         row_offsets: NDArray[np.int64] | None = None,
         source_names: Sequence[str] = (),
         source_weights: Sequence[float] = (),
+        images: PixelReader | None = None,
     ) -> None:
-        self.columns, self.documents = columns, documents
+        self.columns, self.documents, self.pixels = columns, documents, images
         self.packed = row_offsets is not None
         self.row_offsets = np.arange(len(documents) + 1) if row_offsets is None else row_offsets
         self.source_names = list(source_names)
@@ -123,6 +156,29 @@ class TokenData:
             return Example(ids, labels, None)
         segments = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(ids) for ids, _ in pieces])
         return Example(ids, labels, segments[cut])
+
+    @property
+    def largest_patches(self) -> int:
+        """Patches of all images of the row that has the most; 0 without images."""
+        found = self.columns.images
+        if found is None:
+            return 0
+        sums = np.concatenate([[0], np.cumsum(found.heights.astype(np.int64) * found.widths)])[found.offsets]
+        return int(np.diff(sums)[self.documents].max(initial=0))
+
+    def images_of(self, rows: Sequence[int], ids_BS: Tensor) -> Mapping[str, Tensor]:
+        """The model's inputs for the images of `rows`, which are not packed and have the tokens `ids_BS`; empty if
+        there are none."""
+        if self.pixels is None or self.columns.images is None:
+            return {}
+        found = self.columns.images
+        wanted = []
+        for row in rows:
+            document = int(self.documents[row])
+            span = slice(int(found.offsets[document]), int(found.offsets[document + 1]))
+            digests = found.digests[span].tolist()
+            wanted.append((int(self.columns.sources[document]), int(self.columns.origins[document]), digests))
+        return self.pixels.inputs(wanted, ids_BS)
 
     def documents_of(self, row: int) -> NDArray[np.int64]:
         """Numbers of the documents in one row, in order."""

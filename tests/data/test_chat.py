@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.data.chat import ChatRenderer, TokenRow
-from engine.data.formats import ChatRecord, Dropped
+from engine.data.records import ChatRecord, Dropped
 from engine.errors import DataError
 from tests.data.specs import CHATML, CHATML_MARKED, FORGETFUL, LLAMA_LIKE, PLAIN, tokenizer
 

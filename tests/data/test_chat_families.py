@@ -10,8 +10,8 @@ import pytest
 
 from engine.data import chat_template, prepare
 from engine.data.chat import ChatRenderer
-from engine.data.formats import ChatRecord, Dropped
 from engine.data.prepare import PreparedData, prepare_data
+from engine.data.records import ChatRecord, Dropped
 from engine.errors import DataError
 from tests.data.chat_families import (
     ANALYSIS,

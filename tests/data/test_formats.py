@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.data.formats import ChatRecord, Dropped, PairRecord, TextRecord, recognise
+from engine.data.formats import recognise
+from engine.data.records import ChatRecord, Dropped, PairRecord, TextRecord
 from engine.errors import DataError
 from engine.spec.schema.recipe import Source
 

@@ -30,6 +30,7 @@ from engine.journal.events import EventWriter
 from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
 from engine.launch.create_sweep import sweep_points
 from engine.launch.environment import device_environment
+from engine.model.image_processor import load_image_processor
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.load import dump_run_spec, resolve
@@ -81,7 +82,8 @@ def children(spec: RunSpec, folder: Path) -> Any:
 
 
 def _prepared(spec: RunSpec) -> PreparedData:
-    return prepare_data(spec, load_tokenizer(spec.recipe.model, trust_remote_code=False))
+    tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=False)
+    return prepare_data(spec, tokenizer, load_image_processor(spec, tokenizer))
 
 
 EVENT_FIELDS = {
@@ -191,6 +193,18 @@ LONGEST = (
     'backoff.ladder=["cut"]',
     "device.memory_gib=0.018",
 )
+IMAGES = (
+    "model.id=VLM",
+    "model.tokenizer=VLM",
+    "data.max_length=256",
+    "data.sources.main.path=BOXES",
+    "data.sources.main.format=detection",
+    'data.sources.main.columns={boxes = "objects.bbox", labels = "objects.category_name"}',
+    "data.sources.main.prompt=what?",
+    "data.sources.main.box_order=yxyx",
+    "data.sources.main.box_scale=unit",
+    "data.sources.second.enabled=false",
+)
 MERGED = '[{name = "a", finish = {merge = true}}]'
 CHAIN = '[{name = "a"}, {name = "b", from = "a"}]'
 GROUP = 'train.groups=[{match="**.mlp.**", learning_rate=1e-2}]'
@@ -232,11 +246,11 @@ CASES: dict[str, Case] = {
     "data.sources.enabled": Case(data, "true", "false", at="data.sources.second.enabled"),
     "data.sources.weight": Case(order, "1.0", "3.0", at="data.sources.second.weight"),
     "data.sources.columns": Case(data, "", '{prompt = "completion"}', at="data.sources.main.columns"),
-    "data.sources.image_root": Case(accepted, "", "images", at="data.sources.main.image_root"),
-    "data.sources.prompt": Case(accepted, "", "where?", at="data.sources.main.prompt"),
-    "data.sources.box_order": Case(accepted, "", "xyxy", at="data.sources.main.box_order"),
-    "data.sources.box_scale": Case(accepted, "", "unit", at="data.sources.main.box_scale"),
-    "data.sources.box_text": Case(accepted, "", "json", at="data.sources.main.box_text"),
+    "data.sources.image_root": Case(data, "", "./gone", IMAGES, at="data.sources.main.image_root", refused=True),
+    "data.sources.prompt": Case(data, "what?", "where?", IMAGES, at="data.sources.main.prompt"),
+    "data.sources.box_order": Case(data, "yxyx", "xyxy", IMAGES, at="data.sources.main.box_order"),
+    "data.sources.box_scale": Case(data, "unit", "thousand", IMAGES, at="data.sources.main.box_scale"),
+    "data.sources.box_text": Case(data, "qwen2", "json", IMAGES, at="data.sources.main.box_text"),
     "data.validation": Case(data, "", '[{name = "held-out", path = "SAMPLES"}]'),
     "data.max_length": Case(plan, "64", "128"),
     "data.over_length": Case(data, "drop", "truncate", ("data.max_length=16",)),
@@ -246,8 +260,8 @@ CASES: dict[str, Case] = {
     "data.loss_on": Case(data, "completion", "all"),
     "data.workers": Case(children, "0", "1"),
     "data.system_prompt": Case(data, "", "be brief"),
-    "data.image_min_pixels": Case(accepted, "", "100"),
-    "data.image_max_pixels": Case(accepted, "", "100"),
+    "data.image_min_pixels": Case(data, "", "12000", IMAGES),
+    "data.image_max_pixels": Case(data, "", "4000", IMAGES),
     "train.epochs": Case(order, "1", "2", ("train.max_steps=",)),
     "train.max_steps": Case(order, "2", "3"),
     "train.batch_size": Case(order, "2", "4"),

@@ -318,9 +318,6 @@ def test_override_refuses_what_resolve_refuses() -> None:
 LATER = {
     "trackers.use": '["wandb"]',
     "train.compile": "true",
-    "data.sources.qmsum.format": "image-chat",
-    "data.sources.qmsum.image_root": "x",
-    "data.image_max_pixels": "100",
     "trackers.project": "mine",
     "evaluate.metrics": '["rouge"]',
 }

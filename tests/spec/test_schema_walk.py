@@ -14,6 +14,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from tests.budget.metered_step import QWEN2, folder_of
 from tests.spec.schema_walk import CASES, accepted, all_keys, outcome
 from tests.train.run_helpers import write_samples
+from tests.vision_models import write_boxes, write_qwen2_vl
 
 RECIPE = """\
 schema = 1
@@ -74,6 +75,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "CHATS": chats,
         "DROPS": folder_of({**QWEN2, "attention_dropout": 0.1}, folder / "drops"),
         "MODEL": folder_of(QWEN2, folder / "model"),
+        "VLM": write_qwen2_vl(folder / "vlm"),
+        "BOXES": write_boxes(folder / "boxes", count=3),
         "RECIPE": folder / "walk.toml",
         "PROFILE": folder / "profile" / "walk.toml",
     }

@@ -6,7 +6,7 @@ Try: `python -m pytest tests/budget/test_vision.py`
 from __future__ import annotations
 
 from engine.spec.check.rules import sources_of
-from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.recipe import IMAGE_FORMATS, Recipe
 
 
 def image_key(recipe: Recipe) -> str | None:
@@ -14,10 +14,8 @@ def image_key(recipe: Recipe) -> str | None:
     only."""
     for place, source in sources_of(recipe):
         table = ".".join(str(part) for part in place if isinstance(part, str))
-        if source.format in ("image-chat", "detection"):
+        if source.format in IMAGE_FORMATS:
             return f'{table}.{source.name}.format = "{source.format}"'
-        if source.image_root is not None:
-            return f"{table}.{source.name}.image_root"
     if recipe.data.image_min_pixels is not None or recipe.data.image_max_pixels is not None:
         return "data.image_min_pixels or data.image_max_pixels"
     return None

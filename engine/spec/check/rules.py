@@ -12,7 +12,7 @@ from itertools import chain
 from engine.spec.files.document import Problem
 from engine.spec.files.lines import Place
 from engine.spec.files.text import closest_match, quoted
-from engine.spec.schema.recipe import Recipe, Source
+from engine.spec.schema.recipe import IMAGE_FORMATS, Recipe, Source
 
 BUILTIN_SOURCES = ("builtin:dates",)
 BUILTIN_MODELS = ("builtin:tiny",)
@@ -71,11 +71,6 @@ def detection_is_described(recipe: Recipe) -> Problems:
         for key in ("prompt", "box_order", "box_scale"):
             if values[key] is None:
                 yield Problem((*place, key), "missing", 'format = "detection" needs it', ((*place, "format"),))
-        absent = [column for column in ("image", "boxes", "labels") if column not in source.columns]
-        if absent:
-            found = f"no column for {', '.join(absent)}"
-            example = '{ image = "image", boxes = "objects.bbox", labels = "objects.label" }'
-            yield Problem((*place, "columns"), found, f"such as {example}", ((*place, "format"),))
 
 
 def builtins_exist(recipe: Recipe) -> Problems:
@@ -152,6 +147,19 @@ def image_sizes_in_order(recipe: Recipe) -> Problems:
             f"{high} or less is allowed",
             (("data", "image_max_pixels"),),
         )
+
+
+def image_root_has_images(recipe: Recipe) -> Problems:
+    for place, source in sources_of(recipe):
+        if source.image_root is not None and source.format not in IMAGE_FORMATS:
+            found = f'image_root beside format = "{source.format}"'
+            wanted = " or ".join(map(quoted, IMAGE_FORMATS))
+            yield Problem((*place, "image_root"), found, f"format = {wanted} is needed")
+
+
+def images_are_not_packed(recipe: Recipe) -> Problems:
+    if recipe.data.packing and any(source.format in IMAGE_FORMATS for _, source in sources_of(recipe)):
+        yield Problem(("data", "packing"), "packing with images", "false is allowed: rows with images are not packed")
 
 
 def one_warmup(recipe: Recipe) -> Problems:
@@ -368,6 +376,8 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     something_to_train_on,
     one_kind_of_validation,
     image_sizes_in_order,
+    image_root_has_images,
+    images_are_not_packed,
     one_warmup,
     rate_falls,
     constant_has_no_minimum,

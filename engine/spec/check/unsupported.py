@@ -10,18 +10,9 @@ from typing import Any
 
 from engine.errors import SpecError
 from engine.spec.check.images import image_key
-from engine.spec.schema.recipe import Recipe, Trackers
+from engine.spec.schema.recipe import Trackers
 from engine.spec.schema.run import RunSpec
 from engine.spec.stages import stage_specs
-
-BUILT_SCORES = ("loss", "exact_match", "token_f1")
-"""Values of evaluate.metrics that are computed."""
-OTHER_SCORES = f"scores other than {', '.join(BUILT_SCORES)}"
-
-
-def _scores(recipe: Recipe) -> str | None:
-    unbuilt = [metric for metric in recipe.evaluate.metrics if metric not in BUILT_SCORES]
-    return f"evaluate.metrics: {', '.join(unbuilt)}" if unbuilt else None
 
 
 def _trackers(trackers: Trackers) -> str | None:
@@ -38,8 +29,13 @@ def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) 
     return _when(sharded and written in unbuilt, f'{key} = "{written}" beside parallel.strategy = "sharded"')
 
 
+def _images_in_shards(spec: RunSpec) -> str | None:
+    """Ranks gather a layer's shards together, and a rank whose samples have no image would not gather the encoder's."""
+    return image_key(spec.recipe) if spec.profile.parallel.strategy == "sharded" else None
+
+
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
-    (lambda spec: image_key(spec.recipe), "images"),
+    (_images_in_shards, 'images beside parallel.strategy = "sharded"'),
     (
         lambda spec: _in_shards(spec, "model.quantize", spec.recipe.model.quantize, ("nf4",)),
         "sharding of 4-bit weights",
@@ -50,12 +46,11 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     ),
     (lambda spec: _trackers(spec.recipe.trackers), "experiment trackers"),
     (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
-    (lambda spec: _scores(spec.recipe), OTHER_SCORES),
 )
 """(function that returns the key as the user wrote it, or None if unused; name of the missing feature)."""
 
 
-PLANNABLE_FEATURES = ("images", "experiment trackers", OTHER_SCORES)
+PLANNABLE_FEATURES = ("experiment trackers",)
 """Features that can be planned but not trained yet."""
 
 

@@ -78,6 +78,10 @@ class Method(Table):
         return float(self.alpha if self.alpha is not None else 2 * self.rank)
 
 
+IMAGE_FORMATS = ("image-chat", "detection")
+"""Formats of sources whose samples have images."""
+
+
 class Source(Table):
     """One source of samples: a file, a folder of files, a hub data set, or a built-in generator."""
 
@@ -105,7 +109,7 @@ class Source(Table):
     """Our column name = the file's, such as prompt = "question"; in detection also one inside another, such as
     boxes = "objects.bbox"."""
     image_root: str | None = None
-    """Folder that image paths are relative to."""
+    """Folder that image paths are relative to; by default the folder of the data file."""
     prompt: str | None = None
     """detection: what is asked about each image."""
     box_order: Literal["xyxy", "yxyx", "xywh"] | None = None
@@ -261,7 +265,8 @@ class Evaluate(Table):
     """Evaluation after training (`tunedeck eval`)."""
 
     metrics: list[Literal["loss", "exact_match", "token_f1", "rouge", "box_iou", "detection_rate"]] = ["loss"]
-    """Scores to compute. token_f1: how many words of a generated answer and its reference are the same."""
+    """Scores to compute. Of generated answers: exact_match; token_f1, how many words are those of the reference; rouge,
+    runs of words in common; box_iou, how well boxes cover the reference's; detection_rate, how often there is a box."""
     limit: Count | None = None
     """At most this many samples."""
     log_samples: CountOrZero = 5

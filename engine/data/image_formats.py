@@ -1,0 +1,221 @@
+"""Turns rows with images into conversations: chats about images, and images with boxes to find.
+
+In a conversation an image is a part of a turn's content, {"type": "image"}. It comes from the part itself, or from the
+row's image columns, in order; `<image>` in a text stands for one as well. Images themselves are read in
+`engine.data.images`.
+
+Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has a source with format = "image-chat" or "detection"
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.data.conversations import conversation
+from engine.data.records import ChatRecord, Dropped, ImageReference, Record
+from engine.spec.schema.recipe import Source
+
+PLACEHOLDER = "<image>"
+"""Stands for an image in the text of a turn, as in LLaVA's data sets."""
+
+IMAGE_KEYS = ("image", "path", "url")
+"""Keys under which a part of a turn names its image."""
+
+LARGEST_COORDINATE = 999
+"""Boxes are written in thousandths of the image's width and height: 0 to 999."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, as shares of the image's width and height."""
+
+
+@dataclass(frozen=True)
+class BoxFormat:
+    """How a detection source gives its boxes, and how the answer is written."""
+
+    prompt: str
+    order: str
+    scale: str
+    text: str
+
+    @classmethod
+    def of(cls, source: Source) -> BoxFormat | None:
+        """The settings of a source; None unless it is a detection source."""
+        if source.format != "detection":
+            return None
+        return cls(source.prompt or "", source.box_order or "", source.box_scale or "", source.box_text or "qwen2")
+
+
+@dataclass(frozen=True)
+class DetectionRecord:
+    """An image and its boxes. The answer is written once the image's size is known."""
+
+    image: ImageReference
+    prompt: str
+    boxes: tuple[tuple[float, ...], ...]
+    labels: tuple[str, ...]
+    format: BoxFormat
+
+    def conversation(self, height: int, width: int) -> ChatRecord | Dropped:
+        """The question with the image, of `height` × `width` pixels, and the boxes as the answer."""
+        boxes = [_as_shares(box, self.format, height, width) for box in self.boxes]
+        if not all(0.0 <= x1 < x2 <= 1.0 and 0.0 <= y1 < y2 <= 1.0 for x1, y1, x2, y2 in boxes):
+            return Dropped("a box has no area, or lies outside its image")
+        question: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": self.prompt}]
+        answer = boxes_as_text(boxes, self.labels, self.format.text)
+        asked: dict[str, Any] = {"role": "user", "content": question}
+        return ChatRecord([asked, {"role": "assistant", "content": answer}], images=(self.image,))
+
+
+def boxes_as_text(boxes: Sequence[Box], labels: Sequence[str], style: str) -> str:
+    """The answer that names `boxes`. `labels` has one label per box, or is empty.
+
+    Styles: "qwen2", <|object_ref_start|>LABEL<|object_ref_end|><|box_start|>(x1,y1),(x2,y2)<|box_end|> for each box, as
+    Qwen2-VL was trained; "json", a list of {"bbox_2d": [x1, y1, x2, y2], "label": LABEL}. Coordinates are whole
+    numbers from 0 to 999.
+    """
+    whole = [[min(LARGEST_COORDINATE, int(1000 * share)) for share in box] for box in boxes]
+    names: Sequence[str | None] = labels or [None] * len(boxes)
+    if style == "json":
+        found = [{"bbox_2d": box, **({} if name is None else {"label": name})}
+                 for box, name in zip(whole, names, strict=True)]  # fmt: skip
+        return json.dumps(found, ensure_ascii=False)
+    return "".join(
+        ("" if name is None else f"<|object_ref_start|>{name}<|object_ref_end|>")
+        + f"<|box_start|>({x1},{y1}),({x2},{y2})<|box_end|>"
+        for (x1, y1, x2, y2), name in zip(whole, names, strict=True)
+    )
+
+
+def image_chat(values: dict[str, Any]) -> Record | Dropped:
+    """The conversation of a row with `messages`, or with `prompt` and `completion`, and its images."""
+    given = references([values.get("image"), values.get("images")])
+    if isinstance(given, Dropped):
+        return given
+    if "prompt" in values:
+        turns = [{"role": "user", "content": values["prompt"]}, {"role": "assistant", "content": values["completion"]}]
+        values = {"messages": turns}
+    record = conversation(values, parts=True)
+    return _with_images(record, list(given)) if isinstance(record, ChatRecord) else record
+
+
+def detection(values: dict[str, Any], boxes: BoxFormat) -> DetectionRecord | Dropped:
+    """The image and the boxes of a row."""
+    images = references([values.get("image")])
+    if isinstance(images, Dropped):
+        return images
+    if len(images) != 1:
+        return Dropped("image is missing")
+    corners, labels = values.get("boxes"), values.get("labels")
+    if not isinstance(corners, list) or not corners:
+        return Dropped("there is no box")
+    if not all(isinstance(box, list) and len(box) == 4 and all(map(_is_number, box)) for box in corners):
+        return Dropped("a box is not four numbers")
+    if labels is not None and not (isinstance(labels, list) and len(labels) == len(corners)):
+        return Dropped("there are not as many labels as boxes")
+    names = tuple(str(label) for label in labels or ())
+    return DetectionRecord(images[0], boxes.prompt, tuple(map(tuple, corners)), names, boxes)
+
+
+def references(columns: Sequence[Any]) -> tuple[ImageReference, ...] | Dropped:
+    """The images that the values of image columns name: a path, {"bytes": …, "path": …}, or a list of these."""
+    found = []
+    for value in _flat(columns):
+        reference = _reference(value)
+        if reference is None:
+            return Dropped("an image is neither a path nor the bytes of a file")
+        found.append(reference)
+    return tuple(found)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _flat(value)
+        elif value is not None:
+            yield value
+
+
+def _reference(value: Any) -> ImageReference | None:
+    if isinstance(value, str) and value:
+        return ImageReference(path=value.removeprefix("file://"))
+    if isinstance(value, bytes):
+        return ImageReference(data=value)
+    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+        return ImageReference(data=value["bytes"])
+    if isinstance(value, dict):
+        inner = next((value[key] for key in IMAGE_KEYS if value.get(key)), None)
+        return _reference(inner)
+    return None
+
+
+def _with_images(record: ChatRecord, given: list[ImageReference]) -> ChatRecord | Dropped:
+    """The conversation with the images of its parts, and of its row: these fill the parts that name none, in order;
+    without such parts they come before the first question."""
+    waiting, images, messages = list(given), [], []
+    turns = [{**message, "content": _parts(message["content"])} for message in record.messages]
+    if given and not any(part["type"] == "image" and "image" not in part for part in _all_parts(turns)):
+        first = next((turn for turn in turns if turn["role"] == "user"), None)
+        if first is None:
+            return Dropped("there are images, and no turn of the user")
+        first["content"] = [{"type": "image"} for _ in given] + first["content"]
+    for turn in turns:
+        content = []
+        for part in turn["content"]:
+            if part["type"] not in ("image", "text"):
+                return Dropped(f"a turn has a part of the type {str(part['type'])[:40]!r}")
+            if part["type"] == "image":
+                if turn["role"] == "assistant":
+                    return Dropped("an image is part of an answer")
+                if "image" not in part and not waiting:
+                    return Dropped("a turn has more images than the row")
+                images.append(part["image"] if "image" in part else waiting.pop(0))
+            content.append({"type": "image"} if part["type"] == "image" else part)
+        plain = all(part["type"] == "text" for part in content)
+        messages.append({**turn, "content": "".join(part["text"] for part in content) if plain else content})
+    if waiting:
+        return Dropped("the row has more images than its turns")
+    return replace(record, messages=messages, images=tuple(images))
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """A turn's content as parts of the types image and text. An image part has an ImageReference as "image" where it
+    names one; a part that is neither keeps its type."""
+    if isinstance(content, str):
+        texts = content.split(PLACEHOLDER)
+        return [part for number, text in enumerate(texts)
+                for part in [*([{"type": "image"}] if number else []), {"type": "text", "text": text}]
+                if part["type"] == "image" or part["text"]]  # fmt: skip
+    found: list[dict[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        elif kind in ("image", "image_url"):
+            named = _reference(part if kind == "image" else part.get("image_url"))
+            found.append({"type": "image"} if named is None else {"type": "image", "image": named})
+        else:
+            found.append({"type": kind})
+    return found
+
+
+def _all_parts(turns: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for turn in turns:
+        yield from turn["content"]
+
+
+def _as_shares(box: tuple[float, ...], source: BoxFormat, height: int, width: int) -> Box:
+    """The box as left, top, right, bottom, in shares of an image of `height` × `width` pixels."""
+    high, wide = {"unit": (1.0, 1.0), "pixels": (height, width), "thousand": (1000.0, 1000.0)}[source.scale]
+    first, second, third, fourth = box
+    if source.order == "yxyx":
+        first, second, third, fourth = second, first, fourth, third
+    elif source.order == "xywh":
+        third, fourth = first + third, second + fourth
+    return first / wide, second / high, third / wide, fourth / high
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
