@@ -17,6 +17,8 @@ from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.facts import from_config
 from engine.budget.predict.parallel_layout import layout_of, on_one_device
 from engine.budget.predict.prediction import batch_of_a_rank, cost_model
+from engine.data.images import ImageProcessor
+from engine.data.tokens import TokenData
 from engine.errors import UnknownArchitectureError
 from engine.model.config import model_config_dict
 from engine.spec.schema.run import RunSpec
@@ -53,6 +55,16 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
     rows = min(rows, top)
     budget = MicroBatchBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope)
     return MicroBatchCost(cost, plan, budget)
+
+
+def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | None) -> RunSpec:
+    """The run spec with the largest image that the data have as the largest one, which plans assume in every
+    sequence. Several images of a sample count as one of their size together."""
+    if images is None or images.takes != "patches" or (patches := data.largest_patches) == 0:
+        return spec
+    sizes = {"image_min_pixels": None, "image_max_pixels": patches * images.patch_side**2}
+    found = spec.recipe.data.model_copy(update=sizes)
+    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"data": found})})
 
 
 def cost_on_one_device(spec: RunSpec) -> Cost:

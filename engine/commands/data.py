@@ -61,11 +61,13 @@ def data(
     with importing():
         from engine.data.prepare import prepare_data
         from engine.model.config import check_packing
+        from engine.model.image_processor import load_image_processor
         from engine.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(spec.recipe.model)
     check_packing(spec)
-    prepared = prepare_data(spec, tokenizer, notify=lambda text: print_progress(escape(text)))
+    images = load_image_processor(spec, tokenizer)
+    prepared = prepare_data(spec, tokenizer, images, notify=lambda text: print_progress(escape(text)))
     if as_json:
         print_json(report_document(prepared, tokenizer, show), indent=None)
     else:

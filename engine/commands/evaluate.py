@@ -119,7 +119,8 @@ def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) 
 
 
 def _as_json(step: int | None, scores: Scores) -> dict[str, Any]:
-    return {"step": step, "metrics": scores.metrics, "count": scores.count, "samples": scores.samples}
+    found = {"metrics": scores.metrics, "count": scores.count, "samples": scores.samples, "notes": scores.notes}
+    return {"step": step, **found}
 
 
 def _print(results: list[tuple[int | None, Scores]]) -> None:
@@ -133,6 +134,8 @@ def _print(results: list[tuple[int | None, Scores]]) -> None:
         values = [f"{scores.metrics[name]:.4f}" for name in names]
         table.add_row("-" if step is None else str(step), *values, str(scores.count))
     console.print(table)
+    for note in results[-1][1].notes:
+        console.print(note, soft_wrap=True)
     for sample in results[-1][1].samples:
         # Text, not str: what a model writes must not be parsed as markup.
         prompt, answer, reference = (_short(sample[key]) for key in ("prompt", "answer", "reference"))

@@ -8,7 +8,7 @@ Try: `tunedeck eval builtin:tiny -p demo -r demo --set generate.temperature=0.7`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -40,11 +40,13 @@ def generate(
     samples: Sequence[int],
     settings: Generate,
     processors: LogitsProcessorList,
+    images: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
 ) -> list[list[int]]:
     """Generate the tokens of an answer to each of `prompts`; `samples` are the prompts' numbers in their data set.
 
     Prompts are padded on the left, so that all end at the same position. `processors` are applied to the logits of
-    every token after those that `settings` ask for.
+    every token after those that `settings` ask for. `images` gives the inputs of the prompts' images for their padded
+    tokens [B, S].
     """
     width, tokenizer, device = max(map(len, prompts)), loaded.tokenizer, loaded.device
     pad_id = int(tokenizer.pad_token_id)
@@ -54,10 +56,12 @@ def generate(
         for row, prompt in enumerate(prompts):
             ids_BS[row, width - len(prompt) :] = torch.tensor(prompt)
             mask_BS[row, width - len(prompt) :] = 1
+        seen = images(ids_BS) if images is not None else {}
+    shown = {name: device.upload(tensor) for name, tensor in seen.items()}
     ids_BS, mask_BS = device.upload(ids_BS), device.upload(mask_BS)
     config = generation_config(settings, tokenizer.eos_token_id, pad_id)
     chain = LogitsProcessorList([*sampling(settings, samples, width, device), *processors])
-    made_BS = generate_tokens(loaded, ids_BS, mask_BS, config, logits_processor=chain)
+    made_BS = generate_tokens(loaded, ids_BS, mask_BS, config, logits_processor=chain, **shown)
     answers: list[list[int]] = made_BS[:, width:].tolist()
     return answers
 
@@ -67,7 +71,7 @@ def generate_tokens(
     ids_BS: Tensor,
     mask_BS: Tensor,
     config: GenerationConfig,
-    **options: LogitsProcessorList | Cache | None,
+    **options: LogitsProcessorList | Cache | Tensor | None,
 ) -> Tensor:
     """Generate answers; returns the token ids of each prompt followed by its answer. `options` are passed on to
     transformers' `generate`."""

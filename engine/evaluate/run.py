@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.batching.cost import micro_batch_cost
+from engine.batching.cost import micro_batch_cost, with_largest_image
 from engine.budget.predict.parallel_layout import on_one_device
+from engine.data.images import ImageProcessor
 from engine.data.prepare import prepare_data, prepare_sources
 from engine.data.tokens import TokenData
 from engine.device import open_device
@@ -22,6 +23,7 @@ from engine.evaluate.scores import EvaluationContext, FailedPass, Scores, evalua
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.model.config import check_packing
+from engine.model.image_processor import load_image_processor
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
 from engine.model.reference import find_run_weights, refuse_removed
@@ -113,20 +115,25 @@ def score_model(spec: RunSpec, notify: Callable[[str], None]) -> Scores:
 def _prepare(spec: RunSpec, device: Device, notify: Callable[[str], None]) -> tuple[EvaluationContext, TokenData]:
     check_packing(spec)
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
+    images = load_image_processor(spec, tokenizer)
     with device.host_region():
-        data = _data_to_score_on(spec, tokenizer, notify)
+        data = _data_to_score_on(spec, tokenizer, images, notify)
     notify("loading model")
     loaded = load_model(spec, device, tokenizer)
+    spec = with_largest_image(spec, data, images)
     return _make_context(spec, device, loaded, data, notify), data
 
 
 def _data_to_score_on(
-    spec: RunSpec, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]
+    spec: RunSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None,
+    notify: Callable[[str], None],
 ) -> TokenData:
     """The data of evaluate.sources, else the recipe's validation set. Raises DataError if there is neither."""
     if spec.recipe.evaluate.sources:
-        return prepare_sources(spec, spec.recipe.evaluate.sources, tokenizer, notify=notify)
-    prepared = prepare_data(spec, tokenizer, notify=notify)
+        return prepare_sources(spec, spec.recipe.evaluate.sources, tokenizer, images, notify=notify)
+    prepared = prepare_data(spec, tokenizer, images, notify=notify)
     if prepared.validation is None:
         raise DataError(
             "there is no data to score on",

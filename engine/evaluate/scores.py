@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from engine.device.catch_oom import ATTEMPTS, catch_oom
 from engine.device.oom import OutOfMemory
 from engine.errors import MemoryExhaustedError
 from engine.evaluate.generation import generate
+from engine.evaluate.rouge import MOST_LOST, lost_letters
 from engine.evaluate.text_scores import TEXT_SCORES
 from engine.model.documents import takes_starts
 from engine.model.load import LoadedModel
@@ -104,6 +106,8 @@ class Scores:
     metrics: dict[str, float]
     samples: list[dict[str, str]] = field(default_factory=list)
     count: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What to know about the metrics, as sentences."""
 
 
 class EvaluationStopped(Exception):
@@ -134,7 +138,10 @@ def evaluate(
             answers = _answer_first(context, data, count if chosen else min(samples, count))
             for name in chosen:
                 scores = [TEXT_SCORES[name](answer["answer"], answer["reference"]) for answer in answers]
-                result.metrics[name] = sum(scores) / len(scores)
+                means = {each: sum(score[each] for score in scores) / len(scores) for each in scores[0]}
+                result.metrics |= means
+            if "rouge" in chosen and lost_letters([each["reference"] for each in answers]) > MOST_LOST:
+                result.notes.append("rouge sees the letters a to z alone, and the references have many others")
             result.samples = answers[:samples]
     return result
 
@@ -218,7 +225,8 @@ def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int])
 def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:
     """Generate an answer to the question of each of the samples `chosen`; returns the answers as text."""
     prompts = [data.split_question(index)[0] for index in chosen]
-    answers = generate(context.loaded, prompts, chosen, context.generate, context.logits_processors)
+    images = partial(data.images_of, chosen)
+    answers = generate(context.loaded, prompts, chosen, context.generate, context.logits_processors, images)
     return [_text(context, ids) for ids in answers]
 
 

@@ -77,6 +77,9 @@ def _merge(
     notify("writing")
     merged.save_pretrained(draft)
     AutoTokenizer.from_pretrained(str(adapter)).save_pretrained(draft)
+    processor = adapter / "preprocessor_config.json"
+    if processor.is_file():
+        shutil.copy2(processor, draft)
 
 
 def _base(base: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:

@@ -3,7 +3,7 @@ else is installed (torchvision's differ).
 
 Source of the tokens that stand for an image: transformers 5.23, processing_qwen2_vl.py and processing_gemma3.py.
 
-Try: `python -m pytest tests/model/test_image_runs.py`
+Try: `python -m pytest tests/train/test_image_runs.py`
 """
 
 from __future__ import annotations

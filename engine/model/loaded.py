@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.data.images import ImageProcessor
 from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.adapters import Coverage
@@ -63,6 +64,8 @@ class LoadedModel:
     """Function that copies a tensor to the host for saving; None means `device.staged`."""
     attends_to_padding: bool = True
     """Whether padding on the right may influence the tokens before it (`attention.attends_to_later_tokens`)."""
+    images: ImageProcessor | None = None
+    """The image processor, saved beside every result; None for a run without images."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     """Set by `load_model`. A simulated model has none."""
 
@@ -131,6 +134,8 @@ class LoadedModel:
             else:
                 self.model.save_pretrained(str(folder), state_dict=self._on_host(self.model.state_dict()))
             self.tokenizer.save_pretrained(folder)
+            if self.images is not None:
+                self.images.processor.save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Copy weights that `save` wrote into the parameters, in place, so that optimizers keep their references.

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.batching.cost import MicroBatchCost, micro_batch_cost
+from engine.batching.cost import MicroBatchCost, micro_batch_cost, with_largest_image
 from engine.budget.advise.fit import with_changes
 from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.plan import Plan
 from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
+from engine.data.images import ImageProcessor
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.tokenise import tokenizer_hash
@@ -26,6 +27,7 @@ from engine.device.catch_oom import retry_on_oom
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.errors import UnknownArchitectureError
 from engine.model.config import check_packing, model_config_dict
+from engine.model.image_processor import load_image_processor
 from engine.model.load import LoadedModel
 from engine.model.tokenizer import load_tokenizer
 from engine.spec.check.notes import warmup_note
@@ -79,8 +81,9 @@ def set_up(
     # Before anything is fetched from the hub: a wrong path should not cost a download.
     require_data_files(recipe)
     tokenizer = load_tokenizer(recipe.model, trust_remote_code=spec.limits.trust_remote_code)
+    images = load_image_processor(spec, tokenizer)
     with device.host_region():
-        prepared = _prepared(spec, tokenizer, journal, ranks)
+        prepared = _prepared(spec, tokenizer, images, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
     if (note := warmup_note(recipe.train, total_steps)) and recipe.train.max_steps != total_steps:
         journal.warn("warmup", note)  # with max_steps it was said before the start
@@ -88,11 +91,13 @@ def set_up(
     refuse_sequence_parallel(facts, spec)
     with suppress(UnknownArchitectureError):  # the names of other families are known once their model is loaded
         refuse_patterns(from_config(facts), recipe)
+    spec = with_largest_image(spec, prepared.train, images)
     spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
     local_recoveries = LocalRecoveries(ranks, report)
     strategy = load_strategy(spec, device, tokenizer, ranks, report, local_recoveries.note)
+    strategy.loaded.images = images
     for notice in strategy.loaded.notices:
         journal.warn("model", notice)
     pad_id = int(tokenizer.pad_token_id)
@@ -152,13 +157,19 @@ def _step_context(
     return context
 
 
-def _prepared(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, journal: Journal, ranks: Ranks) -> PreparedData:
+def _prepared(
+    spec: RunSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None,
+    journal: Journal,
+    ranks: Ranks,
+) -> PreparedData:
     """The tokenised data. Rank 0 makes it unless it is cached; then the other ranks read it from the cache."""
     check_packing(spec)
     made: list[PreparedData] = []
 
     def prepare() -> None:
-        made.append(prepare_data(spec, tokenizer, notify=lambda text: journal.phase("tokenising", text)))
+        made.append(prepare_data(spec, tokenizer, images, notify=lambda text: journal.phase("tokenising", text)))
 
     ranks.run_on_rank0(prepare)
     if not made:

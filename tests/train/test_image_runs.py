@@ -1,0 +1,115 @@
+"""Training on images: micro-batches, out-of-memory errors, the memory prediction, and what learns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.batching.budget import MicroBatchBudget
+from engine.spec.schema.run import RunSpec
+from engine.train.step.transaction import StepTransaction
+from tests.train.fault_rig import STEP, UNITS, Case, rigged
+from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train
+from tests.train.torture import sweep
+from tests.vision_models import detection_source, write_boxes, write_gemma3, write_qwen2_vl
+
+SIZES = ((112, 84), (56, 112), (200, 90), (60, 60))
+WRITERS = {"qwen2_vl": write_qwen2_vl, "gemma3": write_gemma3}
+
+
+def image_spec(
+    folder: Path, family: str = "qwen2_vl", *, sizes: tuple[tuple[int, int], ...] = SIZES, **tables: Any
+) -> RunSpec:
+    """A run of a tiny model of `family` on twelve drawn images of `sizes`, (width, height) each."""
+    model = folder / family
+    if not model.exists():
+        WRITERS[family](model)
+    data = write_boxes(folder / "data", count=12, sizes=sizes)
+    named = {"id": str(model), "tokenizer": str(model), "init": "pretrained", **tables.pop("model", {})}
+    read = {"sources": [detection_source(data)], "max_length": 256, **tables.pop("data", {})}
+    return make_spec(data, model=named, data=read, **tables)
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_any_split_into_micro_batches_gives_the_same_gradient(tmp_path: Path, family: str) -> None:
+    plain = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "batch_size": 8}
+    spec = image_spec(tmp_path, family, train={**plain, "gradient_checkpointing": False})
+    found = []
+    for rows in (8, 3, 1):
+        with Workshop(spec, tmp_path / f"rows-{rows}") as setup:
+            context = setup.context
+            budget = context.cost(rows, int(context.data.lengths.max()))
+            context.budget = MicroBatchBudget(budget, top_bytes=budget)
+            before = [p.detach().clone() for _, p in context.loaded.trainable()]
+            outcome = StepTransaction(context).run(1, setup.order.step(1))
+            moved = [p.detach() - old for (_, p), old in zip(context.loaded.trainable(), before, strict=True)]
+            found.append((outcome.micro_batches, outcome.loss, torch.cat([change.flatten() for change in moved])))
+    (one, loss, gradient), *others = found
+    assert one == 1 and [count for count, _, _ in others] == [3, 8]
+    for _, other_loss, other in others:
+        assert other_loss == pytest.approx(loss, rel=1e-6)
+        assert float((other - gradient).norm() / gradient.norm()) < 1e-6
+
+
+@dataclass(frozen=True)
+class ImageCase(Case):
+    """A small vision-language model whose encoder learns as well."""
+
+    def spec(self, folder: Path) -> RunSpec:
+        """A run of this case with its files in `folder`."""
+        return image_spec(
+            folder, method={"kind": self.method}, data={"valid_fraction": 0.25},
+            train={"batch_size": 4, "micro_batch": 2, "max_steps": 2, "warmup_steps": 0,
+                   "gradient_checkpointing": self.checkpointing},
+            eval={"metrics": ["loss", "exact_match"], "samples": 2}, generate={"max_new_tokens": 3},
+            backoff={"ladder": list(self.ladder)},
+        )  # fmt: skip
+
+
+def test_an_allocation_that_fails_anywhere_changes_nothing(tmp_path: Path) -> None:
+    evaluation = next(unit for unit in UNITS if unit.name == "evaluation")
+    with rigged(ImageCase("images, full", "full"), tmp_path) as rig:
+        drawn = random.Random(5)
+        tallies = [sweep(rig, unit, "images", faults, drawn) for unit, faults in ((STEP, 12), (evaluation, 4))]
+    assert sum(tally.faults for tally in tallies) >= 16
+    assert [text for tally in tallies for text in tally.wrong] == []
+
+
+@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_of_images_of_one_size_is_the_predicted_one(tmp_path: Path, family: str, checkpointing: bool) -> None:
+    settings = {"max_steps": 2, "batch_size": 4, "micro_batch": 4, "gradient_checkpointing": checkpointing}
+    code, events = train(new_run(tmp_path / "runs", image_spec(tmp_path, family, sizes=SIZES[:1], train=settings)))
+    assert code == 0
+    measured = of_kind(events, "run_finished")[0]["measured"]
+    assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("part", "learns"),
+    [
+        ("model.visual", lambda name: name.startswith("visual.")),
+        ("model.language_model", lambda name: name.startswith("model.")),
+    ],
+    ids=["encoder", "language"],
+)
+def test_only_the_chosen_part_learns_and_the_result_opens_again(
+    tmp_path: Path, part: str, learns: Callable[[str], bool]
+) -> None:
+    method = {"kind": "full", "train_only": [part]}
+    spec = image_spec(tmp_path, method=method, train={"max_steps": 2, "batch_size": 4, "learning_rate": 1e-2})
+    place = new_run(tmp_path / "runs", spec)
+    assert train(place)[0] == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "qwen2_vl", place.model))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if learns(name)}
+    assert (place.model / "preprocessor_config.json").is_file()
+    again = image_spec(tmp_path, model={"id": f"run:{place.path}"}, train={"max_steps": 1, "batch_size": 4})
+    assert train(new_run(tmp_path / "again", again))[0] == 0
