@@ -21,26 +21,19 @@ from transformers.utils import import_utils
 from engine.device.base import Device
 from engine.device.determinism import has_deterministic_backward
 from engine.errors import EnvironmentProblem, UsageError
-from engine.model.varlen import register_varlen, varlen_obstacle
-from engine.spec.attention_kernels import (
-    BLACKWELL,
-    FLASH_CHOICES,
-    FLASH_KERNELS,
-    AttentionChoice,
-    flash_kernels,
-    runs_on,
+from engine.model.varlen import register_varlen
+from engine.spec.attention_choice import (
+    AttentionCard,
+    AttentionNeeds,
+    Obstacle,
+    choose_kernel,
+    no_deterministic_backward,
 )
+from engine.spec.attention_kernels import FLASH_KERNELS, AttentionChoice
 
 POSITIONS_BY_AXIS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Model types whose position ids have three axes, for images. They recognise packed documents only if the position ids
 have a fourth axis, put before the three, with the positions in the text."""
-
-CONSUMER_BLACKWELL = 12.0
-"""Compute capability of Blackwell cards that are not for data centers."""
-
-MOST_HEAD_DIM = 256
-"""The widest heads of flash attention's kernels."""
-
 
 class ChosenAttention(NamedTuple):
     """The attention kernel of a run."""
@@ -49,14 +42,6 @@ class ChosenAttention(NamedTuple):
     """Its name in transformers' attention interface."""
     notices: list[str]
     """Why a better kernel that is installed is not used."""
-
-
-class Obstacle(NamedTuple):
-    """The reason why a kernel cannot be used."""
-
-    reason: str
-    unexpected: bool
-    """True if the kernel's package is installed, so that the user may expect it to be used."""
 
 
 def choose_attention(
@@ -77,25 +62,25 @@ def choose_attention(
         EnvironmentProblem: flash attention was asked for, of any or of one kind, and cannot run here.
         UsageError: sdpa was asked for, but the architecture has none, or one without the model's soft-cap.
     """
-    if asked == "eager":
-        return ChosenAttention("eager", [])
-    found: dict[str, Obstacle] = {}
-    for kernel in _flash_candidates(asked, device, packing):
-        obstacle = _flash_obstacle(kernel, config, device, dtype, deterministic)
-        if obstacle is None:
-            return ChosenAttention(kernel, _notices(found))
-        found[kernel] = obstacle
-    if asked in FLASH_CHOICES:
-        raise _no_flash(asked, found, device)
-    notices = _notices(found)
-    if _sdpa_is_right(config):
-        return ChosenAttention("sdpa", notices)
-    if asked == "sdpa":
+    model, card = attention_needs(config), _card(device, dtype)
+    chosen = choose_kernel(
+        asked,
+        model,
+        card,
+        lambda kernel: _obstacle_here(kernel, deterministic),
+        packing=packing,
+        deterministic=deterministic,
+    )
+    if chosen.name is None:
+        raise _no_flash(asked, chosen.obstacles, device)
+    if chosen.name == "sdpa" and (model.softcap or not model.has_sdpa):
         raise UsageError(
             f'model.attention = "sdpa": {config.model_type} has no sdpa attention that computes what the model needs',
             fix='set model.attention = "auto"',
         )
-    return ChosenAttention("eager", notices)
+    if chosen.name == "varlen":
+        register_varlen()
+    return ChosenAttention(chosen.name, _notices(chosen.obstacles))
 
 
 def attends_to_later_tokens(model: PreTrainedModel) -> bool:
@@ -107,69 +92,38 @@ def attends_to_later_tokens(model: PreTrainedModel) -> bool:
     return not declared or not all(declared)
 
 
-def _sdpa_is_right(config: PreTrainedConfig) -> bool:
-    """Whether sdpa computes the model's attention: transformers has an sdpa kernel for the model, and the model has no
-    attention soft-cap, which that kernel would leave out."""
-    return _supports(config, "_supports_sdpa") and not getattr(config, "attn_logit_softcapping", None)
-
-
-def _flash_candidates(asked: AttentionChoice, device: Device, packing: bool) -> list[str]:
-    """The flash kernels to try, the best first; none for "sdpa", nor without CUDA unless one is asked for by name."""
-    if asked in FLASH_KERNELS:
-        return [asked]
-    if asked == "sdpa" or device.torch_device.type != "cuda":
-        return []
-    kernels = flash_kernels(_capability(device))
-    return [kernel for kernel in kernels if asked == "flash" or packing or kernel != "varlen"]
-
-
-def _flash_obstacle(
-    kernel: str, config: PreTrainedConfig, device: Device, dtype: torch.dtype, deterministic: bool
-) -> Obstacle | None:
-    """Return why a flash kernel cannot be used, or None if it can."""
-    reason = (
-        _obstacle_on_device(kernel, device, dtype) or _obstacle_in_model(kernel, config, device) or _missing(kernel)
+def attention_needs(config: PreTrainedConfig) -> AttentionNeeds:
+    """What the model that `config` describes needs of its attention kernel."""
+    text, only = config.get_text_config(), _attribute(config, "_compatible_flash_implementations")
+    keys = [key for key in ("attention_dropout", "attn_pdrop") if getattr(text, key, None)]
+    return AttentionNeeds(
+        config.model_type,
+        head_dim(config),
+        has_flash=_supports(config, "_supports_flash_attn"),
+        flash_only=None if only is None else tuple(only),
+        has_sdpa=_supports(config, "_supports_sdpa"),
+        softcap=bool(getattr(text, "attn_logit_softcapping", None)),
+        dropout=f"{keys[0]} = {getattr(text, keys[0])}" if keys else "",
     )
-    if reason is not None:
+
+
+def _card(device: Device, dtype: torch.dtype) -> AttentionCard:
+    is_cuda = device.torch_device.type == "cuda"
+    return AttentionCard(device.name, _capability(device) if is_cuda else None, is_cuda, str(dtype).split(".")[-1])
+
+
+def _obstacle_here(kernel: str, deterministic: bool) -> Obstacle | None:
+    """What prevents a flash kernel in this process; None if nothing does."""
+    if kernel == "varlen":
+        return None  # part of torch, and deterministic where torch is told to be
+    if (reason := _missing(kernel)) is not None:
         return Obstacle(reason, unexpected=False)
-    problem = _import_problem(kernel) or (_nondeterminism(kernel, device) if deterministic else None)
+    problem = _import_problem(kernel) or (_nondeterminism(kernel) if deterministic else None)
     return None if problem is None else Obstacle(problem, unexpected=True)
-
-
-def _obstacle_on_device(kernel: str, device: Device, dtype: torch.dtype) -> str | None:
-    if device.torch_device.type != "cuda":
-        return f"needs a CUDA device, this is {device.name}"
-    capability = _capability(device)
-    if not runs_on(kernel, capability):
-        facts = FLASH_KERNELS[kernel]
-        return f"runs on compute capability {facts.first:g} to below {facts.below:g}, {device.name} has {capability:g}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in bfloat16 or float16 only, not {dtype}"
-    return None
-
-
-def _obstacle_in_model(kernel: str, config: PreTrainedConfig, device: Device) -> str | None:
-    if not _supports(config, "_supports_flash_attn"):
-        return f"transformers has none for {config.model_type}"
-    compatible = _attribute(config, "_compatible_flash_implementations")
-    if compatible is not None and kernel not in compatible:
-        return f"transformers computes {config.model_type} with {' or '.join(compatible)} alone"
-    if kernel == "varlen" and (obstacle := varlen_obstacle(config)) is not None:
-        return obstacle
-    width = head_dim(config)
-    if width > MOST_HEAD_DIM or width % 8:
-        return f"has heads of up to {MOST_HEAD_DIM} values, a multiple of 8; {config.model_type} has {width}"
-    # flash_attn/cute/interface.py of flash-attn-4, _validate_head_dims.
-    if kernel == "flash_attention_4" and 128 < width < MOST_HEAD_DIM and _capability(device) >= BLACKWELL:
-        return f"has heads of up to 128 values, or of 256, on this device; {config.model_type} has {width}"
-    return None
 
 
 def _missing(kernel: str) -> str | None:
     """Return why a kernel's package does not count as installed, or None if it is there."""
-    if kernel == "varlen":
-        register_varlen()
-        return None
     predicate = getattr(import_utils, f"is_flash_attn_{kernel[-1]}_available", None)
     if predicate is None:
         return "needs a newer transformers"
@@ -187,17 +141,10 @@ def _import_problem(kernel: str) -> str | None:
     return None
 
 
-def _nondeterminism(kernel: str, device: Device) -> str | None:
-    """Return why a kernel's backward pass cannot be deterministic, or None if it can. torch's own follows
-    `torch.use_deterministic_algorithms`."""
-    if kernel == "varlen":
-        return None
-    # flash_attn/cute/interface.py of flash-attn-4: "deterministic backward not supported on SM 12.0".
-    unable = kernel == "flash_attention_4" and _capability(device) >= CONSUMER_BLACKWELL
-    facts = FLASH_KERNELS[kernel]
-    if unable or not has_deterministic_backward(importlib.import_module(facts.module).flash_attn_varlen_func):
-        return f"has no deterministic backward pass here ({facts.package})"
-    return None
+def _nondeterminism(kernel: str) -> str | None:
+    """Return why a kernel's backward pass cannot be deterministic, or None if it can."""
+    module = importlib.import_module(FLASH_KERNELS[kernel].module)
+    return None if has_deterministic_backward(module.flash_attn_varlen_func) else no_deterministic_backward(kernel)
 
 
 def _notices(found: dict[str, Obstacle]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -30,17 +30,6 @@ def register_varlen() -> None:
     """Make the kernel known to transformers by its name. May be repeated."""
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, varlen_mask)
-
-
-def varlen_obstacle(config: PreTrainedConfig) -> str | None:
-    """Return what in the model the kernel cannot compute, or None."""
-    text = config.get_text_config()
-    for key in ("attention_dropout", "attn_pdrop"):
-        if getattr(text, key, None):
-            return f"has no dropout, {config.model_type} has {key} = {getattr(text, key)}"
-    if getattr(text, "attn_logit_softcapping", None):
-        return f"has no soft-cap of the scores, which {config.model_type} needs"
-    return None
 
 
 def varlen_mask(*arguments: Any, **options: Any) -> Tensor | None:

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.vision_parameters import VISION_MODULES
 from engine.budget.installed import installed
-from engine.spec.attention_kernels import FLASH_CHOICES, runs_on
+from engine.spec.attention_choice import AttentionCard, AttentionNeeds, Obstacle, choose_kernel
+from engine.spec.attention_kernels import FLASH_KERNELS
 from engine.spec.check.images import image_key
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
@@ -243,22 +244,38 @@ def chunk_tokens(vocab: int, capacity_bytes: int) -> int:
 
 
 def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
-    """What a run's attention kernel allocates; "auto" is sdpa, but eager for families without sdpa or with capped
-    scores, and torch's varlen kernel for packed rows on cards that have it. All flash kernels save the same tensors."""
-    asked = spec.recipe.model.attention
-    if asked in FLASH_CHOICES:
-        return "flash"
-    if asked == "sdpa" or asked == "eager":
-        return asked
-    if arch.default_attention == "eager" or arch.attention_softcap is not None:
-        return "eager"
-    return "flash" if spec.recipe.data.packing and _has_varlen(arch, spec) else "sdpa"
+    """What a run's attention kernel allocates. All flash kernels save the same tensors. The kernel is chosen as the run
+    chooses it, from the packages that are installed here."""
+    recipe, device = spec.recipe, spec.profile.device
+    card = AttentionCard(device.kind, device.compute_capability, device.kind == "cuda", resolved_dtype(spec))
+    chosen = choose_kernel(
+        recipe.model.attention,
+        attention_needs(arch),
+        card,
+        _not_installed,
+        packing=recipe.data.packing,
+        deterministic=recipe.train.deterministic,
+    )
+    if chosen.name == "sdpa":
+        return "sdpa"
+    return "eager" if chosen.name == "eager" else "flash"
 
 
-def _has_varlen(arch: Architecture, spec: RunSpec) -> bool:
-    """Whether torch's varlen kernel surely computes the model's packed rows on the profile's device: a card of known
-    compute capability, half precision, heads that it has, and no dropout of the scores (GPT-2's default)."""
-    capability = spec.profile.device.compute_capability
-    on_card = spec.profile.device.kind == "cuda" and capability is not None and runs_on("varlen", capability)
-    heads_fit = arch.head_dim <= 256 and arch.head_dim % 8 == 0 and arch.layout != "gpt2"
-    return on_card and heads_fit and resolved_dtype(spec) != "float32"
+def attention_needs(arch: Architecture) -> AttentionNeeds:
+    """What a model needs of its attention kernel."""
+    return AttentionNeeds(
+        arch.layout,
+        arch.head_dim,
+        has_flash=True,
+        # transformers computes gpt-oss with kernels from the hub alone, which no recipe can name.
+        flash_only=() if arch.layout == "gpt_oss" else None,
+        has_sdpa=arch.default_attention != "eager",
+        softcap=arch.attention_softcap is not None,
+        dropout="attention dropout" if arch.attention_dropout else "",
+    )
+
+
+def _not_installed(kernel: str) -> Obstacle | None:
+    package = FLASH_KERNELS[kernel].package
+    # A machine that only plans may have no torch; the one that trains has it.
+    return None if kernel == "varlen" or installed(package) else Obstacle(f"needs the package {package}, which is not installed", False)

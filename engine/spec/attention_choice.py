@@ -1,0 +1,154 @@
+"""The choice of a run's attention kernel, as its plan and the run itself make it.
+
+A function of what the model needs, what the card is, and what prevents a kernel on this machine. The run asks packages
+and imports them (`engine.model.attention`); a plan reads which ones are installed
+(`engine.budget.trace.memory_config`).
+
+Try: `python -m pytest tests/model/test_attention.py tests/budget/test_packed_attention.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.spec.attention_kernels import (
+    BLACKWELL,
+    FLASH_CHOICES,
+    FLASH_KERNELS,
+    AttentionChoice,
+    flash_kernels,
+    runs_on,
+)
+
+CONSUMER_BLACKWELL = 12.0
+"""Compute capability of Blackwell cards that are not for data centers."""
+
+MOST_HEAD_DIM = 256
+"""The widest heads of flash attention's kernels."""
+
+
+class AttentionNeeds(NamedTuple):
+    """What a model needs of its attention kernel."""
+
+    model_type: str
+    head_dim: int
+    has_flash: bool
+    """Whether transformers offers flash attention for it."""
+    flash_only: tuple[str, ...] | None
+    """The flash kernels with which alone transformers computes it; None for any."""
+    has_sdpa: bool
+    """Whether transformers offers sdpa for it."""
+    softcap: bool
+    """Whether scores are capped, which sdpa and varlen leave out."""
+    dropout: str
+    """The config's key and value if the attention weights have dropout, else empty."""
+
+
+class AttentionCard(NamedTuple):
+    """What a kernel needs to know of the device."""
+
+    name: str
+    capability: float | None
+    """Compute capability; None if unknown, or if the device is no CUDA card."""
+    is_cuda: bool
+    dtype: str
+    """What attention is computed in: "bfloat16", "float16" or "float32"."""
+
+
+class Obstacle(NamedTuple):
+    """The reason why a kernel cannot be used."""
+
+    reason: str
+    unexpected: bool
+    """True if the kernel's package is installed, so that the user may expect it to be used."""
+
+
+class KernelChoice(NamedTuple):
+    """The kernel of a run."""
+
+    name: str | None
+    """Its name in transformers' attention interface; None if flash attention was asked for and cannot run."""
+    obstacles: dict[str, Obstacle]
+    """Why kernels that come before it cannot be used."""
+
+
+def choose_kernel(
+    asked: AttentionChoice,
+    model: AttentionNeeds,
+    card: AttentionCard,
+    obstacle_here: Callable[[str], Obstacle | None],
+    *,
+    packing: bool,
+    deterministic: bool,
+) -> KernelChoice:
+    """Choose the kernel for `model.attention = asked`. `obstacle_here` says what prevents a kernel on this machine.
+
+    torch's own varlen kernel is chosen by "auto" for packed data alone: without packing sdpa runs the same kernel.
+    """
+    if asked == "eager":
+        return KernelChoice("eager", {})
+    found: dict[str, Obstacle] = {}
+    for kernel in flash_candidates(asked, card, packing=packing):
+        obstacle = _obstacle(kernel, model, card, deterministic) or obstacle_here(kernel)
+        if obstacle is None:
+            return KernelChoice(kernel, found)
+        found[kernel] = obstacle
+    if asked in FLASH_CHOICES:
+        return KernelChoice(None, found)
+    # sdpa where it is asked for although it leaves something out: the caller refuses it.
+    right = model.has_sdpa and not model.softcap
+    return KernelChoice("sdpa" if right or asked == "sdpa" else "eager", found)
+
+
+def flash_candidates(asked: AttentionChoice, card: AttentionCard, *, packing: bool) -> list[str]:
+    """The flash kernels to try, the best first; none for "sdpa", nor without CUDA unless one is asked for by name."""
+    if asked in FLASH_KERNELS:
+        return [asked]
+    if asked == "sdpa" or not card.is_cuda or card.capability is None:
+        return []
+    return [kernel for kernel in flash_kernels(card.capability) if asked == "flash" or packing or kernel != "varlen"]
+
+
+def _obstacle(kernel: str, model: AttentionNeeds, card: AttentionCard, deterministic: bool) -> Obstacle | None:
+    """Why a kernel cannot compute the model on the card, wherever it is installed; None if it can."""
+    reason = _obstacle_on_card(kernel, card) or _obstacle_in_model(kernel, model, card)
+    consumer_card = (card.capability or 0) >= CONSUMER_BLACKWELL
+    if reason is None and deterministic and kernel == "flash_attention_4" and consumer_card:
+        # flash_attn/cute/interface.py of flash-attn-4: "deterministic backward not supported on SM 12.0".
+        return Obstacle(no_deterministic_backward(kernel), unexpected=True)
+    return None if reason is None else Obstacle(reason, unexpected=False)
+
+
+def no_deterministic_backward(kernel: str) -> str:
+    """The reason why a deterministic run cannot use a kernel."""
+    return f"has no deterministic backward pass here ({FLASH_KERNELS[kernel].package})"
+
+
+def _obstacle_on_card(kernel: str, card: AttentionCard) -> str | None:
+    if not card.is_cuda:
+        return f"needs a CUDA device, this is {card.name}"
+    if card.capability is None or not runs_on(kernel, card.capability):
+        facts, has = FLASH_KERNELS[kernel], "an unknown one" if card.capability is None else f"{card.capability:g}"
+        return f"runs on compute capability {facts.first:g} to below {facts.below:g}, {card.name} has {has}"
+    if card.dtype not in ("bfloat16", "float16"):
+        return f"computes in bfloat16 or float16 only, not {card.dtype}"
+    return None
+
+
+def _obstacle_in_model(kernel: str, model: AttentionNeeds, card: AttentionCard) -> str | None:
+    if not model.has_flash:
+        return f"transformers has none for {model.model_type}"
+    if model.flash_only is not None and kernel not in model.flash_only:
+        return f"transformers computes {model.model_type} with {' or '.join(model.flash_only)} alone"
+    if kernel == "varlen" and model.dropout:
+        return f"has no dropout, {model.model_type} has {model.dropout}"
+    if kernel == "varlen" and model.softcap:
+        return f"has no soft-cap of the scores, which {model.model_type} needs"
+    width = model.head_dim
+    if width > MOST_HEAD_DIM or width % 8:
+        return f"has heads of up to {MOST_HEAD_DIM} values, a multiple of 8; {model.model_type} has {width}"
+    # flash_attn/cute/interface.py of flash-attn-4, _validate_head_dims.
+    if kernel == "flash_attention_4" and 128 < width < MOST_HEAD_DIM and (card.capability or 0) >= BLACKWELL:
+        return f"has heads of up to 128 values, or of 256, on this device; {model.model_type} has {width}"
+    return None
