@@ -54,6 +54,16 @@ def use_kernel(device: torch.device) -> str | None:
     return problem
 
 
+def kernel_in_use(device: torch.device) -> Drop | None:
+    """The kernel that is used instead of the reference on this type of device; None if the reference is used."""
+    return _in_use.get(device.type)
+
+
+def stop_using(device: torch.device) -> None:
+    """Use the reference on this type of device from now on."""
+    _in_use.pop(device.type, None)
+
+
 @contextmanager
 def using(kernel: Drop, device_type: str) -> Iterator[None]:
     """Inside the block, `kernel` is used on devices of this type without a comparison."""

@@ -1,5 +1,7 @@
 """Proof: the attention kernel computes softmax(QKᵀ·scale)V, causal, for this model's heads, and its gradients.
 
+Also with what the run adds to it: documents packed into one row, a sliding window, attention sinks.
+
 Shapes: B rows, H query heads, K key heads, S tokens, D features of a head.
 
 Try: `pytest tests/train/proofs/test_kernels.py`
@@ -8,12 +10,14 @@ Try: `pytest tests/train/proofs/test_kernels.py`
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engine.model.documents import takes_starts
 from engine.model.loss import autocast, decoder_of
 from engine.train.proofs.record import DisprovedError, drawn, require_close, tolerance
 from engine.train.setup import TrainingSetup
@@ -22,6 +26,24 @@ LENGTHS = (61, 131)
 """Primes, so that no tile of a kernel is full and no length was seen when a kernel was tuned."""
 REFERENCES = ("sdpa", "eager")
 """What a run falls back to, the faster first."""
+
+
+DOCUMENTS = (59, 2, 70)
+"""Lengths of packed documents, LENGTHS[1] tokens in all; their borders lie inside of tiles."""
+WINDOW = 17
+"""A window that is shorter than a tile and than the lengths, in place of the model's own."""
+
+
+class Variant(NamedTuple):
+    """What a layer adds to causal attention."""
+
+    name: str = ""
+    documents: tuple[int, ...] = ()
+    """Lengths of the documents of a row; empty for one document."""
+    window: int | None = None
+    """How many positions a token attends to, its own included."""
+    sinks: bool = False
+    """Each head has a logit that takes part in the softmax and belongs to no value (gpt-oss)."""
 
 
 class Heads(NamedTuple):
@@ -42,16 +64,38 @@ def applies(setup: TrainingSetup) -> bool:
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """Kernel, dtype and shape of the heads."""
+    """Kernel, dtype, shape of the heads, and what the run adds to causal attention."""
     loaded = setup.context.loaded
-    return [loaded.attention, str(loaded.precision.compute), str(_heads(setup))]
+    return [loaded.attention, str(loaded.precision.compute), str(_heads(setup)), str(_variants(setup))]
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Compare output and gradients with fp32 arithmetic at two lengths."""
-    kernel = setup.context.loaded.attention
-    worst = max(_error(setup, kernel, length) for length in LENGTHS)
-    return f"{kernel} is within {worst:.1e} of fp32 at {LENGTHS[0]} and {LENGTHS[1]} tokens, gradients too"
+    """Compare output and gradients with fp32 arithmetic, plain at two lengths and in every variant of the run."""
+    kernel, variants = setup.context.loaded.attention, _variants(setup)
+    worst = _worst_error(setup, kernel)
+    beside = "".join(f", {variant.name}" for variant in variants)
+    return f"{kernel} is within {worst:.1e} of fp32 at {LENGTHS[0]} and {LENGTHS[1]} tokens{beside}, gradients too"
+
+
+def _worst_error(setup: TrainingSetup, kernel: str) -> float:
+    """The largest error of a kernel in any case of the run. Raises DisprovedError if one is above rounding."""
+    plain = [_error(setup, kernel, length, Variant()) for length in LENGTHS]
+    return max(plain + [_error(setup, kernel, LENGTHS[1], variant) for variant in _variants(setup)])
+
+
+def _variants(setup: TrainingSetup) -> list[Variant]:
+    """What the run's layers add to causal attention."""
+    config: Any = setup.context.loaded.config.get_text_config()
+    packed = ("packed rows", DOCUMENTS) if setup.spec.recipe.data.packing else None
+    slides = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+    found = []
+    if packed:
+        found.append(Variant(*packed))
+    if slides:
+        found.append(Variant("a sliding window", packed[1] if packed else (), WINDOW))
+    if getattr(_module(setup), "sinks", None) is not None:
+        found = [variant._replace(sinks=True) for variant in found] + [Variant("attention sinks", sinks=True)]
+    return found
 
 
 def fall_back(setup: TrainingSetup) -> str:
@@ -65,7 +109,8 @@ def fall_back(setup: TrainingSetup) -> str:
 
 def repeats(setup: TrainingSetup) -> None:
     """Run the kernel twice. Raises DisprovedError if output or gradients differ in a bit."""
-    first, second = (_results(setup, _kernel(setup, setup.context.loaded.attention), LENGTHS[1]) for _ in range(2))
+    kernel = _kernel(setup, setup.context.loaded.attention, Variant())
+    first, second = (_results(setup, kernel, LENGTHS[1]) for _ in range(2))
     for name, one in first.items():
         if not torch.equal(one, second[name]):
             raise DisprovedError(f"attention's {name} differs between two runs on the same input")
@@ -75,16 +120,18 @@ def _passes(setup: TrainingSetup, kernel: str) -> bool:
     if kernel == setup.context.loaded.attention:
         return False
     try:
-        return all(_error(setup, kernel, length) < 1 for length in LENGTHS)
+        return _worst_error(setup, kernel) < 1
     except (DisprovedError, RuntimeError, ValueError, ImportError):
         return False
 
 
-def _error(setup: TrainingSetup, kernel: str, length: int) -> float:
-    found = _results(setup, _kernel(setup, kernel), length)
-    expected = _results(setup, lambda *heads: _reference(setup, *heads), length, torch.float32)
-    limit = tolerance(setup.context.loaded.precision.compute)
-    return max(require_close(f"{name} at {length} tokens", found[name], expected[name], limit) for name in expected)
+def _error(setup: TrainingSetup, kernel: str, length: int, variant: Variant) -> float:
+    found = _results(setup, _kernel(setup, kernel, variant), length)
+    expected = _results(setup, lambda *heads: _reference(setup, variant, *heads), length, torch.float32)
+    limit, where = tolerance(setup.context.loaded.precision.compute), f" with {variant.name}" if variant.name else ""
+    return max(
+        require_close(f"{name} at {length} tokens{where}", found[name], expected[name], limit) for name in expected
+    )
 
 
 def _results(
@@ -105,22 +152,30 @@ def _results(
     return {"output": output.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def _kernel(setup: TrainingSetup, name: str) -> Callable[..., Tensor]:
-    """The kernel as the model's layers call it: with their module, causal and without a mask."""
+def _kernel(setup: TrainingSetup, name: str, variant: Variant) -> Callable[..., Tensor]:
+    """The kernel as the model's layers call it: with their module; flash kernels are told of documents and window,
+    others get a mask where plain causal attention does not do."""
     loaded, heads = setup.context.loaded, _heads(setup)
-    module, extra = _module(setup), {}
+    module, flash = _module(setup), takes_starts(name)
     assert heads is not None
-    if heads.softcap is not None:
-        extra["softcap"] = heads.softcap
+    extra: dict[str, Any] = {} if heads.softcap is None else {"softcap": heads.softcap}
+    if variant.window is not None:
+        extra["sliding_window"] = variant.window
+    if variant.sinks:
+        extra["s_aux"] = module.sinks.detach().to(loaded.precision.compute)
+    if variant.documents and flash:
+        extra |= _starts(setup, variant.documents)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         function: Any = ALL_ATTENTION_FUNCTIONS[name]
         before = module.config._attn_implementation
+        masked = not flash and (variant.documents or variant.window is not None)
+        mask = _allowed(variant, query.shape[2], query.device)[None, None] if masked else None
         module.config._attn_implementation = name
         try:
             with autocast(loaded):
                 output, _ = function(
-                    module, query, key, value, None, dropout=0.0, scaling=heads.scale, is_causal=True, **extra
+                    module, query, key, value, mask, dropout=0.0, scaling=heads.scale, is_causal=mask is None, **extra
                 )
         finally:
             module.config._attn_implementation = before
@@ -130,7 +185,30 @@ def _kernel(setup: TrainingSetup, name: str) -> Callable[..., Tensor]:
     return attend
 
 
-def _reference(setup: TrainingSetup, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor) -> Tensor:
+def _starts(setup: TrainingSetup, documents: tuple[int, ...]) -> dict[str, Any]:
+    """How flash kernels are told where documents begin (transformers' `FlashAttentionKwargs`)."""
+    with setup.context.device.host_region():
+        starts = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    starts_D1, longest = setup.context.device.upload(starts), max(documents)
+    return {"cu_seq_lens_q": starts_D1, "cu_seq_lens_k": starts_D1, "max_length_q": longest, "max_length_k": longest}
+
+
+def _allowed(variant: Variant, length: int, device: torch.device) -> Tensor:
+    """Which positions [S, S] a token, by row, attends to."""
+    place_S = torch.arange(length, device=device)
+    distance_SS = place_S[:, None] - place_S[None, :]
+    allowed_SS = distance_SS >= 0
+    if variant.window is not None:
+        allowed_SS = allowed_SS & (distance_SS < variant.window)
+    for border in accumulate(variant.documents):
+        after_S = place_S >= border
+        allowed_SS = allowed_SS & (after_S[:, None] == after_S[None, :])
+    return allowed_SS
+
+
+def _reference(
+    setup: TrainingSetup, variant: Variant, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor
+) -> Tensor:
     """Attention by its formula (Vaswani et al. 2017, section 3.2.1), with as many key heads as query heads."""
     heads = _heads(setup)
     assert heads is not None
@@ -140,8 +218,13 @@ def _reference(setup: TrainingSetup, query_BHSD: Tensor, key_BKSD: Tensor, value
     if heads.softcap is not None:
         scores_BHSS = (scores_BHSS / heads.softcap).tanh() * heads.softcap
     length = query_BHSD.shape[2]
-    later_SS = torch.ones(length, length, dtype=torch.bool, device=query_BHSD.device).triu(1)
-    weights_BHSS = scores_BHSS.masked_fill(later_SS, float("-inf")).softmax(-1)
+    scores_BHSS = scores_BHSS.masked_fill(~_allowed(variant, length, query_BHSD.device), float("-inf"))
+    if variant.sinks:
+        sinks_H = _module(setup).sinks.detach().to(setup.context.loaded.precision.compute).to(scores_BHSS.dtype)
+        sinks_BHS1 = sinks_H.view(1, -1, 1, 1).expand(*scores_BHSS.shape[:3], 1)
+        weights_BHSS = torch.cat([scores_BHSS, sinks_BHS1], -1).softmax(-1)[..., :-1]
+    else:
+        weights_BHSS = scores_BHSS.softmax(-1)
     return (weights_BHSS @ value_BHSD).transpose(1, 2)
 
 

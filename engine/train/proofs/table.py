@@ -5,7 +5,7 @@ Try: `tunedeck doctor --gpus -p demo`
 
 from __future__ import annotations
 
-from engine.train.proofs import adapter, attention, copies, determinism, loss, memory, nf4, optimizer, syncs
+from engine.train.proofs import adapter, attention, copies, determinism, dropout, loss, memory, nf4, optimizer, syncs
 from engine.train.proofs.record import Proof
 
 PROOFS: tuple[Proof, ...] = (
@@ -14,6 +14,7 @@ PROOFS: tuple[Proof, ...] = (
     Proof("attention", attention.prove, attention.fall_back, attention.applies, attention.facts),
     Proof("loss", loss.prove, loss.fall_back, loss.applies, loss.facts),
     Proof("adapter", adapter.prove, adapter.fall_back, adapter.applies, adapter.facts),
+    Proof("dropout", dropout.prove, dropout.fall_back, dropout.applies, dropout.facts),
     Proof("nf4", nf4.prove, nf4.fall_back, nf4.applies, nf4.facts),
     Proof("optimizer", optimizer.prove, optimizer.fall_back, facts=optimizer.facts),
     Proof("copies", copies.prove, copies.fall_back, facts=copies.facts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,8 +14,11 @@ import torch
 
 from engine.device.determinism import deterministic_kernels
 from engine.errors import EnvironmentProblem
+from engine.journal.files import write_atomically
 from engine.model.adapted_linear import is_ours
-from engine.train.proofs import nf4
+from engine.model.dropout_kernel import kernel_in_use, using
+from engine.model.dropout_masks import reference_drop
+from engine.train.proofs import attention, nf4
 from engine.train.proofs.record import DisprovedError
 from engine.train.setup import TrainingSetup
 from tests.train.proofs.proved import break_attention, proved, small_setup, wrong_scale
@@ -57,6 +61,65 @@ def test_broken_attention_is_not_used(wrap: Callable[..., Any], setup: TrainingS
     assert setup.context.loaded.attention == "sdpa"
     assert setup.context.loaded.base.config._attn_implementation == "sdpa"
     assert proved(setup, tmp_path)["attention"].passed
+
+
+def sees_everything(right: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """Attention that was not told of documents or windows."""
+    module, query, key, value, _ = given
+    return right(module, query, key, value, None, **{**options, "is_causal": True})
+
+
+WINDOWED = {
+    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 264, "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 128, "sliding_window": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ["packed rows", "a sliding window"])
+def test_attention_that_ignores_documents_or_windows_is_not_used(variant: str, tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"data": {"packing": True}}
+    if variant == "a sliding window":
+        write_atomically(tmp_path / "config.json", json.dumps(WINDOWED))
+        tables = {"model": {"id": str(tmp_path)}}
+    with small_setup(tmp_path, **tables) as setup:
+        found = proved(setup, tmp_path)["attention"]
+        assert found.passed and variant in found.detail
+        break_attention(setup, sees_everything)
+        found = proved(setup, tmp_path)["attention"]
+        assert found.passed is False and f"with {variant}" in found.detail and found.fallback == "attention = sdpa"
+
+
+def test_attention_without_its_sinks_is_not_used(setup: TrainingSetup, tmp_path: Path) -> None:
+    module = attention._module(setup)
+    module.sinks = torch.nn.Parameter(torch.linspace(-1.0, 2.0, module.config.num_attention_heads))
+
+    def with_sinks(_right: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        heads = [tensor.float() for tensor in given[1:4]]
+        variant = attention.Variant(sinks="s_aux" in options)
+        return attention._reference(setup, variant, *heads).to(given[1].dtype), None
+
+    break_attention(setup, with_sinks)
+    found = proved(setup, tmp_path)["attention"]
+    assert found.passed and "attention sinks" in found.detail
+    break_attention(setup, lambda right, *given, s_aux=None, **options: right(*given, **options))
+    found = proved(setup, tmp_path)["attention"]
+    assert found.passed is False and "attention sinks" in found.detail and found.fallback == "attention = eager"
+
+
+def test_a_dropout_kernel_that_draws_other_masks_is_not_used(tmp_path: Path) -> None:
+    def shifted(rows_RSF: torch.Tensor, keys: Any, first: int, probability: float) -> torch.Tensor:
+        return reference_drop(rows_RSF, keys, first + 1, probability)
+
+    device = torch.device("cpu")
+    with small_setup(tmp_path, method={"kind": "lora", "rank": 4, "dropout": 0.1}) as setup:
+        assert "dropout" not in proved(setup, tmp_path)
+        with using(reference_drop, "cpu"):
+            assert proved(setup, tmp_path)["dropout"].passed
+        with using(shifted, "cpu"):
+            found = proved(setup, tmp_path)["dropout"]
+            assert found.passed is False and "differ" in found.detail and "eleven kernels" in found.fallback
+            assert kernel_in_use(device) is None
 
 
 def test_a_loss_kernel_that_scales_wrongly_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
