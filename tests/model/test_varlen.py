@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from engine.data.batch import Batch, Documents
 from engine.device.host_syncs import host_syncs
 from engine.errors import UsageError
+from engine.model.attention import attention_needs
 from engine.model.documents import separate_documents
 from engine.model.loaded import LoadedModel
 from engine.model.loss import decoder_of, hidden_states
-from engine.model.varlen import register_varlen, varlen_attention, varlen_obstacle
+from engine.model.varlen import register_varlen, varlen_attention
+from engine.spec.attention_choice import AttentionCard, KernelChoice, choose_kernel
 from tests.model.samples import FAMILIES, load_family
 
 REAL = varlen.varlen_attn
@@ -152,5 +154,11 @@ def test_a_layer_that_is_not_told_where_documents_begin_refuses(kernel: Kernel) 
     [("gemma2", {}, "soft-cap"), ("gpt2", {"attn_pdrop": 0.1}, "drop"), ("llama", {"attention_dropout": 0.1}, "drop")],
 )
 def test_models_that_need_more_than_the_kernel_has_are_named(family: str, changes: dict[str, Any], word: str) -> None:
-    assert word in (varlen_obstacle(AutoConfig.for_model(family, **changes)) or "")
-    assert varlen_obstacle(AutoConfig.for_model("llama")) is None
+    card = AttentionCard("a card", 8.0, is_cuda=True, dtype="bfloat16")
+
+    def chosen(config: PreTrainedConfig) -> KernelChoice:
+        needs = attention_needs(config)
+        return choose_kernel("varlen", needs, card, lambda kernel: None, packing=True, deterministic=False)
+
+    assert word in chosen(AutoConfig.for_model(family, **changes)).obstacles["varlen"].reason
+    assert chosen(AutoConfig.for_model("llama")).name == "varlen"

@@ -278,4 +278,6 @@ def attention_needs(arch: Architecture) -> AttentionNeeds:
 def _not_installed(kernel: str) -> Obstacle | None:
     package = FLASH_KERNELS[kernel].package
     # A machine that only plans may have no torch; the one that trains has it.
-    return None if kernel == "varlen" or installed(package) else Obstacle(f"needs the package {package}, which is not installed", False)
+    if kernel == "varlen" or installed(package):
+        return None
+    return Obstacle(f"needs the package {package}, which is not installed", unexpected=False)
