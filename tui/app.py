@@ -144,9 +144,12 @@ class TunedeckApp(SequentialKeysApp):
         self.show_message("q leaves the console; training goes on")
 
     def show_message(self, text: str, style: str = "") -> None:
-        """Show a message in the footer of the present screen."""
-        if isinstance(self.screen, BaseScreen):
-            self.screen.show_message(text, style)
+        """Show a message in the footer of the present screen; of a screen that was just opened, once it has one."""
+        screen = self.screen
+        if isinstance(screen, BaseScreen) and screen.is_mounted:
+            screen.show_message(text, style)
+        elif isinstance(screen, BaseScreen):
+            screen.call_after_refresh(screen.show_message, text, style)
 
     def do_help(self) -> None:
         """Open the Help screen, which lists the keys of the present screen first."""

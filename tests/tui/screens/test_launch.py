@@ -316,6 +316,8 @@ max_length = 64
 [[data.sources]]
 name = "dates"
 path = "builtin:dates"
+[train]
+state_dtype = "bfloat16"
 [[stages]]
 name = "one"
 [[stages]]
@@ -334,7 +336,7 @@ async def test_a_line_per_stage_has_its_verdict_and_space_switches_it_off(
     async with console(80, 24, profile="demo", recipe="./staged.toml") as pilot:
         await pilot.sees("1 one   ✓ fits", "2 two   ✓ fits", "3 other ◐ fits with")
         await pilot.press("space")
-        await pilot.sees("1 one   off", "cannot start", 'stage "one", which this one starts from, is disabled')
+        await pilot.sees("1 one   off", "cannot start", 'stage "one", which this one starts from, is')
         await pilot.press("space")
         await pilot.sees("1 one   ✓ fits", "3 stages; the bar shows other")
         await pilot.press("j", "j", "space")
@@ -344,6 +346,7 @@ async def test_a_line_per_stage_has_its_verdict_and_space_switches_it_off(
         await pilot.sees("space switches a stage off and on: the cursor is on none")
         await pilot.press("s")
         await pilot.until(lambda: pilot.screen.screen_name == "run", "the run's screen")
+        await pilot.sees('train.state_dtype = "bfloat16" changes nothing here')
         (run,) = list_runs(runs)
         force_stop(run)
     assert "enabled = false" in run.run_toml.read_text()
