@@ -30,6 +30,7 @@ from engine.errors import DoesNotFitError
 if TYPE_CHECKING:
     from engine.budget.advise.fit import Advice, Suggestion
     from engine.budget.advise.plan import Plan
+    from engine.budget.advise.staged_plan import StagedPlan
     from engine.spec.schema.run import RunSpec
 
 ExactOption = Annotated[
@@ -80,23 +81,49 @@ def plan(
 
 
 def _plan_sweep(spec: RunSpec, *, as_json: bool) -> None:
-    """Print a line for each point of a sweep. Exit code 3 when one of them does not fit."""
+    """Print a line for each point of a sweep, and which has least memory left. Exit code 3 when one does not fit."""
+    from engine.journal.event_text import describe_verdict
+
+    plans = [(point.name, planned, _memory_left(planned)) for point, planned in _planned_points(spec)]
+    if as_json:
+        print_json({"points": [{"name": name, "plan": planned.as_json()} for name, planned, _ in plans]})
+    else:
+        for name, planned, left in plans:
+            memory = f"{left / 2**30:.2f} GiB left" if left is not None else ""
+            print_line(f"{describe_verdict(planned.verdict):<14} {memory:>16}  {name}")
+        known = {name: left for name, _, left in plans if left is not None}
+        if known:
+            print_line(f"least memory is left in {min(known, key=known.__getitem__)}")
+    if any(planned.verdict == "does_not_fit" for _, planned, _ in plans):
+        raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _planned_points(spec: RunSpec) -> list[tuple[RunSpec, Plan | StagedPlan]]:
+    """The run spec and plan of every point of a sweep."""
     from engine.budget.advise.plan import make_plan
     from engine.budget.advise.staged_plan import make_staged_plan
-    from engine.journal.event_text import describe_verdict
     from engine.launch.create_sweep import sweep_points
 
-    plans = {
-        point.name: make_staged_plan(point) if point.recipe.stages else make_plan(point)
-        for point in sweep_points(spec, force=True)
-    }
-    if as_json:
-        print_json({"points": [{"name": name, "plan": planned.as_json()} for name, planned in plans.items()]})
-    else:
-        for name, planned in plans.items():
-            print_line(f"{describe_verdict(planned.verdict):<14} {name}")
-    if any(planned.verdict == "does_not_fit" for planned in plans.values()):
-        raise typer.Exit(DoesNotFitError.exit_code)
+    points = sweep_points(spec, force=True)
+    return [(point, make_staged_plan(point) if point.recipe.stages else make_plan(point)) for point in points]
+
+
+def _memory_left(planned: Plan | StagedPlan) -> int | None:
+    """Bytes left at the peak, of a staged run in its largest stage; None if no stage has a plan."""
+    from engine.budget.advise.plan import Plan
+
+    worst = planned if isinstance(planned, Plan) else planned.worst.plan if planned.worst else None
+    return worst.margin_bytes if worst is not None else None
+
+
+def _worst_point(spec: RunSpec) -> RunSpec:
+    """The point of a sweep with the least memory left; points without a plan come last."""
+    known = [(left, point) for point, planned in _planned_points(spec) if (left := _memory_left(planned)) is not None]
+    if not known:
+        return spec
+    _, worst = min(known, key=lambda row: row[0])
+    print_notices([f"of the sweep, this is the point with the least memory left: {worst.name}"])
+    return worst
 
 
 def _of_stage(spec: RunSpec, name: str | None) -> RunSpec:
@@ -180,13 +207,14 @@ def fit(
     as_json: JsonOption = False,
     write: WriteOption = None,
 ) -> None:
-    """Rank changes that make a run fit, or use the memory left. Exit code 3 when no change makes it fit."""
+    """Rank changes that make a run fit, or use the memory left; of a sweep, for its largest run. Exit code 3 when no
+    change makes it fit."""
     from engine.budget.advise.fit import advise
     from engine.errors import UsageError
-    from engine.launch.create_run import refuse_sweep
 
     spec = _resolve(profile, recipe, overrides or [])
-    refuse_sweep(spec)
+    if spec.recipe.sweep:
+        spec = _worst_point(spec)
     if spec.recipe.stages and (stage is None or write is not None):
         name = spec.recipe.stages[0].name
         raise UsageError(

@@ -40,9 +40,26 @@ def test_too_many_points_and_unknown_sweeps_are_refused(tunedeck: Tunedeck) -> N
     seeds = 'sweep."train.seed"=' + str(list(range(65)))
     tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", seeds).complains(2, "65 points", "at most 64")
     tunedeck("compare", "sweep:nothing").complains(2, "no runs of a sweep 'nothing'")
-    tunedeck("fit", "-p", "demo", "-r", "demo", "--set", seeds).complains(2, "[sweep]", "--set sweep=")
 
 
 def test_a_swept_value_that_is_not_allowed_is_a_problem_of_the_recipe(tunedeck: Tunedeck) -> None:
     outcome = tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", 'sweep."train.seed"=[1, -2]')
     outcome.complains(2, "sweep", "-2")
+
+
+def test_plan_and_fit_look_at_the_point_with_the_least_memory_left(tunedeck: Tunedeck) -> None:
+    choice = ("-p", "demo", "-r", "demo", "--set", 'sweep."train.micro_batch"=[8, 2]')
+    lines = tunedeck("plan", *choice).out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["demo-micro_batch=8", "demo-micro_batch=2", "demo-micro_batch=8"]
+    assert all("GiB left" in line for line in lines[:2]) and "least memory" in lines[2]
+    fitted = tunedeck("fit", *choice)
+    assert fitted.code == 0 and "demo-micro_batch=8" in fitted.err
+
+
+def test_a_key_of_a_stage_can_be_swept(tunedeck: Tunedeck) -> None:
+    choice = ("-p", "demo", "-r", "demo", "--set", 'stages=[{name = "one"}]')
+    sweep = 'sweep."stages.{}.train.learning_rate"=[1e-3, 2e-3]'
+    found = json.loads(tunedeck("queue", "add", *choice, "--set", sweep.format("one"), "--json").out)
+    specs = [load_run_spec(RunDirectory(Path(run["path"])).run_toml) for run in found["runs"]]
+    assert [spec.recipe.stages[0].train["learning_rate"] for spec in specs] == [1e-3, 2e-3]
+    tunedeck("plan", *choice, "--set", sweep.format("two")).complains(2, "sweep", "no entry named", "there is: one")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.spec.check.aliases import CHOICE_ALIASES, translate_key
 from engine.spec.check.hardware_rules import problems_of_profile
+from engine.spec.check.overrides import resolve_key
 from engine.spec.check.rules import problems_of_recipe
 from engine.spec.check.stage_rules import problems_of_stages
 from engine.spec.files.document import INTEGER_RANGE, Problem, key_text, merge_tables, value_at
@@ -344,6 +345,10 @@ def _sweep_problems(recipe: Recipe, data: Data) -> Iterator[Problem]:
     for key, values in recipe.sweep.items():
         for index, value in enumerate(values):
             parts = key.split(".")
+            if parts[0] == "stages":  # its value is checked with the point that it is part of
+                unknown = resolve_key({**data, "stages": data.get("stages", [])}, tuple(parts))[1]
+                yield from [Problem(("sweep", key), quoted(key), unknown)] if unknown else []
+                continue
             extra: Any = value
             for part in reversed(parts):
                 extra = {part: extra}
