@@ -60,9 +60,9 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
 def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | None) -> RunSpec:
     """The run spec with the largest image that the data have as the largest one, which plans assume in every
     sequence. Several images of a sample count as one of their size together."""
-    if images is None or images.takes != "patches" or (patches := data.largest_patches) == 0:
+    if images is None or images.takes != "patches" or data.patches is None:
         return spec
-    sizes = {"image_min_pixels": None, "image_max_pixels": patches * images.patch_side**2}
+    sizes = {"image_min_pixels": None, "image_max_pixels": int(data.patches.max()) * images.patch_side**2}
     found = spec.recipe.data.model_copy(update=sizes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"data": found})})
 

@@ -157,14 +157,14 @@ class TokenData:
         segments = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(ids) for ids, _ in pieces])
         return Example(ids, labels, segments[cut])
 
-    @property
-    def largest_patches(self) -> int:
-        """Patches of all images of the row that has the most; 0 without images."""
+    @cached_property
+    def patches(self) -> NDArray[np.int64] | None:
+        """Patches of all images of each row, int64[rows]; None if no document has an image. Rows are not packed."""
         found = self.columns.images
         if found is None:
-            return 0
+            return None
         sums = np.concatenate([[0], np.cumsum(found.heights.astype(np.int64) * found.widths)])[found.offsets]
-        return int(np.diff(sums)[self.documents].max(initial=0))
+        return np.asarray(np.diff(sums)[self.documents])
 
     def images_of(self, rows: Sequence[int], ids_BS: Tensor) -> Mapping[str, Tensor]:
         """The model's inputs for the images of `rows`, which are not packed and have the tokens `ids_BS`; empty if

@@ -120,6 +120,8 @@ class MicroBatchShape(NamedTuple):
     """Tokens that count in the loss; None: all, which is the largest case."""
     accumulating: bool | None = None
     """Whether gradients of an earlier micro-batch of the step exist; None: if the step has more rows than this."""
+    patches: int | None = None
+    """Patches of a row's images, on average; None: those of the largest image, which plans assume."""
 
 
 class Predictor:
@@ -151,10 +153,12 @@ class Predictor:
 
     def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:
         """Predict all phases for a micro-batch."""
-        rows, length, targets, accumulating = micro_batch
+        rows, length, targets, accumulating, patches = micro_batch
         accumulating = rows < self.batch if accumulating is None else accumulating
         shape = shape_of(rows, self.layout.positions(length), self.config.chunk_tokens, targets)
         config = for_rows(self.arch, step_config(self.config), rows)
+        if patches is not None and self.arch.vision_encoder and self.arch.vision_encoder.patches is None:
+            config = replace(config, image_patches=patches)
         phases = {"load": {"weights": self.total.weights, "adapters": self.total.adapters}}
         for name, costs in step_cost(self.arch, config, accumulating, self.layout).items():
             phases[name] = self._row(costliest(costs, shape).components(shape))

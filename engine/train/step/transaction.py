@@ -203,13 +203,24 @@ class StepTransaction:
     def _shapes(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> tuple[MicroBatchShape, ...]:
         """The shapes of this rank's micro-batches; dummy ones are left out."""
         return tuple(
-            MicroBatchShape(group.rows, group.length, self._targets(samples[list(group.members)]), number > 0)
+            MicroBatchShape(
+                group.rows,
+                group.length,
+                self._targets(samples[list(group.members)]),
+                number > 0,
+                self._patches(samples[list(group.members)]),
+            )
             for number, group in enumerate(plan)
             if group.members
         )
 
     def _tokens(self, samples: NDArray[np.int64]) -> int:
         return int(self.context.data.lengths[samples].sum())
+
+    def _patches(self, samples: NDArray[np.int64]) -> int | None:
+        """Patches of the images of a row of these samples, on average; None for data without images."""
+        patches = self.context.data.patches
+        return None if patches is None else -(-int(patches[samples].sum()) // len(samples))
 
     def _targets(self, samples: NDArray[np.int64]) -> int:
         return int(self.context.data.target_counts[samples].sum())
