@@ -83,7 +83,7 @@ def with_way(spec: RunSpec, way: Way) -> RunSpec:
 
 
 class Steps:
-    """A training set-up of which single steps are taken."""
+    """A run that is set up for training and takes its optimizer steps one at a time, when `step` is called."""
 
     def __init__(self, job: Job, way: Way, kind: str, folder: Path, stack: ExitStack) -> None:
         spec = with_way(spec_of(job, kind), way)

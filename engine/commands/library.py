@@ -219,6 +219,7 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
             file = find_spec_file(kind, name)
             load_spec_file(kind, file)
             notes += [note] if (note := name_note(file)) else []
+            problems += _problems_with_model(kind, file)
         except SpecError as error:
             problems += error.problems
     if as_json:
@@ -228,6 +229,16 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
         raise SpecError(problems)
     print_notices(notes)
     print_line(f"{len(names)} file{'s' * (len(names) > 1)} checked, no problems")
+
+
+def _problems_with_model(kind: SpecKind, file: SpecFile) -> list[str]:
+    """Why a recipe cannot be trained with its model; empty where the model's config is not on this machine."""
+    from engine.budget.advise.recipe_with_model import problems_with_model
+    from engine.spec.load import load_recipe
+
+    if kind != "recipe":
+        return []
+    return [f"{file.path}: {problem}" for problem in problems_with_model(load_recipe(file))]
 
 
 def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:

@@ -101,10 +101,13 @@ def _plan_sweep(spec: RunSpec, *, as_json: bool) -> None:
 def _planned_points(spec: RunSpec) -> list[tuple[RunSpec, Plan | StagedPlan]]:
     """The run spec and plan of every point of a sweep."""
     from engine.budget.advise.plan import make_plan
-    from engine.budget.advise.staged_plan import make_staged_plan
+    from engine.budget.advise.preflight import refuse_unsafe
+    from engine.budget.advise.staged_plan import make_staged_plan, planning_specs
     from engine.launch.create_sweep import sweep_points
 
     points = sweep_points(spec, force=True)
+    for part in (part for point in points for part in planning_specs(point)):
+        refuse_unsafe(part)
     return [(point, make_staged_plan(point) if point.recipe.stages else make_plan(point)) for point in points]
 
 
@@ -168,10 +171,11 @@ def _plan_stages(spec: RunSpec, runs: Path | None, *, as_json: bool, exact: bool
 def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
     """Print the warnings about a run. With `simulated`, print none if the budget does not know the model's
     architecture."""
-    from engine.budget.advise.preflight import free_bytes, warnings_of
+    from engine.budget.advise.preflight import free_bytes, notes_on_experts, warnings_of
     from engine.budget.architecture.lookup import find_architecture
     from engine.errors import UnknownArchitectureError
 
+    print_notices(notes_on_experts(spec))
     try:
         arch = find_architecture(spec)
     except UnknownArchitectureError:
@@ -239,6 +243,7 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
     planned but not trained yet."""
     from engine.budget.advise.preflight import refuse_unsafe
     from engine.budget.advise.sequence import settle_sequence
+    from engine.budget.advise.staged_plan import planning_specs
     from engine.budget.architecture.hub import bring_config
     from engine.spec.check.unsupported import refuse_unsupported
     from engine.spec.load import resolve
@@ -249,7 +254,8 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
     print_notices(bring_config(resolved.spec))
     spec, notices = settle_sequence(resolved.spec)
     print_notices(notices)
-    refuse_unsafe(spec)
+    for part in planning_specs(spec):
+        refuse_unsafe(part)
     return spec
 
 

@@ -176,7 +176,8 @@ class ChatRenderer:
         return _per_turn(rows, _turn_facts(messages, turns))
 
     def _grows(self, messages: list[Message], tools: Tools, whole: str) -> bool:
-        """Whether the text up to each assistant turn is the beginning of the whole text."""
+        """Whether `whole`, the rendered conversation, begins with the rendering of each of its parts that end with an
+        assistant turn: the template then never rewrites earlier turns."""
         earlier = [messages[: number + 1] for number in _assistant_turns(messages) if number + 1 < len(messages)]
         try:
             return all(whole.startswith(self.template.render(part, tools)) for part in earlier)

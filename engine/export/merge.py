@@ -70,7 +70,9 @@ def _merge(
 ) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     notify(f"loading {base}")
-    model = _base(base, revision, trust_remote_code)
+    # An adapter trained with scaled positions lies beside the config that its base needs.
+    config = str(adapter) if (adapter / "config.json").is_file() else base
+    model = _base(base, revision, config, trust_remote_code)
     notify("merging")
     # With safe_merge, peft raises an error if a merged weight is not finite.
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
@@ -82,10 +84,10 @@ def _merge(
         shutil.copy2(processor, draft)
 
 
-def _base(base: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
+def _base(base: str, revision: str | None, config_at: str, trust_remote_code: bool) -> PreTrainedModel:
     try:
         found = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        config = AutoConfig.from_pretrained(base, **found)
+        config = AutoConfig.from_pretrained(config_at, **found)
         model: PreTrainedModel = auto_class(config).from_pretrained(
             base, config=config, dtype="auto", use_safetensors=True, **found
         )

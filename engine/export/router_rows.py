@@ -29,7 +29,9 @@ SAMPLES = 64
 def hidden_router_rows(
     base: RunSpec, experts: Sequence[RunSpec], notify: Callable[[str], None]
 ) -> Callable[[int], Tensor]:
-    """Run the model of `base` over samples of each expert's data; returns layer to (experts, hidden) fp32 rows.
+    """Run the model of `base` over samples of each expert's data. Returns a function from the number of a layer to the
+    weights of its router, fp32 [experts, hidden]: for each expert, the mean input of that layer over its samples, minus
+    the mean over experts, of length 1.
 
     Experts with equal data have equal means, so their rows are zero, and the router has to learn all of it.
 

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.budget.advise.plan import Plan, make_plan
-from engine.budget.advise.preflight import free_bytes, refuse_unsafe, warnings_of
+from engine.budget.advise.preflight import (
+    free_bytes,
+    notes_on_experts,
+    refuse_unsafe,
+    refuse_untrusted_code,
+    warnings_of,
+)
 from engine.budget.advise.sequence import settle_sequence
 from engine.budget.advise.staged_plan import StagePlan, disk_warnings, make_staged_plan
 from engine.budget.architecture.lookup import find_architecture
@@ -156,7 +162,8 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
     """
     refuse_unsupported(spec)
     refuse_unsafe(spec)
-    notices: list[str] = []
+    refuse_untrusted_code(spec)
+    notices = notes_on_experts(spec)
     plan: Plan | None = None
     try:
         plan = make_plan(spec)

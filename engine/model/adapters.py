@@ -9,8 +9,9 @@ Try: `python -m pytest tests/model/test_patterns.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -18,8 +19,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.budget.architecture.trainable_families import no_adapter_on, untrained_experts
 from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.errors import UsageError
+from engine.model.adaptable import layers_without_adapter
 from engine.model.freezing import select
 from engine.spec.name_patterns import matches_end, no_match
 from engine.spec.schema.recipe import Method
@@ -40,6 +43,8 @@ class Coverage:
     """Fused expert weights (one 3-D parameter for all experts of a layer)."""
     in_full: list[str] = field(default_factory=list)
     """Modules (LoRA) or parameters (full) that are trained in full."""
+    impossible: dict[str, str] = field(default_factory=dict)
+    """Linear layers that cannot have an adapter, by their names, each with the reason."""
 
     def text(self) -> str:
         """Format the numbers as lines of text."""
@@ -59,6 +64,16 @@ class Coverage:
         return "\n".join(lines)
 
 
+def uncovered(coverage: Coverage, model_type: str, method: Method) -> list[str]:
+    """Sentences on layers that targets = "all-linear" leaves out: fused experts, and layers that cannot have an
+    adapter."""
+    found = [untrained_experts(model_type, method)] if coverage.experts_left_out else []
+    for reason in dict.fromkeys(coverage.impossible.values()) if method.targets == "all-linear" else ():
+        names = Counter(_layer_type(name) for name, each in coverage.impossible.items() if each == reason)
+        found.append(f"{_line('no adapters on', names)}: {reason}")
+    return [sentence for sentence in found if sentence]
+
+
 def add_adapters(
     model: PreTrainedModel, method: Method, in_full: Sequence[str] = ()
 ) -> tuple[PeftModel, Coverage]:
@@ -69,12 +84,11 @@ def add_adapters(
     """
     linears = linear_layers(model)
     experts = fused_experts(model)
-    chosen = choose_targets(linears, experts, method)
+    impossible = layers_without_adapter(model, linears)
+    chosen = choose_targets(linears, experts, method, impossible)
     expert_names = [name for name in chosen if name in experts]
-    if expert_names and method.dropout:
-        raise UsageError(
-            "method.dropout cannot be applied to fused experts", fix="set method.dropout = 0, or leave experts out"
-        )
+    if expert_names:
+        _refuse_on_experts(method)
     whole = whole_modules(model, in_full)
     config = LoraConfig(
         r=method.rank,
@@ -93,7 +107,19 @@ def add_adapters(
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=method.adapter_dtype == "float32")
     set_adapter_dtype(wrapped, method)
     _expect_on(wrapped, [name for name in chosen if name not in experts])
-    return wrapped, coverage_of(wrapped, linears, experts, config.modules_to_save or [])
+    return wrapped, replace(
+        coverage_of(wrapped, linears, experts, config.modules_to_save or []), impossible=impossible
+    )
+
+
+def _refuse_on_experts(method: Method) -> None:
+    """Raise UsageError for settings that peft cannot apply to fused experts."""
+    for key, value, default in (("dropout", method.dropout, "0"), ("dora", method.dora, "false")):
+        if value:
+            raise UsageError(
+                f"method.{key} cannot be applied to fused experts",
+                fix=f"set method.{key} = {default}, or leave experts out",
+            )
 
 
 def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
@@ -156,19 +182,32 @@ def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def choose_targets(
-    linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], method: Method
+    linears: dict[str, nn.Module],
+    experts: dict[str, nn.Parameter],
+    method: Method,
+    impossible: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return the dotted names that get adapters, in the model's order. In a vision encoder, only those that the
-    recipe's patterns match."""
+    recipe's patterns match.
+
+    `impossible`: layers that cannot have an adapter, each with the reason.
+
+    Raises:
+        UsageError: a pattern matches nothing, or names a layer that cannot have an adapter; no layer is left.
+    """
+    possible = [name for name in linears if name not in impossible]
     if method.targets == "all-linear":
-        chosen = [name for name in linears if not in_vision_encoder(name)]
+        chosen = [name for name in possible if not in_vision_encoder(name)]
     elif method.targets == "attention":
-        chosen = [name for name in linears if _in_attention(name) and not in_vision_encoder(name)]
+        chosen = [name for name in possible if _in_attention(name) and not in_vision_encoder(name)]
     else:
         names = [*linears, *experts]
         chosen = [name for name in names if name in _match_all(method.targets, names, "method.targets")]
     excluded = _match_all(method.exclude, chosen, "method.exclude")
     kept = [name for name in chosen if name not in excluded]
+    for name in kept:
+        if name in impossible:
+            raise no_adapter_on(name, impossible[name])
     if not kept:
         raise UsageError(
             "method.targets and method.exclude leave no module for an adapter",

@@ -7,6 +7,8 @@ Try: `python -c "from engine.model.config import *; print(builtin_config('builti
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
@@ -28,7 +30,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
-    """Return the base model's config.json as a dict (built-in, folder, hub, or the base of an earlier run)."""
+    """Return the base model's config.json as a dict (built-in, folder, hub, or the base of an earlier run). The
+    recipe's own rotary scaling is not in it."""
     start = find_starting_weights(spec.recipe.model)
     if start.base.startswith(BUILTIN_PREFIX):
         return builtin_config(start.base)
@@ -38,11 +41,12 @@ def model_config_dict(spec: RunSpec) -> dict[str, Any]:
 def check_packing(spec: RunSpec) -> None:
     """Raise UsageError if the recipe packs documents, but the model would attend from one document to another."""
     if spec.recipe.data.packing:
-        refuse_unsafe_packing(model_config_dict(spec), spec)
+        refuse_unsafe_packing(model_config_dict(spec), spec.recipe)
 
 
 def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedConfig:
-    """Load the config of the model that a run starts from.
+    """Load the config of the model that a run starts from. With an adapter whose positions were scaled when it was
+    trained, that is the config beside the adapter.
 
     Raises:
         UsageError: no config.json, or not a causal language model.
@@ -52,6 +56,8 @@ def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedCo
         facts = builtin_config(start.base)
         return AutoConfig.for_model(facts.pop("model_type"), **facts)
     _expect_config_file(start)
+    if start.adapter is not None and Path(start.adapter, "config.json").is_file():
+        start = replace(start, base=start.adapter, revision=None)
     require_reachable(start.base, "model", start.revision)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(

@@ -21,6 +21,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.errors import UsageError
 from engine.model.dropout_kernel import drop
 from engine.model.dropout_masks import RowKey, row_key
 
@@ -66,27 +67,37 @@ def keyed_drop(input: Tensor, key: DropoutKey, name: str, probability: float) ->
     """Return `input` with dropped elements set to 0 and the others scaled by 1/(1-p).
 
     B samples, S positions, F features. Shapes: [B, S, F]; [B·S, F], of which all rows of a sample are neighbours;
-    attention weights [B, H, S, S], where each head has masks of its own.
+    attention weights [B, H, S, S] or [B·H, S, S], where each head has masks of its own.
 
     Raises:
-        RuntimeError: another shape, whose first dimension is not the number of samples.
+        UsageError: another shape, of which no dimension is known to be the samples.
     """
     samples = key.sample_ids
     first, shape = input.shape[0], input.shape
-    if input.dim() == 4 and first == len(samples) and not key.first_position:
-        names = [f"{name}.{head}" for head in range(shape[1])]
-        rows, names = input.reshape(-1, *shape[2:]), names * len(samples)
-        drawn = [sample for sample in samples for _ in range(shape[1])]
+    heads = _heads(input, len(samples)) if not key.first_position else 0
+    if heads:
+        names = [f"{name}.{head}" for head in range(heads)] * len(samples)
+        rows = input.reshape(-1, *shape[-2:])
+        drawn = [sample for sample in samples for _ in range(heads)]
     elif (input.dim() == 3 and first == len(samples)) or (input.dim() == 2 and first % len(samples) == 0):
         rows, names, drawn = input.reshape(len(samples), -1, shape[-1]), [name] * len(samples), list(samples)
     else:
-        raise RuntimeError(
-            f"dropout of {name}: expected [{len(samples)}, S, F], [{len(samples)} · S, F] or "
-            f"[{len(samples)}, H, S, S], got {tuple(shape)}"
+        raise UsageError(
+            f"dropout of {name}: masks cannot be keyed by sample in a tensor of shape {tuple(shape)}",
+            expected=f"[{len(samples)}, S, F], [{len(samples)} · S, F] or [{len(samples)}, H, S, S]",
+            fix="set the dropouts in the model's config.json to 0, or choose another model.id",
         )
     keys = [row_key(key.seed, key.step, sample, each) for sample, each in zip(drawn, names, strict=True)]
     apply: Callable[..., Tensor] = _Drop.apply
     return apply(rows, keys, key.first_position, probability).view(shape)
+
+
+def _heads(input: Tensor, samples: int) -> int:
+    """The number of heads if `input` holds the attention weights of each head, [B, H, S, S] or [B·H, S, S], else 0."""
+    if input.dim() == 4 and len(input) == samples:
+        return input.shape[1]
+    square = input.dim() == 3 and input.shape[1] == input.shape[2]
+    return len(input) // samples if square and len(input) > samples and len(input) % samples == 0 else 0
 
 
 class _Drop(torch.autograd.Function):

@@ -34,6 +34,8 @@ LOGIT_DIVISORS = {
     "minicpm3": "logits_scaling",
 }
 """By model type, the config key of the number that its logits are divided by."""
+SOFTCAP_KEYS = {"recurrent_gemma": "logits_soft_cap", "xlstm": "output_logit_soft_cap"}
+"""By model type, the config key of the number that its logits are capped at; elsewhere final_logit_softcapping."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def find_head(model: PreTrainedModel) -> OutputHead:
             f"{type(model).__name__} does not name the module that computes its logits", fix="choose another model.id"
         )
     config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = getattr(config, SOFTCAP_KEYS.get(config.model_type, "final_logit_softcapping"), None)
     return OutputHead(project, _scale(config), float(cap) if cap else None)
 
 

@@ -8,8 +8,10 @@ Try: `HF_HUB_OFFLINE=1 tunedeck train -p 24gb -r lora --set model.id=no/such-mod
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import transformers
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of httpx or httpx2, by version
     GatedRepoError,
@@ -20,12 +22,18 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
     OfflineModeIsEnabled,
 )
 from safetensors import SafetensorError
+from transformers import PreTrainedConfig
 
+from engine.budget.architecture.trainable_families import own_code
 from engine.data.hub_connection import ask_hub
+from engine.device.oom import classify
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
 
 HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError, SafetensorError)
 """Exceptions that loading a model with transformers raises for missing files, bad configs or network errors."""
+
+OWN_CODE_ERRORS = (AttributeError, TypeError, NameError, LookupError, RuntimeError, AssertionError)
+"""Exceptions of code that was written for another version of transformers, beside HUB_ERRORS."""
 
 OFFLINE_SIGNS = (
     "couldn't connect",
@@ -69,7 +77,7 @@ def loading_error(error: BaseException, model: str, what: str = "model") -> Tune
             fix=f"accept them at https://huggingface.co/{model}, then log in with: hf auth login",
         )
     if "trust_remote_code" in texts:
-        return _remote_code(model)
+        return own_code(model)
     if _is_offline(error, texts):
         return EnvironmentProblem(
             f"cannot fetch the {what} of {model!r}: the hub is not reachable and it is not in the local cache",
@@ -86,9 +94,29 @@ def loading_error(error: BaseException, model: str, what: str = "model") -> Tune
     return UsageError(f"cannot load the {what} of {model!r}: {first}", fix="check model.id and model.revision")
 
 
+@contextmanager
+def blaming_own_code(config: PreTrainedConfig, model: str) -> Iterator[None]:
+    """Inside the block, an error of Python code that came with `model` becomes a UsageError that says so.
+
+    Such code is often written for an older transformers. Errors of transformers' own models, and an exhausted memory,
+    pass unchanged.
+    """
+    try:
+        yield
+    except OWN_CODE_ERRORS as error:
+        if not type(config).__module__.startswith("transformers_modules") or classify(error) is not None:
+            raise
+        raise UsageError(
+            f"the Python code that comes with {model} fails with transformers {transformers.__version__}: "
+            f"{type(error).__name__}: {_first_line(error)}",
+            expected="code written for this version of transformers",
+            fix="choose a model that transformers knows itself, often published with -hf in its name",
+        ) from error
+
+
 def _about_folder(folder: str, what: str, first: str, texts: str) -> TunedeckError:
     if "trust_remote_code" in texts:
-        return _remote_code(folder)
+        return own_code(folder)
     if what == "tokenizer":
         return UsageError(
             f"no usable tokenizer in {folder}: {first}",
@@ -96,13 +124,6 @@ def _about_folder(folder: str, what: str, first: str, texts: str) -> TunedeckErr
             fix="set model.tokenizer to a folder or hub id that has one",
         )
     return UsageError(f"cannot load the {what} in {folder}: {first}", fix="check the folder named by model.id")
-
-
-def _remote_code(model: str) -> TunedeckError:
-    return UsageError(
-        f"{model} needs Python code that comes with it, which is not run unasked",
-        fix="if you trust its author, add --trust-remote-code to the command",
-    )
 
 
 def _is_offline(error: BaseException, texts: str) -> bool:

@@ -20,18 +20,20 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, 
 from engine.budget.architecture.vision_parameters import in_vision_encoder
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
+from engine.model.adaptable import router_parameters
 from engine.model.adapted_linear import compute_in_input_dtype
-from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers
+from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers, uncovered
 from engine.model.attention import ChosenAttention, attends_to_later_tokens, choose_attention
 from engine.model.config import auto_class, load_config
 from engine.model.dropout import key_dropout, keyed_dropouts
 from engine.model.dropout_kernel import use_kernel
 from engine.model.freezing import freeze_parameters
-from engine.model.hub import HUB_ERRORS, loading_error
+from engine.model.hub import HUB_ERRORS, blaming_own_code, loading_error
 from engine.model.loaded import LoadedModel, embedding_rows
 from engine.model.own_dropout import has_dropout, settle_dropout
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import BUILTIN_PREFIX, StartingWeights, find_starting_weights
+from engine.model.rotary import expect_scaled, fix_frequencies, scale_positions
 from engine.model.tokenizer import check_vocabulary
 from engine.spec.check.images import image_key
 from engine.spec.schema.run import RunSpec
@@ -57,12 +59,15 @@ class ModelSettings:
 def choose_settings(
     spec: RunSpec, start: StartingWeights, config: PreTrainedConfig, device: Device
 ) -> ModelSettings:
-    """Choose dtypes, the attention kernel and the dropout that is kept, for a device.
+    """Choose dtypes, the attention kernel and the dropout that is kept, for a device; scale rotary positions.
 
     Raises:
-        EnvironmentProblem, UsageError: the recipe asks for an attention kernel that cannot be used.
+        EnvironmentProblem, UsageError: the recipe asks for an attention kernel that cannot be used, or for rotary
+            scaling that does not fit the model.
     """
     recipe, config = spec.recipe, copy.deepcopy(config)
+    if recipe.model.rope_scaling is not None:
+        scale_positions(config, recipe.model.rope_scaling)
     precision = choose_precision(recipe.model, recipe.method, config.model_type, device)
     attention = choose_attention(
         config,
@@ -116,11 +121,17 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
     """Add adapters or freeze parameters, and set dropout and checkpointing. The result has no tokenizer yet.
 
     Raises:
-        UsageError: patterns that match nothing, or an adapter that cannot be trained further.
+        UsageError: patterns that match nothing, rotary scaling that the model does not compute, or an adapter that
+            cannot be trained further.
     """
     recipe = spec.recipe
     base.config.use_cache = False
+    if recipe.model.rope_scaling is not None:
+        expect_scaled(base, recipe.model.rope_scaling)
+    notices = [*settings.notices, *fix_frequencies(base, recipe.data.max_length)]
     trained, coverage = _apply_method(spec, settings.start, base)
+    if settings.start.adapter is None:
+        notices += uncovered(coverage, str(base.config.get_text_config().model_type), recipe.method)
     key_dropout(trained, calls=has_dropout(settings.config))
     compute_in_input_dtype(trained)
     loaded = LoadedModel(
@@ -132,7 +143,8 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
         precision=settings.precision,
         attention=settings.attention.name,
         base_exists_elsewhere=not _has_new_weights(spec, settings.start),
-        notices=list(settings.notices),
+        notices=notices,
+        positions_scaled=recipe.model.rope_scaling is not None,
         attends_to_padding=attends_to_later_tokens(base.get_decoder()),
     )
     loaded.model.train()
@@ -178,16 +190,17 @@ def _load_pretrained(
         options["device_map"] = {"": place}
     base: PreTrainedModel
     try:
-        base, report = auto_class(settings.config).from_pretrained(
-            start.base,
-            config=settings.config,
-            revision=start.revision or "main",
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=spec.limits.trust_remote_code,
-            **options,
-        )
+        with blaming_own_code(settings.config, start.base):
+            base, report = auto_class(settings.config).from_pretrained(
+                start.base,
+                config=settings.config,
+                revision=start.revision or "main",
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=spec.limits.trust_remote_code,
+                **options,
+            )
     except torch.OutOfMemoryError:
         raise
     except HUB_ERRORS as error:
@@ -273,18 +286,6 @@ def _continued(spec: RunSpec, adapter: str, model: PreTrainedModel) -> tuple[Any
         return continue_adapter(model, adapter, spec.recipe.method)
     except HUB_ERRORS as error:
         raise loading_error(error, adapter, "adapter") from error
-
-
-def router_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of the router parameters, which choose experts: those of a module named "gate" or "router" in
-    the same block as a module named "experts"."""
-    blocks = {name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".experts")}
-    return [
-        name
-        for name, _ in model.named_parameters()
-        for block in [name.partition(".gate.")[0] if ".gate." in name else name.partition(".router.")[0]]
-        if block in blocks and block != name
-    ]
 
 
 def _coverage_of_full(model: PreTrainedModel) -> Coverage:

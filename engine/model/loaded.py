@@ -66,6 +66,8 @@ class LoadedModel:
     """Whether padding on the right may influence the tokens before it (`attention.attends_to_later_tokens`)."""
     images: ImageProcessor | None = None
     """The image processor, saved beside every result; None for a run without images."""
+    positions_scaled: bool = False
+    """Whether the recipe scales rotary positions: an adapter is then saved with the config that its base needs."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     """Set by `load_model`. A simulated model has none."""
 
@@ -160,6 +162,8 @@ class LoadedModel:
             # Relative, because the folder is renamed or copied together with the base.
             config.base_model_name_or_path = BASE_FOLDER
             self._save_base(model, folder / BASE_FOLDER)
+        elif self.positions_scaled:
+            self.base.config.save_pretrained(folder)
         staged = _with_adapter_prefix(model, self._on_host(_adapter_state(model)))
         model.save_pretrained(str(folder), state_dict=staged, save_embedding_layers=False)
 

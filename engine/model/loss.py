@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from engine.model.attention import POSITIONS_BY_AXIS
 from engine.model.chunked import LossSettings, chunked_loss, token_losses
 from engine.model.documents import flash_options, separate_documents, takes_starts
 from engine.model.head import OutputHead, find_head
+from engine.model.hub import blaming_own_code
 from engine.model.liger import liger_applies, liger_loss, liger_problem
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
@@ -253,7 +254,8 @@ def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """Return the module that maps token ids to hidden states."""
     decoder: torch.nn.Module = model.get_decoder()
-    return decoder
+    # Llama 4's text model names no decoder, and gives itself: head and all.
+    return decoder if decoder is not model else cast(torch.nn.Module, getattr(model, "model", model))
 
 
 def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
@@ -283,7 +285,7 @@ def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None
         UsageError: the logits differ by more than the dtype's rounding, or are not finite.
     """
     model = loaded.base
-    with eval_mode(loaded.model), autocast(loaded):
+    with eval_mode(loaded.model), autocast(loaded), blaming_own_code(model.config, str(model.name_or_path)):
         ids_BS = torch.arange(4, device=device.torch_device)[None] % head.vocabulary
         own_BSV = model(input_ids=ids_BS, use_cache=False).logits.float()
         hidden_BSH = decoder_of(model)(input_ids=ids_BS, use_cache=False).last_hidden_state

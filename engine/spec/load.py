@@ -101,6 +101,14 @@ def load_spec_file(kind: SpecKind, file: SpecFile) -> Table:
     return table
 
 
+def load_recipe(file: SpecFile) -> Recipe:
+    """Load and check a recipe, with absolute paths, as a run would have it. Raises SpecError with every problem."""
+    table = load_spec_file("recipe", file)
+    document = Document(str(file.path), table.model_dump(by_alias=True, exclude_none=True))
+    make_absolute(document, file.folder, working_directory().absolute())
+    return Recipe.model_validate(document.data)
+
+
 def name_note(file: SpecFile) -> str | None:
     """A note if the `name` in a profile or recipe differs from the file's name, which counts; None if it does not."""
     document = read_document(file.path)

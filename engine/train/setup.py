@@ -16,7 +16,9 @@ from engine.budget.advise.fit import with_changes
 from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.plan import Plan
 from engine.budget.architecture.facts import from_config
+from engine.budget.architecture.positions import refuse_long_sequences
 from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
+from engine.budget.architecture.trainable_families import refuse_family
 from engine.data.images import ImageProcessor
 from engine.data.order import SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
@@ -87,10 +89,7 @@ def set_up(
     order, total_steps = make_order(prepared.train, spec)
     if (note := warmup_note(recipe.train, total_steps)) and recipe.train.max_steps != total_steps:
         journal.warn("warmup", note)  # with max_steps it was said before the start
-    facts = model_config_dict(spec)
-    refuse_sequence_parallel(facts, spec)
-    with suppress(UnknownArchitectureError):  # the names of other families are known once their model is loaded
-        refuse_patterns(from_config(facts), recipe)
+    _refuse_unsafe(spec)
     spec = with_largest_image(spec, prepared.train, images)
     spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
@@ -114,6 +113,17 @@ def set_up(
         identity=Identity.of(asked, prepared.fingerprint, tokenizer_hash(tokenizer)),
         flops_per_token=flops_per_token(strategy.loaded),
     )
+
+
+def _refuse_unsafe(spec: RunSpec) -> None:
+    """Raise UsageError or DataError for runs that would train wrongly or nothing, now that the model's config is
+    here."""
+    facts = model_config_dict(spec)
+    refuse_sequence_parallel(facts, spec)
+    refuse_family(facts, spec.recipe)
+    refuse_long_sequences(facts, spec.recipe)
+    with suppress(UnknownArchitectureError):  # the names of other families are known once their model is loaded
+        refuse_patterns(from_config(facts), spec.recipe)
 
 
 def _step_context(

@@ -30,10 +30,13 @@ def test_a_sweep_is_a_run_for_each_combination_in_the_order_of_the_file(tunedeck
 
 def test_a_point_that_does_not_fit_is_named_before_anything_starts(tunedeck: Tunedeck) -> None:
     grid = 'sweep={"data.max_length" = [256, 100000]}'
-    outcome = tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", grid, "--set", "method.kind=full")
+    scaled = ("--set", 'model.rope_scaling={type = "linear", factor = 64.0}')
+    outcome = tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", grid, *scaled)
     outcome.complains(3, "1 of 2 points", "max_length=100000", "--force")
     assert json.loads(tunedeck("runs", "--json").out) == []
-    assert tunedeck("plan", "-p", "demo", "-r", "demo", "--set", grid, "--set", "method.kind=full").code == 3
+    assert tunedeck("plan", "-p", "demo", "-r", "demo", "--set", grid, *scaled).code == 3
+    refused = tunedeck("plan", "-p", "demo", "-r", "demo", "--set", grid)
+    refused.complains(2, "100000 is beyond the 2048 positions", "rope_scaling")
 
 
 def test_too_many_points_and_unknown_sweeps_are_refused(tunedeck: Tunedeck) -> None:

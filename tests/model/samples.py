@@ -61,8 +61,9 @@ def cpu() -> CpuDevice:
 
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
-    """A folder with random weights of `family` and the byte tokenizer, as a user would have it."""
-    config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+    """A folder with random weights of `family` and the byte tokenizer, as a user would have it. `changes` of its config
+    are all of it for a family that FAMILIES does not have."""
+    config = AutoConfig.for_model(family, **{**FAMILIES.get(family, {}), **changes})
     with torch.random.fork_rng():
         torch.manual_seed(11)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

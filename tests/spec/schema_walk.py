@@ -21,7 +21,8 @@ from pydantic import BaseModel
 from engine.batching.budget import CLEAN_STEPS_TO_GROW
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import refuse_unsafe, warnings_of
-from engine.budget.architecture.lookup import find_architecture
+from engine.budget.architecture.lookup import find_architecture, find_config
+from engine.budget.architecture.positions import scaled_config
 from engine.data.prepare import PreparedData, prepare_data
 from engine.errors import TunedeckError
 from engine.evaluate.run import score_model
@@ -51,6 +52,12 @@ Probe = Callable[[RunSpec, Path], Any]
 def plan(spec: RunSpec, folder: Path) -> Any:
     """The plan and the warnings before the start."""
     return make_plan(spec).as_json(), list(warnings_of(find_architecture(spec), spec, free_disk_bytes=1))
+
+
+def positions(spec: RunSpec, folder: Path) -> Any:
+    """The config that the model is loaded with: its rotary positions, scaled."""
+    assert spec.recipe.model.rope_scaling is not None
+    return scaled_config(find_config(spec.recipe.model.id), spec.recipe.model.rope_scaling)
 
 
 def accepted(spec: RunSpec, folder: Path) -> Any:
@@ -181,6 +188,7 @@ ANSWERS = (*HELD_OUT, "generate.max_new_tokens=6")
 SAMPLED = (*ANSWERS, "generate.temperature=3.0", "generate.seed=1")
 LORA, CUDA, TWO = ("method.kind=lora",), ("device.kind=cuda", "device.memory_gib=24"), ("device.count=2",)
 BF16 = ("model.dtype=bfloat16",)
+YARN = ("model.rope_scaling.type=yarn", "model.rope_scaling.factor=4.0")
 STEPS = ("train.max_steps=4",)
 SLURM = ("device.count=2", "parallel.strategy=replicated", "nodes.count=2", "nodes.launcher=slurm")
 SKYPILOT = (*SLURM[:-1], "nodes.launcher=skypilot")
@@ -223,6 +231,11 @@ CASES: dict[str, Case] = {
     "model.attention": Case(plan, "sdpa", "eager"),
     "model.attention_dropout": Case(plan, "off", "keep", ("model.id=DROPS",), refused=True),
     "model.quantize": Case(plan, "none", "nf4", (*LORA, *CUDA)),
+    "model.rope_scaling.type": Case(positions, "yarn", "linear", ("model.rope_scaling.factor=4.0",)),
+    "model.rope_scaling.factor": Case(
+        accepted, "4.0", "1.5", ("model.rope_scaling.type=linear", "data.max_length=8192"), refused=True
+    ),
+    "model.rope_scaling.original_max_position_embeddings": Case(positions, "1024", "2048", YARN),
     "model.init": Case(run, "random", "pretrained", ("model.id=MODEL",)),
     "method.kind": Case(plan, "lora", "full"),
     "method.rank": Case(plan, "4", "8", LORA),

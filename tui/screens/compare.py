@@ -79,7 +79,7 @@ class CompareScreen(BaseScreen):
         self.call_after_refresh(self._paint)
 
     def poll(self) -> float:
-        """Read new lines of the runs' journals."""
+        """Read new lines of the runs' journals; returns the seconds until the next reading."""
         return CATCH_UP_SECONDS if self._read() else POLL_SECONDS
 
     def _read(self) -> bool:

@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.plan import make_plan
 from engine.budget.architecture.facts import Architecture, from_config
-from engine.budget.architecture.lookup import find_config
+from engine.budget.architecture.lookup import RUN_PREFIX, find_config, scaling_of
 from engine.budget.architecture.packing_support import refuse_unsafe_packing
 from engine.budget.architecture.parameters import elements, layer_parameters, parameter_count
+from engine.budget.architecture.positions import refuse_long_sequences
 from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
+from engine.budget.architecture.trainable_families import experts_note, refuse_family, refuse_own_code
 from engine.budget.installed import installed, older
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
@@ -27,6 +30,7 @@ from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
 from engine.errors import ConfigNotHereError, UnknownArchitectureError
 from engine.spec.check.images import image_key
+from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 
 GIB = 2**30
@@ -137,14 +141,54 @@ def _host_memory(spec: RunSpec) -> Iterator[str]:
 def refuse_unsafe(spec: RunSpec) -> None:
     """Raise UsageError or DataError for runs that would train wrongly or nothing; only checked if the model's config is
     on this machine."""
-    try:
-        facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
-    except ConfigNotHereError:
+    facts = _known_config(spec.recipe)
+    if facts is None:
         return  # the engine asks again once it has the model
-    refuse_unsafe_packing(facts, spec)
     refuse_sequence_parallel(facts, spec)
+    refuse_unsafe_recipe(spec.recipe)
+
+
+def refuse_unsafe_recipe(recipe: Recipe) -> None:
+    """Raise UsageError or DataError for recipes that no hardware trains rightly with their model; only checked if the
+    model's config is on this machine."""
+    facts = _known_config(recipe)
+    if facts is None:
+        return
+    refuse_family(facts, recipe)
+    refuse_long_sequences(facts, _with_earlier_scaling(recipe))
+    refuse_unsafe_packing(facts, recipe)
     with suppress(UnknownArchitectureError):  # the engine checks the patterns when it has loaded the model
-        refuse_patterns(from_config(facts), spec.recipe)
+        refuse_patterns(from_config(facts), recipe)
+
+
+def refuse_untrusted_code(spec: RunSpec) -> None:
+    """Raise UsageError if the model needs code that comes with it, and the command line does not allow it."""
+    facts = _known_config(spec.recipe)
+    if facts is not None:
+        refuse_own_code(facts, spec.recipe.model.id, trusted=spec.limits.trust_remote_code)
+
+
+def notes_on_experts(spec: RunSpec) -> list[str]:
+    """A sentence if adapters leave out the experts of a mixture, also for a family whose memory is not known."""
+    facts = _known_config(spec.recipe)
+    note = experts_note(facts, spec.recipe) if facts is not None else None
+    return [note] if note else []
+
+
+def _known_config(recipe: Recipe) -> dict[str, Any] | None:
+    """The config of a recipe's model; None if it is not on this machine."""
+    try:
+        return find_config(recipe.model.id, recipe.model.revision)
+    except ConfigNotHereError:
+        return None
+
+
+def _with_earlier_scaling(recipe: Recipe) -> Recipe:
+    """The recipe with the rotary scaling of the run that it starts from, unless it has its own."""
+    model = recipe.model
+    if model.rope_scaling is not None or not model.id.startswith(RUN_PREFIX):
+        return recipe
+    return recipe.model_copy(update={"model": model.model_copy(update={"rope_scaling": scaling_of(model.id)})})
 
 
 def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:

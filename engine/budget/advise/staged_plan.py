@@ -146,6 +146,13 @@ def _plan_assembly(unplanned: StagePlan, stage: Stage) -> StagePlan:
     )
 
 
+def planning_specs(spec: RunSpec) -> list[RunSpec]:
+    """The run spec to plan; of a staged run, that of each enabled stage that trains."""
+    if not spec.recipe.stages:
+        return [spec]
+    return [planning_spec(spec, stage) for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"]
+
+
 def planning_spec(spec: RunSpec, stage: Stage) -> RunSpec:
     """The run spec of a stage, in which the model is the one at the start of its chain of stages: the recipe's own, or
     the mixture that is going to be assembled from models of the same shape."""

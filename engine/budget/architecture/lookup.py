@@ -29,6 +29,7 @@ from engine.errors import ConfigNotHereError, UsageError
 from engine.journal.index import resolve_run
 from engine.journal.stages import result_run
 from engine.spec.load import load_run_spec
+from engine.spec.schema.recipe import Model, RopeScaling
 from engine.spec.schema.run import RunSpec
 
 BUILTIN_PREFIX = "builtin:"
@@ -100,14 +101,26 @@ def _shipped_architecture(model: str) -> Architecture:
 def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
     """Replace "run:RUN" by the model and revision that the run started from; both models have the same shapes. A stage
     that assembled a mixture stands for the mixture, which has shapes of its own."""
+    for start in _starts(model):
+        model, revision = start.id, start.revision
+    return model, revision
+
+
+def scaling_of(model: str) -> RopeScaling | None:
+    """The rotary scaling that "run:RUN" was trained with: its own, or that of the run it started from."""
+    return next((start.rope_scaling for start in _starts(model) if start.rope_scaling is not None), None)
+
+
+def _starts(model: str) -> Iterator[Model]:
+    """Yield [model] of the run that `model` names as "run:RUN", then of the run that this one started from, and so on;
+    for a stage that assembled a mixture, a [model] with the mixture, as the last."""
     while model.startswith(RUN_PREFIX):
         text = model.removeprefix(RUN_PREFIX).partition("@")[0]
         run = result_run(resolve_run(text, None))
-        if run.assembly.is_file():
-            return str(run.model), None
-        start = load_run_spec(run.run_toml).recipe.model
-        model, revision = start.id, start.revision
-    return model, revision
+        assembled = run.assembly.is_file()
+        start = Model(id=str(run.model)) if assembled else load_run_spec(run.run_toml).recipe.model
+        yield start
+        model = start.id
 
 
 def builtin_config(name: str) -> dict[str, Any]:

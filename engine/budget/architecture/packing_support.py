@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UsageError
-from engine.spec.schema.run import RunSpec
+from engine.spec.schema.recipe import Recipe
 
 STATEFUL_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "ssm", "moe_mamba", "hybrid")
 """Layer types with a state that passes from token to token, which restarting position ids do not reset."""
@@ -58,9 +58,9 @@ def why_documents_mix(facts: Mapping[str, Any]) -> str | None:
     return None
 
 
-def refuse_unsafe_packing(facts: Mapping[str, Any], spec: RunSpec) -> None:
+def refuse_unsafe_packing(facts: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise UsageError where a recipe packs documents that would see each other; `facts` are the model's config."""
-    reason = why_documents_mix(facts) if spec.recipe.data.packing else None
+    reason = why_documents_mix(facts) if recipe.data.packing else None
     if reason is not None:
         raise UsageError(
             f"data.packing = true, but {reason}",

@@ -202,8 +202,11 @@ class Predictor:
         return {"activations": size, "buffers": spread.evaluate() if spread else 0}
 
     def _rows_alone(self, rows: int, length: int) -> int:
-        """How many whole sequences rank 0 evaluates at once: the most that cost it no more than its part of a training
-        micro-batch of `rows` shared sequences; at least 1."""
+        """The number of sequences that rank 0 evaluates at once, if training has micro-batches of `rows`.
+
+        With sequence parallelism, training cuts each sequence over the ranks, and evaluation does not: rank 0 takes as
+        many whole sequences as cost no more than its part of a training micro-batch, at least 1.
+        """
         sequence = self.layout.sequence
         if sequence == 1:
             return rows

@@ -41,7 +41,8 @@ def step_cost(
 
 
 class _Step:
-    """Computes the phases of a micro-batch, without the vision encoder."""
+    """Predicts the bytes of each phase of one micro-batch, from forward to backward, without those of a vision
+    encoder."""
 
     def __init__(self, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> None:
         self.arch, self.config, self.accumulating = arch, config, accumulating

@@ -31,7 +31,8 @@ def dropped_weights(trace: MemoryTrace, config: MemoryConfig, weights: TracedTen
 
 
 def _dropped(trace: MemoryTrace, x: TracedTensor, mixing: BytesPolynomial) -> TracedTensor:
-    """The output is a copy of `x`; `mixing`: bytes that drawing masks takes, in forward and in backward."""
+    """Trace an operation that writes a copy of `x`, and in forward and backward needs `mixing` bytes for as long as it
+    draws masks."""
     size = x.size
 
     def backward(gradient: Storage) -> list[Storage | None]:

@@ -279,7 +279,7 @@ def power(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 def layer_norm(trace: MemoryTrace, x: TracedTensor, vector: int, trained: bool) -> TracedTensor:
     """Trace `F.layer_norm`: the input and, per token, two fp32 statistics are saved for backward.
 
-    `vector`: bytes of the gradient of the weight, and of the bias.
+    `vector`: bytes of the weight's gradient, which are also those of the bias's; `trained`: whether both get one.
     """
     size = x.size
 

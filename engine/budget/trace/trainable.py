@@ -15,6 +15,7 @@ from typing import NamedTuple
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameter import Parameter
 from engine.budget.architecture.parameters import HEAD, layer_parameters, layer_prefix, outer_parameters
+from engine.budget.architecture.trainable_families import names_of_experts
 from engine.budget.architecture.vision_encoder import VisionEncoder
 from engine.budget.architecture.vision_parameters import (
     in_vision_encoder,
@@ -43,9 +44,19 @@ def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainabl
     """Apply the recipe's patterns to the parameters of every decoder layer."""
     dense = [arch.is_dense(layer) for layer in range(arch.layers)]
     return tuple(
-        _trainable(layer_prefix(arch, layer), layer_parameters(arch, each), patterns)._replace(dense=each)
+        _trainable(layer_prefix(arch, layer), _adaptable(arch, each), patterns)._replace(dense=each)
         for layer, each in enumerate(dense)
     )
+
+
+def _adaptable(arch: Architecture, dense: bool) -> Sequence[Parameter]:
+    """The parameters of a layer. Those that peft takes for an expert's count as no linear layers: they get no
+    adapter."""
+    experts = names_of_experts(arch.model_type)
+    return [
+        Parameter(one.name, one.shape) if one.linear and one.module.rpartition(".")[2] in experts else one
+        for one in layer_parameters(arch, dense)
+    ]
 
 
 @lru_cache(maxsize=256)

@@ -108,6 +108,17 @@ def random_weights_are_a_model(recipe: Recipe) -> Problems:
         )
 
 
+def original_positions_are_of_yarn(recipe: Recipe) -> Problems:
+    scaling = recipe.model.rope_scaling
+    if scaling is not None and scaling.type != "yarn" and scaling.original_max_position_embeddings is not None:
+        yield Problem(
+            ("model", "rope_scaling", "original_max_position_embeddings"),
+            f"{scaling.original_max_position_embeddings} with type = {quoted(scaling.type)}",
+            'type = "yarn" is needed; the others multiply the positions in the model\'s config',
+            (("model", "rope_scaling", "type"),),
+        )
+
+
 def names_are_unique(recipe: Recipe) -> Problems:
     seen: set[tuple[Place, str]] = set()
     named = chain(
@@ -372,6 +383,7 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     detection_is_described,
     builtins_exist,
     random_weights_are_a_model,
+    original_positions_are_of_yarn,
     names_are_unique,
     something_to_train_on,
     one_kind_of_validation,

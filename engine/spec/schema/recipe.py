@@ -14,6 +14,20 @@ from engine.spec.attention_kernels import AttentionChoice
 from engine.spec.schema.base import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Table
 
 
+class RopeScaling(Table):
+    """How rotary positions are scaled, so that a model reads sequences longer than it was made for. Written into the
+    config of the result."""
+
+    type: Literal["yarn", "linear", "dynamic"]
+    """yarn: slow rotations are stretched, fast ones kept (arXiv:2309.00071). linear: every position is divided by
+    factor. dynamic: the base of the rotations grows with the length (NTK); every sequence of a run gets the rotations
+    for data.max_length, because those for the longest of a micro-batch would change with the micro-batch."""
+    factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
+    """How many times longer sequences may be than the model's own positions."""
+    original_max_position_embeddings: Count | None = None
+    """With yarn: the positions that factor multiplies; by default the config's max_position_embeddings."""
+
+
 class Model(Table):
     """The model to start from."""
 
@@ -42,6 +56,8 @@ class Model(Table):
     """nf4 stores the frozen base in 4 bits (bitsandbytes, CUDA only)."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: random weights of the model's real shapes, without a download, for rehearsals."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of rotary positions, for data.max_length beyond the model's."""
 
 
 class Method(Table):
@@ -184,7 +200,9 @@ class Train(Table):
     warmup_steps: CountOrZero | None = None
     """Steps spent warming up; shortened where the run is shorter."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
-    """adamw is torch's fused one; adamw_8bit needs bitsandbytes on CUDA."""
+    """adamw is torch's fused one; adamw_8bit needs bitsandbytes on CUDA. adafactor is torch's: a step is learning_rate,
+    at most 1/sqrt(step), times the root mean square of each weight. That of the Hugging Face Trainer takes
+    learning_rate as it is, so a rate made for it learns far slower here."""
     rounding: Literal["exact", "stochastic", "nearest"] = "exact"
     """How updates of weights that are trained in bf16 are rounded. bf16 has 8 bits: an update below 1/512 of a weight
     is lost when it is rounded to nearest. exact: the 16 bits that rounding drops are kept beside each weight; together

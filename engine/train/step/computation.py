@@ -81,7 +81,8 @@ class StepComputation:
         self.busy_seconds = time.perf_counter() - began
 
     def prepare_gradients(self, _plan: list[MicroBatch]) -> None:
-        """Prepare gradients to be summed over ranks, and sum `mean_loss` over ranks."""
+        """Begin the exchange between ranks: allocate what summing gradients needs, and replace `mean_loss`, this rank's
+        part of the step's mean loss, by the sum over ranks."""
         self.phase = "reduce"
         self.mean_loss = self.context.strategy.prepare_gradients(self.mean_loss)
 

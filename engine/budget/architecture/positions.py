@@ -1,0 +1,161 @@
+"""How many positions a model has, by its config alone, and what `model.rope_scaling` makes of them.
+
+Learned positions (GPT-2, OPT) are rows of a table: there is nothing behind the last. Rotary positions go on, but a
+model that never saw them reads them badly. Config keys are those of transformers 5.23 (`modeling_rope_utils.py`) and
+older.
+
+Try: `tunedeck plan -p 80gb -r lora --set data.max_length=131072`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import UsageError
+from engine.spec.schema.recipe import Recipe, RopeScaling
+
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Config keys with the number of positions, the most usual first."""
+
+ROTARY_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base")
+"""A config with one of these keys has rotary positions that transformers can scale."""
+
+OWN_SCALING = frozenset({"phi3"})
+"""Rotary model types whose config takes no scaling but its own (longrope)."""
+
+ROTARY_FAMILIES = frozenset(
+    {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "gemma3_text"}
+    | {"mixtral", "qwen3_moe", "gpt_oss"}
+)
+"""Model types that are rotary even if their config names no such key, because it leaves the defaults out."""
+
+DEFAULT_POSITIONS = {"gpt2": 1024, "gpt_bigcode": 1024, "openai-gpt": 512, "biogpt": 1024}
+"""Positions of configs that leave the number out."""
+
+STRETCHED = {"yarn", "linear", "dynamic"}
+"""Types of rotary scaling that reach `factor` times as many positions as the config's number for them."""
+
+
+def text_of(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the decoder: of a vision-language model, its text_config."""
+    return facts.get("text_config") or facts
+
+
+def positions_of(facts: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a model can read, in tokens; None if nothing limits it (ALiBi, states)."""
+    text = text_of(facts)
+    model_type = str(text.get("model_type", ""))
+    stated = next((int(text[key]) for key in POSITION_KEYS if text.get(key)), DEFAULT_POSITIONS.get(model_type))
+    if stated is None or text.get("alibi"):
+        return None
+    rope = _flat_rope(text)
+    if rope.get("rope_type") not in STRETCHED or not rope.get("factor"):
+        return stated
+    original = rope.get("original_max_position_embeddings")
+    return max(stated, int(float(rope["factor"]) * int(original or stated)))
+
+
+def can_be_scaled(facts: Mapping[str, Any]) -> bool:
+    """Whether a model has rotary positions of a kind that `model.rope_scaling` can scale."""
+    text = text_of(facts)
+    model_type = str(text.get("model_type", ""))
+    if model_type in OWN_SCALING:
+        return False
+    return model_type in ROTARY_FAMILIES or any(text.get(key) for key in ROTARY_KEYS)
+
+
+def scaled_config(facts: Mapping[str, Any], scaling: RopeScaling) -> dict[str, Any]:
+    """Write rotary scaling into a config, in transformers' keys; returns a changed copy.
+
+    Gemma 3 has rotations of their own for layers that see a window only: those stay, as distances there stay short.
+
+    Raises:
+        UsageError: the model has no rotary positions that can be scaled, or its config scales them already in another
+            way.
+    """
+    model_type = str(facts.get("model_type", "unknown"))
+    positions = positions_of(facts)
+    if not can_be_scaled(facts) or positions is None:
+        raise UsageError(
+            f"model.rope_scaling cannot scale the positions of {model_type}",
+            expected="a model with rotary positions, of a family that transformers scales in this way",
+            fix="leave model.rope_scaling out",
+        )
+    text = dict(text_of(facts))
+    given, present = _given(scaling), _flat_rope(text)
+    if all(present.get(key) == value for key, value in given.items()):
+        return dict(facts)
+    if present["rope_type"] != "default":
+        raise UsageError(
+            f"model.rope_scaling, but the config of {model_type} scales its positions already: "
+            f"{present['rope_type']}, which reaches {positions}",
+            expected="a model whose positions are not scaled yet",
+            fix="leave model.rope_scaling out",
+        )
+    if scaling.type == "yarn":
+        given = {"original_max_position_embeddings": positions, **given}
+        text["max_position_embeddings"] = int(given["original_max_position_embeddings"] * scaling.factor)
+    text["rope_parameters"] = _merged(text, given)
+    text.pop("rope_scaling", None)
+    return {**facts, "text_config": text} if facts.get("text_config") else text
+
+
+def refuse_long_sequences(facts: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise UsageError if data.max_length is beyond the model's positions; `facts` are the model's own config, without
+    the recipe's scaling. Also if that scaling does not fit the model."""
+    own, scaling, length = positions_of(facts), recipe.model.rope_scaling, recipe.data.max_length
+    reached = positions_of(scaled_config(facts, scaling)) if scaling else own
+    if reached is None or own is None or length <= reached:
+        return
+    if scaling is not None:
+        original = scaling.original_max_position_embeddings or own
+        raise UsageError(
+            f"data.max_length = {length} is beyond the {reached} positions that model.rope_scaling reaches "
+            f"({original} x {scaling.factor:g})",
+            expected=f"{reached} or less",
+            fix=f"set model.rope_scaling.factor = {_factor(length, original)}, or data.max_length = {reached}",
+        )
+    fix = f"set data.max_length = {own}"
+    if can_be_scaled(facts) and _flat_rope(text_of(facts)).get("rope_type", "default") == "default":
+        table = f'{{type = "yarn", factor = {_factor(length, own)}}}'
+        fix += f", or scale the model's rotary positions with model.rope_scaling = {table}"
+    raise UsageError(
+        f"data.max_length = {length} is beyond the {own} positions of {recipe.model.id}",
+        expected=f"{own} or less",
+        fix=fix,
+    )
+
+
+def _factor(length: int, positions: int) -> str:
+    """The smallest factor, of two decimals, with which `length` is reached."""
+    return f"{max(1.01, math.ceil(100 * length / positions) / 100):g}"
+
+
+def _given(scaling: RopeScaling) -> dict[str, Any]:
+    """The keys of rotary scaling that a recipe sets, as transformers names them."""
+    given: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.original_max_position_embeddings is not None:
+        given["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    return given
+
+
+def _flat_rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary keys of layers that see the whole sequence, with "rope_type" also where the config says "type".
+
+    transformers 5 has them in rope_parameters (one table, or one for each type of layer), older configs in
+    rope_scaling."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = dict(rope.get("full_attention", rope))
+    return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+
+
+def _merged(text: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The rope_parameters of a config with the keys of the scaling; a base that stands beside them is taken over."""
+    rope = dict(text.get("rope_parameters") or {})
+    if "full_attention" in rope:
+        return {**rope, "full_attention": {**rope["full_attention"], **given}}
+    if "rope_theta" not in rope and text.get("rope_theta"):
+        rope["rope_theta"] = text["rope_theta"]
+    return {**rope, **given}

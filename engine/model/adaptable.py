@@ -1,0 +1,60 @@
+"""Which linear layers of a model cannot have an adapter, and why.
+
+Three kinds: weights that a Mamba layer's kernels read themselves, names that peft takes for those of fused experts, and
+routers, which return more than one tensor and are frozen beside LoRA or trained in full. By a config alone,
+`engine.budget.architecture.trainable_families` knows the families.
+
+Try: `python -m pytest tests/model/test_families.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.budget.architecture.trainable_families import (
+    SCAN_WEIGHTS,
+    expert_reason,
+    names_of_experts,
+    scan_reason,
+)
+
+
+def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
+    """Return, of the dotted names of linear layers, those that cannot have an adapter, each with the reason."""
+    model_type = str(model.config.get_text_config().model_type)
+    experts, routers = names_of_experts(model_type), router_modules(model)
+    reasons: dict[str, str] = {}
+    for name in linears:
+        parent, _, last = name.rpartition(".")
+        if name in routers:
+            reasons[name] = "it is a router; moe.freeze_router = false trains it in full"
+        elif last in experts:
+            reasons[name] = expert_reason(model_type)
+        elif last in SCAN_WEIGHTS and _scans(model.get_submodule(parent)):
+            reasons[name] = scan_reason(model_type)
+    return reasons
+
+
+def router_parameters(model: PreTrainedModel) -> list[str]:
+    """Return the names of the router parameters, which choose experts: those of a module named "gate" or "router" in
+    the same block as a module named "experts"."""
+    blocks = {name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".experts")}
+    return [
+        name
+        for name, _ in model.named_parameters()
+        for block in [name.partition(".gate.")[0] if ".gate." in name else name.partition(".router.")[0]]
+        if block in blocks and block != name
+    ]
+
+
+def router_modules(model: PreTrainedModel) -> set[str]:
+    """Return the names of the modules that hold the routers' parameters."""
+    return {name.rpartition(".")[0] for name in router_parameters(model)}
+
+
+def _scans(module: nn.Module) -> bool:
+    """Whether a module is a Mamba layer: it has the decay rates A and the skip weights D of a selective scan."""
+    return hasattr(module, "A_log") and hasattr(module, "D")
