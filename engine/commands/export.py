@@ -5,6 +5,7 @@ Try: `tunedeck merge last --out merged`
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,9 @@ import typer
 from engine.commands.importing import importing
 from engine.commands.options import RunArgument, RunsOption, TrustOption, find_result_run
 from engine.commands.output import print_line, print_progress
+from engine.errors import UsageError
+from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
+from engine.journal.directory import RunDirectory
 
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default merged/ in the run's folder.")
@@ -39,7 +43,25 @@ def merge(
 
     silence_libraries()
     directory = find_result_run(run, runs)
+    _require_weights(directory, checkpoint, ["tunedeck", "merge", run, *(["--runs", str(runs)] if runs else [])])
     adapter = find_run_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
     target = (out or directory.path / "merged").absolute()
     size_bytes = merge_adapter(adapter, target, print_progress, trust_remote_code=trust_remote_code)
     print_line(f"{target} ({format_bytes(size_bytes)}) loads with from_pretrained of transformers")
+
+
+def _require_weights(directory: RunDirectory, checkpoint: str | None, command: list[str]) -> None:
+    """Raise UsageError if a run has neither the result nor the checkpoint that is to be merged. `command`: the command
+    for this run, for the fix."""
+    if checkpoint is None and (directory.adapter.is_dir() or directory.model.is_dir()):
+        return
+    steps = [found.step for found in find_checkpoints(directory.checkpoints)]
+    best = best_step(directory.checkpoints)
+    if checkpoint is not None and checkpoint in ("best" if best is not None else "", *map(str, steps)):
+        return
+    missing = "no result yet" if checkpoint is None else f"no checkpoint {checkpoint}"
+    raise UsageError(
+        f"{directory.name} has {missing}",
+        expected=f"a checkpoint of step {', '.join(map(str, steps))}" if steps else "a result or a checkpoint",
+        fix=shlex.join([*command, "--checkpoint", str(steps[0])] if steps else ["tunedeck", "resume", *command[2:]]),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from engine.commands.export import merge as merge_command
 from engine.errors import MemoryExhaustedError, UsageError
 from engine.export.merge import merge
 from engine.journal.directory import RunDirectory
@@ -61,3 +64,20 @@ def test_too_little_memory_is_told_before_anything_is_loaded(
     with pytest.raises(MemoryExhaustedError, match="host memory"):
         merge(finished.adapter, tmp_path / "merged", said.append)
     assert not said and not list(tmp_path.iterdir())
+
+
+def test_without_a_result_the_fix_merges_the_newest_checkpoint(finished: RunDirectory, tmp_path: Path) -> None:
+    unfinished = tmp_path / "runs" / finished.name
+    shutil.copytree(finished.path, unfinished)
+    shutil.rmtree(unfinished / "adapter")
+    for checkpoint in (None, "77"):
+        with pytest.raises(UsageError, match="no result yet" if checkpoint is None else "no checkpoint 77") as caught:
+            merge_command(str(unfinished), checkpoint=checkpoint)
+        words = shlex.split(caught.value.fix)
+        assert words[:4] == ["tunedeck", "merge", str(unfinished), "--checkpoint"] and len(words) == 5
+    merge_command(str(unfinished), checkpoint=words[4])
+    assert (unfinished / "merged" / "model.safetensors").is_file()
+    shutil.rmtree(unfinished / "checkpoints")
+    with pytest.raises(UsageError, match="no result yet") as caught:
+        merge_command(str(unfinished))
+    assert caught.value.fix == f"tunedeck resume {unfinished}"
