@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
+from engine.journal.event_text import describe_verdict
 from engine.spec.files.text import visible
 from tui.files.catalog import FileEntry
 from tui.launch.budget_bar import verdict_text
@@ -61,6 +62,7 @@ def _verdict(evaluated: EvaluatedChoice | None, ascii_only: bool) -> Content:
     if evaluated is None:
         return Content.styled(glyphs("…", ascii_only=ascii_only), "$muted")
     if evaluated.plan is not None:
-        return verdict_text(evaluated.plan.verdict, ascii_only=ascii_only)
+        plan = evaluated.plan
+        return verdict_text(plan.verdict, describe_verdict(plan.verdict, None, plan.remedies), ascii_only=ascii_only)
     cross = glyphs("✗", ascii_only=ascii_only)
     return Content.styled(f"{cross} not here" if evaluated.problems else "? no plan", "$muted")

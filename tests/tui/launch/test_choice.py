@@ -12,7 +12,7 @@ from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.spec.files.known_lengths import lengths_record, record_longest
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.run import RunSpec
-from tui.files.catalog import Machine, mismatch, profile_entries, write_detected_profile
+from tui.files.catalog import FileEntry, Machine, mismatch, profile_entries, write_detected_profile
 from tui.launch.budget_bar import verdict_line
 from tui.launch.choice import (
     Choice,
@@ -22,6 +22,7 @@ from tui.launch.choice import (
 )
 from tui.launch.evaluate import evaluate_choice
 from tui.launch.fields import FIELDS, NAME, OTHER, allowed_values, field_help, field_rows
+from tui.launch.file_rows import recipe_row
 from tui.launch.state import LaunchState
 
 CPU = Machine(Device(kind="cpu", memory_gib=16.0), 1, "This machine's CPU, 2 cores", "")
@@ -48,13 +49,24 @@ def problem(choice: Choice, row: str) -> str:
         ("method.kind", "qlora", "nf4"),
         ("train.batch_sise", "8", "did you mean train.batch_size?"),
         ("data.sources.main.path", "x", 'no entry named "main"'),
-        ("train.compile", "true", "does not do torch.compile yet"),
+        ("trackers.use", '["wandb"]', "does not do experiment trackers yet"),
         ("model.id", "./nowhere", "does not exist"),
     ],
 )
 def test_what_is_wrong_stands_beside_the_row_it_was_typed_in(key: str, text: str, said: str) -> None:
     row = "data.sources.main" if key.startswith("data.sources") else key
     assert said in problem(replace(DEMO, overrides={key: text}), row)
+
+
+def test_the_list_of_recipes_says_its_verdict_in_words() -> None:
+    evaluated = evaluate_choice(DEMO)
+    assert evaluated.plan is not None
+    smaller = replace(evaluated.plan, verdict="fits_smaller", remedies={"train.micro_batch": 4})
+    entry = FileEntry("demo", "a title", "shipped", Path("demo.toml"))
+    fits = replace(smaller, verdict="fits", remedies={})
+    for plan, words in ((fits, "✓ fits "), (smaller, "◐ fits with micro-batch 4 ")):
+        row = recipe_row(entry, replace(evaluated, plan=plan), chosen=False, name_width=6, ascii_only=False)
+        assert words in row.plain and row.plain.endswith("a title")
 
 
 def test_the_budget_says_which_lengths_it_is_for_where_there_is_room() -> None:
