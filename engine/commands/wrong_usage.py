@@ -22,7 +22,7 @@ COMMANDS = {
     "test": "eval last", "generate": "eval last", "chat": "eval last", "infer": "eval last",
     "init": "recipes new my-recipe", "new": "recipes new my-recipe", "config": "recipes list",
     "profile": "profiles list", "recipe": "recipes list", "estimate": "plan -p demo -r demo",
-    "env": "doctor", "gpus": "doctor", "check": "recipes check demo", "dataset": "data -r demo",
+    "env": "doctor", "gpus": "doctor", "check": "plan -p demo -r demo", "dataset": "data -r demo",
 }  # fmt: skip
 """Words that people try as a command, and the command that does it."""
 
