@@ -13,7 +13,7 @@ ALLOWED = re.compile(
     r"|(data|evaluate)\.(sources|validation)\.[\w-]+\.path"
     r"|data\.max_length"
     r"|train\.(max_steps|log_every_steps)"
-    r"|(checkpoint|eval)\.every_steps"
+    r"|(checkpoint|eval)\.every_steps|stages\.[\w-]+\.checkpoint\.keep"
 )
 
 

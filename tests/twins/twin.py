@@ -61,14 +61,14 @@ def twin(recipe: str, folder: Path, *more: str, memory_gib: float = 1.0, kind: s
     return resolve(write_profile(folder, memory_gib=memory_gib, kind=kind), recipe, [*sets, *more]).spec
 
 
-def write_model(folder: Path, family: str, dtype: torch.dtype, *, layers: int = 2, embedding_std: float = 0.02) -> Path:
+def write_model(folder: Path, family: str, dtype: torch.dtype, *, layers: int = 2, embedding_std: float = 0.5) -> Path:
     """A tiny model with random weights, and a tokenizer of bytes."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **TINY[family], "num_hidden_layers": layers})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=embedding_std if "embed" in name else 0.02)
+        # Norms are small, so that steps of 1e-5 do not vanish in bf16.
+        torch.nn.init.normal_(parameter, std=embedding_std if "embed" in name else 0.05 if "norm" in name else 0.3)
     model.to(dtype).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -77,8 +77,10 @@ def write_model(folder: Path, family: str, dtype: torch.dtype, *, layers: int = 
 def write_pairs(path: Path, *, count: int, seed: int, form: str) -> Path:
     """Prompts of a few random letters, each with the completion that `form` makes of it."""
     drawn = random.Random(seed)
-    # One is long, so that a micro-batch that holds it once holds several of the others.
-    words = ["".join(drawn.choices("abcdefgh", k=drawn.randint(3, 5) if number else 24)) for number in range(count)]
+    # A few are long, so that a micro-batch with the bytes of one of these holds several of the others.
+    words = [
+        "".join(drawn.choices("abcdefgh", k=drawn.randint(3, 5) if number % 12 else 24)) for number in range(count)
+    ]
     rows = [{"prompt": f"{word} ", "completion": form.format(word)} for word in words]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
