@@ -61,10 +61,13 @@ class Batch:
     documents: Documents | None = None
     """None for a slice, which holds only parts of documents. The padding of a row belongs to the document before it,
     or in packed rows is one more document."""
+    row_tokens_B: Tensor | None = None
+    """Tokens of each row, without its padding; None unless asked for."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same micro-batch with `move` applied to every tensor."""
         mask_BS, positions_BS, documents = self.attention_mask_BS, self.position_ids_BS, self.documents
+        tokens_B = self.row_tokens_B
         return replace(
             self,
             input_ids_BS=move(self.input_ids_BS),
@@ -73,14 +76,21 @@ class Batch:
             position_ids_BS=None if positions_BS is None else move(positions_BS),
             images={name: move(tensor) for name, tensor in self.images.items()},
             documents=documents and documents.moved(move),
+            row_tokens_B=None if tokens_B is None else move(tokens_B),
         )
 
 
 def collate(
-    data: TokenData, indices: Sequence[int] | NDArray[np.int64], *, pad_id: int, with_starts: bool = False
+    data: TokenData,
+    indices: Sequence[int] | NDArray[np.int64],
+    *,
+    pad_id: int,
+    with_starts: bool = False,
+    with_row_tokens: bool = False,
 ) -> Batch:
     """The micro-batch of the samples `indices`, padded on the right to the longest of them. `with_starts`: the
-    attention kernel takes the positions at which documents begin.
+    attention kernel takes the positions at which documents begin. `with_row_tokens`: the number of tokens of each row
+    is needed on the device.
 
     Packed rows get no attention mask: only without one does transformers separate documents where positions restart
     (`masking_utils._preprocess_mask_arguments`). Positions also restart where the padding of a packed row begins, so
@@ -109,6 +119,7 @@ def collate(
         int((labels_BS[:, 1:] != IGNORED).sum()),
         images=data.images_of(rows, tokens_BS),
         documents=_documents(positions_BS if data.packed else None, shape, with_starts),
+        row_tokens_B=torch.from_numpy(mask_BS.sum(1)) if with_row_tokens else None,
     )
 
 

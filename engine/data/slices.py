@@ -37,6 +37,7 @@ def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
         documents=None,
         position_ids_BS=positions_S[None],
         first_position=first,
+        row_tokens_B=None if batch.row_tokens_B is None else (batch.row_tokens_B - first).clamp_(0, width),
         target_tokens=int((labels_BS != IGNORED).sum()),
     )
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -34,6 +36,9 @@ MESSAGE_POLL_SECONDS = 0.05
 
 LIFE_SECONDS = 5.0
 """Interval of rank 0's signs of life while it works alone; a quarter of the time limit of votes if that is shorter."""
+
+COUNTS_AT_ONCE = 4000
+"""Numbers of up to 14 digits, as JSON, that fit one exchange (`engine.distributed.host_gather.SLOT_BYTES`)."""
 
 COLLECTIVE_PATIENCE = 2
 """Collectives on the device time out this many times later than votes, so that a vote finds a lost rank first."""
@@ -68,6 +73,20 @@ class Ranks:
             return [value]
         with self.host_region():
             return self.host_gather.gather(value)
+
+    def sums(self, values: list[float]) -> list[float]:
+        """The sum over all ranks of each of `values`, of which every rank has as many. Raises LostRankError."""
+        return [sum(each) for each in zip(*self.all_gather_object(values), strict=True)]
+
+    def sum_of_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sum over all ranks of an array of counts, which has the same shape on every rank; sent in pieces that fit
+        one exchange. Raises LostRankError."""
+        if self.size == 1:
+            return counts
+        flat = counts.ravel()
+        pieces = [flat[first : first + COUNTS_AT_ONCE] for first in range(0, len(flat), COUNTS_AT_ONCE)]
+        sums = [np.sum(self.all_gather_object(piece.tolist()), axis=0, dtype=np.int64) for piece in pieces]
+        return np.concatenate(sums).reshape(counts.shape)
 
     def voted_group(self) -> VotedGroup:
         """A group of all ranks, for collectives that a rank may be unable to join: all vote before each of them."""

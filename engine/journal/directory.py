@@ -83,6 +83,15 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:08d}"
 
     @property
+    def experts(self) -> Path:
+        """The folder of expert utilisation matrices, one for each evaluation of a mixture."""
+        return self.path / "experts"
+
+    def expert_matrix(self, step: int) -> Path:
+        """The file with the matrix of the evaluation after one step."""
+        return self.experts / f"step-{step:08d}.json"
+
+    @property
     def oom(self) -> Path:
         """The folder of out-of-memory reports."""
         return self.path / "oom"

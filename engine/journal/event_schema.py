@@ -51,7 +51,7 @@ EVENT_KINDS: dict[str, EventKind] = {
     "step": _event_kind(
         "step epoch loss learning_rate grad_norm tokens target_tokens tokens_per_second step_seconds data_wait_seconds"
         " mfu micro_batches allocated_bytes reserved_bytes peak_bytes",
-        "expert_utilisation samples skipped loss_scale largest_micro_batch budget ranks",
+        "aux_loss expert_utilisation samples skipped loss_scale largest_micro_batch budget ranks",
     ),
     "backoff": _event_kind(
         "step phase failed_rank cause requested_bytes allocated_bytes reserved_bytes remedy before after attempt",

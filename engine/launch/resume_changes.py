@@ -43,6 +43,7 @@ FREELY_CHANGEABLE = (
     "recipe.evaluate.*",
     "recipe.generate.*",
     "recipe.backoff.*",
+    "recipe.moe.watch_experts",
     "recipe.trackers.*",
     "recipe.finish.*",
     "recipe.stages.*.enabled",
@@ -61,6 +62,7 @@ CHANGEABLE_WITH_NOTICE = (
     "recipe.train.momentum",
     "recipe.train.max_grad_norm",
     "recipe.train.label_smoothing",
+    "recipe.moe.aux_loss_weight",
 )
 """Keys that alter what is learned from the resumed step on, so the user is told."""
 

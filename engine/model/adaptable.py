@@ -38,10 +38,15 @@ def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> di
     return reasons
 
 
+def expert_blocks(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules that hold a module named "experts", in the model's order."""
+    return [name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".experts")]
+
+
 def router_parameters(model: PreTrainedModel) -> list[str]:
     """Return the names of the router parameters, which choose experts: those of a module named "gate" or "router" in
     the same block as a module named "experts"."""
-    blocks = {name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".experts")}
+    blocks = set(expert_blocks(model))
     return [
         name
         for name, _ in model.named_parameters()

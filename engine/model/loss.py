@@ -32,18 +32,50 @@ from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
 from engine.model.chunked import LossSettings, chunked_loss, token_losses
 from engine.model.documents import flash_options, separate_documents, takes_starts
+from engine.model.expert_balance import ExpertBalance, Routing, expert_balance
 from engine.model.head import OutputHead, find_head
 from engine.model.hub import blaming_own_code
 from engine.model.liger import liger_applies, liger_loss, liger_problem
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
-from engine.spec.schema.recipe import Train
+from engine.spec.schema.recipe import Recipe
 
 LossChoice = Literal["auto", "plain", "chunked", "fused"]
 
 
 CHUNKED = ("chunked", "torch")
 """Implementations whose chunks have a size that can be set."""
+
+
+class MicroBatchLoss(NamedTuple):
+    """What is minimised or counted of one micro-batch."""
+
+    token_losses: Tensor
+    """Sum of the token losses, an fp32 scalar."""
+    auxiliary: Tensor | None = None
+    """See `Routing`."""
+    choices_LE: Tensor | None = None
+    """See `Routing`."""
+
+    def share_of(self, target_tokens: int, tokens: int) -> MicroBatchLoss:
+        """This micro-batch's share in the losses of a step with so many target tokens, and so many tokens in all."""
+        auxiliary = None if self.auxiliary is None else self.auxiliary / tokens
+        return self._replace(token_losses=self.token_losses / target_tokens, auxiliary=auxiliary)
+
+    def detached(self) -> MicroBatchLoss:
+        """The same values without their autograd history."""
+        auxiliary = None if self.auxiliary is None else self.auxiliary.detach()
+        return self._replace(token_losses=self.token_losses.detach(), auxiliary=auxiliary)
+
+    def add_(self, other: MicroBatchLoss) -> MicroBatchLoss:
+        """Add the values of another micro-batch to this one's, in place."""
+        for mine, its in zip(self, other, strict=True):
+            if mine is not None and its is not None:
+                mine.add_(its)
+        return self
+
+
+NOT_ROUTED = Routing(None, None)
 
 
 class LossFunction:
@@ -60,8 +92,10 @@ class LossFunction:
         self.chunk_tokens = chunk_tokens
         """Tokens whose logits exist at once in "chunked" and torch's "fused"; see `set_chunks`."""
         self.offload = ActivationOffload(loaded)
-        self.forward: Callable[[Batch], Tensor] = self.compute
-        """Function that computes `loss(batch)`: `compute`, or if weights are sharded, a module that gathers them and
+        self.balance: ExpertBalance | None = None
+        """What is computed from router logits in training; None for nothing."""
+        self.forward: Callable[[Batch], MicroBatchLoss] = self.compute
+        """Function that computes `terms(batch)`: `compute`, or if weights are sharded, a module that gathers them and
         then runs `compute`."""
         self.head_forward: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
         """Function that computes the sum of token losses: `sum_of_losses`, or if weights are sharded, a module that
@@ -92,22 +126,40 @@ class LossFunction:
     def __call__(self, batch: Batch) -> Tensor:
         """Return the sum of token losses. The caller divides it by the number of target tokens in the whole step before
         calling backward."""
+        return self.terms(batch).token_losses
+
+    def terms(self, batch: Batch) -> MicroBatchLoss:
+        """Return everything that is minimised or counted of a micro-batch. In training, a model whose experts are
+        balanced or watched needs `batch.row_tokens_B`."""
         return self.forward(batch)
 
-    def compute(self, batch: Batch) -> Tensor:
-        """Compute the loss of a batch. If weights are sharded, they must already be gathered (see `forward`)."""
-        with autocast(self.loaded), self.offload.saving():
-            hidden_NH, targets_N = self._hidden_at_targets(batch)
-            if targets_N.numel() == 0:
-                return hidden_NH.float().sum()
-            return self.head_forward(hidden_NH, targets_N)
+    def minimised(self, share: MicroBatchLoss) -> Tensor:
+        """Return what a step minimises: the token losses, plus the auxiliary loss times its weight."""
+        if share.auxiliary is None or self.balance is None:
+            return share.token_losses
+        return share.token_losses + self.balance.weight * share.auxiliary
 
-    def _hidden_at_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def compute(self, batch: Batch) -> MicroBatchLoss:
+        """Compute the loss of a batch. If weights are sharded, they must already be gathered (see `forward`)."""
+        balance = self.balance if self.loaded.model.training else None
+        with autocast(self.loaded), self.offload.saving():
+            hidden_BSH, logits = decoder_output(self.loaded, batch, router_logits=balance is not None)
+            routing = NOT_ROUTED
+            if balance is not None:
+                assert batch.row_tokens_B is not None
+                routing = balance.routing(logits, batch.row_tokens_B, batch.input_ids_BS.shape[1])
+            del logits
+            hidden_NH, targets_N = self._at_targets(hidden_BSH, batch)
+            del hidden_BSH
+            if targets_N.numel() == 0:
+                return MicroBatchLoss(hidden_NH.float().sum(), *routing)
+            return MicroBatchLoss(self.head_forward(hidden_NH, targets_N), *routing)
+
+    def _at_targets(self, hidden_BSH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the hidden states [N, H] at positions whose next token is a target, and these target tokens [N].
 
         N was counted on the host, so the host does not wait for the device.
         """
-        hidden_BSH = hidden_states(self.loaded, batch)
         next_BS = batch.labels_BS if batch.labels_shifted else batch.labels_BS[:, 1:]
         next_T, width = next_BS.flatten(), next_BS.shape[1]
         if batch.target_tokens == len(next_T):
@@ -131,8 +183,9 @@ class LossFunction:
         return chunked_loss(head, hidden_NH, targets_N, LossSettings(smoothing, head.softcap, self.chunk_tokens))
 
 
-def loss_of(train: Train, loaded: LoadedModel, device: Device) -> LossFunction:
-    """Create the loss that a recipe's [train] table describes; see `make_loss`."""
+def loss_of(recipe: Recipe, loaded: LoadedModel, device: Device) -> LossFunction:
+    """Create the loss that a recipe's tables [train] and [moe] describe; see `make_loss` and `expert_balance`."""
+    train = recipe.train
     loss = make_loss(
         loaded,
         implementation=train.loss,
@@ -141,6 +194,7 @@ def loss_of(train: Train, loaded: LoadedModel, device: Device) -> LossFunction:
         device=device,
     )
     loss.offload.on = train.activation_offload and device.kind != "cpu"
+    loss.balance = expert_balance(recipe, loaded)
     return loss
 
 
@@ -200,7 +254,15 @@ def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: 
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
-    """Compute the last hidden states [B, S, H] of the decoder.
+    """Compute the last hidden states [B, S, H] of the decoder."""
+    return decoder_output(loaded, batch)[0]
+
+
+def decoder_output(
+    loaded: LoadedModel, batch: Batch, *, router_logits: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Compute the last hidden states [B, S, H] of the decoder, and with `router_logits` the logits [B·S, E] of every
+    router. transformers collects these: a hook of our own would fire again while a checkpointed layer is recomputed.
 
     The last token of a row predicts nothing, but is computed: torch's attention kernel for CPUs takes 5 to 18 % longer
     for 255 positions than for 256. Causal models get no mask for padding, because padding is on the right. Flash
@@ -216,10 +278,12 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
         ids_BS, positions_BS = ids_BS.reshape(1, -1), positions_BS.reshape(1, -1)
     if positions_BS is not None:
         extra["position_ids"] = _by_axis(loaded, positions_BS)
+    if router_logits:
+        extra["output_router_logits"] = True
     with _documents_of(batch, handed_over="cu_seq_lens_q" in extra):
         output = body(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **{**extra, **batch.images})
     hidden_BSH: Tensor = output.last_hidden_state
-    return hidden_BSH.reshape(*shape, -1)
+    return hidden_BSH.reshape(*shape, -1), output.router_logits if router_logits else ()
 
 
 def _flash_options(loaded: LoadedModel, body: torch.nn.Module, batch: Batch) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from engine.data.batch import Batch
-from engine.model.loss import LossFunction
+from engine.model.loss import LossFunction, MicroBatchLoss
 
 
 class HeadWithLoss(nn.Module):
@@ -44,12 +44,13 @@ class ModelWithLoss(nn.Module):
         self.loss = self.head.loss = loss
         loss.forward, loss.head_forward = self, self.head
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Compute the loss of a batch. For a batch without targets the head runs too, and the loss is multiplied by 0:
+    def forward(self, batch: Batch) -> MicroBatchLoss:
+        """Compute the loss of a batch. For a batch without targets the head runs too, and its loss is multiplied by 0:
         gathering the head's weights is a collective that every rank must join."""
         assert self.loss is not None
         if batch.target_tokens:
             return self.loss.compute(batch)
         labels_BS = batch.labels_BS.clone()
         labels_BS[0, -1] = batch.input_ids_BS[0, -1]
-        return 0.0 * self.loss.compute(replace(batch, labels_BS=labels_BS, target_tokens=1))
+        terms = self.loss.compute(replace(batch, labels_BS=labels_BS, target_tokens=1))
+        return terms._replace(token_losses=0.0 * terms.token_losses)

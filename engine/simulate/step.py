@@ -29,6 +29,7 @@ from engine.errors import UnknownArchitectureError, UsageError
 from engine.model.config import auto_class
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.dropout_kernel import using
+from engine.model.expert_balance import expert_balance
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, assemble, choose_settings
 from engine.model.loss import LossFunction, choose_implementation
@@ -125,16 +126,17 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     chunk = chunk_tokens(head.vocabulary, spec.profile.device.capacity_bytes)
     loss = LossFunction(loaded, head, implementation, train.label_smoothing, chunk)
     loss.offload.on = train.activation_offload
+    loss.balance = expert_balance(spec.recipe, loaded)
     guard = guarded_optimizer(train, loaded, device)
     static_bytes = device.memory().allocated_bytes
     held = _held(loaded, None if guard.host_state.on else guard.optimizer)
     peaks = PhasePeaks(device, loaded.base, lambda: bytes_of(_gradients(loaded)), _ends(spec))
     dropouts = keyed_dropouts(loaded.model)
     for _ in range(min(2, -(-train.batch_size // rows))):
-        batch = _batch(spec, device, rows, length)
+        batch = _batch(spec, device, rows, length, with_row_tokens=loss.balance is not None)
         peaks.enter("forward")
         with keyed(dropouts, seed=0, step=1, sample_ids=batch.sample_ids):
-            total = loss(batch) / (rows * length)
+            total = loss.minimised(loss.terms(batch).share_of(rows * length, rows * length))
             with device.backward():
                 total.backward()
         peaks.leave()
@@ -223,13 +225,17 @@ def _row(held: dict[str, int], peak_bytes: int, gradient_bytes: int) -> dict[str
     return {**held, "gradients": gradient_bytes, "activations": max(0, rest)}
 
 
-def _batch(spec: RunSpec, device: SimulatedDevice, rows: int, length: int) -> Batch:
+def _batch(
+    spec: RunSpec, device: SimulatedDevice, rows: int, length: int, *, with_row_tokens: bool = False
+) -> Batch:
     facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
     with device.host_region():
         ids = torch.zeros((rows, length), dtype=torch.int64)
         positions = torch.zeros((rows, length), dtype=torch.int64) if spec.recipe.data.packing else None
         images = _images(spec, facts, rows, length)
-    batch = Batch(ids, ids.clone(), None, positions, tuple(range(rows)), rows * (length - 1) - 1, images)
+        tokens = torch.full((rows,), length) if with_row_tokens else None
+    targets = rows * (length - 1) - 1
+    batch = Batch(ids, ids.clone(), None, positions, tuple(range(rows)), targets, images, row_tokens_B=tokens)
     return replace(batch.moved(device.upload), labels_BS=device.upload(ids))
 
 

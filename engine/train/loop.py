@@ -21,6 +21,7 @@ from engine.train.checkpoint.manager import CheckpointManager
 from engine.train.checkpoint.run_state import RunState
 from engine.train.monitor.calibrate import ProbeMemory
 from engine.train.monitor.evaluator import Evaluator
+from engine.train.monitor.expert_utilisation import ExpertMonitor, utilisation_of
 from engine.train.monitor.prediction_error import UNPLANNED, Peak, measured, prediction_error
 from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.recovery.emergency_memory import EmergencyHostMemory
@@ -59,7 +60,10 @@ class Training:
         self.context, self.ranks = setup.context, setup.context.ranks
         self.state = RunState()
         self.checkpoints = CheckpointManager(setup, self.state, run, emergency_memory)
-        self.evaluator = Evaluator(setup, self.state, run, self.checkpoints)
+        self.experts = ExpertMonitor(
+            utilisation_of(self.context.loss.balance), lambda: self.state.experts, run.directory, run.journal
+        )
+        self.evaluator = Evaluator(setup, self.state, run, self.checkpoints, self.experts)
         self.transaction = StepTransaction(self.context)
         self.growth = BudgetGrowth(self.context, run.journal)
         self._gpu_read_at = 0.0
@@ -148,6 +152,7 @@ class Training:
         self.state.samples += outcome.samples
         self.state.skipped_steps += not outcome.applied
         self.state.overflows += outcome.overflowed
+        self.experts.after_step(outcome.choices_LE)
         if step % self.setup.spec.recipe.train.log_every_steps == 0 or step == self.setup.total_steps:
             self._write_step(outcome, rate, time.perf_counter() - began)
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
@@ -190,8 +195,11 @@ class Training:
             samples=outcome.samples,
             budget=self.context.budget.budget_bytes,
             **({"ranks": outcome.ranks} if outcome.ranks else {}),
+            **({} if outcome.auxiliary_loss is None else {"aux_loss": outcome.auxiliary_loss}),
+            **self.experts.event_fields(outcome.choices_LE),
             **({"loss_scale": self.context.scaler.scale} if self.context.scaler.enabled else {}),
         )
+        self.experts.warn(outcome.choices_LE)
 
     def _between_steps(self) -> None:
         spec, step = self.setup.spec.recipe, self.state.step

@@ -184,9 +184,10 @@ class LoadedStep:
         for _ in range(micro_batches):
             batch = self.batch(rows, length)
             with self.keyed(batch):
-                value = self.loss(batch) / (rows * length)
+                terms = self.loss.terms(batch)
+                value = self.loss.minimised(terms.share_of(rows * length, rows * length))
                 value.backward()
-            del value, batch
+            del value, terms, batch
         self.guard.prepare()
         self.guard.step(1)
         self.guard.accept()
@@ -212,6 +213,7 @@ class LoadedStep:
             sample_ids=tuple(range(rows)),
             target_tokens=rows * (length - 1) - 1,
             images={name: self.device.upload(tensor) for name, tensor in images.items()},
+            row_tokens_B=None if self.loss.balance is None else self.device.upload(torch.full((rows,), length)),
         )
 
     def images(self, ids: Any) -> dict[str, Any]:
@@ -241,7 +243,7 @@ def loaded_step(spec: RunSpec) -> Iterator[LoadedStep]:
     """Load the model, loss and optimizer state on the profile's device, for as long as the context lasts."""
     from engine.device import open_device
     from engine.model.load import load_model
-    from engine.model.loss import make_loss
+    from engine.model.loss import loss_of
     from engine.model.tokenizer import load_tokenizer
     from engine.train.step.optimizer import guarded_optimizer
 
@@ -250,10 +252,7 @@ def loaded_step(spec: RunSpec) -> Iterator[LoadedStep]:
         with device.host_region():
             tokenizer = load_tokenizer(spec.recipe.model)
         loaded = load_model(spec, device, tokenizer)
-        loss = make_loss(
-            loaded, implementation=train.loss, label_smoothing=train.label_smoothing, chunk_tokens=None, device=device
-        )
-        loss.offload.on = train.activation_offload
+        loss = loss_of(spec.recipe, loaded, device)
         guard = guarded_optimizer(train, loaded, device)
         gc.collect()
         yield LoadedStep(spec, device, loaded, loss, guard, device.memory().allocated_bytes)

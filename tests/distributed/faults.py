@@ -187,8 +187,7 @@ def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
     """Names of the results that differ between two runs of the steps by more than 1e-5; gradients are also compared as
     a whole, relative to their norm."""
     found = [name for name in ("losses", "norms") if here[name] != pytest.approx(there[name], rel=1e-5)]
-    if here["samples"] != there["samples"]:
-        found.append("samples")
+    found += [name for name in ("samples", "choices") if here[name] != there[name]]
     for number, (one, other) in enumerate(zip(here["gradients"], there["gradients"], strict=True), 1):
         off = float((one - other).norm() / other.norm())
         if not (off < 1e-5 and close(one, other)):

@@ -143,8 +143,8 @@ class RankWorkbench:
         self.told.clear()
 
     def steps(self) -> dict[str, Any]:
-        """Take the first steps; returns losses, norms, gradients of each, and the weights after them. All ranks call
-        it; gradients and weights are whole on each."""
+        """Take the first steps; returns losses, norms, choices of experts, gradients of each, and the weights after
+        them. All ranks call it; gradients and weights are whole on each."""
         outcomes, gradients = [], []
         for step in range(1, STEPS + 1):
             outcomes.append(self.transaction.run(step, self.setup.order.step(step)))
@@ -157,6 +157,7 @@ class RankWorkbench:
             "losses": [outcome.loss for outcome in outcomes],
             "norms": [outcome.grad_norm for outcome in outcomes],
             "samples": [outcome.samples for outcome in outcomes],
+            "choices": [None if outcome.choices_LE is None else outcome.choices_LE.tolist() for outcome in outcomes],
             "gradients": [self._whole(each) for each in gradients],
             "weights": self._whole(self.setup.context.strategy.parameters),
         }

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from engine.distributed import ranks as ranks_module
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from tests.distributed.faults import differences, sampled, wrong_among
 from tests.distributed.rank_processes import run_ranks
@@ -22,6 +23,7 @@ EXPERTS = 16
 FAULTS = 2
 ON_EXPERTS = {"method": {"kind": "lora", "rank": 4, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full, replicated": ("mixtral", {**FULL, "parallel": {"strategy": "replicated"}, "tied": False}),
     "full, weights dropped": ("mixtral", sharded(FULL, "parameters")),
     "full, weights kept, recomputed": ("qwen3_moe", sharded(FULL, "gradients", gradient_checkpointing=True)),
     "adapters beside experts, weights kept": ("mixtral", sharded(LORA, "gradients")),
@@ -40,12 +42,14 @@ def tables_of(folder: Path, case: str) -> dict[str, Any]:
     place = folder / family
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [architecture]}))
-    return {**{name: table for name, table in tables.items() if name != "tied"}, "model": {"id": str(place)}}
+    named = {name: table for name, table in tables.items() if name != "tied"}
+    return {**named, "model": {"id": str(place)}, "moe": {"aux_loss_weight": 1.0}}
 
 
 def every_case(ranks: Ranks, folder: Path) -> Any:
     """Case = clean steps, steps under faults, and which experts of each layer had anything to do in the clean ones."""
     found = {}
+    ranks_module.COUNTS_AT_ONCE = 10  # the choices of experts take several exchanges
     for number, case in enumerate(CASES):
         work = RankWorkbench(folder, ranks, tables_of(folder, case))
         modules = work.setup.context.loaded.model.named_modules()

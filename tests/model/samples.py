@@ -53,6 +53,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {**_SIZES, "logits_scaling": 4.0},
 }
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": FAMILIES["mixtral"],
+    "qwen3_moe": FAMILIES["qwen3_moe"],
+    "qwen2_moe": {**_SIZES, **_MOE, "shared_expert_intermediate_size": 16},
+    "olmoe": {**_SIZES, **_MOE},
+    "flex_olmo": {**_SIZES, **_MOE},
+    "gpt_oss": {**_SIZES, **_MOE},
+    "minimax": {**_SIZES, **_MOE},
+    "qwen3_next": {**_SIZES, **_MOE, "shared_expert_intermediate_size": 16},
+}
+"""Mixtures of experts whose routers choose by the highest probability."""
+
 
 @lru_cache(maxsize=1)
 def cpu() -> CpuDevice:

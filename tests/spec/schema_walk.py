@@ -322,6 +322,8 @@ CASES: dict[str, Case] = {
     "evaluate.log_samples": Case(score, "0", "1", ANSWERS),
     "evaluate.sources": Case(score, "", '[{name = "apart", path = "OTHERS"}]', HELD_OUT),
     "moe.freeze_router": Case(plan, "true", "false", ("model.id=mistralai/Mixtral-8x7B-v0.1",)),
+    "moe.aux_loss_weight": Case(plan, "0", "0.01", ("model.id=mistralai/Mixtral-8x7B-v0.1",)),
+    "moe.watch_experts": Case(plan, "false", "true", ("model.id=mistralai/Mixtral-8x7B-v0.1", "moe.aux_loss_weight=0")),
     "generate.max_new_tokens": Case(score, "4", "6", HELD_OUT),
     "generate.temperature": Case(score, "0", "3.0", ANSWERS),
     "generate.top_k": Case(score, "0", "2", SAMPLED),

@@ -12,7 +12,7 @@ import torch
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.device.host_syncs import host_syncs
-from engine.train.step.computation import StepComputation
+from engine.train.step.computation import StepComputation, StepTokens
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 
@@ -25,7 +25,7 @@ def syncs_of_a_step(tmp_path: Path, rows: int, **tables: Any) -> tuple[list[str]
         context.budget = MicroBatchBudget(context.cost(rows, int(lengths.max())), 1 << 40)
         work = StepComputation(context)
         plan = plan_micro_batches(lengths, context.cost, context.budget.budget_bytes)
-        found = [sync for group in plan for sync in work.host_syncs(1, samples, group, 100)]
+        found = [sync for group in plan for sync in work.host_syncs(1, samples, group, StepTokens(100, 100))]
         return found, plan
 
 

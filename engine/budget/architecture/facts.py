@@ -20,6 +20,11 @@ GPT2_DROPOUT = 0.1
 """What transformers' GPT2Config has for each dropout that a config.json does not mention."""
 
 
+ROUTER_AUX_LOSS_COEF = 0.001
+"""What transformers' configs of mixtures have for the weight of the auxiliary loss if a config.json does not mention
+it."""
+
+
 @dataclass(frozen=True)
 class Experts:
     """The feed-forward half of a mixture-of-experts layer."""
@@ -28,6 +33,8 @@ class Experts:
     per_token: int
     intermediate: int
     """Width of one expert."""
+    auxiliary_loss: bool = True
+    """Whether the model's own weight of the auxiliary loss (router_aux_loss_coef) is above 0."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +238,7 @@ def _experts(facts: Mapping[str, Any]) -> Experts:
         count=int(facts["num_experts"] if "num_experts" in facts else facts["num_local_experts"]),
         per_token=int(facts["num_experts_per_tok"]),
         intermediate=int(facts.get("moe_intermediate_size", facts.get("intermediate_size", 0))),
+        auxiliary_loss=float(facts.get("router_aux_loss_coef", ROUTER_AUX_LOSS_COEF)) > 0,
     )
 
 

@@ -4,7 +4,8 @@ Each rank has a slice of each sequence. Models are refused if they need
 - an attention mask, which would take length² on every rank: packed documents, images whose tokens see each other,
   sliding windows except in flash attention;
 - parameters per head outside the projections (gpt-oss' sinks);
-- a state that passes from token to token.
+- a state that passes from token to token;
+- an auxiliary loss that balances experts, computed over whole sequences.
 Heads must divide evenly over the ranks. If there are fewer key heads than ranks, several ranks get the same key head.
 
 The engine checks the model itself, too (`engine.model.ulysses_attention.verify_ulysses_attention`).
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from engine.budget.architecture.facts import Architecture, from_config
+from engine.budget.architecture.facts import ROUTER_AUX_LOSS_COEF, Architecture, from_config
 from engine.budget.architecture.packing_support import POSITION_BLIND_FAMILIES, STATEFUL_FAMILIES
 from engine.errors import UnknownArchitectureError, UsageError
 from engine.spec.attention_kernels import FLASH_CHOICES
@@ -79,8 +80,23 @@ def _in_model(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
             f"{model_type} runs with eager attention, whose scores are as long as the sequence, squared",
             'set model.attention = "flash" where it runs',
         )
+    yield from _auxiliary_loss(facts, spec)
     yield from _window(facts, spec)
     yield from _heads(facts, spec)
+
+
+def _auxiliary_loss(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
+    """The auxiliary loss is a product of means over a sequence, of which each rank sees a slice."""
+    weight, recipe = spec.recipe.moe.aux_loss_weight, spec.recipe
+    if not {"num_experts", "num_local_experts"} & facts.keys():
+        return
+    if weight is None:
+        weight = 0.0 if recipe.freezes_router else float(facts.get("router_aux_loss_coef", ROUTER_AUX_LOSS_COEF))
+    if weight:
+        yield Obstacle(
+            f"the auxiliary loss (moe.aux_loss_weight = {weight:g}) is computed over whole sequences",
+            "set moe.aux_loss_weight = 0",
+        )
 
 
 def _is_eager(facts: Mapping[str, Any], spec: RunSpec) -> bool:

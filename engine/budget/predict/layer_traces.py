@@ -187,6 +187,8 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
         loss="plain",
         liger=False,
         chunk_tokens=0,
+        watches_experts=False,
+        balances_experts=False,
         # A checkpointed layer offloads only its input, which its trace does not count.
         activation_offload=config.activation_offload and not config.checkpointing,
     )

@@ -17,6 +17,7 @@ from engine.budget.architecture.facts import Architecture
 from engine.budget.predict.layer_traces import head_step, layer_backward, layer_forward
 from engine.budget.predict.parallel_layout import SINGLE_DEVICE, ParallelLayout, shards, static_of_a_rank
 from engine.budget.predict.phase import PhaseCost, Phases
+from engine.budget.predict.router_statistics import router_statistics
 from engine.budget.predict.static import layer_tensors, static_bytes
 from engine.budget.predict.vision import vision_cost
 from engine.budget.trace.dropout import mask_bytes
@@ -55,11 +56,12 @@ class _Step:
         self.held = self.everything if accumulating else 0
         # A tied table gets gradients from head and embedding; autograd keeps the head's until the embedding's exists.
         self.waiting = self.static.embedding_gradient if arch.tied else 0
+        self.routers = router_statistics(arch, config)
         self.label = "recompute" if config.checkpointing else "activations"
 
     def phases(self) -> Phases:
         """All phases of the micro-batch, from forward to the embedding's backward pass."""
-        phases = {"forward": self._forward(), "loss_backward": (self._head(),)} | self._backward()
+        phases = {"forward": (*self._forward(), *self._reading()), "loss_backward": (self._head(),)} | self._backward()
         if self.static.embedding_gradient:
             phases["embedding_backward"] = (self._embedding(),)
         return phases
@@ -71,7 +73,8 @@ class _Step:
         return tuple(
             PhaseCost(
                 self.held,
-                self._kept(layer) + self._casts(layer) + (embeddings if layer else NO_BYTES),
+                self._kept(layer) + self._casts(layer) + self.routers.forward(layer)
+                + (embeddings if layer else NO_BYTES),
                 self.ahead[kind].forward,
                 self.label,
                 batch,
@@ -80,10 +83,20 @@ class _Step:
             for kind, (_, layer) in self.stack.spans.items()
         )
 
+    def _reading(self) -> tuple[PhaseCost, ...]:
+        """The moment after the last layer when router logits are read; nothing if they are not."""
+        if not any(self.routers.logits):
+            return ()
+        layers, arch, config = self.arch.layers, self.arch, self.config
+        output = (config.base_bytes + FLOAT) * arch.hidden * TOKEN  # of the last norm, and what it saves
+        kept = self._kept(layers) + self._casts(layers) + self.routers.forward(layers)
+        batch = inputs(arch, config, masks_of(config, self.stack.kinds))
+        return (PhaseCost(self.held, kept, (output + self.routers.reading(),), self.label, batch),)
+
     def _head(self) -> PhaseCost:
         """The phase from the last layer's output to the loss and back to that output's gradient."""
         layers = self.arch.layers
-        kept = self._kept(layers) + self._casts(layers)
+        kept = self._kept(layers) + self._casts(layers) + self.routers.loss()
         working = head_step(self.arch, self.config, self.adding)
         buffers = self.shards.loss() if self.shards else 0
         return PhaseCost(self.held, kept, working, "loss", self._batch(layers), buffers)
@@ -110,7 +123,8 @@ class _Step:
             gradients += self._made_after(layer)
         working = layer_backward(self.arch, self.config, self.stack.layers[layer], self.adding)
         buffers = self.shards.backward(layer) if self.shards else 0
-        return PhaseCost(gradients, self._kept(layer), working, self.label, self._batch(layer + 1), buffers)
+        kept = self._kept(layer) + self.routers.backward(layer)
+        return PhaseCost(gradients, kept, working, self.label, self._batch(layer + 1), buffers)
 
     def _made_after(self, layer: int) -> int:
         """Bytes of the gradients of the head and of all layers after `layer`."""

@@ -97,6 +97,10 @@ class MemoryConfig:
     """… for the first layer's input."""
     fused_dropout: bool = False
     """Dropout draws its masks in one kernel, without memory for them: on CUDA."""
+    watches_experts: bool = False
+    """The router logits of all layers are kept to the end of the forward pass, to count the choices of experts."""
+    balances_experts: bool | None = False
+    """… and the auxiliary loss is computed from them; None: if a router is trained."""
     one_row: bool = False
     """The micro-batch is a single sequence of a model that saves other tensors then; see `for_rows`."""
 
@@ -166,6 +170,8 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         fused_dropout=device.kind == "cuda",
         residual_dropout=arch.residual_dropout,
         embedding_dropout=arch.embedding_dropout,
+        watches_experts=arch.experts is not None and recipe.moe.watch_experts,
+        balances_experts=_balances_experts(arch, recipe),
     )
 
 
@@ -180,6 +186,14 @@ def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
         train_only=tuple(method.train_only),
         freeze=(*method.freeze, *(() if method.train_only else _frozen_by_default(arch, recipe))),
     )
+
+
+def _balances_experts(arch: Architecture, recipe: Recipe) -> bool | None:
+    """Whether the auxiliary loss is computed; None: if a router is trained."""
+    weight = recipe.moe.aux_loss_weight
+    if arch.experts is None or not (arch.experts.auxiliary_loss if weight is None else weight):
+        return False
+    return None if weight is None else True
 
 
 def for_rows(arch: Architecture, config: MemoryConfig, rows: int) -> MemoryConfig:

@@ -30,7 +30,17 @@ def warmup_note(train: Train, total_steps: int) -> str | None:
     return f"train.warmup_steps = {train.warmup_steps} is more than the run's {steps}: the warm-up takes {taken}"
 
 
+def frozen_router_note(recipe: Recipe) -> str | None:
+    """A sentence if the auxiliary loss has a weight but routers are frozen."""
+    if not recipe.moe.aux_loss_weight or not recipe.freezes_router:
+        return None
+    return (
+        f"moe.aux_loss_weight = {recipe.moe.aux_loss_weight:g}, but the routers are frozen: only what is trained "
+        "before them learns from it; set moe.freeze_router = false to train them"
+    )
+
+
 def notes_of(recipe: Recipe) -> list[str]:
     """The notes about a recipe that need no data."""
-    note = warmup_note(recipe.train, recipe.train.max_steps) if recipe.train.max_steps is not None else None
-    return [note] if note else []
+    warmup = warmup_note(recipe.train, recipe.train.max_steps) if recipe.train.max_steps is not None else None
+    return [note for note in (warmup, frozen_router_note(recipe)) if note]

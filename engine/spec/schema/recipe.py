@@ -299,6 +299,12 @@ class Moe(Table):
     freeze_router: bool | None = None
     """true: the router is not trained; false: it is trained in full, also beside LoRA. By default true beside LoRA,
     false in full fine-tuning."""
+    aux_loss_weight: NonNegative | None = None
+    """Weight of the auxiliary loss that balances the experts, computed per sequence and layer over the whole step. By
+    default the model's router_aux_loss_coef if the router is trained, else 0."""
+    watch_experts: bool = True
+    """Count how many tokens each expert gets: in step events, in experts/ at evaluations, with warnings of experts that
+    get almost none."""
 
 
 class Generate(Table):

@@ -20,6 +20,7 @@ from engine.launch.resume_changes import find_changes, refused_changes
 from engine.spec.files.document import merge_tables
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
+from engine.train.monitor.expert_utilisation import ExpertCounters
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.step.context import StepContext
 from engine.train.step.loss_scaler import LossScaler
@@ -53,11 +54,14 @@ class RunState:
     last_evaluated: int | None = None
     """The step whose weights were scored last."""
     best: Best = field(default_factory=Best)
+    experts: ExpertCounters = field(default_factory=ExpertCounters)
+    """Use of a mixture's experts."""
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> RunState:
         """Rebuild the state from its saved `asdict`."""
-        return cls(**{**saved, "best": Best(**saved["best"])})
+        best, experts = Best(**saved["best"]), ExpertCounters(**saved.get("experts", {}))
+        return cls(**{**saved, "best": best, "experts": experts})
 
     def become(self, other: RunState) -> None:
         """Copy all counters of `other` into this object, to which several other objects hold references."""

@@ -17,6 +17,7 @@ from engine.train.checkpoint.best import is_better
 from engine.train.checkpoint.files import mark_best
 from engine.train.checkpoint.manager import CheckpointManager
 from engine.train.checkpoint.run_state import Best, RunState
+from engine.train.monitor.expert_utilisation import ExpertMonitor
 from engine.train.recovery.records import RankOom, RecoveredOom
 from engine.train.run_context import RunContext
 from engine.train.setup import TrainingSetup
@@ -31,8 +32,10 @@ class Evaluator:
         state: RunState,
         run: RunContext,
         checkpoints: CheckpointManager,
+        experts: ExpertMonitor,
     ) -> None:
         self._setup, self._state, self._checkpoints, self._directory = setup, state, checkpoints, run.directory
+        self._experts = experts
         self._journal, self._requests, self._watchdog = run.journal, run.requests, run.watchdog
         self._ranks, self._asked = setup.context.ranks, setup.spec.recipe.eval
         self._context = self._make_context()
@@ -49,12 +52,14 @@ class Evaluator:
         return patience is not None and self._state.best.since >= patience
 
     def evaluate(self) -> bool:
-        """Score the validation set, and save a checkpoint if the result is the best so far. False when there is no
-        result."""
+        """Score the validation set, write the use of experts since the last evaluation, and save a checkpoint if the
+        result is the best so far. False when there is no result."""
         metrics = self._ranks.run_on_rank0(self._score)
         if metrics is None:
             return False
         self._state.last_evaluated = self._state.step
+        # Before a checkpoint is saved: one saved now must not count these steps again.
+        self._experts.after_evaluation(self._state.step, writes=self._ranks.is_rank0)
         if self._state.step:
             self._compare_with_best(metrics)
         self._journal.phase("training")

@@ -12,7 +12,7 @@ import numpy as np
 from engine.batching.micro_batches import plan_micro_batches
 from engine.train.proofs.record import DisprovedError
 from engine.train.setup import TrainingSetup
-from engine.train.step.computation import StepComputation
+from engine.train.step.computation import StepComputation, StepTokens
 
 
 def applies(setup: TrainingSetup) -> bool:
@@ -34,7 +34,7 @@ def prove(setup: TrainingSetup) -> str:
     plan = plan_micro_batches(context.data.lengths[samples], context.cost, context.budget.budget_bytes)
     budget, context.budget = context.budget, replace(context.budget)
     try:
-        found = StepComputation(context).host_syncs(1, samples, plan[0], 1)
+        found = StepComputation(context).host_syncs(1, samples, plan[0], StepTokens(1, 1))
     finally:
         context.budget = budget
         context.strategy.drop_gradients()

@@ -4,7 +4,8 @@ Any line here may run out of memory; `engine.train.step.transaction` handles tha
 `in_flight` say what was being done.
 
 The loss is the sum over target tokens divided by their number in the whole step, counted before the first forward; so
-any split into micro-batches, and over any number of ranks, gives the same gradient.
+any split into micro-batches, and over any number of ranks, gives the same gradient. The auxiliary loss of a mixture of
+experts is likewise divided by the tokens of the whole step (`engine.model.expert_balance`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.batching.micro_batches import MicroBatch
@@ -22,8 +23,16 @@ from engine.data.batch import Batch, collate
 from engine.device.host_syncs import host_syncs
 from engine.model.documents import takes_starts
 from engine.model.dropout import keyed, keyed_dropouts
+from engine.model.loss import MicroBatchLoss
 from engine.train.step.batch_loader import BatchLoader
 from engine.train.step.context import StepContext
+
+
+class StepTokens(NamedTuple):
+    """Tokens of a whole step, on all ranks: target tokens, and all tokens without padding. Each is at least 1."""
+
+    targets: int
+    real: int
 
 
 class StepComputation:
@@ -38,6 +47,11 @@ class StepComputation:
         """The micro-batch being worked on; None outside forward and backward."""
         self.mean_loss = 0.0
         """Mean over the step's target tokens; until `prepare_gradients`, only this rank's share of it."""
+        self.auxiliary_loss: float | None = None
+        """Auxiliary loss of the step, without its weight; until `prepare_gradients`, only this rank's share of it. None
+        for a model without one."""
+        self.choices_LE: NDArray[np.int64] | None = None
+        """How many of this rank's tokens chose each expert of each layer; None if nobody watches."""
         self.grad_norm = 0.0
         """Norm of the gradients before clipping."""
         self.busy_seconds = 0.0
@@ -60,31 +74,33 @@ class StepComputation:
         return bool(np.isfinite(self.mean_loss) and np.isfinite(self.grad_norm))
 
     def accumulate(
-        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], target_tokens: int
+        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], tokens: StepTokens
     ) -> None:
-        """Accumulate the gradients of this rank's micro-batches; sets `mean_loss` to this rank's share of the step's
-        loss."""
+        """Accumulate the gradients of this rank's micro-batches; sets `mean_loss` and `auxiliary_loss` to this rank's
+        share of the step's, and `choices_LE`."""
         began = time.perf_counter()
         # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
-        total: torch.Tensor | None = None
+        total: MicroBatchLoss | None = None
         with closing(self._loader.batches([self._samples_of(group, samples) for group in plan])) as batches:
             for group in plan:
                 self.phase, self.in_flight = "forward", group if group.members else None
                 if group.members:
-                    loss = self._micro_batch(step, batches, group, target_tokens)
+                    loss = self._micro_batch(step, batches, group, tokens)
                     total = loss if total is None else total.add_(loss)
                 else:
                     self._dummy_micro_batch(step, batches)
         self.in_flight = None
         # Waits for the device: errors of its kernels are raised here, before other ranks are told that all went well.
-        self.mean_loss = 0.0 if total is None else float(total)
+        self._note_sums(total)
         self.busy_seconds = time.perf_counter() - began
 
     def prepare_gradients(self, _plan: list[MicroBatch]) -> None:
-        """Begin the exchange between ranks: allocate what summing gradients needs, and replace `mean_loss`, this rank's
-        part of the step's mean loss, by the sum over ranks."""
+        """Begin the exchange between ranks: allocate what summing gradients needs, and replace `mean_loss` and
+        `auxiliary_loss`, this rank's parts of the step's losses, by the sums over ranks."""
         self.phase = "reduce"
-        self.mean_loss = self.context.strategy.prepare_gradients(self.mean_loss)
+        shares = [self.mean_loss, *([] if self.auxiliary_loss is None else [self.auxiliary_loss])]
+        self.mean_loss, *auxiliary = self.context.strategy.prepare_gradients(shares)
+        self.auxiliary_loss = auxiliary[0] if auxiliary else None
 
     def sync_and_clip(self, _plan: list[MicroBatch]) -> None:
         """Sum gradients over ranks and clip them, then prepare what the optimizer needs for its step, so that no rank
@@ -109,31 +125,43 @@ class StepComputation:
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
     def host_syncs(
-        self, step: int, samples: NDArray[np.int64], group: MicroBatch, target_tokens: int
+        self, step: int, samples: NDArray[np.int64], group: MicroBatch, tokens: StepTokens
     ) -> list[str]:
         """Run forward and backward of one micro-batch; return the operations for which the host waited for the device
         (`engine.device.host_syncs`). Drop the gradients afterwards."""
         with closing(self._loader.batches([self._samples_of(group, samples)])) as batches:
-            return host_syncs(lambda: self._micro_batch(step, batches, group, target_tokens))
+            return host_syncs(lambda: self._micro_batch(step, batches, group, tokens))
 
     def _micro_batch(
-        self, step: int, batches: Iterator[Batch], group: MicroBatch, target_tokens: int
-    ) -> torch.Tensor:
+        self, step: int, batches: Iterator[Batch], group: MicroBatch, tokens: StepTokens
+    ) -> MicroBatchLoss:
         """Run forward and backward of the next of `batches`, adding to the gradients; returns its share of the step's
-        loss."""
+        losses."""
         context = self.context
         if context.measures:
             context.device.reset_peak()
         batch = next(batches).moved(context.device.upload)
         with self._around(step, batch):
-            loss = context.loss(batch) / target_tokens
+            share = context.loss.terms(batch).share_of(*tokens)
+            loss = context.loss.minimised(share)
             self.phase = "backward"
             (loss * context.scaler.scale).backward()
         # On the plain CPU a reading shows nothing here, as activations are free again, and costs a system call.
         peak_bytes = context.device.memory().peak_bytes if context.measures else 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         context.budget.record_success(group.cost_bytes, max(0, peak_bytes - context.static_bytes))
-        return loss.detach()
+        return share.detached()
+
+    def _note_sums(self, total: MicroBatchLoss | None) -> None:
+        """Read this rank's sums over its micro-batches, None if it had none. Waits for the device."""
+        balance = self.context.loss.balance
+        self.mean_loss = 0.0 if total is None else float(total.token_losses)
+        self.auxiliary_loss = 0.0 if balance is not None and balance.weight else None
+        self.choices_LE = balance.no_choices() if balance is not None and balance.watched else None
+        if total is not None and total.auxiliary is not None:
+            self.auxiliary_loss = float(total.auxiliary)
+        if total is not None and total.choices_LE is not None:
+            self.choices_LE = self.context.device.download(total.choices_LE).numpy()
 
     def _dummy_micro_batch(self, step: int, batches: Iterator[Batch]) -> None:
         """Run the next of `batches`, the shortest sequence, at zero weight, to join the collectives of a micro-batch
@@ -164,6 +192,11 @@ class StepComputation:
     def _on_host(self, samples: NDArray[np.int64]) -> Batch:
         """This rank's part of the micro-batch of `samples`, in host memory."""
         context = self.context
-        with_starts = takes_starts(context.loaded.attention)
-        batch = collate(context.data, samples, pad_id=context.pad_id, with_starts=with_starts)
+        batch = collate(
+            context.data,
+            samples,
+            pad_id=context.pad_id,
+            with_starts=takes_starts(context.loaded.attention),
+            with_row_tokens=context.loss.balance is not None,
+        )
         return context.strategy.local_part(batch, pad_id=context.pad_id)

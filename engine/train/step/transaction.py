@@ -35,7 +35,7 @@ from engine.train.recovery.consensus import (
 from engine.train.recovery.ladder import back_off
 from engine.train.recovery.memory_settings import current_settings
 from engine.train.recovery.records import RankOom, RecoveredOom
-from engine.train.step.computation import StepComputation
+from engine.train.step.computation import StepComputation, StepTokens
 from engine.train.step.context import StepContext
 
 
@@ -57,6 +57,10 @@ class StepOutcome:
     ran: tuple[MicroBatchShape, ...] = ()
     """The micro-batches of this rank, in the order in which they ran."""
     overflowed: bool = False
+    auxiliary_loss: float | None = None
+    """Auxiliary loss of a mixture of experts, without its weight; None where none is computed."""
+    choices_LE: NDArray[np.int64] | None = None
+    """How many of the step's tokens chose each expert of each layer, over all ranks; None if nobody watches."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Each rank's measurements of the step; empty in a run of one process."""
 
@@ -107,7 +111,7 @@ class StepTransaction:
             step,
             own_samples,
             [
-                lambda plan: self.work.accumulate(step, own_samples, plan, max(1, self._targets(samples))),
+                lambda plan: self.work.accumulate(step, own_samples, plan, self._step_tokens(samples)),
                 self.work.prepare_gradients,
                 self.work.sync_and_clip,
                 lambda _: self.work.apply(step),
@@ -115,6 +119,7 @@ class StepTransaction:
         )
         overflowed = self._finish_step(step)
         stats = self._gather_stats(self._step_stats(plan, time.perf_counter() - began))
+        choices_LE = self.work.choices_LE
         ranks_per_sample = self.context.strategy.ranks_per_sample
         return StepOutcome(
             loss=self.work.mean_loss,
@@ -128,6 +133,8 @@ class StepTransaction:
             applied=not overflowed,
             ran=self._shapes(plan, own_samples),
             overflowed=overflowed,
+            auxiliary_loss=self.work.auxiliary_loss,
+            choices_LE=None if choices_LE is None else self.context.ranks.sum_of_counts(choices_LE),
             ranks=stats if self.context.ranks.size > 1 else [],
         )
 
@@ -140,7 +147,7 @@ class StepTransaction:
         own_samples = self._share(samples)
 
         def costliest(plan: list[MicroBatch]) -> None:
-            self.work.accumulate(step, own_samples, plan[:1], max(1, self._targets(samples)))
+            self.work.accumulate(step, own_samples, plan[:1], self._step_tokens(samples))
 
         waited_before = self.work.data_wait_seconds
         plan = self._run_with_recovery(step, own_samples, [costliest], "probe_")
@@ -224,6 +231,9 @@ class StepTransaction:
 
     def _targets(self, samples: NDArray[np.int64]) -> int:
         return int(self.context.data.target_counts[samples].sum())
+
+    def _step_tokens(self, samples: NDArray[np.int64]) -> StepTokens:
+        return StepTokens(max(1, self._targets(samples)), max(1, self._tokens(samples)))
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The samples of the step that this rank works on."""

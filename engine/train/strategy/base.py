@@ -73,9 +73,9 @@ class Strategy(ABC):
         return nullcontext()
 
     @abstractmethod
-    def prepare_gradients(self, loss: float) -> float:
+    def prepare_gradients(self, losses: list[float]) -> list[float]:
         """Find out which parameters have a gradient on any rank, and allocate a gradient for those that have none on
-        this rank; returns the sum of all ranks' `loss`."""
+        this rank; returns the sum over all ranks of each of `losses`."""
 
     @abstractmethod
     def sync_gradients(self) -> None:
@@ -133,9 +133,9 @@ class Strategy(ABC):
 class SingleDevice(Strategy):
     """The strategy of one process, which holds the whole model and trains on every sample."""
 
-    def prepare_gradients(self, loss: float) -> float:
-        """Return `loss` unchanged: there is no other rank."""
-        return loss
+    def prepare_gradients(self, losses: list[float]) -> list[float]:
+        """Return `losses` unchanged: there is no other rank."""
+        return losses
 
     def sync_gradients(self) -> None:
         """Do nothing: there is no other rank."""

@@ -59,4 +59,4 @@ def _model_and_loss(
     spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[LoadedModel, LossFunction]:
     loaded = load_model(spec, device, tokenizer)
-    return loaded, loss_of(spec.recipe.train, loaded, device)
+    return loaded, loss_of(spec.recipe, loaded, device)

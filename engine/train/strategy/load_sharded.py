@@ -115,6 +115,6 @@ def _spread(spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, vo
     loaded.shards = {plain_name(name): part for name, part in sharded.local_parameters().items()}
     loaded.first_elements = {plain_name(name): first for name, first in sharded.first_elements().items()}
     with sharded.forward_only(gathers_head=True):
-        loss = loss_of(spec.recipe.train, loaded, device)
+        loss = loss_of(spec.recipe, loaded, device)
     root.use(loss)
     return Sharded(loaded, loss, ranks, sharded, voted_group)

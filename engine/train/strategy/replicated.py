@@ -41,13 +41,13 @@ class Replicated(Strategy):
         broadcast_tensors([*(parameter.data for parameter in self.parameters), *loaded.model.buffers()])
         self._all_reduce = retry_on_oom(lambda: GradientAllReduce(self.parameters), "load", device, report_retry)
 
-    def prepare_gradients(self, loss: float) -> float:
-        """Allocate a zero gradient for each parameter that has a gradient only on other ranks; returns the sum of
-        all ranks' `loss`."""
+    def prepare_gradients(self, losses: list[float]) -> list[float]:
+        """Allocate a zero gradient for each parameter that has a gradient only on other ranks; returns the sum over
+        all ranks of each of `losses`."""
         missing = self._all_reduce.agree()
-        total: float = sum(self.ranks.all_gather_object(loss))
+        totals = self.ranks.sums(losses)
         self._all_reduce.fill(missing)
-        return total
+        return totals
 
     def sync_gradients(self) -> None:
         """Sum gradients over ranks, with one all-reduce for each bucket."""

@@ -77,9 +77,9 @@ class SequenceParallel(Strategy):
         """Delegate to the inner strategy."""
         return self.inner.dummy_micro_batch()
 
-    def prepare_gradients(self, loss: float) -> float:
+    def prepare_gradients(self, losses: list[float]) -> list[float]:
         """Delegate to the inner strategy."""
-        return self.inner.prepare_gradients(loss)
+        return self.inner.prepare_gradients(losses)
 
     def sync_gradients(self) -> None:
         """Delegate to the inner strategy."""

@@ -57,12 +57,12 @@ class Sharded(Strategy):
         counts as one without a gradient."""
         return self.model.dummy_micro_batch()
 
-    def prepare_gradients(self, loss: float) -> float:
+    def prepare_gradients(self, losses: list[float]) -> list[float]:
         """Set the gradient of each local part of a parameter to its part of the gradient that backward summed over
-        ranks; returns the sum of all ranks' `loss`."""
-        total: float = sum(self.ranks.all_gather_object(loss))
+        ranks; returns the sum over all ranks of each of `losses`."""
+        totals = self.ranks.sums(losses)
         self.model.sync_gradients()
-        return total
+        return totals
 
     def sync_gradients(self) -> None:
         """Do nothing: gradients were summed over ranks during backward."""

@@ -1,0 +1,66 @@
+"""Bytes that a mixture of experts takes because its router logits are looked at: to count the choices of experts, and
+for the auxiliary loss.
+
+The logits of every layer are kept until all layers are done. Then each layer's become fp32 probabilities, which only
+the auxiliary loss saves for backward: 2 + 4 bytes per token, expert and layer in bf16. Before any layer runs backward,
+the probabilities become gradients of the logits.
+
+Try: `python -m pytest tests/budget/test_router_statistics.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.trace.layer_kinds import layer_stack
+from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
+from engine.budget.trace.operations import FLOAT
+from engine.budget.trace.polynomial import TOKEN, BytesPolynomial
+
+ROUTER_WEIGHTS = frozenset({"mlp.gate.weight", "mlp.router.weight"})
+"""Names of router weights, below a layer."""
+
+
+@dataclass(frozen=True)
+class RouterStatistics:
+    """What is kept of the routers of a model in training."""
+
+    logits: tuple[int, ...]
+    """Bytes per token of each layer's router logits; 0 in a layer without experts, and if nobody looks at them."""
+    probabilities: tuple[int, ...]
+    """Bytes per token of each layer's fp32 probabilities; likewise."""
+    balances: bool
+    """Whether the auxiliary loss is computed."""
+
+    def forward(self, layer: int) -> BytesPolynomial:
+        """Bytes kept while the forward pass is at `layer`."""
+        return sum(self.logits[:layer]) * TOKEN
+
+    def reading(self) -> BytesPolynomial:
+        """Bytes that are added while the logits are turned into counts and the auxiliary loss."""
+        largest = max(self.probabilities)
+        return (sum(self.probabilities) + largest if self.balances else 2 * largest) * TOKEN
+
+    def loss(self) -> BytesPolynomial:
+        """Bytes kept while the loss is computed."""
+        return (sum(self.probabilities) if self.balances else 0) * TOKEN
+
+    def backward(self, layer: int) -> BytesPolynomial:
+        """Bytes of the gradients that wait for `layer` and the layers before it."""
+        return (sum(self.logits[: layer + 1]) if self.balances else 0) * TOKEN
+
+
+@lru_cache(maxsize=256)
+def router_statistics(arch: Architecture, config: MemoryConfig) -> RouterStatistics:
+    """What a training step of this model keeps."""
+    kinds = [kind.trainable for kind in layer_stack(arch, config).layers]
+    learns = any(not ROUTER_WEIGHTS.isdisjoint(kind.trained) for kind in kinds)
+    balances = learns if config.balances_experts is None else config.balances_experts
+    read = [arch.experts is not None and not kind.dense and (balances or config.watches_experts) for kind in kinds]
+    count = arch.experts.count if arch.experts is not None else 0
+    width = DTYPE_BYTES["float16"] if config.autocast else config.base_bytes
+    return RouterStatistics(
+        tuple([count * width * each for each in read]), tuple([count * FLOAT * each for each in read]), balances
+    )

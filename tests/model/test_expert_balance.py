@@ -1,0 +1,175 @@
+"""The auxiliary loss of mixtures: its gradient does not depend on the split, and equals a plain reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.data.batch import Batch
+from engine.errors import UsageError
+from engine.model.expert_balance import TOP_K_FAMILIES, expert_balance
+from engine.model.loaded import LoadedModel
+from engine.model.loss import LossFunction, loss_of
+from tests.model.samples import MIXTURES, batch_of, cpu, disturb, load, run_spec, write_model
+
+FULL = {"method": {"kind": "full"}}
+SEQUENCES = 16
+
+
+def loaded_with_loss(folder: Path, family: str, **options: Any) -> tuple[LoadedModel, LossFunction]:
+    spec = run_spec(str(write_model(folder / family, family, **MIXTURES.get(family, {}))), **options)
+    loaded = load(spec)
+    disturb(loaded)
+    return loaded, loss_of(spec.recipe, loaded, cpu())
+
+
+def rows_of(batch: Batch, rows: range) -> Batch:
+    """Some rows of a batch, cut to the longest of them, as another split would have them."""
+    assert batch.row_tokens_B is not None
+    tokens_B = batch.row_tokens_B[rows.start : rows.stop]
+    cut = (slice(rows.start, rows.stop), slice(0, int(tokens_B.max())))
+    labels_BS = batch.labels_BS[cut]
+    return replace(
+        batch,
+        input_ids_BS=batch.input_ids_BS[cut],
+        labels_BS=labels_BS,
+        attention_mask_BS=None,
+        row_tokens_B=tokens_B,
+        target_tokens=int((labels_BS[:, 1:] != -100).sum()),
+    )
+
+
+def ragged(rows: int = SEQUENCES) -> Batch:
+    """Rows of 12 tokens down to 5, padded."""
+    batch = batch_of(rows, masked=2)
+    tokens_B = torch.tensor([12 - row % 8 for row in range(rows)])
+    labels_BS = batch.labels_BS.masked_fill(torch.arange(12) >= tokens_B[:, None], -100)
+    return replace(
+        batch, labels_BS=labels_BS, row_tokens_B=tokens_B, target_tokens=int((labels_BS[:, 1:] != -100).sum())
+    )
+
+
+def gradients(loaded: LoadedModel, loss: LossFunction, batch: Batch, micro_batch: int) -> dict[str, torch.Tensor]:
+    """The gradients of a step over all rows, so many at a time."""
+    assert batch.row_tokens_B is not None
+    loaded.model.zero_grad(set_to_none=True)
+    for first in range(0, SEQUENCES, micro_batch):
+        terms = loss.terms(rows_of(batch, range(first, first + micro_batch)))
+        loss.minimised(terms.share_of(batch.target_tokens, int(batch.row_tokens_B.sum()))).backward()
+    return {name: p.grad.clone() for name, p in loaded.trainable() if p.grad is not None}
+
+
+def reference(loaded: LoadedModel, batch: Batch) -> torch.Tensor:
+    """The auxiliary loss of a step, written down plainly: one sequence and one layer after the other."""
+    assert batch.row_tokens_B is not None
+    total, config = torch.zeros(()), loaded.config
+    for row, tokens in enumerate(batch.row_tokens_B.tolist()):
+        ids = batch.input_ids_BS[row : row + 1, :tokens]
+        per_layer = []
+        for logits in loaded.base(input_ids=ids, output_router_logits=True).router_logits:
+            probabilities = logits.float().softmax(-1)
+            experts = probabilities.shape[1]
+            chosen = probabilities.topk(config.num_experts_per_tok).indices
+            chosen_of = torch.stack([(chosen == expert).sum() for expert in range(experts)]) / tokens
+            per_layer.append(experts * (chosen_of * probabilities.mean(0)).sum())
+        total = total + tokens * torch.stack(per_layer).mean()
+    return total / int(batch.row_tokens_B.sum())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_any_split_gives_the_reference_s_gradient(tmp_path: Path, family: str, checkpointing: bool) -> None:
+    moe, train = {"aux_loss_weight": 2.0}, {"gradient_checkpointing": checkpointing}
+    loaded, loss = loaded_with_loss(tmp_path, family, method=FULL["method"], moe=moe, train=train)
+    batch = ragged()
+    by_size = {size: gradients(loaded, loss, batch, size) for size in (1, 4, 16)}
+    loss.balance = None
+    without = gradients(loaded, loss, batch, 16)
+    loaded.model.zero_grad(set_to_none=True)
+    (2.0 * reference(loaded, batch)).backward()
+    for name, parameter in loaded.trainable():
+        alone = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        expected = without[name] + alone
+        for found in by_size.values():
+            torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-6)
+    gate = "model.layers.0.mlp.gate.weight"
+    assert float((by_size[1][gate] - without[gate]).norm()) > 0.1 * float(without[gate].norm()), "nothing was balanced"
+
+
+def test_weight_zero_is_bit_equal_to_none(tmp_path: Path) -> None:
+    batch, found = ragged(), []
+    for moe in ({"aux_loss_weight": 0.0}, {"aux_loss_weight": 0.0, "watch_experts": False}):
+        loaded, loss = loaded_with_loss(tmp_path, "mixtral", method=FULL["method"], moe=moe)
+        found.append(gradients(loaded, loss, batch, 4))
+    assert loss.balance is None
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_counted_choices_are_those_of_the_model_s_own_routers(tmp_path: Path, family: str) -> None:
+    loaded, loss = loaded_with_loss(tmp_path, family, **FULL)
+    indices: list[torch.Tensor] = []
+    for name, module in loaded.base.named_modules():
+        if name.endswith((".gate", ".router")):
+            module.register_forward_hook(lambda _module, _given, output: indices.append(output[2]))
+    batch = ragged()
+    counted = loss.terms(batch).choices_LE
+    assert counted is not None and batch.row_tokens_B is not None and loss.balance is not None
+    real = (torch.arange(12) < batch.row_tokens_B[:, None]).flatten()
+    experts = loss.balance.experts
+    expected = torch.stack([each[real].flatten().bincount(minlength=experts) for each in indices])
+    assert torch.equal(counted, expected)
+    assert counted.sum(1).tolist() == [int(batch.row_tokens_B.sum()) * loss.balance.per_token] * len(indices)
+
+
+@pytest.mark.parametrize(
+    ("options", "weight"),
+    [
+        ({}, 0.0),
+        ({"moe": {"freeze_router": False}}, 0.001),
+        ({"moe": {"freeze_router": False, "aux_loss_weight": 0.5}}, 0.5),
+        (FULL, 0.001),
+        ({"method": {"kind": "full", "freeze": ["**.gate.**"]}}, 0.0),
+        ({"method": {"kind": "full", "train_only": ["**.mlp.gate"]}}, 0.001),
+    ],
+)
+def test_the_default_weight_is_the_model_s_own_where_routers_learn(
+    tmp_path: Path, options: dict[str, Any], weight: float
+) -> None:
+    loaded, loss = loaded_with_loss(tmp_path, "mixtral", **options)
+    assert loss.balance is not None and loss.balance.weight == weight
+    assert not any("aux_loss_weight" in notice for notice in loaded.notices)
+
+
+def test_a_weight_without_a_router_that_learns_is_warned_of(tmp_path: Path) -> None:
+    frozen, _ = loaded_with_loss(tmp_path, "mixtral", moe={"aux_loss_weight": 0.01})
+    assert any("no router is trained" in notice for notice in frozen.notices)
+    dense, loss = loaded_with_loss(tmp_path, "llama", moe={"aux_loss_weight": 0.01})
+    assert any("has no experts" in notice for notice in dense.notices) and loss.balance is None
+
+
+def test_families_with_another_rule_are_refused_a_weight_and_not_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.expert_balance.TOP_K_FAMILIES", frozenset({"qwen3_moe"}))
+    spec = run_spec(str(write_model(tmp_path / "model", "mixtral")), moe={"freeze_router": False})
+    loaded = load(spec)
+    assert expert_balance(spec.recipe, loaded) is None
+    assert any("is not watched" in notice for notice in loaded.notices)
+    weighted = spec.recipe.model_copy(update={"moe": spec.recipe.moe.model_copy(update={"aux_loss_weight": 0.1})})
+    with pytest.raises(UsageError, match="aux_loss_weight"):
+        expert_balance(weighted, loaded)
+
+
+def test_every_family_is_tried_here() -> None:
+    assert MIXTURES.keys() == TOP_K_FAMILIES
+
+
+def test_evaluation_routes_nothing(tmp_path: Path) -> None:
+    loaded, loss = loaded_with_loss(tmp_path, "mixtral")
+    loaded.model.eval()
+    assert loss.terms(replace(ragged(), row_tokens_B=None)).choices_LE is None
