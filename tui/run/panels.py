@@ -23,6 +23,9 @@ Glyphs = Callable[[str], str]
 LABEL_WIDTH = 15
 """Cells for the name of a figure."""
 
+MOST_BARS = 10
+"""Bars for the experts of a mixture; with more experts, a bar stands for several."""
+
 EIGHTHS = "▁▂▃▄▅▆▇█"
 ASCII_EIGHTHS = "_.,-=+*#"
 
@@ -100,7 +103,7 @@ def figure_lines(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool, with_rank
     """The figures of the latest step. `with_ranks` adds a brief line about the ranks, for screens without the table of
     ranks."""
     step = watch.latest or {}
-    rows: list[tuple[str, str | Content]] = [("loss", format_number(step["loss"]) if "loss" in step else "-")]
+    rows: list[tuple[str, str | Content]] = [("loss", _loss(step))]
     rows += _scores(watch)
     rows += [
         ("learning rate", format_number(step.get("learning_rate", "-"))),
@@ -110,6 +113,7 @@ def figure_lines(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool, with_rank
         ("step time", _seconds(step.get("step_seconds"))),
         ("data wait", _wait(step)),
         ("micro-batch", glyphs(_micro_batch(watch, step))),
+        *_experts(step, ascii_only),
     ]
     if with_ranks and step.get("ranks"):
         rows.append(("ranks", ranks_in_brief(watch)))
@@ -137,6 +141,26 @@ def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Con
         return "-"
     recent = [event["tokens_per_second"] for event in watch.curves.recent if event.get("tokens_per_second")]
     return Content.assemble(f"{speed:,.0f}  ", (sparkline(recent[-8:], ascii_only=ascii_only), "$band"))
+
+
+def _loss(step: dict[str, Any]) -> str:
+    """The loss; of a mixture of experts also the auxiliary loss."""
+    if "loss" not in step:
+        return "-"
+    auxiliary = f", aux {format_number(step['aux_loss'])}" if "aux_loss" in step else ""
+    return format_number(step["loss"]) + auxiliary
+
+
+def _experts(step: dict[str, Any], ascii_only: bool) -> Iterable[tuple[str, Content]]:
+    """The use of a mixture's experts: a bar for each expert's mean share, or for several neighbours, and how even the
+    shares of the least even layer are."""
+    found = step.get("expert_utilisation")
+    if not found:
+        return
+    together = -(-len(found["mean"]) // MOST_BARS)
+    groups = [found["mean"][first : first + together] for first in range(0, len(found["mean"]), together)]
+    bars = sparkline([sum(group) / len(group) for group in groups], ascii_only=ascii_only)
+    yield "experts, even", Content.assemble((bars, "$band"), f"  {100 * found['entropy']:.0f} %")
 
 
 def sparkline(values: list[float], *, ascii_only: bool = False) -> str:

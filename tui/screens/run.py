@@ -154,6 +154,7 @@ class RunScreen(BaseScreen):
         self.query_one("#headline", TextLines).show(head)
         numbers = figure_lines(watch, self.glyphs, ascii_only=ascii_only, with_ranks=self._room != "all")
         self.query_one("#figures", TextLines).show(numbers)
+        self.set_class("expert_utilisation" in (watch.latest or {}), "-experts")
         pane = self.query_one("#memory", TextLines)
         heading = [Content.styled(" memory", "bold")] if self._room == "all" else []
         pane.show([*heading, *memory_lines(watch, pane.size.width, self.glyphs)])

@@ -340,3 +340,23 @@ async def test_a_run_without_stages_has_no_chain(console: Opener, runs: Path) ->
         await pilot.press("right_square_bracket")
         await pilot.sees("this run has no stages")
         assert not pilot.screen.query_one("#chain").display
+
+
+SHARES = [0.24, 0.22, 0.01, 0.13, 0.1, 0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 36)])
+async def test_a_mixture_has_a_bar_for_each_expert(console: Opener, runs: Path, width: int, height: int) -> None:
+    use = {"mean": SHARES, "least": 0.0, "most": 0.4, "entropy": 0.41, "layer": 3}
+    add(make_run(runs), lambda writer: writer.write("step", **step_fields(31, expert_utilisation=use, aux_loss=2.34)))
+    async with console(width, height) as pilot:
+        await open_run(pilot)
+        await pilot.sees("0.03226, aux 2.34", "experts, even", "██▁▅▄▄▄▄  41 %", "samples lost")
+
+
+async def test_many_experts_share_bars(console: Opener, runs: Path) -> None:
+    use = {"mean": [0.0] * 65 + [1 / 63] * 63, "least": 0.0, "most": 0.02, "entropy": 0.86, "layer": 0}
+    add(make_run(runs), lambda writer: writer.write("step", **step_fields(31, expert_utilisation=use)))
+    async with console(80, 24) as pilot:
+        await open_run(pilot)
+        await pilot.sees("▁" * 5 + "█" * 5, "86 %")
