@@ -1,6 +1,7 @@
 """The console as it is used: in a real terminal (tmux), with a real engine, led by keys alone.
 
-The one test here takes about a minute: it learns, is killed, paused, stopped and resumed like a run of days.
+The first test takes about a minute: a run learns, is killed, paused, stopped and resumed like one of days. The second
+leads a staged run from Launch to its end, with the console killed in the middle.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs
 from engine.journal.summary import RunSummary, summarise
 from engine.launch.process import force_stop
+from tests.stages.staged_runs import write_tiny_model
 from tests.tui.tmux_terminal import ROOT, Terminal, needs_tmux, until
 
 SHORTER = (("max_steps = 300", "max_steps = 120"), ('split = "train"', 'split = "train"\nlimit = 4000'),
@@ -90,3 +92,78 @@ def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(
     terminal.press("q")
     summary = summarise(demo)
     assert (summary.status, summary.samples_lost, summary.damaged_lines) == ("done", 0, 0)
+
+
+STAGED = """schema = 1
+kind = "recipe"
+name = "small-merge"
+[model]
+id = "{model}"
+dtype = "float32"
+[method]
+kind = "full"
+[data]
+max_length = 48
+[[data.sources]]
+name = "dates"
+path = "builtin:dates"
+limit = 64
+[train]
+max_steps = 2
+batch_size = 4
+[[stages]]
+name = "expert"
+method = {{ train_only = ["model.layers.*.mlp"] }}
+[[stages]]
+name = "mixture"
+kind = "assemble"
+from = ["expert", "base"]
+[[stages]]
+name = "router"
+from = "mixture"
+moe = {{ freeze_router = false }}
+[[stages]]
+name = "full"
+from = "router"
+moe = {{ freeze_router = false }}
+"""
+
+
+@pytest.fixture
+def staged_recipe(runs: Path, tmp_path: Path) -> Iterator[Path]:
+    """A recipe of four stages like expert-merge, with a tiny model. Its processes are ended when the test ends."""
+    path = tmp_path / "small-merge.toml"
+    path.write_text(STAGED.format(model=write_tiny_model(tmp_path / "base")), "utf-8")
+    yield path
+    for run in list_runs(runs):
+        force_stop(run)
+
+
+def test_a_staged_run_goes_from_launch_to_its_end_without_a_stage_and_while_the_console_is_killed(
+    terminal: Terminal, runs: Path, staged_recipe: Path
+) -> None:
+    terminal.open_console("-p", "demo", "-r", str(staged_recipe))
+    terminal.sees("1 expert", "4 full", "the bar shows")
+    for key in ("g", "j", "j", "j", "Space"):
+        terminal.press(key)
+    terminal.sees("4 full", "off", "3 stages")
+    terminal.press("s")
+    terminal.sees("Run", "expert", "→", "router", "engine log")
+    (run,) = list_runs(runs)
+
+    os.kill(terminal.console_pid, signal.SIGKILL)
+    until(lambda: len(summarise(run).stages) >= 2, lambda: f"the second stage: {summarise(run)}")
+    terminal.open_console()
+    terminal.sees(run.name)
+    terminal.press("l")
+    terminal.sees("└ expert", "└ mixture", "└ router")
+    terminal.press("Enter")
+    screen = terminal.sees("✓ expert done", "✓ mixture done", "router  done", "result in stages/03-router/model")
+    assert "full" not in screen
+    terminal.press("[")
+    terminal.press("[")
+    terminal.sees(f"{run.name}/expert", "step 2 of 2")
+    terminal.press("q")
+    assert [(stage["name"], stage["status"]) for stage in summarise(run).stages] == [
+        ("expert", "done"), ("mixture", "done"), ("router", "done"),
+    ]  # fmt: skip
