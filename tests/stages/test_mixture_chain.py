@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ def same_spec(undisturbed: RunDirectory, folder: Path) -> RunSpec:
     return mixture_spec(undisturbed.path.parent.parent, MIXTURE)
 
 
+def has_started(run: RunDirectory, stage: str) -> bool:
+    """Whether the conductor has started this stage."""
+    return stage in [event.get("name") for event in events_of(run, "stage_started")]
+
+
 def test_a_stop_or_pause_ends_every_kind_of_stage_and_resume_goes_on_there(
     undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
@@ -40,7 +46,7 @@ def test_a_stop_or_pause_ends_every_kind_of_stage_and_resume_goes_on_there(
     asked = (("one", "stop", "stopped"), ("mixture", "pause", "paused"), ("full", "pause", "paused"))
     for stage, request, status in asked:
         process = start_engine(run, resume=stage != "one")
-        wait_for(lambda stage=stage: stage in [e.get("name") for e in events_of(run, "stage_started")], process)  # type: ignore[misc]
+        wait_for(partial(has_started, run, stage), process)
         send_request(run, request)
         assert process.wait(180) == 130, run.log.read_text()
         assert ends_of(run)[-1][:2] == (stage, status)
