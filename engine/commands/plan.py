@@ -304,16 +304,15 @@ def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
 
 def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
     """The lines of one suggestion: its memory and cost, then the recipe's lines before and after the change."""
-    from engine.commands.plan_text import format_size, toml_text
+    from engine.commands.plan_text import format_size, host_sentence, toml_text
 
-    slower = sum(lever.slower_percent for lever in suggestion.levers)
-    speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
-    learning = ", CHANGES WHAT IS LEARNED" if suggestion.changes_learning else ""
     plan, used = suggestion.plan, suggestion.plan.prediction.device_bytes
     lines = [
         f"{index}. {format_size(used, used)}, {format_size(plan.margin_bytes, used)} left, "
-        f"micro-batch {plan.micro_batch}, {speed}{learning}"
+        f"micro-batch {plan.micro_batch}, {suggestion.summary}"
     ]
+    if plan.host:
+        lines.append(f"   {host_sentence(plan)}")
     for key, (before, after) in suggestion.changes.items():
         lines += [f"   - {key} = {toml_text(before)}", f"   + {key} = {toml_text(after)}"]
     return lines + [f"     {lever.note}" for lever in suggestion.levers]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from engine.batching.cost import MicroBatchCost, micro_batch_cost, with_largest_image
-from engine.budget.advise.fit import with_changes
+from engine.budget.advise.changes import with_changes
 from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.plan import Plan
 from engine.budget.architecture.facts import from_config

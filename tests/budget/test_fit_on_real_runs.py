@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.budget.advise.fit import Advice, advise, with_changes
+from engine.budget.advise.changes import with_changes
+from engine.budget.advise.fit import Advice, advise
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.spec.schema.run import RunSpec

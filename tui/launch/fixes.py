@@ -55,12 +55,13 @@ def _lines(advice: Advice) -> Iterator[tuple[Content, Suggestion | None]]:
 
 def _suggestion(number: int, suggestion: Suggestion) -> Iterator[Content]:
     plan = suggestion.plan
-    slower = sum(lever.slower_percent for lever in suggestion.levers)
+    slower = suggestion.slower_percent
     speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
+    arithmetic = ", changes arithmetic" if suggestion.changes_arithmetic else ""
     yield Content.assemble(
         (f"{number} ", "bold $info"),
         (f"{decimal_bytes(plan.margin_bytes)} left", "bold"),
-        f", micro-batch {plan.micro_batch}, {speed}",
+        f", micro-batch {plan.micro_batch}, {speed}{arithmetic}",
     )
     if suggestion.changes_learning:
         yield Content.styled("  changes the training result", "bold $caution")

@@ -1,57 +1,116 @@
-"""Names the recipe change that lowers the peak of a plan, shown beside the deciding phase.
+"""Names the changes that lower the peak of a plan, shown beside the deciding phase.
 
-Sets of changes that make a run fit, and their costs, are searched in `engine.budget.advise.fit`.
+Each is accepted by the rules that `train` applies, and planned: the same micro-batch needs less with it. Sets of
+changes that make a run fit, and their costs, are searched in `engine.budget.advise.fit`.
 
 Try: `tunedeck plan -p 24gb -r full`
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from engine.budget.advise.changes import Changes, is_refused, with_changes
 from engine.budget.advise.plan import Plan
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.prediction import Predictor
 from engine.spec.schema.run import RunSpec
+
+MOST_NAMED = 2
+"""Changes that are named at most."""
+LAST_RESORT = "a smaller model.id, or a device with more memory"
+
+
+class _Offer(NamedTuple):
+    """A change and its text; `rows`: the micro-batch with it, None for the plan's own."""
+
+    text: str
+    changes: Changes
+    rows: int | None = None
 
 
 def lever_of(plan: Plan, spec: RunSpec) -> str:
-    """The change, as text, that lowers the largest component of the peak.
+    """The changes, as text, that lower the largest component of the peak that can be lowered, at most MOST_NAMED.
 
-    It lowers weights only if they alone exceed capacity, or if adapters or buffers are the largest other component.
+    They lower weights first if these alone exceed capacity, or if adapters or buffers are the largest other component.
     """
+    for component in _components(plan):
+        offers = (offer for offer in _offers(component, plan, spec) if _lowers(offer, plan, spec))
+        if named := [offer.text for offer in islice(offers, MOST_NAMED)]:
+            return ", or ".join(named)
+    return LAST_RESORT
+
+
+def _components(plan: Plan) -> list[str]:
+    """The components to lower, in the order to try them."""
     row = plan.prediction.phases[plan.prediction.deciding_phase]
     if plan.prediction.deciding_phase == "generate":
-        return "eval.samples = 0 without exact_match, or a lower generate.max_new_tokens"
-    movable = {name: size for name, size in row.items() if name != "weights"}
-    largest = max(movable, key=movable.__getitem__)
-    if row["weights"] > plan.capacity_bytes or largest in ("adapters", "buffers"):
-        return _of_weights(spec)
-    if largest == "optimizer":
-        return _of_optimizer(spec)
-    if largest == "gradients":
-        return 'method.kind = "lora"' if spec.recipe.method.kind == "full" else "a lower method.rank"
-    return _of_activations(plan, spec, largest)
+        return ["answers", "weights"]
+    largest_first = sorted((name for name in row if name != "weights"), key=lambda name: -row[name])
+    if row["weights"] > plan.capacity_bytes or largest_first[:1] in ([], ["adapters"], ["buffers"]):
+        return ["weights", *largest_first]
+    return [*largest_first, "weights"]
 
 
-def _of_weights(spec: RunSpec) -> str:
-    quantizable = spec.recipe.method.kind == "lora" and spec.recipe.model.quantize == "none"
-    if quantizable and spec.profile.device.kind == "cuda":
-        return 'model.quantize = "nf4", or a smaller model.id'
-    return "a smaller model.id, or several devices that share it"
+def _offers(component: str, plan: Plan, spec: RunSpec) -> Iterator[_Offer]:
+    """The changes that may lower a component, the cheapest first."""
+    if component == "answers":
+        yield from _of_answers(spec)
+    elif component == "weights":
+        yield _Offer('model.quantize = "nf4" (changes arithmetic)', {"model.quantize": "nf4"})
+        yield _Offer('parallel.strategy = "sharded"', {"parallel.strategy": "sharded", "parallel.shard": "parameters"})
+        yield _Offer('parallel.shard = "parameters"', {"parallel.shard": "parameters"})
+    elif component == "optimizer":
+        yield _Offer('train.optimizer = "adamw_8bit" (changes arithmetic)', {"train.optimizer": "adamw_8bit"})
+        yield _Offer("train.optimizer_offload = true", {"train.optimizer_offload": True})
+        yield from _of_trained(spec)
+    elif component in ("gradients", "adapters"):
+        yield from _of_trained(spec)
+    elif component in ("activations", "recompute", "loss"):
+        yield from _of_activations(plan, spec, component)
 
 
-def _of_optimizer(spec: RunSpec) -> str:
-    train, cuda = spec.recipe.train, spec.profile.device.kind == "cuda"
-    if train.optimizer == "adamw" and cuda and train.state_dtype == "float32":
-        return 'train.optimizer = "adamw_8bit", or train.optimizer_offload = true'
-    if not train.optimizer_offload and spec.profile.device.kind != "cpu":
-        return "train.optimizer_offload = true"
-    return 'method.kind = "lora"' if spec.recipe.method.kind == "full" else "a lower method.rank"
+def _of_answers(spec: RunSpec) -> Iterator[_Offer]:
+    if "exact_match" not in spec.recipe.eval.metrics:
+        yield _Offer("eval.samples = 0", {"eval.samples": 0})
+    else:
+        rest = [metric for metric in spec.recipe.eval.metrics if metric != "exact_match"] or ["loss"]
+        yield _Offer("eval.samples = 0 without exact_match", {"eval.samples": 0, "eval.metrics": rest})
+    fewer = max(1, spec.recipe.generate.max_new_tokens // 2)
+    yield _Offer("a lower generate.max_new_tokens", {"generate.max_new_tokens": fewer})
 
 
-def _of_activations(plan: Plan, spec: RunSpec, component: str) -> str:
+def _of_trained(spec: RunSpec) -> Iterator[_Offer]:
+    method = spec.recipe.method
+    if method.kind == "full":
+        yield _Offer('method.kind = "lora"', {"method.kind": "lora", "method.train_only": [], "method.freeze": []})
+    elif method.rank > 1:
+        yield _Offer("a lower method.rank", {"method.rank": method.rank // 2})
+
+
+def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offer]:
     train = spec.recipe.train
     if component == "loss" and train.loss == "plain":
-        return 'train.loss = "auto"'
-    if component != "loss" and not train.gradient_checkpointing:
-        return "train.gradient_checkpointing = true"
+        yield _Offer('train.loss = "auto"', {"train.loss": "auto"})
+    if not train.gradient_checkpointing:
+        yield _Offer("train.gradient_checkpointing = true", {"train.gradient_checkpointing": True})
+        return
     if plan.micro_batch > 1:
-        return f"train.micro_batch below {plan.micro_batch}"
-    return f"data.max_length below {plan.length}"
+        yield _Offer(f"train.micro_batch below {plan.micro_batch}", {}, rows=plan.micro_batch // 2)
+        return
+    if (sequence := 2 * spec.profile.parallel.sequence) <= plan.ranks:
+        yield _Offer(f"parallel.sequence = {sequence}", {"parallel.sequence": sequence})
+    yield _Offer(f"data.max_length below {plan.length}", {"data.max_length": max(1, plan.length // 2)})
+
+
+def _lowers(offer: _Offer, plan: Plan, spec: RunSpec) -> bool:
+    """Whether a change is accepted, not made already, and lowers the predicted peak of the plan's own micro-batch."""
+    changed = with_changes(spec, offer.changes)
+    if (offer.changes and changed == spec) or is_refused(changed):
+        return False
+    predictor = Predictor(find_architecture(changed), changed)
+    rows, length = offer.rows or plan.micro_batch, min(plan.length, changed.recipe.data.max_length)
+    found = predictor.predict(rows, length)
+    return found.device_bytes < plan.prediction.device_bytes and predictor.host_fits(rows, length)

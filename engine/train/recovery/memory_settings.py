@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engine.budget.advise.fit import with_changes
+from engine.budget.advise.changes import with_changes
 from engine.spec.schema.run import RunSpec
 from engine.train.recovery.records import ActiveRemedy
 from engine.train.step.context import StepContext

@@ -1,0 +1,65 @@
+"""Changes of recipe and profile keys, as advice makes them: the changed run spec, and whether it would be accepted.
+
+A change maps a dotted key, such as "train.loss" or "parallel.sequence", to its new value.
+
+Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.budget.advise.preflight import refuse_unsafe
+from engine.errors import TunedeckError
+from engine.spec.check.hardware_rules import problems_of_profile, problems_on_device
+from engine.spec.check.rules import problems_of_recipe
+from engine.spec.check.unsupported import refuse_unsupported
+from engine.spec.schema.profile import Profile
+from engine.spec.schema.run import RunSpec
+
+Changes = Mapping[str, Any]
+"""Dotted recipe or profile key = new value."""
+
+
+def with_changes(spec: RunSpec, changes: Changes) -> RunSpec:
+    """The run spec with other values under dotted recipe or profile keys."""
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        file = "profile" if is_of_profile(key) else "recipe"
+        owner = getattr(spec, file)
+        part = getattr(owner, table).model_copy(update={name: value})
+        spec = spec.model_copy(update={file: owner.model_copy(update={table: part})})
+    return spec
+
+
+def value_of(spec: RunSpec, key: str) -> Any:
+    """The value under a dotted recipe or profile key."""
+    table, _, name = key.partition(".")
+    owner = spec.profile if is_of_profile(key) else spec.recipe
+    return getattr(getattr(owner, table), name)
+
+
+def is_of_profile(key: str) -> bool:
+    """Whether a dotted key belongs to the profile, not to the recipe."""
+    return key.partition(".")[0] in Profile.model_fields
+
+
+def breaks_a_rule(spec: RunSpec) -> bool:
+    """Whether the tables of a run spec contradict each other or the hardware: the rules of `recipes check`, `profiles
+    check`, and those of both files together."""
+    of_files = any(problems_of_recipe(spec.recipe)) or any(problems_of_profile(spec.profile))
+    return of_files or any(problems_on_device(spec.profile, spec.recipe))
+
+
+def is_refused(spec: RunSpec) -> bool:
+    """Whether `plan` and `train` would refuse a run spec: what `breaks_a_rule` says, features that this version lacks,
+    and runs that would train wrongly."""
+    if breaks_a_rule(spec):
+        return True
+    try:
+        refuse_unsupported(spec, planning=True)
+        refuse_unsafe(spec)
+    except TunedeckError:
+        return True
+    return False

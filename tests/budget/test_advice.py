@@ -1,0 +1,78 @@
+"""What `fit` and "what lowers it" offer: accepted by the rules, planned, and marked where results change."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from engine.budget.advise.changes import is_refused, with_changes
+from engine.budget.advise.fit import advise, changed, fits, possible_levers
+from engine.budget.advise.lever import lever_of
+from engine.budget.advise.plan import make_plan
+from engine.budget.advise.search import Trial
+from engine.spec.schema.run import RunSpec
+from tests.budget.metered_step import run_spec
+
+MODEL = "Qwen/Qwen2.5-1.5B"
+
+
+def spec_on(memory_gib: float, parallel: dict[str, Any] | None = None, model: str = MODEL, **tables: Any) -> RunSpec:
+    count = 4 if parallel else 1
+    host = tables.pop("host_gib", 512.0)
+    device = {
+        "kind": "cuda", "memory_gib": memory_gib, "compute_capability": 9.0, "count": count, "host_memory_gib": host
+    }  # fmt: skip
+    return with_changes(run_spec(model, device, **tables), {f"parallel.{key}": at for key, at in (parallel or {}).items()})
+
+
+def test_sequences_that_devices_share_are_offered() -> None:
+    lora = {"data": {"max_length": 262_144}, "train": {"batch_size": 4}}
+    advice = advise(spec_on(76.6, {"strategy": "sharded"}, model="Qwen/Qwen3-4B", **lora))
+    assert advice.plan.verdict != "fits"
+    assert any("parallel.sequence" in suggestion.changes for suggestion in advice.suggestions)
+
+
+@pytest.mark.parametrize("method", [{"kind": "full"}, {"rank": 64}], ids=str)
+def test_in_shards_nothing_is_offered_that_shards_refuse(method: dict[str, Any]) -> None:
+    roomy = spec_on(400.0, {"strategy": "sharded"}, method=method, data={"max_length": 512})
+    needs_gib = make_plan(roomy).prediction.device_bytes / 2**30
+    spec = with_changes(roomy, {"device.memory_gib": 0.6 * needs_gib, "train.micro_batch": 4})
+    offered = [suggestion.changes for suggestion in advise(spec).suggestions]
+    assert not any({"train.optimizer", "model.quantize"} & changes.keys() for changes in offered)
+    assert "8bit" not in lever_of(make_plan(spec), spec) and "nf4" not in lever_of(make_plan(spec), spec)
+
+
+def test_offers_that_change_arithmetic_say_so() -> None:
+    roomy = spec_on(400.0, method={"kind": "full"}, data={"max_length": 256}, train={"micro_batch": 1})
+    tight = with_changes(roomy, {"device.memory_gib": 0.75 * make_plan(roomy).prediction.device_bytes / 2**30})
+    advice = advise(tight)
+    marked = {key: one.changes_arithmetic for one in advice.suggestions for key in one.changes if len(one.changes) == 1}
+    assert marked["train.optimizer"] and not marked["train.optimizer_offload"]
+    assert advice.suggestions[0].as_json()["changes_arithmetic"] and "changes arithmetic" in advice.suggestions[0].summary
+    without_host = advise(with_changes(tight, {"device.host_memory_gib": 1.0}))
+    assert not any("train.optimizer_offload" in suggestion.changes for suggestion in without_host.suggestions)
+
+
+def test_an_offload_that_the_host_cannot_hold_is_taken_back() -> None:
+    spec = spec_on(80.0, host_gib=2.0, method={"kind": "full"}, train={"optimizer_offload": True})
+    assert make_plan(spec).verdict == "fits" and not make_plan(spec).host_fits
+    assert advise(spec).suggestions[0].changes == {"train.optimizer_offload": (True, False)}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.35])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_no_cheaper_set_of_levers_is_overlooked(kind: str, share: float) -> None:
+    train = {"gradient_checkpointing": False, "micro_batch": 4, "batch_size": 8, "loss": "plain"}
+    roomy = spec_on(400.0, method={"kind": kind}, data={"max_length": 512}, train=train)
+    spec = with_changes(roomy, {"device.memory_gib": share * make_plan(roomy).prediction.device_bytes / 2**30})
+    advice, trial = advise(spec), Trial(spec, None)
+    assert advice.plan.verdict != "fits" and advice.suggestions
+    for suggestion in advice.suggestions:
+        assert fits(suggestion.plan) and not is_refused(changed(spec, suggestion.levers))
+    levers, least = possible_levers(spec, advice.plan), sum(lever.cost for lever in advice.suggestions[0].levers)
+    for size in (1, 2, 3):
+        for chosen in combinations(levers, size):
+            if sum(lever.cost for lever in chosen) < least and len({key for one in chosen for key in one.keys}) == size:
+                assert not trial.fits(chosen) or is_refused(changed(spec, chosen)), [one.changes for one in chosen]
