@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.advice import broken_offers, overlooked, questions
 from engine.budget.advise.changes import is_refused, with_changes
 from engine.budget.advise.fit import advise, changed, fits, possible_levers
 from engine.budget.advise.lever import lever_of
@@ -24,7 +25,8 @@ def spec_on(memory_gib: float, parallel: dict[str, Any] | None = None, model: st
     device = {
         "kind": "cuda", "memory_gib": memory_gib, "compute_capability": 9.0, "count": count, "host_memory_gib": host
     }  # fmt: skip
-    return with_changes(run_spec(model, device, **tables), {f"parallel.{key}": at for key, at in (parallel or {}).items()})
+    changes = {f"parallel.{key}": value for key, value in (parallel or {}).items()}
+    return with_changes(run_spec(model, device, **tables), changes)
 
 
 def test_sequences_that_devices_share_are_offered() -> None:
@@ -50,7 +52,8 @@ def test_offers_that_change_arithmetic_say_so() -> None:
     advice = advise(tight)
     marked = {key: one.changes_arithmetic for one in advice.suggestions for key in one.changes if len(one.changes) == 1}
     assert marked["train.optimizer"] and not marked["train.optimizer_offload"]
-    assert advice.suggestions[0].as_json()["changes_arithmetic"] and "changes arithmetic" in advice.suggestions[0].summary
+    first = advice.suggestions[0]
+    assert first.as_json()["changes_arithmetic"] and "changes arithmetic" in first.summary
     without_host = advise(with_changes(tight, {"device.host_memory_gib": 1.0}))
     assert not any("train.optimizer_offload" in suggestion.changes for suggestion in without_host.suggestions)
 
@@ -76,3 +79,11 @@ def test_no_cheaper_set_of_levers_is_overlooked(kind: str, share: float) -> None
         for chosen in combinations(levers, size):
             if sum(lever.cost for lever in chosen) < least and len({key for one in chosen for key in one.keys}) == size:
                 assert not trial.fits(chosen) or is_refused(changed(spec, chosen)), [one.changes for one in chosen]
+
+
+def test_offers_to_random_questions_are_accepted_and_plan_as_they_say() -> None:
+    """A sample of `python -m benchmarks.advice`."""
+    for question, spec in questions(6, seed=3):
+        advice = advise(spec)
+        assert not broken_offers(question, advice)
+        assert not overlooked(spec, advice, most_sets=100)

@@ -74,7 +74,6 @@ def _micro_batch_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     """Offloads that are not switched on; where the host cannot hold those that are, the way back."""
-    train = spec.recipe.train
     offloads = {
         "train.activation_offload": (45.0, "activations wait in host memory until backward; the same gradients"),
         "train.optimizer_offload": (35.0, "optimizer state in host memory between steps; the same updates"),

@@ -1,0 +1,181 @@
+"""Asks `fit` random questions and checks its answers: each offer by the rules and a plan, some by search, some by runs.
+
+Run: python -m benchmarks.advice --questions 500 --searched 40 [--trained 30] [--seed N]
+
+A question is a model, a shipped recipe, a shipped profile with another amount of memory, and overrides. Every offer is
+resolved anew from the files, as `tunedeck plan` does with `--set`, and must be accepted and plan as it says. Of the
+questions that do not fit as written, some are searched: every set of levers that costs less than the cheapest offer, or
+every set if there is none, is planned, MOST_SETS at most. Trained are small runs on the metered device with their first
+offer; none may run out of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.budget.advise.changes import is_refused, with_changes
+from engine.budget.advise.fit import Advice, Suggestion, advise, changed, fits, possible_levers
+from engine.budget.advise.levers import Lever
+from engine.budget.advise.plan import make_plan
+from engine.budget.advise.preflight import refuse_unsafe
+from engine.budget.advise.search import Trial
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.prediction import predict
+from engine.errors import TunedeckError
+from engine.spec.check.unsupported import refuse_unsupported
+from engine.spec.load import resolve
+from engine.spec.schema.run import RunSpec
+
+MODELS = (
+    "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.1", "google/gemma-2-2b", "google/gemma-3-1b-pt",
+)  # fmt: skip
+PROFILES = ("24gb", "80gb", "4xh100", "demo-2")
+RECIPES = ("lora", "full", "attention-lora")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "train.gradient_checkpointing": ("true", "false"),
+    "train.loss": ("auto", "plain"),
+    "train.micro_batch": ("auto", "1", "4"),
+    "train.rounding": ("exact", "stochastic"),
+    "train.optimizer": ("adamw", "sgd", "adafactor"),
+    "train.optimizer_offload": ("false", "true"),
+    "train.activation_offload": ("false", "true"),
+    "data.max_length": ("512", "2048", "16384"),
+    "data.packing": ("false", "true"),
+    "model.dtype": ("auto", "float32"),
+    "device.host_memory_gib": ("32", "256"),
+    "parallel.strategy": ("replicated", "sharded"),
+}
+"""Overrides of which each is drawn in half of the questions; those that a profile or recipe refuses are drawn again."""
+MOST_SETS = 3000
+"""Sets of levers that are planned for one searched question."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Arguments of `tunedeck fit`."""
+
+    profile: str
+    recipe: str
+    overrides: tuple[str, ...]
+
+    def spec(self, more: Sequence[str] = ()) -> RunSpec:
+        """Resolve and check the run spec, with more overrides. Raises TunedeckError if it is refused."""
+        spec = resolve(self.profile, self.recipe, [*self.overrides, *more]).spec
+        refuse_unsupported(spec, planning=True)
+        refuse_unsafe(spec)
+        return spec
+
+
+def questions(count: int, seed: int) -> Iterator[tuple[Question, RunSpec]]:
+    """Yield random questions that are accepted, with their run specs."""
+    drawn, found = random.Random(seed), 0
+    while found < count:
+        profile, recipe = drawn.choice(PROFILES), drawn.choice(RECIPES)
+        overrides = [f"model.id={drawn.choice(MODELS)}"]
+        overrides += [f"{key}={drawn.choice(values)}" for key, values in CHOICES.items() if drawn.random() < 0.5]
+        question = Question(profile, recipe, tuple(overrides))
+        try:
+            spec = question.spec()
+            needs_gib = make_plan(with_changes(spec, {"device.memory_gib": 4000.0})).prediction.device_bytes / 2**30
+            memory_gib = spec.profile.device.reserve_gib + needs_gib * drawn.uniform(0.1, 1.3)
+            question = Question(profile, recipe, (*overrides, f"device.memory_gib={memory_gib:.4f}"))
+            yield question, question.spec()
+        except TunedeckError:
+            continue
+        found += 1
+
+
+def broken_offers(question: Question, advice: Advice) -> list[str]:
+    """The offers that are refused, do not fit, or plan otherwise than they say."""
+    return [text for offer in (*advice.suggestions, *advice.room) if (text := _broken(question, offer))]
+
+
+def _broken(question: Question, offer: Suggestion) -> str:
+    changes = [f"{key}={json.dumps(after)}" for key, (_, after) in offer.changes.items()]
+    try:
+        plan = make_plan(question.spec(changes))
+    except TunedeckError as error:
+        return f"{question} with {changes} is refused: {error.found}"
+    if not fits(plan) or plan.as_json() != offer.plan.as_json():
+        return f"{question} with {changes}: planned {plan.verdict}, {plan.peak_bytes:,}; said {offer.plan.peak_bytes:,}"
+    return ""
+
+
+def overlooked(spec: RunSpec, advice: Advice, most_sets: int = MOST_SETS) -> list[dict[str, Any]]:
+    """The first set of levers that fits and costs less than the cheapest offer, as changes; empty if there is none
+    among the first `most_sets`, or if the run fits as written."""
+    if fits(advice.plan):
+        return []
+    costs = [sum(lever.cost for lever in offer.levers) for offer in advice.suggestions]
+    levers = sorted(possible_levers(spec, advice.plan), key=lambda lever: lever.cost)
+    trial, least = Trial(spec, None), min(costs, default=float("inf"))
+    for number, chosen in enumerate(_cheaper(levers, least)):
+        if number == most_sets:
+            break
+        if trial.fits(chosen) and not is_refused(changed(spec, chosen)):
+            return [dict(lever.changes) for lever in chosen]
+    return []
+
+
+def _cheaper(levers: Sequence[Lever], most: float, chosen: tuple[Lever, ...] = ()) -> Iterator[tuple[Lever, ...]]:
+    """Yield every set of levers of different keys that costs less than `most`."""
+    for place, lever in enumerate(levers):
+        if lever.cost >= most:
+            return
+        if not any(lever.keys & other.keys for other in chosen):
+            yield (*chosen, lever)
+            yield from _cheaper(levers[place + 1 :], most - lever.cost, (*chosen, lever))
+
+
+def failures_of_runs(count: int, seed: int) -> int:
+    """Train small runs that do not fit as written with their first offer; returns how many ran out of memory."""
+    from tests.budget.capacity_runs import capacity_cases, spec_of
+    from tests.train.run_helpers import new_run, of_kind, train
+
+    drawn, failed = random.Random(seed), 0
+    with tempfile.TemporaryDirectory() as temporary:
+        for number, case in enumerate(capacity_cases(count, seed)):
+            folder = Path(temporary, str(number))
+            roomy = spec_of(case, folder / "roomy", 2.0**33)
+            needs = predict(find_architecture(roomy), roomy, rows=case.rows, length=case.length).peak_bytes
+            capacity = drawn.uniform(0.4, 0.95) * needs
+            advice = advise(spec_of(case, folder / "tight", capacity))
+            if advice.suggestions:
+                changes = {key: after for key, (_, after) in advice.suggestions[0].changes.items()}
+                spec = with_changes(spec_of(case, folder / "run", capacity), changes)
+                _, events = train(new_run(folder / "runs", spec))
+                failed += bool(of_kind(events, "backoff"))
+    return failed
+
+
+def main() -> None:
+    """Ask, check and print one line for each sort of check."""
+    parser = argparse.ArgumentParser(description="ask fit random questions and check its answers")
+    for name, default in (("questions", 500), ("searched", 40), ("trained", 0), ("seed", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    offers, broken, missed, searched = 0, list[str](), list[str](), 0
+    for question, spec in questions(asked.questions, asked.seed):
+        advice = advise(spec)
+        offers += len(advice.suggestions) + len(advice.room)
+        broken += broken_offers(question, advice)
+        if not fits(advice.plan) and searched < asked.searched:
+            searched += 1
+            missed += [f"{question}: {found}" for found in [overlooked(spec, advice)] if found]
+    print("\n".join([*broken, *missed]))
+    print(f"{asked.questions} questions, {offers} offers, {len(broken)} do not hold")
+    print(f"{searched} searched, {len(missed)} overlooked")
+    if asked.trained:
+        print(f"{asked.trained} runs, {failures_of_runs(asked.trained, asked.seed)} out of memory")
+
+
+if __name__ == "__main__":
+    main()
