@@ -112,10 +112,11 @@ def _arithmetic_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         note = "adapters in bf16: half of their bytes and gradients; updates are rounded as train.rounding says"
         yield Lever((("method.adapter_dtype", "bfloat16"),), 0.0, note, changes_arithmetic=True, quality=8.0)
     by_chance = "rounded up or down by chance: right on average, each step off by less than 1/128 of itself"
-    if train.rounding == "exact":
+    rounds = plan.config.trains_in_bfloat16 or not wide
+    if rounds and train.rounding == "exact":
         note = f"2 bytes a weight less: weights trained in bf16 are {by_chance}"
         yield Lever((("train.rounding", "stochastic"),), 1.0, note, changes_arithmetic=True, quality=4.0)
-    if train.state_dtype == "float32":
+    if rounds and train.state_dtype == "float32":
         note = f"4 bytes a weight less with adamw, for weights trained in bf16: moments {by_chance}"
         yield Lever((("train.state_dtype", "bfloat16"),), 2.0, note, changes_arithmetic=True, quality=4.0)
     if train.optimizer == "adamw":
@@ -137,7 +138,7 @@ def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         note = "adapters instead of all weights; raise the learning rate about tenfold"
         yield Lever(kept, 0.0, note, True, quality=20.0)
     rank = method.rank // 2
-    while rank >= LOWEST_RANK:
+    while method.kind == "lora" and rank >= LOWEST_RANK:
         note, quality = f"rank {rank}: smaller adapters", 10.0 * method.rank / rank
         yield Lever((("method.rank", rank),), 0.0, note, True, quality=quality)
         rank //= 2
