@@ -31,7 +31,7 @@ def spec_on(memory_gib: float, parallel: dict[str, Any] | None = None, model: st
 
 def test_sequences_that_devices_share_are_offered() -> None:
     lora = {"data": {"max_length": 262_144}, "train": {"batch_size": 4}}
-    advice = advise(spec_on(76.6, {"strategy": "sharded"}, model="Qwen/Qwen3-4B", **lora))
+    advice = advise(spec_on(76.6, {"strategy": "sharded"}, model="Qwen/Qwen3-4B-Instruct-2507", **lora))
     assert advice.plan.verdict != "fits"
     assert any("parallel.sequence" in suggestion.changes for suggestion in advice.suggestions)
 
