@@ -31,6 +31,7 @@ from engine.commands import (
     queue,
     resume,
     runs,
+    simulate,
     train,
 )
 from engine.errors import EnvironmentProblem, StoppedError, TunedeckError, UsageError
@@ -94,6 +95,7 @@ _add(doctor.doctor)
 app.command("_engine", hidden=True)(train.engine_process)
 app.command("_assemble", hidden=True)(train.assembler_process)
 app.command("_conductor", hidden=True)(train.conductor_process)
+app.command("_simulate", hidden=True)(simulate.simulate_process)
 app.command("_prove", hidden=True)(doctor_gpus.prove_process)
 app.command("_view", hidden=True)(train.view_process)
 app.command("_queue_worker", hidden=True)(queue.queue_worker)

@@ -51,6 +51,14 @@ class UnknownArchitectureError(UsageError):
     """The budget has no closed form for this model family; a run learns how much memory it needs as it trains."""
 
 
+class NotSimulatedError(UsageError):
+    """A run whose memory is predicted by a simulation that has not been made yet (`engine.launch.simulation`)."""
+
+    def __init__(self, spec: object) -> None:
+        super().__init__("this run has not been simulated yet", fix="simulate it: tunedeck plan, same arguments")
+        self.spec = spec
+
+
 class DoesNotFitError(TunedeckError):
     """The plan says that one sequence with every remedy exceeds the device's capacity."""
 

@@ -17,9 +17,11 @@ from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.facts import from_config
 from engine.budget.predict.parallel_layout import layout_of, on_one_device
 from engine.budget.predict.prediction import batch_of_a_rank, cost_model
+from engine.budget.predict.simulated import simulated_predictor
 from engine.data.images import ImageProcessor
 from engine.data.tokens import TokenData
-from engine.errors import UnknownArchitectureError
+from engine.errors import EnvironmentProblem, NotSimulatedError, UnknownArchitectureError
+from engine.launch.simulation import with_simulations
 from engine.model.config import model_config_dict
 from engine.spec.schema.run import RunSpec
 
@@ -45,9 +47,9 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
     cost: Cost
     plan: Plan | None
     try:
-        cost, plan = cost_model(from_config(config), spec).bytes, make_plan(spec, longest=longest)
+        cost, plan = with_simulations(lambda: _planned_cost(spec, config, longest))
         rows, expected_slope = plan.micro_batch, 1.0
-    except UnknownArchitectureError:
+    except (UnknownArchitectureError, EnvironmentProblem):  # a simulation may end without a result
         cost, plan, rows, expected_slope = generic_cost(config), None, 1, 0.0
     top = batch_of_a_rank(spec, layout_of(spec.profile))
     if spec.recipe.train.micro_batch != "auto":
@@ -67,12 +69,24 @@ def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | 
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"data": found})})
 
 
+def _planned_cost(spec: RunSpec, config: dict[str, Any], longest: int) -> tuple[Cost, Plan]:
+    return _cost_of(spec, config), make_plan(spec, longest=longest)
+
+
+def _cost_of(spec: RunSpec, config: dict[str, Any]) -> Cost:
+    """The predicted micro-batch cost: by closed form, else from a simulation."""
+    try:
+        return cost_model(from_config(config), spec).bytes
+    except UnknownArchitectureError as unknown:
+        return simulated_predictor(spec, unknown).cost_model.bytes
+
+
 def cost_on_one_device(spec: RunSpec) -> Cost:
     """The micro-batch cost for a process that computes whole sequences with unsharded weights, as in evaluation."""
     config = model_config_dict(spec)
     try:
-        return cost_model(from_config(config), on_one_device(spec)).bytes
-    except UnknownArchitectureError:
+        return _cost_of(on_one_device(spec), config)
+    except (UnknownArchitectureError, NotSimulatedError):  # no simulation for a score: it takes longer than most
         return generic_cost(config)
 
 

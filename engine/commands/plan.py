@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,7 @@ from engine.commands.options import (
     RunsOption,
     runs_folder,
 )
-from engine.commands.output import print_json, print_line, print_notices
+from engine.commands.output import print_json, print_line, print_notices, print_progress
 from engine.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def plan(
 ) -> None:
     """Predict how much memory a run needs, phase by phase. Exit code 3 when it does not fit."""
     from engine.budget.advise.plan import make_plan
+    from engine.launch.simulation import with_simulations
 
     spec = _resolve(profile, recipe, overrides or [])
     if spec.recipe.sweep:
@@ -70,8 +72,8 @@ def plan(
         _warn(spec, runs, simulated=True)
         _exactly(spec, as_json)
         return
-    planned = make_plan(spec)
-    _warn(spec, runs)
+    planned = with_simulations(lambda: make_plan(spec), print_progress)
+    _warn(spec, runs, simulated=planned.predictor == "simulated")
     if as_json:
         print_json(planned.as_json())
     else:
@@ -104,11 +106,15 @@ def _planned_points(spec: RunSpec) -> list[tuple[RunSpec, Plan | StagedPlan]]:
     from engine.budget.advise.preflight import refuse_unsafe
     from engine.budget.advise.staged_plan import make_staged_plan, planning_specs
     from engine.launch.create_sweep import sweep_points
+    from engine.launch.simulation import with_simulations
+
+    def plan_of(point: RunSpec) -> Plan | StagedPlan:
+        return make_staged_plan(point) if point.recipe.stages else make_plan(point)
 
     points = sweep_points(spec, force=True)
     for part in (part for point in points for part in planning_specs(point)):
         refuse_unsafe(part)
-    return [(point, make_staged_plan(point) if point.recipe.stages else make_plan(point)) for point in points]
+    return [(point, with_simulations(partial(plan_of, point), print_progress)) for point in points]
 
 
 def _memory_left(planned: Plan | StagedPlan) -> int | None:
@@ -153,13 +159,14 @@ def _plan_stages(spec: RunSpec, runs: Path | None, *, as_json: bool, exact: bool
     from engine.budget.advise.staged_plan import make_staged_plan
     from engine.commands import plan_text as text
     from engine.errors import UsageError
+    from engine.launch.simulation import with_simulations
 
     if exact:
         raise UsageError("--exact simulates one stage", fix=f"name it: --stage {spec.recipe.stages[0].name}")
-    planned = make_staged_plan(spec)
+    planned = with_simulations(lambda: make_staged_plan(spec), print_progress)
     for stage in planned.stages:
         if stage.plan is not None:
-            _warn(stage.spec, runs)
+            _warn(stage.spec, runs, simulated=stage.plan.predictor == "simulated")
     if as_json:
         print_json(planned.as_json())
     else:
@@ -215,6 +222,7 @@ def fit(
     change makes it fit."""
     from engine.budget.advise.fit import advise
     from engine.errors import UsageError
+    from engine.launch.simulation import with_simulations
 
     spec = _resolve(profile, recipe, overrides or [])
     if spec.recipe.sweep:
@@ -227,7 +235,7 @@ def fit(
             fix=f"tunedeck fit with --stage {name}; apply a change with --set stages.{name}.KEY=VALUE",
         )
     spec = _of_stage(spec, stage)
-    advice = advise(spec)
+    advice = with_simulations(lambda: advise(spec), print_progress)
     if write is not None:
         _write(advice, recipe, overrides or [], write)
     if as_json:

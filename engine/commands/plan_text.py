@@ -125,6 +125,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
         length_sentence(planned.basis, planned.length),
     ]
+    if planned.predictor == "simulated":
+        lines.append(f"the figures are from a simulation of the step, which took {planned.simulated_seconds:g} s")
     if "generate" in planned.prediction.phases:
         lines.append(generate_sentence(planned, used))
     if planned.host:

@@ -86,6 +86,8 @@ class AllocationTracker:
         self._then: tuple[int, ...] = ()
         self.counts_fake_tensors = False
         """Whether fake tensors are counted as if they had memory (`engine.simulate`)."""
+        self.log: list[int] | None = None
+        """Total bytes after each allocation, appended while this is a list (`engine.simulate`)."""
         self.sums_gradients_in_place = False
         """Whether the sum of two gradients is counted as written into the first one, as on a card."""
         # Re-entrant: garbage collection may run the release callback while this thread holds the lock.
@@ -130,6 +132,8 @@ class AllocationTracker:
         if total > self.available_bytes or self.allocations == self._fail_at:
             raise self._refusal(size_bytes, operation)
         self.allocated_bytes = total
+        if self.log is not None:
+            self.log.append(total)
         if total > self.peak_bytes:
             self.peak_bytes = total
 

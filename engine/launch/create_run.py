@@ -29,6 +29,7 @@ from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, recorded_runs
 from engine.launch.require_device import require_device
+from engine.launch.simulation import with_simulations
 from engine.launch.training_packages import require_training_packages
 from engine.spec.check.devices import parse_device_indices, require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
@@ -142,7 +143,8 @@ def _checked_plans(
         if with_data:
             require_data_files(spec.recipe)
         return plan.as_json() if plan is not None else {}, notices
-    staged, notices = make_staged_plan(spec), []
+    notices = []
+    staged = with_simulations(lambda: make_staged_plan(spec), notices.append)
     for stage in staged.stages:
         if stage.kind == "train":
             _, found = checked_plan(stage.spec, folder, force=force)
@@ -166,8 +168,9 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
     notices = notes_on_experts(spec)
     plan: Plan | None = None
     try:
-        plan = make_plan(spec)
-        notices += warnings_of(find_architecture(spec), spec, free_disk_bytes=free_bytes(folder))
+        plan = with_simulations(lambda: make_plan(spec), notices.append)
+        if plan.predictor == "closed_form":
+            notices += warnings_of(find_architecture(spec), spec, free_disk_bytes=free_bytes(folder))
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
         notices.append(f"no plan before the start: {unknown.found}")

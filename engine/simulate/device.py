@@ -47,6 +47,13 @@ class SimulatedDevice(MeteredDevice):
         with _assume_packed(packed), self._mode, self.activate(), self._scalars, kernels:
             yield
 
+    def take_log(self) -> list[int]:
+        """Return the total bytes after each allocation since the last call, and the total now as the first of the next
+        call."""
+        tracker = self._meter.tracker
+        log, tracker.log = tracker.log or [], [tracker.allocated_bytes]
+        return log
+
     @contextmanager
     def unequal_rows(self) -> Iterator[None]:
         """Inside the block, `mask.all()` of a fake mask is False, so that rows are treated as having different

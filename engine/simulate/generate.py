@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from engine.evaluate.generation import generate_tokens, generation_config, sampling
 from engine.model.loaded import LoadedModel
 from engine.simulate.device import SimulatedDevice
-from engine.simulate.phase_peaks import PhasePeaks
+from engine.simulate.phase_peaks import PhaseRecorder
 from engine.spec.schema.recipe import Generate
 
 PAD_ID, END_ID = 0, 1
@@ -28,7 +28,7 @@ SIMULATED_TOKENS = 4
 
 
 def simulate_generation(
-    device: SimulatedDevice, loaded: LoadedModel, generate: Generate, peaks: PhasePeaks, *, rows: int, prompt: int
+    device: SimulatedDevice, loaded: LoadedModel, generate: Generate, peaks: PhaseRecorder, *, rows: int, prompt: int
 ) -> None:
     """Simulate `rows` answers of full length to prompts of `prompt` tokens; record the peak in `peaks` as phase
     "generate"."""

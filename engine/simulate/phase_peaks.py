@@ -11,7 +11,7 @@ Try: `tunedeck plan -p 80gb -r lora --exact`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,16 @@ PHASES = (
     "forward", "loss_backward", "layer_first", "layer_last", "embedding_backward", "optimizer_step", "evaluate",
     "generate",
 )  # fmt: skip
+
+
+class PhaseRecorder(Protocol):
+    """What records the phases of a simulation."""
+
+    def enter(self, phase: str) -> None:
+        """End the current phase and begin `phase`."""
+
+    def leave(self) -> None:
+        """End the current phase."""
 
 
 class PhasePeaks:
@@ -39,7 +49,7 @@ class PhasePeaks:
         self._now: tuple[str, int] | None = None
         self._forward = False
         self._ends = ends or {0: "layer_last", -1: "layer_first"}
-        layers = _layers(base)
+        layers = decoder_layers(base)
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda _, given, n=number: self._before(n, given))
             layer.register_forward_hook(lambda _, given, made, n=number: self._after(n, made, len(layers)))
@@ -90,6 +100,6 @@ class PhasePeaks:
             self.enter("loss_backward")
 
 
-def _layers(base: nn.Module) -> nn.ModuleList:
+def decoder_layers(base: nn.Module) -> nn.ModuleList:
     """Return the decoder's layers: the outermost ModuleList outside of the vision encoder."""
     return next(m for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and not in_vision_encoder(name))

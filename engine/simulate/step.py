@@ -92,25 +92,26 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
             fix="leave --exact out: the closed form knows what each rank holds",
         )
     device = SimulatedDevice(like_a_card=spec.profile.device.kind != "metered")
-    loaded = _on_meta(spec, device)
+    loaded = on_meta(spec, device)
     # On CUDA one kernel computes dropout, and allocates nothing but its output.
-    kernel = using(_output_of_dropout, "cpu") if spec.profile.device.kind == "cuda" else nullcontext()
+    kernel = using(output_of_dropout, "cpu") if spec.profile.device.kind == "cuda" else nullcontext()
     with device.simulating(packed=spec.recipe.data.packing), kernel:
         return _run(spec, device, loaded, rows, length)
 
 
-def _output_of_dropout(rows: torch.Tensor, *_: object) -> torch.Tensor:
+def output_of_dropout(rows: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(rows)
 
 
-def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
-    """Create the model with its adapters on the meta device. `_leave_meta` later replaces its tensors by fake tensors.
+def on_meta(spec: RunSpec, device: SimulatedDevice, facts: dict[str, Any] | None = None) -> LoadedModel:
+    """Create the model with its adapters on the meta device, by default from the config of the recipe's model.
+    `leave_meta` later replaces its tensors by fake tensors.
 
     peft cannot create adapters as fake tensors directly.
     """
     model = spec.recipe.model.model_copy(update={"dtype": resolved_dtype(spec)})
     spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
-    facts = find_config(model.id, model.revision)
+    facts = facts or find_config(model.id, model.revision)
     config = AutoConfig.for_model(str(facts["model_type"]), **{k: v for k, v in facts.items() if k != "model_type"})
     settings = choose_settings(spec, StartingWeights(model.id, model.revision, None), config, device)
     options = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
@@ -120,7 +121,7 @@ def _on_meta(spec: RunSpec, device: SimulatedDevice) -> LoadedModel:
 
 def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int, length: int) -> Simulation:
     train = spec.recipe.train
-    _leave_meta(loaded.model)
+    leave_meta(loaded.model)
     head = find_head(loaded.base)
     implementation = choose_implementation(train.loss, head, train.label_smoothing, device).name
     chunk = chunk_tokens(head.vocabulary, spec.profile.device.capacity_bytes)
@@ -129,8 +130,8 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     loss.balance = expert_balance(spec.recipe, loaded)
     guard = guarded_optimizer(train, loaded, device)
     static_bytes = device.memory().allocated_bytes
-    held = _held(loaded, None if guard.host_state.on else guard.optimizer)
-    peaks = PhasePeaks(device, loaded.base, lambda: bytes_of(_gradients(loaded)), _ends(spec))
+    held = static_components(loaded, None if guard.host_state.on else guard.optimizer)
+    peaks = PhasePeaks(device, loaded.base, lambda: bytes_of(gradients_of(loaded)), _ends(spec))
     dropouts = keyed_dropouts(loaded.model)
     for _ in range(min(2, -(-train.batch_size // rows))):
         batch = _batch(spec, device, rows, length, with_row_tokens=loss.balance is not None)
@@ -142,7 +143,7 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
         peaks.leave()
         del total, batch
     peaks.enter("optimizer_step")
-    _clip(train.max_grad_norm, loaded)
+    clip_gradients(train.max_grad_norm, loaded)
     guard.host_state.make_room()
     guard.update.make_room()
     if not guard.never_allocates:  # a fused step allocates nothing, and its kernel rejects fake tensors
@@ -165,7 +166,7 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
     return Simulation({phase: _row(held, *found) for phase, found in peaks.by_phase.items()}, static_bytes)
 
 
-def _leave_meta(model: torch.nn.Module) -> None:
+def leave_meta(model: torch.nn.Module) -> None:
     """Replace the tensors of a model on the meta device by fake CPU tensors; tied weights remain tied."""
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
@@ -196,18 +197,18 @@ def _ends(spec: RunSpec) -> dict[int, str]:
     return layer_stack(arch, setting).ends(checkpointed=setting.checkpointing)
 
 
-def _gradients(loaded: LoadedModel) -> list[torch.Tensor]:
+def gradients_of(loaded: LoadedModel) -> list[torch.Tensor]:
     return [parameter.grad for _, parameter in loaded.trainable() if parameter.grad is not None]
 
 
-def _clip(max_grad_norm: float, loaded: LoadedModel) -> None:
+def clip_gradients(max_grad_norm: float, loaded: LoadedModel) -> None:
     """Clip gradients as the engine does before an optimizer step."""
     if max_grad_norm:
-        norm = torch.nn.utils.get_total_norm(_gradients(loaded))
+        norm = torch.nn.utils.get_total_norm(gradients_of(loaded))
         torch.nn.utils.clip_grads_with_norm_([p for _, p in loaded.trainable()], max_grad_norm, norm)
 
 
-def _held(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+def static_components(loaded: LoadedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Return the bytes that remain allocated throughout a step, by component; if `optimizer` is None, optimizer state
     counts as 0."""
     trainable = loaded.trainable()

@@ -13,6 +13,7 @@ from engine.errors import ConfigNotHereError, UnknownArchitectureError
 from engine.journal.directory import RunDirectory, create_stage_directory
 from engine.journal.files import write_atomically
 from engine.journal.stages import stage_directory
+from engine.launch.simulation import with_simulations
 from engine.model.reference import find_run_weights
 from engine.spec.load import dump_run_spec, load_run_spec
 from engine.spec.schema.recipe import Stage
@@ -90,6 +91,6 @@ def _weights_of(spec: RunSpec, run: RunDirectory, reference: str, *, merged: boo
 
 def _plan_of(spec: RunSpec) -> tuple[dict[str, Any], list[str]]:
     try:
-        return make_plan(spec).as_json(), []
+        return with_simulations(lambda: make_plan(spec)).as_json(), []
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         return {}, [f"no plan before the start: {unknown.found}"]

@@ -89,6 +89,8 @@ def status_line(evaluated: EvaluatedChoice, width: int, *, ascii_only: bool) -> 
 def next_step(evaluated: EvaluatedChoice) -> str:
     """What the key `s` does with a choice that has no problems, or which key to press instead."""
     plan, split = evaluated.plan, evaluated.batch_split
+    if evaluated.to_simulate is not None:
+        return f"{evaluated.unplanned} no closed form for this family: its plan is there in some seconds"
     if plan is None or split is None:
         return f"s starts with small micro-batches and learns what fits; no plan: {visible(evaluated.unplanned)}"
     if plan.verdict == "does_not_fit":

@@ -18,7 +18,14 @@ from typing import NamedTuple
 from engine.budget.advise.plan import Plan, Verdict, make_plan
 from engine.budget.advise.sequence import settle_sequence
 from engine.budget.advise.staged_plan import StagedPlan, StagePlan, make_staged_plan
-from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError, UsageError
+from engine.errors import (
+    ConfigNotHereError,
+    NotSimulatedError,
+    SpecError,
+    TunedeckError,
+    UnknownArchitectureError,
+    UsageError,
+)
 from engine.journal.event_text import describe_verdict
 from engine.launch.create_run import require_launcher
 from engine.spec.check.devices import parse_device_indices, require_matching_devices
@@ -32,6 +39,7 @@ from tui.launch.fields import DEVICES, NAME, SOURCES, row_of_key, stage_row
 
 BUILTIN = "builtin:"
 NO_FILE = "no such file: "
+SIMULATING = "simulating…"
 
 
 class FieldProblem(NamedTuple):
@@ -71,6 +79,8 @@ class EvaluatedChoice:
     problems: tuple[FieldProblem, ...] = ()
     unplanned: str = ""
     """Why there is no plan although a run may be started."""
+    to_simulate: RunSpec | None = None
+    """The run spec that has to be simulated before there is a plan."""
     notices: tuple[str, ...] = ()
     stages: tuple[StageVerdict, ...] = ()
     """All stages of a staged recipe, in order."""
@@ -86,6 +96,8 @@ class EvaluatedChoice:
         serious = [problem for problem in self.problems if action != "queue" or not problem.text.startswith(NO_FILE)]
         if serious:
             return f"cannot start: {serious[0].sentence}"
+        if self.to_simulate is not None:
+            return "its memory is being simulated: the plan is there in some seconds"
         too_large = self.plan is not None and self.plan.verdict == "does_not_fit"
         if too_large and action != "force":
             return "it does not fit: a applies the first fix, S starts it anyway"
@@ -143,7 +155,7 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     spec, notices = resolved.spec, resolved.notices
     parts = stage_specs(spec) if spec.recipe.stages else [spec]
     problems = list(dict.fromkeys([*_unsupported(spec), *(found for part in parts for found in _missing_data(part))]))
-    plan, planned, unplanned = None, spec, ""
+    plan, planned, unplanned, to_simulate = None, spec, "", None
     stages: tuple[StageVerdict, ...] = ()
     try:
         spec, settled = settle_sequence(spec)
@@ -156,11 +168,14 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
             problems += _stages_that_do_not_fit(staged)
         else:
             plan = make_plan(spec)
+    except NotSimulatedError as missing:
+        unplanned = SIMULATING
+        to_simulate = missing.spec if isinstance(missing.spec, RunSpec) and not problems else None
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         unplanned = unknown.found
     except TunedeckError as error:
         problems.append(FieldProblem("model.id", _sentence(error)))
-    return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, tuple(notices), stages)
+    return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, to_simulate, tuple(notices), stages)
 
 
 def _shown_stage(staged: StagedPlan) -> list[str]:

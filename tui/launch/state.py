@@ -8,12 +8,14 @@ Try: `python -m pytest tests/tui/screens/test_launch.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from engine.budget.advise.fit import Advice, Suggestion, advise
-from engine.errors import UsageError
+from engine.budget.advise.plan import make_plan
+from engine.errors import NotSimulatedError, UsageError
 from engine.journal.directory import RunDirectory
 from engine.launch.create_run import create_run
 from engine.spec.files.find import SpecKind
@@ -69,6 +71,10 @@ class LaunchState:
         self.verdicts: dict[str, EvaluatedChoice] = {}
         self._history: list[Choice] = []
         self._advice: tuple[Choice, Advice] | None = None
+        self._missing: RunSpec | None = None
+        """The run for whose advice simulations are missing."""
+        self._unadvised: Choice | None = None
+        """The choice for which there is no advice, because a simulation failed."""
         self._evaluated_files = ("", "")
         """Profile and recipe of the latest evaluation."""
         self._file_values: tuple[Choice, dict[str, str]] | None = None
@@ -109,6 +115,7 @@ class LaunchState:
 
     def _evaluate(self) -> None:
         """Evaluate the choice; every method that changes the choice calls this."""
+        self._missing = None
         files = (self.choice.profile, self.choice.recipe)
         if files[0] not in [entry.argument for entry in self.profiles]:
             self.profiles.append(find_entry("profile", files[0], self._machine))
@@ -175,9 +182,31 @@ class LaunchState:
         """Advice for the present choice, or None without a plan. Unless `compute` is set, only advice computed earlier
         is returned."""
         evaluated = self.evaluated
-        if compute and evaluated.plan is not None and evaluated.planned is not None and self.advice() is None:
-            self._advice = (self.choice, advise(evaluated.planned))
+        planned = evaluated.planned if evaluated.plan is not None else None
+        waits = self._missing is not None or self._unadvised == self.choice
+        if compute and not waits and planned is not None and self.advice() is None:
+            try:
+                self._advice = (self.choice, advise(planned))
+            except NotSimulatedError:
+                self._missing = planned
         return self._advice[1] if self._advice is not None and self._advice[0] == self.choice else None
+
+    @property
+    def simulation(self) -> Callable[[], object] | None:
+        """What to call with `with_simulations`, outside of the screen's thread: to plan the choice, or to find advice
+        for it; None if nothing is missing."""
+        to_simulate, missing = self.evaluated.to_simulate, self._missing
+        if to_simulate is not None:
+            return partial(make_plan, to_simulate)
+        return None if missing is None else partial(advise, missing)
+
+    def simulated(self, problem: str) -> None:
+        """Evaluate the choice again after a simulation; `problem` says why it failed, empty if it did not."""
+        if problem and self._missing is not None:
+            self._unadvised = self.choice
+        self._evaluate()
+        if problem and self.evaluated.to_simulate is not None:
+            self.evaluated = replace(self.evaluated, to_simulate=None, unplanned=problem)
 
     def compute_next_verdict(self) -> bool:
         """Evaluate one more recipe on the chosen profile; returns False if all recipes have been evaluated."""

@@ -9,14 +9,17 @@ Try: `tunedeck -p demo -r demo`
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from threading import Thread
 
 from textual import events
 from textual.app import ComposeResult
 from textual.timer import Timer
 
 from engine.errors import TunedeckError
+from engine.launch.simulation import with_simulations
 from engine.spec.files.find import SpecKind
 from engine.spec.files.text import visible
 from tui.files.catalog import read_machine
@@ -55,6 +58,7 @@ class LaunchScreen(BaseScreen):
         super().__init__()
         self._settings: object = None
         self._idle_timer: Timer | None = None
+        self._simulating = False
 
     def compose_body(self) -> ComposeResult:
         """Yield the `LaunchView` and the prompt for names."""
@@ -136,10 +140,35 @@ class LaunchScreen(BaseScreen):
             return
         if self.state.advice() is None and self.state.advice(compute=True) is not None:
             self._show_tab()
+        self._simulate_missing()
         self.refresh_title_and_footer()
         if self.state.compute_next_verdict():
             self.view.show_lists(self.state.snapshot())
             self._idle_timer = self.set_timer(VERDICT_SECONDS, self._while_idle)
+
+    def _simulate_missing(self) -> None:
+        """Make the simulations that the plan or the advice needs, in a thread. A daemon: the console can be left
+        meanwhile."""
+        compute = self.state.simulation
+        if compute is None or self._simulating:
+            return
+        self._simulating = True
+        Thread(target=self._simulate, args=(compute,), daemon=True).start()
+
+    def _simulate(self, compute: Callable[[], object]) -> None:
+        """Runs in a thread."""
+        problem = ""
+        try:
+            with_simulations(compute)
+        except TunedeckError as error:
+            problem = error.found
+        with suppress(RuntimeError):  # the console was left meanwhile
+            self.app.call_from_thread(self._show_simulated, problem)
+
+    def _show_simulated(self, problem: str) -> None:
+        self._simulating = False
+        self.state.simulated(problem)
+        self._show()
 
     def _show_tab(self) -> None:
         panel = self.view.panel

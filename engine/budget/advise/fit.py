@@ -17,6 +17,7 @@ from engine.budget.advise.changes import is_refused, value_of, with_changes
 from engine.budget.advise.levers import Lever, levers_of, room_levers
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.search import Levers, Trial, fitting_sets
+from engine.errors import NotSimulatedError, UsageError
 from engine.spec.files.known_lengths import known_longest
 from engine.spec.schema.run import RunSpec
 
@@ -93,7 +94,8 @@ def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
     plan = make_plan(spec, longest=longest)
     if fits(plan):
         return Advice(plan, [], list(_room(spec, longest)))
-    return Advice(plan, list(_suggestions(spec, plan, longest)), [])
+    search = _suggestions if plan.predictor == "closed_form" else _simulated_suggestions
+    return Advice(plan, list(search(spec, plan, longest)), [])
 
 
 def fits(plan: Plan) -> bool:
@@ -128,6 +130,35 @@ def _suggestions(spec: RunSpec, plan: Plan, longest: int | None) -> Iterator[Sug
     yield from (_suggestion(spec, levers, longest) for levers in islice(found, MAX_SUGGESTIONS))
 
 
+def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None) -> Iterator[Suggestion]:
+    """Suggestions for a family without a closed form, of which each set has to be simulated, which takes seconds: only
+    single levers are tried, and all together that change neither what is learned nor its arithmetic."""
+    levers = possible_levers(spec, plan)
+    free = tuple(lever for lever in levers if not lever.changes_learning and not lever.changes_arithmetic)
+    sets: list[Levers] = [(lever,) for lever in levers] + ([free] if len(free) > 1 else [])
+    found: list[frozenset[Lever]] = []
+    for chosen in sorted(sets, key=lambda levers: (sum(lever.cost for lever in levers), len(levers))):
+        overlaps = len({key for lever in chosen for key in lever.keys}) < sum(len(lever.keys) for lever in chosen)
+        if overlaps or len(found) == MAX_SUGGESTIONS or any(earlier <= set(chosen) for earlier in found):
+            continue
+        suggestion = _simulated(spec, chosen, longest)
+        if suggestion is not None and fits(suggestion.plan):
+            found.append(frozenset(chosen))
+            yield suggestion
+
+
+def _simulated(spec: RunSpec, levers: Levers, longest: int | None) -> Suggestion | None:
+    """The suggestion of these levers; None if that run would be refused, as only its simulation may find."""
+    if is_refused(changed(spec, levers)):
+        return None
+    try:
+        return _suggestion(spec, levers, longest)
+    except NotSimulatedError:
+        raise
+    except UsageError:
+        return None
+
+
 def _suggestion(spec: RunSpec, levers: Levers, longest: int | None) -> Suggestion:
     """Apply these levers and plan the run again."""
     after = changed(spec, levers)
@@ -143,6 +174,6 @@ def _room(spec: RunSpec, longest: int | None) -> Iterator[Suggestion]:
     for lever in room_levers(spec):
         if is_refused(changed(spec, (lever,))):
             continue
-        suggestion = _suggestion(spec, (lever,), None if "data.max_length" in lever.keys else longest)
-        if fits(suggestion.plan):
+        suggestion = _simulated(spec, (lever,), None if "data.max_length" in lever.keys else longest)
+        if suggestion is not None and fits(suggestion.plan):
             yield suggestion

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import find_architecture
-from engine.budget.predict.host_memory import host_bytes, host_capacity_bytes
+from engine.budget.predict.host_memory import host_capacity_bytes
 from engine.budget.predict.prediction import Prediction, Predictor
+from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
 from engine.budget.trace.memory_config import MemoryConfig
+from engine.errors import UnknownArchitectureError
 from engine.spec.files.known_lengths import known_longest
 from engine.spec.schema.run import RunSpec
 
@@ -50,6 +51,13 @@ class Plan:
     """Host memory of one machine: the profile's, else that of this machine."""
     generation_rows: int = 0
     """Answers that evaluations generate at once; 0 where they generate none."""
+    simulated_seconds: float | None = None
+    """How long the simulation took that the prediction is from; None for a closed form."""
+
+    @property
+    def predictor(self) -> Literal["closed_form", "simulated"]:
+        """Where the prediction is from."""
+        return "closed_form" if self.simulated_seconds is None else "simulated"
 
     @property
     def peak_bytes(self) -> int:
@@ -109,6 +117,8 @@ class Plan:
             "ranks": self.ranks,
             "image_tokens": self.image_tokens,
             "predicted_only": self.ranks > 1,
+            "predictor": self.predictor,
+            "simulated_seconds": self.simulated_seconds,
         }
 
 
@@ -116,16 +126,16 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     """Plan a run for sequences of up to `longest` tokens: by default those of the data if they were read before, else
     data.max_length.
 
-    Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known.
+    Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known, and
+    NotSimulatedError where a simulation is needed first (`engine.launch.simulation.with_simulations`).
     """
-    arch = find_architecture(spec)
     known = longest or known_longest(spec.recipe)
     length = known or spec.recipe.data.max_length
-    predictor, asked = Predictor(arch, spec), spec.recipe.train.micro_batch
+    predictor, asked = find_predictor(spec), spec.recipe.train.micro_batch
     rows = max(1, _largest_that_fits(predictor, length)) if asked == "auto" else min(asked, predictor.batch)
     prediction = predictor.predict(rows, length)
-    verdict, remedies = _verdict(arch, spec, prediction, rows, length)
-    encoder = arch.vision_encoder
+    verdict, remedies = _verdict(predictor, spec, prediction, rows, length)
+    encoder = predictor.arch.vision_encoder if predictor.arch is not None else None
     return Plan(
         verdict=verdict,
         capacity_bytes=predictor.capacity_bytes,
@@ -139,13 +149,23 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
         ranks=predictor.layout.ranks,
         image_tokens=predictor.config.image_patches // encoder.merge**2 if encoder else 0,
         remedies=remedies,
-        host=host_bytes(arch, predictor.config, spec.profile, rows, length),
+        host=predictor.host(rows, length),
         host_capacity_bytes=host_capacity_bytes(spec.profile),
         generation_rows=predictor.generation_rows(length) if "generate" in prediction.phases else 0,
+        simulated_seconds=predictor.seconds if isinstance(predictor, SimulatedPredictor) else None,
     )
 
 
-def _largest_that_fits(predictor: Predictor, length: int) -> int:
+def find_predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
+    """The predictor of a run: the closed form of its model's family, else a simulation. Raises the errors of
+    `make_plan`."""
+    try:
+        return Predictor(find_architecture(spec), spec)
+    except UnknownArchitectureError as unknown:
+        return simulated_predictor(spec, unknown)
+
+
+def _largest_that_fits(predictor: Predictor | SimulatedPredictor, length: int) -> int:
     """The largest number of sequences, at most the batch, whose peak is within capacity; 0 if even one is too many."""
     # The whole batch as one micro-batch has no earlier gradients beside it, so it may fit where a smaller one does not.
     if predictor.fits(predictor.batch, length):
@@ -161,7 +181,7 @@ def _largest_that_fits(predictor: Predictor, length: int) -> int:
 
 
 def _verdict(
-    arch: Architecture, spec: RunSpec, planned: Prediction, rows: int, length: int
+    planner: Predictor | SimulatedPredictor, spec: RunSpec, planned: Prediction, rows: int, length: int
 ) -> tuple[Verdict, dict[str, Any]]:
     """The verdict, and for "fits_smaller" the cheapest set of remedies with which the run fits."""
     if planned.device_bytes <= spec.profile.device.capacity_bytes:
@@ -169,9 +189,10 @@ def _verdict(
     for changes in _remedies(spec):
         if rows == 1 and not changes:
             continue  # planned already
-        predictor = Predictor(arch, _with_train(spec, changes))
-        most = _largest_that_fits(predictor, length)
-        if most and predictor.host_fits(most, length):
+        changed = _with_train(spec, changes)
+        remedied = Predictor(planner.arch, changed) if planner.arch is not None else find_predictor(changed)
+        most = _largest_that_fits(remedied, length)
+        if most and remedied.host_fits(most, length):
             # A number in the recipe is a limit: remedies do not raise it.
             most = most if spec.recipe.train.micro_batch == "auto" else min(most, rows)
             return "fits_smaller", {f"train.{key}": value for key, value in {**changes, "micro_batch": most}.items()}

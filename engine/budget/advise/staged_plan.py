@@ -118,12 +118,13 @@ def _plan_stage(spec: RunSpec, number: int, stage: Stage) -> StagePlan:
 
 def _plan_training(unplanned: StagePlan, _stage: Stage) -> StagePlan:
     spec = unplanned.spec
-    plan, arch = make_plan(spec), find_architecture(spec)
+    plan = make_plan(spec)
+    planned = replace(unplanned, plan=plan, verdict=plan.verdict, peak_bytes=plan.peak_bytes)
+    if plan.predictor == "simulated":
+        return planned  # what it takes of host and disk is not known
+    arch = find_architecture(spec)
     return replace(
-        unplanned,
-        plan=plan,
-        verdict=plan.verdict,
-        peak_bytes=plan.peak_bytes,
+        planned,
         host_bytes=host_bytes_of_training(arch, spec),
         disk_bytes=disk_bytes_of_training(arch, spec),
     )

@@ -137,10 +137,14 @@ class Predictor:
         self._non_torch = non_torch_memory(spec.profile)
         self._bucket_bytes = bucket_bytes(arch, self.config, self.layout)
 
+    def host(self, rows: int, length: int) -> dict[str, int]:
+        """Bytes that offloads take on the host of one machine (`host_bytes`)."""
+        return host_bytes(self.arch, self.config, self._profile, rows, length)
+
     def host_fits(self, rows: int, length: int) -> bool:
         """Whether the host's memory holds what is offloaded for micro-batches of `rows` sequences of `length` tokens;
         always if nothing is."""
-        found = host_bytes(self.arch, self.config, self._profile, rows, length)
+        found = self.host(rows, length)
         return not found or sum(found.values()) <= host_capacity_bytes(self._profile)
 
     def fits(self, rows: int, length: int) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 
 from engine.budget.architecture.facts import from_config
 from engine.budget.predict.prediction import MicroBatchShape, Prediction, Predictor
+from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
 from engine.device.allocation_tracker import bytes_of
-from engine.errors import UnknownArchitectureError
+from engine.errors import NotSimulatedError, UnknownArchitectureError
 from engine.model.config import model_config_dict
 from engine.spec.schema.run import RunSpec
 from engine.train.step.context import StepContext
@@ -72,8 +73,8 @@ def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
 def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
     """The micro-batch of the step with the highest prediction, and what is predicted: the peak and its components."""
     try:
-        predictor = Predictor(from_config(model_config_dict(peak.spec)), peak.spec)
-    except UnknownArchitectureError:
+        predictor = _predictor(peak.spec)
+    except (UnknownArchitectureError, NotSimulatedError):
         return peak.micro_batches[0], None
     shapes = dict.fromkeys(_on_a_rank(shape, predictor) for shape in peak.micro_batches)
     found = {shape: _step_bytes(predictor.predict_shape(shape)) for shape in shapes}
@@ -81,7 +82,15 @@ def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
     return decisive, _components(predictor.predict_shape(decisive))
 
 
-def _on_a_rank(shape: MicroBatchShape, predictor: Predictor) -> MicroBatchShape:
+def _predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
+    """The predictor of a run: the closed form, else a simulation if one is kept."""
+    try:
+        return Predictor(from_config(model_config_dict(spec)), spec)
+    except UnknownArchitectureError as unknown:
+        return simulated_predictor(spec, unknown)
+
+
+def _on_a_rank(shape: MicroBatchShape, predictor: Predictor | SimulatedPredictor) -> MicroBatchShape:
     """The micro-batch with the most targets that one of the ranks which share its sequences may have."""
     most = shape.rows * predictor.layout.positions(shape.length)
     return shape._replace(targets=min(shape.targets or 0, most))

@@ -1,0 +1,294 @@
+"""Predicts the memory of model families without a closed form, from a simulation of their steps.
+
+A process that may import torch simulates a run's step at a few shapes (`engine.simulate.curves`) and keeps what it
+found in the cache folder, under a name made of everything that it depends on. `SimulatedPredictor` reads that, and
+answers the same questions as `engine.budget.predict.prediction.Predictor`. Nothing here starts a simulation: where one
+is missing, NotSimulatedError is raised, which `engine.launch.simulation` answers.
+
+Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.lookup import find_config
+from engine.budget.installed import installed
+from engine.budget.predict.host_memory import host_capacity_bytes
+from engine.budget.predict.inference import evaluates, generates, most_answers
+from engine.budget.predict.non_torch_memory import non_torch_memory
+from engine.budget.predict.parallel_layout import layout_of
+from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Prediction
+from engine.budget.trace.memory_config import MemoryConfig, chunk_tokens, memory_config_of
+from engine.errors import NotSimulatedError, UnknownArchitectureError
+from engine.spec.files.user_folders import cache_folder
+from engine.spec.schema.run import RunSpec
+
+FORMAT = 1
+"""Changes with the meaning of the kept files."""
+UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "targets", "chunk")
+"""What the coefficients of a level are multiplied with."""
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "kernels")
+MODEL_KEYS = {"dtype", "attention", "attention_dropout", "quantize"}
+TRAIN_KEYS = {
+    "loss", "gradient_checkpointing", "activation_offload", "optimizer_offload", "optimizer", "rounding", "state_dtype",
+}  # fmt: skip
+
+
+def units_of(rows: int, length: int, targets: int, chunk: int) -> tuple[int, ...]:
+    """The values of UNITS for a micro-batch whose loss is computed for `chunk` targets at a time."""
+    return 1, rows, length, rows * length, rows * length**2, length**2, targets, chunk
+
+
+def simulation_key(spec: RunSpec) -> str:
+    """A name for everything that a simulation of this run depends on."""
+    recipe, train = spec.recipe, spec.recipe.train
+    model = recipe.model
+    settings = {
+        "model": model.model_dump(mode="json", include=MODEL_KEYS),
+        "method": recipe.method.model_dump(mode="json"),
+        "moe": recipe.moe.model_dump(mode="json"),
+        "train": train.model_dump(mode="json", include=TRAIN_KEYS),
+        "switches": [train.label_smoothing > 0, train.momentum > 0, train.max_grad_norm > 0, recipe.data.packing],
+        "evaluates": evaluates(recipe),
+        "generate": recipe.generate.model_dump(mode="json") if generates(recipe) else None,
+        "chunks": has_chunks(spec),
+        "device": [spec.profile.device.kind, spec.profile.device.compute_capability],
+    }
+    facts = find_config(model.id, model.revision)
+    window = facts.get("sliding_window")
+    reached = isinstance(window, int) and recipe.data.max_length > window
+    parts = [FORMAT, [installed(name) for name in PACKAGES], facts, reached, settings]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def has_chunks(spec: RunSpec) -> bool:
+    """Whether the loss of a micro-batch of this run may be computed in more than one chunk."""
+    chunk = chunk_tokens(_vocabulary(spec), spec.profile.device.capacity_bytes)
+    return chunk < spec.recipe.train.batch_size * spec.recipe.data.max_length
+
+
+def simulation_file(spec: RunSpec) -> Path:
+    """Where the simulation of a run is kept."""
+    return cache_folder() / "simulations" / f"{simulation_key(spec)}.json"
+
+
+def keep_simulation(spec: RunSpec, document: Mapping[str, Any]) -> None:
+    """Write a simulation where `SimulatedPredictor` finds it, whole or not at all."""
+    path = simulation_file(spec)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(document, file)
+    os.replace(temporary, path)
+
+
+def refuse_simulation(spec: RunSpec, unknown: UnknownArchitectureError) -> None:
+    """Raise `unknown`, with the reason, for runs that cannot be simulated."""
+    obstacle = ""
+    if spec.recipe.model.quantize != "none":
+        obstacle = "a 4-bit base needs kernels of a GPU"
+    elif layout_of(spec.profile).ranks > 1:
+        obstacle = "a simulation has one device"
+    if obstacle:
+        raise UnknownArchitectureError(
+            f"{unknown.found}, and the run cannot be simulated: {obstacle}", expected=unknown.expected, fix=unknown.fix
+        )
+
+
+def simulated_predictor(spec: RunSpec, unknown: UnknownArchitectureError) -> SimulatedPredictor:
+    """The predictor of a run of a family without a closed form; `unknown` says that it has none.
+
+    Raises:
+        NotSimulatedError: no simulation of this run is kept on this machine.
+        UnknownArchitectureError: the run cannot be simulated, or was refused there, with the reason.
+    """
+    refuse_simulation(spec, unknown)
+    document = _read(simulation_file(spec))
+    if document is None:
+        raise NotSimulatedError(spec)
+    if "refused" in document:
+        raise UnknownArchitectureError(**document["refused"])
+    if "problem" in document:
+        raise UnknownArchitectureError(f"{unknown.found}, and a simulation failed: {document['problem']}")
+    return SimulatedPredictor(spec, document)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return _parse(path, path.stat().st_mtime_ns)
+    except (OSError, ValueError):
+        return None  # never made, or damaged: it is made again
+
+
+@lru_cache(maxsize=64)
+def _parse(path: Path, _changed: int) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return parsed
+
+
+@dataclass(frozen=True)
+class SimulatedCostModel:
+    """The micro-batch cost of a simulated family; see `engine.budget.predict.prediction.CostModel`."""
+
+    predictor: SimulatedPredictor
+    known: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Costs that were asked for before: a run asks for the same shapes in every step."""
+
+    def bytes(self, rows: int, length: int) -> int:
+        """Bytes above the static bytes at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
+        shape = rows, length
+        if shape not in self.known:
+            self.known[shape] = self._computed(rows, length)
+        return self.known[shape]
+
+    def _computed(self, rows: int, length: int) -> int:
+        predictor = self.predictor
+        accumulating = predictor.batch > 1
+        phases = predictor.step_phases(MicroBatchShape(rows, length, None, accumulating))
+        peak_bytes = max(sum(row.values()) for row in phases.values())
+        return max(0, peak_bytes - predictor.static_bytes)
+
+
+class SimulatedPredictor:
+    """Predictions for micro-batches of one run, from what a simulation found at a few shapes."""
+
+    simulated = True
+    arch: Architecture | None = None
+
+    def __init__(self, spec: RunSpec, document: Mapping[str, Any]) -> None:
+        self.recipe, self.layout = spec.recipe, layout_of(spec.profile)
+        self.config: MemoryConfig = memory_config_of(_outline(spec), spec)
+        self.batch = spec.recipe.train.batch_size
+        self.capacity_bytes = spec.profile.device.capacity_bytes
+        self.seconds = float(document["seconds"])
+        """How long the simulation took."""
+        self._static: dict[str, int] = document["static"]
+        self._document = document
+        self._profile = spec.profile
+        self._non_torch = non_torch_memory(spec.profile)
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes that are held throughout: weights, adapters and optimizer state."""
+        return sum(self._static.values())
+
+    @property
+    def cost_model(self) -> SimulatedCostModel:
+        """The cost model of the run's micro-batches."""
+        return SimulatedCostModel(self)
+
+    def host(self, rows: int, length: int) -> dict[str, int]:
+        """Bytes that offloaded optimizer state takes on the host; what offloaded activations take is not simulated."""
+        return dict(self._document["host"])
+
+    def host_fits(self, rows: int, length: int) -> bool:
+        """Whether the host's memory holds the offloaded optimizer state."""
+        return sum(self.host(rows, length).values()) <= host_capacity_bytes(self._profile)
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether the predicted peak for `rows` sequences of `length` tokens is within the device's capacity."""
+        return self.predict(rows, length).device_bytes <= self.capacity_bytes
+
+    def predict(self, rows: int, length: int) -> Prediction:
+        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, all of them targets."""
+        return self.predict_shape(MicroBatchShape(rows, length))
+
+    def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:
+        """Predict all phases for a micro-batch."""
+        weights = {name: self._static[name] for name in ("weights", "adapters")}
+        phases = {"load": weights} | self.step_phases(micro_batch)
+        if evaluates(self.recipe):
+            values = [self._peak(curve, units) for curve, units in self._passes("evaluate", micro_batch).values()]
+            phases["evaluate"] = self._row(max(values), 0)
+        if generates(self.recipe):
+            rows = self.generation_rows(micro_batch.length)
+            phases["generate"] = self._row(self._generation(rows, micro_batch.length), 0)
+        sums = {phase: sum(parts.values()) for phase, parts in phases.items()}
+        deciding = max(sums, key=sums.__getitem__)
+        components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | self._non_torch.components(sums[deciding])
+        used_bytes, reserved = sum(components.values()), self._non_torch.reserved_context_bytes
+        return Prediction(phases, sums[deciding], deciding, components, used_bytes, reserved)
+
+    def step_phases(self, micro_batch: MicroBatchShape) -> dict[str, dict[str, int]]:
+        """Bytes by component of the phases of an optimizer step."""
+        accumulating = micro_batch.accumulating
+        if accumulating is None:
+            accumulating = micro_batch.rows < self.batch
+        phases = {}
+        for phase, (curve, units) in self._passes("later" if accumulating else "first", micro_batch).items():
+            phases[phase] = self._row(self._peak(curve, units), int(curve["gradients"]))
+        chunked = self._document["passes"].get("chunked")
+        if chunked and self._targets(micro_batch) > self.config.chunk_tokens:
+            curve = chunked["loss_backward"]
+            held = 0 if accumulating else int(curve["gradients"])  # recorded beside gradients of an earlier micro-batch
+            peak_bytes = self._peak(curve, self._units(micro_batch)) - held
+            phases["loss_backward"] = self._row(peak_bytes, int(curve["gradients"]) - held)
+        phases["optimizer_step"] = self._row(int(self._document["update"]), int(self._document["gradients"]))
+        return phases
+
+    def generation_rows(self, length: int) -> int:
+        """How many answers to prompts of `length` tokens the engine generates at once: halved until they fit."""
+        rows = most_answers(self.recipe)
+        room_bytes = self._non_torch.room_bytes(self.capacity_bytes)
+        while rows > 1 and self._generation(rows, length) > room_bytes:
+            rows //= 2
+        return rows
+
+    def _passes(self, name: str, micro_batch: MicroBatchShape) -> dict[str, tuple[Mapping[str, Any], tuple[int, ...]]]:
+        """For each phase of a pass, its curve and the units to evaluate it at."""
+        several = self._targets(micro_batch) > self.config.chunk_tokens
+        passes = self._document["passes"]
+        found = {phase: (curve, self._units(micro_batch)) for phase, curve in passes[name].items()}
+        chunked = passes.get(f"{name}_chunked")
+        if several and chunked:
+            found["loss_backward"] = (chunked["loss_backward"], self._units(micro_batch))
+        return found
+
+    def _targets(self, micro_batch: MicroBatchShape) -> int:
+        tokens = micro_batch.rows * micro_batch.length
+        return tokens if micro_batch.targets is None else micro_batch.targets
+
+    def _units(self, micro_batch: MicroBatchShape) -> tuple[int, ...]:
+        rows, length, *_ = micro_batch
+        targets = self._targets(micro_batch)
+        return units_of(rows, length, targets, min(targets, self.config.chunk_tokens))
+
+    def _peak(self, curve: Mapping[str, Any], units: tuple[int, ...]) -> int:
+        """The highest of a phase's levels at a shape."""
+        return round(max(_value(size, units) for size in curve["sizes"]))
+
+    def _generation(self, rows: int, prompt: int) -> int:
+        units = (1, rows, rows * prompt, rows * prompt**2)
+        return round(_value(self._document["generate"], units))
+
+    def _row(self, peak_bytes: int, gradient_bytes: int) -> dict[str, int]:
+        """Split the peak of a phase by component; what is neither static nor a gradient counts as activations."""
+        rest = max(0, peak_bytes - self.static_bytes - gradient_bytes)
+        static = self._static
+        row = {"weights": static["weights"], "adapters": static["adapters"], "gradients": gradient_bytes}
+        return row | {"optimizer": static["optimizer"], "activations": rest}
+
+
+def _value(coefficients: Sequence[float], units: Sequence[int]) -> float:
+    return sum([each * unit for each, unit in zip(coefficients, units, strict=True)])
+
+
+def _outline(spec: RunSpec) -> Architecture:
+    """An architecture with the vocabulary of an unknown family, whose other facts stand for nothing: only choices of
+    the recipe are read from a config made for it."""
+    return Architecture("unknown", "llama", _vocabulary(spec), 64, 64, 1, 1, 1, 64, False, "silu")
+
+
+def _vocabulary(spec: RunSpec) -> int:
+    facts = find_config(spec.recipe.model.id, spec.recipe.model.revision)
+    return int((facts.get("text_config") or facts).get("vocab_size") or 32_000)

@@ -1,0 +1,134 @@
+"""Families without a closed form: predicted from a simulation that is made unasked, kept, and found again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from engine.batching.cost import micro_batch_cost
+from engine.budget.advise.plan import find_predictor
+from engine.budget.predict.prediction import MicroBatchShape
+from engine.budget.predict.simulated import keep_simulation
+from engine.cli import app
+from engine.commands.simulate import simulation
+from engine.errors import NotSimulatedError, UsageError
+from engine.simulate.curves import simulate_curves
+from engine.simulate.step import simulate_step
+from engine.spec.load import resolve
+from engine.spec.schema.run import RunSpec
+from tests.budget.metered_step import folder_of, run_spec
+from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
+
+OPT: dict[str, Any] = {
+    "model_type": "opt", "vocab_size": 900, "hidden_size": 128, "ffn_dim": 384, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "max_position_embeddings": 512, "word_embed_proj_dim": 128, "pad_token_id": 1,
+    "bos_token_id": 2, "eos_token_id": 2, "dropout": 0.0,
+}  # fmt: skip
+SHALLOW = {**OPT, "num_hidden_layers": 1}
+KEPT = {"batch_size": 8, "gradient_checkpointing": False}
+TABLES: dict[str, Any] = {"method": {"kind": "full"}, "train": KEPT, "model": {"dtype": "float32"}}
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model of five layers, whose full fine-tuning is simulated."""
+    folder = folder_of(OPT, tmp_path_factory.mktemp("opt"))
+    spec = run_spec(folder, **TABLES)
+    with pytest.raises(NotSimulatedError):
+        find_predictor(spec)
+    keep_simulation(spec, simulate_curves(spec))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model of one layer."""
+    return folder_of(SHALLOW, tmp_path_factory.mktemp("shallow"))
+
+
+def invoke(command: str, folder: Path, *sets: str) -> Result:
+    """Run a command on the demo's data and device."""
+    flags = [flag for text in (f"model.id={folder}", *sets) for flag in ("--set", text)]
+    return CliRunner().invoke(app, [command, "-p", "demo", "-r", "demo", *flags, "--json"])
+
+
+def kept() -> set[Path]:
+    """The simulations that are kept on this machine."""
+    return set(Path(os.environ["TUNEDECK_CACHE"], "simulations").glob("*.json"))
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 300), (4, 64)])
+def test_other_shapes_and_more_layers_follow_from_those_that_were_simulated(opt: Path, rows: int, length: int) -> None:
+    """Two and three layers were simulated, with 64 and 80 targets; a step has five, and nearly all tokens count."""
+    spec = run_spec(opt, **TABLES)
+    found, predictor = simulate_step(spec, rows=rows, length=length), find_predictor(spec)
+    predicted = predictor.predict_shape(MicroBatchShape(rows, length, rows * (length - 1) - 1, True))
+    assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3)
+    sums = {phase: sum(row.values()) for phase, row in predicted.phases.items()}
+    assert {phase: sums[phase] for phase in found.sums} == pytest.approx(found.sums, rel=0.01)
+    assert micro_batch_cost(spec, length).cost(rows, length) == pytest.approx(
+        predictor.predict(rows, length).peak_bytes - found.static_bytes, rel=0.05
+    )
+
+
+def test_a_run_is_compared_with_its_simulation(opt: Path, tmp_path: Path) -> None:
+    """Of ragged rows, of which only the answers are targets."""
+    spec = make_spec(write_samples(tmp_path / "samples.jsonl"), model={"id": str(opt)}, train={**KEPT, "max_steps": 2})
+    code, events = train(new_run(tmp_path / "runs", spec))
+    measured = of_kind(events, "run_finished")[0]["measured"]
+    assert code == 0
+    assert of_kind(events, "plan")
+    assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.01)
+
+
+def test_plan_simulates_unasked_and_then_remembers(shallow: Path) -> None:
+    before = kept()
+    first = invoke("plan", shallow, "train.micro_batch=auto")
+    assert first.exit_code == 0, first.output
+    assert "a step is simulated" in first.stderr
+    (made,) = kept() - before
+    document = json.loads(first.stdout)
+    assert document["predictor"] == "simulated"
+    assert document["simulated_seconds"] > 0
+    stamp = made.stat().st_mtime_ns
+    again = invoke("plan", shallow, "train.micro_batch=auto")
+    assert (again.stdout, again.stderr) == (first.stdout, "")
+    assert (made.stat().st_mtime_ns, kept() - before) == (stamp, {made})
+
+
+def test_fit_simulates_what_it_tries(shallow: Path) -> None:
+    found = invoke("fit", shallow, "train.micro_batch=auto")
+    document = json.loads(found.stdout)
+    assert document["plan"]["predictor"] == "simulated"
+    assert ["data.max_length"] in [list(each["changes"]) for each in document["room"]]
+
+
+@pytest.mark.parametrize("command", ["plan", "fit", "train"])
+def test_what_is_refused_is_refused_before_anything_is_simulated(
+    command: str, shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = kept()
+    found = invoke(command, shallow, "train.optimizer=adamw_8bit", "train.max_grad_norm=0.5")
+    assert isinstance(found.exception, UsageError)
+    assert "simulated" not in found.stderr
+    assert kept() == before
+
+
+def test_what_only_the_model_can_refuse_is_refused_by_plan(shallow: Path) -> None:
+    sets = ("method.kind=lora", 'method.targets=["q_prj"]')
+    spec = resolve("demo", "demo", [f"model.id={shallow}", *sets]).spec
+    keep_simulation(spec, simulation(spec))
+    found = invoke("plan", shallow, *sets)
+    assert isinstance(found.exception, UsageError)
+    assert "q_prj" in str(found.exception)
+
+
+def test_a_run_on_several_devices_is_not_simulated_and_learns_what_fits(shallow: Path) -> None:
+    spec: RunSpec = run_spec(shallow, device={"kind": "cuda", "memory_gib": 8.0, "count": 2})
+    assert micro_batch_cost(spec, 64).plan is None
