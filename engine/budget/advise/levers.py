@@ -152,6 +152,8 @@ def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     """Levers for smaller images, if the model takes images of any size."""
+    if plan.predictor == "simulated":
+        return
     encoder = find_architecture(spec).vision_encoder
     if encoder is None or encoder.patches is not None:
         return

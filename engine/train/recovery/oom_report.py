@@ -19,7 +19,7 @@ from engine.batching.micro_batches import MicroBatch
 from engine.budget.advise.fit import Suggestion, advise
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory
-from engine.errors import ConfigNotHereError, UnknownArchitectureError
+from engine.errors import ConfigNotHereError, NotSimulatedError, UnknownArchitectureError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import utc_now
 from engine.journal.files import write_atomically
@@ -146,7 +146,7 @@ def suggested_fixes(spec: RunSpec, oom: RankOom) -> dict[str, Any]:
         return nothing
     try:
         advice = advise(spec, longest=oom.micro_batch.length if oom.micro_batch else None)
-    except (UnknownArchitectureError, ConfigNotHereError):
+    except (UnknownArchitectureError, NotSimulatedError, ConfigNotHereError):
         return nothing
     plan = advice.plan
     return {
