@@ -39,7 +39,7 @@ SLOWED = 0.9
 
 @dataclass
 class MicroBatchBudget:
-    """The budget and the observations behind it.
+    """The micro-batch budget, and the successes and failures that it was learned from.
 
     Fields in bytes are predicted bytes. Those named room or measured are real bytes; room is what a step may allocate
     above the static level (weights and optimizer state).
@@ -64,8 +64,8 @@ class MicroBatchBudget:
     patience_steps: int = CLEAN_STEPS_TO_FORGET
     """Clean steps to wait before `passing_bytes` is forgotten without evidence of free memory."""
     slope: float = 0.0
-    """The most measured bytes above the static level per predicted byte, over all successes; 0 when nothing was
-    measured."""
+    """The largest ratio of measured bytes above the static level to predicted bytes, over all successes; 0 if nothing
+    was measured."""
     expected_slope: float = 0.0
     """The smallest slope that a cut assumes: 1 where costs are predictions in bytes, 0 where costs only order
     micro-batches."""
@@ -74,7 +74,8 @@ class MicroBatchBudget:
     thrashed_steps: int = 0
     """Steps in a row in which the allocator emptied its cache."""
     floor_tokens: int = 0
-    """Micro-batches of fewer tokens take as long as one of so many (`micro_batches.floor_tokens`); 0: not measured."""
+    """Any micro-batch of fewer tokens takes as long as one of this many (`micro_batches.floor_tokens`); 0: not
+    measured."""
 
     def record_success(self, cost_bytes: int, measured_bytes: int) -> None:
         """Record that a micro-batch of `cost_bytes` took `measured_bytes` above the static level (0: not measured)."""
@@ -84,7 +85,8 @@ class MicroBatchBudget:
             self.slope = max(self.slope, measured_bytes / cost_bytes)
 
     def bytes_after_failure(self, failed_bytes: int, room_bytes: int) -> int:
-        """The budget to go on with after a micro-batch of `failed_bytes` failed with `room_bytes` available."""
+        """The budget, in predicted bytes, that `cut` would set after a micro-batch of cost `failed_bytes` failed with
+        `room_bytes` real bytes available. Changes nothing."""
         # Small micro-batches that took less than predicted say little about large ones, where fixed parts matter less.
         slope = max(self.slope, self.expected_slope)
         by_slope = int(SAFETY * room_bytes / slope) if slope else failed_bytes
@@ -107,7 +109,8 @@ class MicroBatchBudget:
         self.clean_steps = self.since_cut_bytes = 0
 
     def record_clean_step(self, room_bytes: int, may_grow: bool) -> bool:
-        """Count a step without failure, with `room_bytes` available now; True when the budget grew."""
+        """Count a step without failure, after which `room_bytes` are available; returns True if the budget grew, which
+        `may_grow` must allow."""
         self.clean_steps += 1
         passing_bytes = self.passing_bytes
         if passing_bytes is not None and self.room_is_back(room_bytes, passing_bytes, self.passing_room_bytes):
@@ -124,8 +127,8 @@ class MicroBatchBudget:
         return True
 
     def record_thrashing(self, retries: int) -> bool:
-        """Count a step in which the allocator emptied its cache `retries` times; True when the budget was lowered,
-        because it was the last of THRASHING_STEPS in a row."""
+        """Count a step in which the allocator emptied its cache `retries` times; 0 ends the count. Returns True if the
+        budget was lowered, because this was the last of THRASHING_STEPS such steps in a row."""
         self.thrashed_steps = self.thrashed_steps + 1 if retries else 0
         if self.thrashed_steps < THRASHING_STEPS:
             return False
@@ -145,11 +148,13 @@ class MicroBatchBudget:
         return given_back or self.clean_steps >= self.patience_steps
 
     def _recovers(self) -> bool:
-        """Whether no failure beside a co-tenant is remembered, and the budget is below a cost that once succeeded."""
+        """Whether the budget is below a cost that once succeeded, and no failure caused by a co-tenant is
+        remembered."""
         return self.passing_bytes is None and self.budget_bytes < self.known_bytes
 
     def _limit(self, room_bytes: int) -> int:
-        """The largest budget that growth may reach with `room_bytes` available."""
+        """The largest budget, in predicted bytes, that `record_clean_step` may set with `room_bytes` real bytes
+        available."""
         by_room = int(SAFETY * room_bytes / self.slope)
         if self.known_bytes * self.slope <= room_bytes:
             by_room = max(by_room, self.known_bytes)
@@ -184,7 +189,7 @@ class MicroBatchBudget:
             self.wait_longer()
 
     def as_json(self) -> dict[str, Any]:
-        """All fields as a dict, for a checkpoint."""
+        """All fields as a JSON-compatible dict, for a checkpoint."""
         return asdict(self)
 
     @classmethod

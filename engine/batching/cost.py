@@ -60,8 +60,9 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
 
 
 def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | None) -> RunSpec:
-    """The run spec with the largest image that the data have as the largest one, which plans assume in every
-    sequence. Several images of a sample count as one of their size together."""
+    """Set data.image_max_pixels to the size of the largest image in `data` and unset data.image_min_pixels, because
+    plans assume an image of that size in every sequence; returns the changed run spec. Several images of one sample
+    count as one image of their total size."""
     if images is None or images.takes != "patches" or data.patches is None:
         return spec
     sizes = {"image_min_pixels": None, "image_max_pixels": int(data.patches.max()) * images.patch_side**2}
@@ -74,7 +75,8 @@ def _planned_cost(spec: RunSpec, config: dict[str, Any], longest: int) -> tuple[
 
 
 def _cost_of(spec: RunSpec, config: dict[str, Any]) -> Cost:
-    """The predicted micro-batch cost: by closed form, else from a simulation."""
+    """The predicted micro-batch cost of the model with this config: by closed form if its family has one, else from the
+    stored simulation. Raises the errors of `simulated_predictor`."""
     try:
         return cost_model(from_config(config), spec).bytes
     except UnknownArchitectureError as unknown:
@@ -91,7 +93,8 @@ def cost_on_one_device(spec: RunSpec) -> Cost:
 
 
 def generic_cost(config: dict[str, Any]) -> Cost:
-    """Activation bytes of any transformer: s·b·h·(34 + 5·a·s/h) per layer in 16 bits.
+    """The cost function (rows, length) of a transformer of unknown architecture, in estimated bytes of 16-bit
+    activations: s·b·h·(34 + 5·a·s/h) per layer, for b rows of s tokens, hidden size h and a attention heads.
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1.
     """

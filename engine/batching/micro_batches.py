@@ -62,11 +62,11 @@ def plan_micro_batches(
 
 
 def floor_tokens(tokens: int, seconds: float, shortest_seconds: float) -> int:
-    """How many tokens could be computed while the shortest pass runs, if `tokens` take `seconds` and the shortest pass
-    `shortest_seconds`; rounded to a power of two, so that the noise of two timings seldom changes it.
+    """The number of tokens up to which all passes take the same time, rounded to a power of two so that timing noise
+    seldom changes it. It is computed from the `seconds` that a pass over `tokens` tokens takes, and the
+    `shortest_seconds` that any pass takes.
 
-    On a GPU a pass over few tokens takes as long as launching its kernels, or reading the weights, whichever is
-    longer: up to some number of tokens all passes take the same time.
+    On a GPU a pass over few tokens takes as long as launching its kernels, or reading the weights, whichever is longer.
     """
     worth = min(tokens * shortest_seconds / seconds, tokens) if seconds else 0.0
     return 2 ** round(math.log2(worth)) if worth >= 1 else 0

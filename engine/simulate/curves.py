@@ -1,9 +1,10 @@
 """Simulates a run's step at a few small shapes, and finds from these the memory of every shape.
 
-The allocated bytes after each allocation of a step are a sum of terms in the micro-batch's shape (`UNITS`). A step runs
-the same operations for every shape, so eight simulated shapes give the coefficients of each level. Where the operations
-differ between shapes, only the peak of the phase is followed. Of a model whose layers are all alike, two and three
-layers are simulated, and every level continued linearly to the model's depth.
+A level is the number of allocated bytes after one allocation of the step. Each level is a linear combination of the
+terms in `UNITS`, which depend on the micro-batch's shape. A step runs the same operations for every shape, so
+simulations at up to eight shapes give the coefficients of each level. Where the operations differ between shapes, only
+the coefficients of the phase's peak are computed. If all layers of a model are alike, models of two and of three layers
+are simulated, and every level is extrapolated linearly to the model's depth.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 """
@@ -60,7 +61,8 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 
 
 class Trial(NamedTuple):
-    """A simulated shape: `chunk` of the `targets` have their logits at once."""
+    """The shape of a simulated micro-batch: `rows` sequences of `length` tokens, of which `targets` count in the loss;
+    the loss is computed for `chunk` targets at a time."""
 
     rows: int
     length: int
@@ -69,9 +71,10 @@ class Trial(NamedTuple):
 
 
 def simulate_curves(spec: RunSpec) -> dict[str, Any]:
-    """Simulate the steps of a run; return the document that `engine.budget.predict.simulated` keeps and reads.
+    """Simulate the steps of a run; returns the JSON-compatible document that `engine.budget.predict.simulated` stores
+    and reads. Sizes are in bytes.
 
-    Raises UsageError where the run would be refused, too.
+    Raises UsageError for a run that `train` would refuse.
     """
     began, facts = time.perf_counter(), find_config(spec.recipe.model.id, spec.recipe.model.revision)
     depth = depth_of(spec, facts)
@@ -87,8 +90,8 @@ def simulate_curves(spec: RunSpec) -> dict[str, Any]:
 
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
-    """Inside the block, garbage is collected between passes alone, so that equal passes reach equal levels; and only
-    new objects are looked at: a full collection takes 0.3 s with the libraries imported."""
+    """Switch Python's automatic garbage collection off inside the block, because a collection during a pass would
+    change its levels. Callers collect the youngest generation between passes; a full collection takes 0.3 s."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -99,10 +102,10 @@ def _collected_by_hand() -> Iterator[None]:
 
 
 def _shapes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """The numbers of rows and the lengths to simulate.
+    """The (numbers of rows, lengths in tokens) to simulate.
 
-    Lengths lie beyond a sliding window that the run's sequences reach, and within the model's positions: what a model
-    does may change there.
+    All lengths are above the sliding window if the run's sequences can be longer than it, else below it, and within the
+    model's positions: a model may run other operations beyond these limits.
     """
     text = facts.get("text_config") or facts
     window = min([int(text[key]) for key in WINDOWS if isinstance(text.get(key), int)], default=0)
@@ -117,7 +120,8 @@ def _shapes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]
 
 
 def _trials(shapes: tuple[list[int], list[int]], *, chunked: bool) -> list[Trial]:
-    """The shapes to simulate: with one chunk of targets, or with two, of which the first is full."""
+    """The shapes to simulate. If `chunked`, the loss of each has two chunks, of which the first is full; if not, one
+    chunk."""
     rows, lengths = shapes
     few = max(2, min(64, rows[0] * lengths[0] // 4))
     chunk = max(1, few // 2) if chunked else few
@@ -131,7 +135,8 @@ def _trials(shapes: tuple[list[int], list[int]], *, chunked: bool) -> list[Trial
 
 
 class _Simulated:
-    """The model of a run on a simulated device, and the levels of its steps at several shapes."""
+    """Simulates the steps of one model at several shapes: `shapes` is (numbers of rows, lengths in tokens), `depth` the
+    number of layers, None for the config's own."""
 
     def __init__(
         self, spec: RunSpec, facts: dict[str, Any], depth: int | None, shapes: tuple[list[int], list[int]]
@@ -156,8 +161,9 @@ class _Simulated:
             self._run()
 
     def document(self) -> dict[str, Any]:
-        """Bytes that are held throughout, the peak of the optimizer's step, and for each kind of pass the levels of
-        each phase by unit."""
+        """The simulation's results, sizes in bytes: static memory and offloaded optimizer state by component,
+        gradients, the peak of the optimizer step, and coefficients of the levels by kind of pass and phase, and of
+        generation."""
         return {
             "static": self.held,
             "host": self.host,
@@ -194,7 +200,8 @@ class _Simulated:
         }
 
     def _step(self, trial: Trial) -> tuple[dict[str, list[int]], dict[str, int]]:
-        """Run a micro-batch forward and backward, and return the levels of its phases."""
+        """Run a micro-batch forward and backward; returns its levels in bytes, and the bytes of gradients when each
+        phase began, both by phase."""
         gc.collect(0)
         self.loss.chunk_tokens = trial.chunk
         batch = self._batch(trial)
@@ -214,7 +221,7 @@ class _Simulated:
         return self.series.take()
 
     def _optimizer_step(self) -> int:
-        """Peak bytes of clipping and the optimizer's step."""
+        """Run gradient clipping and the optimizer step; returns their peak in bytes."""
         self.series.enter("optimizer_step")
         clip_gradients(self.spec.recipe.train.max_grad_norm, self.loaded)
         self.guard.host_state.make_room()
@@ -225,7 +232,8 @@ class _Simulated:
         return max(self.series.take()[0]["optimizer_step"])
 
     def _generation(self) -> list[float]:
-        """Coefficients of the peak of answers to prompts: fixed, per row, per token and per row × length²."""
+        """Simulate the generation of answers; returns the coefficients of its peak in bytes: fixed, per row, per prompt
+        token and per row × prompt length²."""
         rows, lengths = self.shapes
         shapes = [(1, lengths[0]), (rows[0], lengths[0]), (rows[0], lengths[1]), (rows[0], lengths[2])]
         peaks = []
@@ -248,7 +256,9 @@ class _Simulated:
 def _curves(
     found: list[tuple[dict[str, list[int]], dict[str, int]]], trials: list[Trial], ends_only: bool
 ) -> dict[str, dict[str, Any]]:
-    """By phase of a plan: gradient bytes at its beginning, and the coefficients of its levels."""
+    """Compute for each phase of a plan its `gradients`, the bytes of gradients when it begins, and its `sizes`, the
+    coefficients of its levels: an array of shape (levels, units). `found` has one simulation's levels and gradient
+    bytes for each of `trials`."""
     units = np.array([units_of(*trial) for trial in trials], dtype=float)
     if len(trials) < len(UNITS):  # one chunk: its targets are all targets
         units = units[:, :-1]
@@ -265,8 +275,9 @@ def _curves(
 
 
 def _phases(recorded: list[str], layers: int, ends_only: bool) -> Iterator[tuple[str, list[str]]]:
-    """For each phase of a plan, the recorded phases that it consists of. With `ends_only`, of the layers only those
-    where the peak is if all layers are alike."""
+    """Yield each phase of a plan with the recorded phases that it consists of. With `ends_only`, only the last layer's
+    forward pass and the first and last layer's backward pass are included, which have the peak if all layers are
+    alike."""
     last = layers - 1
     forward = [EMBEDDING, *(f"forward {n}" for n in range(layers) if n == last or not ends_only)]
     between = [f"backward {n}" for n in range(last - 1, 0, -1) if not ends_only]
@@ -284,7 +295,7 @@ def _phases(recorded: list[str], layers: int, ends_only: bool) -> Iterator[tuple
 
 
 def _continued(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict[str, Any]:
-    """The document of a model of `depth` layers, from those of models of DEPTHS layers."""
+    """Extrapolate the documents of models of DEPTHS[0] and DEPTHS[1] layers linearly to a model of `depth` layers."""
     times = depth - DEPTHS[1]
 
     def on(low: Any, high: Any) -> Any:
@@ -313,7 +324,8 @@ def _continued(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dic
 
 
 def _that_decide(sizes: Levels) -> Levels:
-    """Only the levels that are the highest at some shape, of a grid over all sizes of micro-batches."""
+    """Keep only the levels that can be a phase's peak: those that are the highest for at least one shape of a grid of
+    micro-batches. `sizes` and the result have the shape (levels, units)."""
     lengths = [2**power for power in range(3, 19)]
     grid = [
         units_of(rows, length, max(1, int(share * rows * length)), max(1, min(int(share * rows * length), chunk)))

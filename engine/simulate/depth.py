@@ -1,4 +1,5 @@
-"""Finds out whether all layers of a model are alike, so that a simulation of a few of them tells about all.
+"""Finds out whether all layers of a model are alike, so that the memory of all can be computed from a simulation of a
+few.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 """
@@ -17,13 +18,14 @@ from engine.spec.schema.run import RunSpec
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 FEWEST_LAYERS = 5
-"""Models of fewer layers are simulated whole."""
+"""Models of fewer layers are simulated with all their layers."""
 NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "idx")
 """Attributes in which a layer keeps its own number."""
 
 
 def depth_of(spec: RunSpec, facts: dict[str, Any]) -> int | None:
-    """How many layers a model has, if they are alike and its config says their number in one key; else None."""
+    """The number of a model's layers; None if they are not all alike, if there are fewer than FEWEST_LAYERS, or if not
+    exactly one key of the config (`facts`) gives their number."""
     place = _depth_place(facts)
     if place is None or place[0][place[1]] < FEWEST_LAYERS:
         return None
@@ -33,7 +35,8 @@ def depth_of(spec: RunSpec, facts: dict[str, Any]) -> int | None:
 
 
 def at_depth(facts: dict[str, Any], depth: int) -> dict[str, Any]:
-    """The config of the same model with `depth` layers."""
+    """A copy of the config `facts` with `depth` layers; lists with an entry per layer are shortened. Requires that
+    `depth_of` found the model's depth."""
     place = _depth_place(facts)
     assert place is not None
     table, key = place
@@ -46,14 +49,16 @@ def at_depth(facts: dict[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _depth_place(facts: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """The table of a config that says how many layers there are, and the key."""
+    """The table of a config that contains the number of layers, and its key there; None unless exactly one of
+    DEPTH_KEYS is set."""
     table = facts.get("text_config") or facts
     keys = [key for key in DEPTH_KEYS if isinstance(table.get(key), int)]
     return (table, keys[0]) if len(keys) == 1 else None
 
 
 def _outline(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Everything in which one layer may differ from another: classes, settings and shapes."""
+    """Yield, for each module of a layer, its name, class, settings, and the shapes of its parameters and whether they
+    are trained. Layers that yield the same are alike."""
     for name, module in layer.named_modules():
         settings = {
             key: value

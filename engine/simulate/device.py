@@ -48,8 +48,8 @@ class SimulatedDevice(MeteredDevice):
             yield
 
     def take_log(self) -> list[int]:
-        """Return the total bytes after each allocation since the last call, and the total now as the first of the next
-        call."""
+        """Return the log since the last call and start a new one. The log contains the allocated bytes when it was
+        started, then the allocated bytes after each allocation."""
         tracker = self._meter.tracker
         log, tracker.log = tracker.log or [], [tracker.allocated_bytes]
         return log

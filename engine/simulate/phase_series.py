@@ -1,4 +1,4 @@
-"""Records every level that the allocated bytes reach in each phase of a simulated step.
+"""Records the allocated bytes after each allocation (the levels) in each phase of a simulated step.
 
 A step runs the same operations for every shape of a micro-batch, so the levels of two shapes can be compared one by
 one (`engine.simulate.curves`). Each layer has phases of its own, "forward N" and "backward N".
@@ -20,7 +20,7 @@ EMBEDDING = "forward -1"
 
 
 class PhaseSeries:
-    """Records the levels of each phase, and the bytes of gradients when it began."""
+    """Records the levels of each phase in bytes, and the bytes of gradients when the phase began."""
 
     def __init__(self, device: SimulatedDevice, base: nn.Module, gradient_bytes: Callable[[], int]) -> None:
         self._device, self._gradient_bytes = device, gradient_bytes
@@ -39,21 +39,24 @@ class PhaseSeries:
         self._gradients.setdefault(phase, self._gradient_bytes())
 
     def leave(self) -> None:
-        """End the current phase; a phase that began before continues its series."""
+        """End the current phase. If the same phase was entered before, its new levels are appended to the earlier
+        ones."""
         log = self._device.take_log()
         if self._phase:
             self._found.setdefault(self._phase, []).extend(log)
         self._phase = ""
 
     def take(self) -> tuple[dict[str, list[int]], dict[str, int]]:
-        """Return levels and gradient bytes by phase since the last call."""
+        """End the current phase; returns (levels, bytes of gradients when the phase began), both by phase, as recorded
+        since the last call."""
         self.leave()
         found = self._found, self._gradients
         self._found, self._gradients = {}, {}
         return found
 
     def _before(self, number: int, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Forward pre-hook of a layer. While checkpointing recomputes a layer, it does nothing."""
+        """Forward pre-hook of layer `number`: begin the phase "forward N"; for layer 0, begin `embedding_backward` when
+        its input gets a gradient. Does nothing while checkpointing recomputes the layer."""
         if not self._phase.startswith("forward"):
             return
         self.enter(f"forward {number}")
@@ -62,8 +65,8 @@ class PhaseSeries:
             hidden.register_hook(lambda gradient: self.enter("embedding_backward"))
 
     def _after(self, number: int, made: Any) -> None:
-        """Forward hook of a layer: its output's gradient begins its backward pass. After the last layer comes the
-        loss."""
+        """Forward hook of layer `number`: begin the phase "backward N" when the layer's output gets its gradient. For
+        the last layer, also begin `loss_backward` now. Does nothing while checkpointing recomputes the layer."""
         if not self._phase.startswith("forward"):
             return
         hidden = made if isinstance(made, torch.Tensor) else made[0]

@@ -21,7 +21,7 @@ from engine.spec.schema.run import RunSpec
 
 @dataclass(frozen=True)
 class ExactPlan:
-    """The answer of `plan --exact`."""
+    """The result of `plan --exact`."""
 
     verdict: str
     capacity_bytes: int
@@ -51,7 +51,7 @@ class ExactPlan:
         return self.capacity_bytes - self.device_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as a JSON-compatible dict, with the same keys as `plan --json`."""
+        """Return the plan as a JSON-compatible dict, with the same keys as `plan --json`."""
         return {
             "verdict": self.verdict,
             "capacity_bytes": self.capacity_bytes,
@@ -92,7 +92,8 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
 
 
 def _remedied_fits(spec: RunSpec, length: int) -> bool:
-    """Whether a micro-batch of one sequence fits with remedies that do not change what is learned."""
+    """Whether a simulated micro-batch of one sequence of `length` tokens fits with remedies that do not change what is
+    learned."""
     for remedied in remedies(spec):
         peak_bytes = simulate_step(remedied, rows=1, length=length).peak_bytes
         if peak_bytes + non_torch_memory(spec.profile).total(peak_bytes) <= spec.profile.device.capacity_bytes:

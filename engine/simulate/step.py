@@ -187,7 +187,7 @@ def _answers_at_once(spec: RunSpec, length: int) -> int:
 
 
 def _ends(spec: RunSpec) -> dict[int, str]:
-    """Return by layer number the phase name of the backward pass of each layer that the plan predicts; empty for an
+    """Map the number of each layer whose backward pass the plan predicts to the name of that phase; empty for an
     unknown architecture."""
     try:
         arch = find_architecture(spec)
@@ -221,7 +221,8 @@ def static_components(loaded: LoadedModel, optimizer: torch.optim.Optimizer | No
 
 
 def _row(held: dict[str, int], peak_bytes: int, gradient_bytes: int) -> dict[str, int]:
-    """Split the peak of a phase by component; bytes that are neither in `held` nor gradients count as activations."""
+    """Split a phase's peak by component, in bytes. `held` are the static components; the bytes of the peak that are
+    neither in `held` nor gradients count as activations."""
     rest = peak_bytes - sum(held.values()) - gradient_bytes
     return {**held, "gradients": gradient_bytes, "activations": max(0, rest)}
 

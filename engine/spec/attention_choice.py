@@ -1,7 +1,7 @@
-"""The choice of a run's attention kernel, as its plan and the run itself make it.
+"""Chooses a run's attention kernel; a plan and the run itself choose by the same rules.
 
-A function of what the model needs, what the card is, and what prevents a kernel on this machine. The run asks packages
-and imports them (`engine.model.attention`); a plan reads which ones are installed
+The choice depends on the model, the device, and the kernels that work on this machine. For the last, the run imports
+the kernels' packages (`engine.model.attention`), while a plan only reads which packages are installed
 (`engine.budget.trace.memory_config`).
 
 Try: `python -m pytest tests/model/test_attention.py tests/budget/test_packed_attention.py`
@@ -29,31 +29,31 @@ MOST_HEAD_DIM = 256
 
 
 class AttentionNeeds(NamedTuple):
-    """What a model needs of its attention kernel."""
+    """The facts of a model that decide which attention kernels can compute it."""
 
     model_type: str
     head_dim: int
     has_flash: bool
     """Whether transformers offers flash attention for it."""
     flash_only: tuple[str, ...] | None
-    """The flash kernels with which alone transformers computes it; None for any."""
+    """The only flash kernels with which transformers can compute the model; None if any will do."""
     has_sdpa: bool
     """Whether transformers offers sdpa for it."""
     softcap: bool
-    """Whether scores are capped, which sdpa and varlen leave out."""
+    """Whether attention scores are soft-capped, which sdpa and varlen do not support."""
     dropout: str
     """The config's key and value if the attention weights have dropout, else empty."""
 
 
 class AttentionCard(NamedTuple):
-    """What a kernel needs to know of the device."""
+    """The facts of a device that decide which attention kernels run on it."""
 
     name: str
     capability: float | None
     """Compute capability; None if unknown, or if the device is no CUDA card."""
     is_cuda: bool
     dtype: str
-    """What attention is computed in: "bfloat16", "float16" or "float32"."""
+    """Dtype that attention is computed in: "bfloat16", "float16" or "float32"."""
 
 
 class Obstacle(NamedTuple):
@@ -68,9 +68,9 @@ class KernelChoice(NamedTuple):
     """The kernel of a run."""
 
     name: str | None
-    """Its name in transformers' attention interface; None if flash attention was asked for and cannot run."""
+    """The kernel's name in transformers' attention interface; None if flash attention was asked for and cannot run."""
     obstacles: dict[str, Obstacle]
-    """Why kernels that come before it cannot be used."""
+    """Name of each kernel that would have been preferred = why it cannot be used."""
 
 
 def choose_kernel(
@@ -82,9 +82,10 @@ def choose_kernel(
     packing: bool,
     deterministic: bool,
 ) -> KernelChoice:
-    """Choose the kernel for `model.attention = asked`. `obstacle_here` says what prevents a kernel on this machine.
+    """Choose the kernel for `model.attention = asked`. `obstacle_here(name)` returns what prevents a kernel on this
+    machine, or None.
 
-    torch's own varlen kernel is chosen by "auto" for packed data alone: without packing sdpa runs the same kernel.
+    "auto" chooses torch's own varlen kernel only for packed data: without packing, sdpa runs the same kernel.
     """
     if asked == "eager":
         return KernelChoice("eager", {})
@@ -102,7 +103,8 @@ def choose_kernel(
 
 
 def flash_candidates(asked: AttentionChoice, card: AttentionCard, *, packing: bool) -> list[str]:
-    """The flash kernels to try, the best first; none for "sdpa", nor without CUDA unless one is asked for by name."""
+    """The names of the flash kernels to try, the best first. Empty for "sdpa", and empty without CUDA unless a kernel
+    is asked for by name."""
     if asked in FLASH_KERNELS:
         return [asked]
     if asked == "sdpa" or not card.is_cuda or card.capability is None:
@@ -111,7 +113,7 @@ def flash_candidates(asked: AttentionChoice, card: AttentionCard, *, packing: bo
 
 
 def _obstacle(kernel: str, model: AttentionNeeds, card: AttentionCard, deterministic: bool) -> Obstacle | None:
-    """Why a kernel cannot compute the model on the card, wherever it is installed; None if it can."""
+    """Why a kernel cannot compute the model on this card even if it is installed; None if it can."""
     reason = _obstacle_on_card(kernel, card) or _obstacle_in_model(kernel, model, card)
     consumer_card = (card.capability or 0) >= CONSUMER_BLACKWELL
     if reason is None and deterministic and kernel == "flash_attention_4" and consumer_card:
@@ -121,7 +123,7 @@ def _obstacle(kernel: str, model: AttentionNeeds, card: AttentionCard, determini
 
 
 def no_deterministic_backward(kernel: str) -> str:
-    """The reason why a deterministic run cannot use a kernel."""
+    """Text for a message: why a deterministic run cannot use the flash kernel `kernel`."""
     return f"has no deterministic backward pass here ({FLASH_KERNELS[kernel].package})"
 
 

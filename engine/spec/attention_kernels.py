@@ -53,10 +53,10 @@ def runs_on(kernel: str, capability: float) -> bool:
 
 
 def flash_kernels(capability: float) -> tuple[str, ...]:
-    """The flash kernels that run on GPUs of this compute capability, the one made for them first.
+    """The names of the flash kernels that run on GPUs of this compute capability, the one written for them first.
 
-    Version 3 was written for Hopper and version 4 for Blackwell; version 2 and torch's own are one kernel, written for
-    Ampere.
+    Version 3 was written for Hopper and version 4 for Blackwell; version 2 and torch's own ("varlen") are the same
+    kernel, written for Ampere.
     """
     order = ["flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen"]
     if HOPPER <= capability < BLACKWELL:

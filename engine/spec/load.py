@@ -110,7 +110,8 @@ def load_recipe(file: SpecFile) -> Recipe:
 
 
 def name_note(file: SpecFile) -> str | None:
-    """A note if the `name` in a profile or recipe differs from the file's name, which counts; None if it does not."""
+    """A note if the key `name` in a profile or recipe differs from the file's name, which is used instead; None if it
+    does not."""
     document = read_document(file.path)
     written, stem = document.data.get("name"), file.path.stem
     if not _is_name(written) or not _is_name(stem) or written == stem:
@@ -130,9 +131,11 @@ def check_text(kind: SpecKind, text: str, stem: str, label: str) -> list[str]:
 
 
 def settle_name(document: Document, stem: str) -> list[Problem]:
-    """Set the document's `name` to `stem`, the file's name; a name in the file counts only if `stem` cannot be one.
+    """Set the document's `name` to `stem`, the file's name without suffix. The document keeps its own name if `stem` is
+    not a valid name.
 
-    Returns a problem if neither is a name. A written name that is not valid is left for the check of the whole file.
+    Returns a problem if `stem` is not valid and the document has no name. An invalid name in the document is left
+    unchanged, so that the check of the whole file reports it.
     """
     written = document.data.get("name")
     if _is_name(stem) and (written is None or _is_name(written)):

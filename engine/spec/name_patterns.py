@@ -49,7 +49,8 @@ def compile_patterns(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A regular expression whose `fullmatch` accepts the names that a pattern matches as a whole."""
+    """A regular expression whose `fullmatch` accepts exactly the names that the pattern matches, without names inside a
+    matched module."""
     return re.compile(_expression(pattern))
 
 

@@ -112,8 +112,8 @@ def stage_recipe(recipe: Recipe, stage: Stage) -> Recipe:
 
 
 def stage_spec(spec: RunSpec, stage: Stage) -> RunSpec:
-    """The run spec of one training stage: named RUN/STAGE, on the same profile, without a command of its own at its
-    end. `stage:NAME` in [model] is left as it is."""
+    """The run spec of one training stage: named RUN/STAGE, on the same profile, without `limits.on_finish`.
+    `stage:NAME` in [model] is left as it is."""
     changes = {
         "name": f"{spec.name}/{stage.name}",
         "recipe": stage_recipe(spec.recipe, stage),

@@ -1,4 +1,5 @@
-"""Changes of recipe and profile keys, as advice makes them: the changed run spec, and whether it would be accepted.
+"""Applies the changes of recipe and profile keys that advice suggests, and tells whether `train` would refuse the
+changed run.
 
 A change maps a dotted key, such as "train.loss" or "parallel.sequence", to its new value.
 
@@ -23,7 +24,7 @@ Changes = Mapping[str, Any]
 
 
 def with_changes(spec: RunSpec, changes: Changes) -> RunSpec:
-    """The run spec with other values under dotted recipe or profile keys."""
+    """A copy of the run spec with `changes` applied. The copy is not checked."""
     for key, value in changes.items():
         table, _, name = key.partition(".")
         file = "profile" if is_of_profile(key) else "recipe"
@@ -34,7 +35,7 @@ def with_changes(spec: RunSpec, changes: Changes) -> RunSpec:
 
 
 def value_of(spec: RunSpec, key: str) -> Any:
-    """The value under a dotted recipe or profile key."""
+    """The value of a dotted recipe or profile key."""
     table, _, name = key.partition(".")
     owner = spec.profile if is_of_profile(key) else spec.recipe
     return getattr(getattr(owner, table), name)
@@ -53,8 +54,8 @@ def breaks_a_rule(spec: RunSpec) -> bool:
 
 
 def is_refused(spec: RunSpec) -> bool:
-    """Whether `plan` and `train` would refuse a run spec: what `breaks_a_rule` says, features that this version lacks,
-    and runs that would train wrongly."""
+    """Whether `plan` and `train` would refuse a run spec: because it breaks a rule (`breaks_a_rule`), needs a feature
+    that this version lacks, or would compute wrong results or train nothing."""
     if breaks_a_rule(spec):
         return True
     try:

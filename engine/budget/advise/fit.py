@@ -1,7 +1,8 @@
 """Searches for changes that make a run fit, cheapest first; for a run that fits, for uses of its unused memory.
 
-Every suggestion is checked by the rules of `recipes check` and of `train`, and planned, before it is made: with it the
-run fits on the device, and on the host where it offloads. Levers are in `engine.budget.advise.levers`.
+Every suggestion has been checked by the rules of `recipes check` and `train`, and planned: with it the run fits on the
+device, and its offloads fit on the host. A suggestion consists of levers: single changes of keys, each with a cost
+(`engine.budget.advise.levers`).
 
 Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
 """
@@ -26,7 +27,7 @@ MAX_SUGGESTIONS = 5
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Levers that together make the run fit (or use its unused memory), and the plan with these changes."""
+    """Levers that together make a run fit (or use its unused memory), and the plan of the run with their changes."""
 
     levers: Levers
     changes: dict[str, tuple[Any, Any]]
@@ -40,17 +41,17 @@ class Suggestion:
 
     @property
     def changes_arithmetic(self) -> bool:
-        """Whether the same is learned with numbers of fewer bits, or otherwise rounded."""
+        """Whether any of the changes lowers the precision of numbers or changes how they are rounded."""
         return any(lever.changes_arithmetic for lever in self.levers)
 
     @property
     def slower_percent(self) -> float:
-        """How much slower a step is, as a rough estimate; negative where it is faster."""
+        """Rough estimate of how much slower a step is, in percent; negative if it is faster."""
         return sum(lever.slower_percent for lever in self.levers)
 
     @property
     def summary(self) -> str:
-        """Speed, and what else changes, in words."""
+        """One line for a list: the estimated change of speed, and whether arithmetic or learning changes."""
         slower = self.slower_percent
         speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
         arithmetic = ", changes arithmetic" if self.changes_arithmetic else ""
@@ -73,7 +74,8 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Advice:
-    """The plan of a run, suggestions that make it fit, and suggestions that use its unused memory."""
+    """The plan of a run, `suggestions` that make it fit, and `room`: suggestions that use the unused memory of a run
+    that fits. One of the two lists is always empty."""
 
     plan: Plan
     suggestions: list[Suggestion]
@@ -89,7 +91,8 @@ class Advice:
 
 
 def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
-    """Plan a run and search for suggestions. Raises the errors of `make_plan`."""
+    """Plan a run and search for suggestions. `longest`: tokens of the longest sequence; by default as recorded when the
+    data were last read. Raises the errors of `make_plan`."""
     longest = longest or known_longest(spec.recipe)
     plan = make_plan(spec, longest=longest)
     if fits(plan):
@@ -99,12 +102,13 @@ def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether a run fits as it is written, on its device and on its host."""
+    """Whether the planned run fits without changes, on its device and on its host."""
     return plan.verdict == "fits" and plan.host_fits
 
 
 def possible_levers(spec: RunSpec, plan: Plan) -> list[Lever]:
-    """The levers that the run's hardware and this version accept, alone or with adapters in place of full training."""
+    """The levers with which `train` would not refuse the run, alone or together with the lever from full fine-tuning to
+    LoRA."""
     levers = levers_of(spec, plan)
     adapters = [lever for lever in levers if "method.kind" in lever.keys]
     return [
@@ -121,7 +125,8 @@ def changed(spec: RunSpec, levers: Levers) -> RunSpec:
 
 
 def _suggestions(spec: RunSpec, plan: Plan, longest: int | None) -> Iterator[Suggestion]:
-    """The cheapest sets of levers that are accepted and whose plan fits, in order of cost."""
+    """Yield suggestions that `train` would not refuse and with which the run fits, in order of cost, at most
+    MAX_SUGGESTIONS."""
 
     def holds(levers: Levers) -> bool:
         return not is_refused(changed(spec, levers)) and fits(_suggestion(spec, levers, longest).plan)
@@ -131,8 +136,9 @@ def _suggestions(spec: RunSpec, plan: Plan, longest: int | None) -> Iterator[Sug
 
 
 def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None) -> Iterator[Suggestion]:
-    """Suggestions for a family without a closed form, of which each set has to be simulated, which takes seconds: only
-    single levers are tried, and all together that change neither what is learned nor its arithmetic."""
+    """Yield suggestions for a model family without a closed form, at most MAX_SUGGESTIONS. Each set of levers must be
+    simulated, which takes seconds; so only single levers are tried, and the set of all levers that change neither
+    learning nor arithmetic."""
     levers = possible_levers(spec, plan)
     free = tuple(lever for lever in levers if not lever.changes_learning and not lever.changes_arithmetic)
     sets: list[Levers] = [(lever,) for lever in levers] + ([free] if len(free) > 1 else [])
@@ -148,7 +154,8 @@ def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None) -> It
 
 
 def _simulated(spec: RunSpec, levers: Levers, longest: int | None) -> Suggestion | None:
-    """The suggestion of these levers; None if that run would be refused, as only its simulation may find."""
+    """The suggestion of these levers; None if `train` would refuse the changed run, which in some cases only its
+    simulation shows. Raises NotSimulatedError if the simulation is missing."""
     if is_refused(changed(spec, levers)):
         return None
     try:
@@ -170,7 +177,8 @@ def _suggestion(spec: RunSpec, levers: Levers, longest: int | None) -> Suggestio
 
 
 def _room(spec: RunSpec, longest: int | None) -> Iterator[Suggestion]:
-    """Suggestions for a run that fits: no recomputation, a larger micro-batch, longer sequences, a higher rank."""
+    """Yield suggestions that use the unused memory of a run that fits: no gradient checkpointing, a larger micro-batch,
+    longer sequences, or a higher rank."""
     for lever in room_levers(spec):
         if is_refused(changed(spec, (lever,))):
             continue

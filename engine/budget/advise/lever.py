@@ -1,7 +1,7 @@
-"""Names the changes that lower the peak of a plan, shown beside the deciding phase.
+"""Names changes of keys that lower the peak of a plan; a plan shows them beside the phase with the peak.
 
-Each is accepted by the rules that `train` applies, and planned: the same micro-batch needs less with it. Sets of
-changes that make a run fit, and their costs, are searched in `engine.budget.advise.fit`.
+Each change has been checked by the rules that `train` applies, and planned: with it, the same micro-batch needs less
+memory. `engine.budget.advise.fit` searches for sets of changes that make a run fit.
 
 Try: `tunedeck plan -p 24gb -r full`
 """
@@ -19,12 +19,13 @@ from engine.budget.predict.prediction import Predictor
 from engine.spec.schema.run import RunSpec
 
 MOST_NAMED = 2
-"""Changes that are named at most."""
+"""The largest number of changes that are named."""
 LAST_RESORT = "a smaller model.id, or a device with more memory"
 
 
 class _Offer(NamedTuple):
-    """A change and its text; `rows`: the micro-batch with it, None for the plan's own."""
+    """A change of keys and its text for the user. `rows`: sequences of a micro-batch after the change; None: as in the
+    plan."""
 
     text: str
     changes: Changes
@@ -32,9 +33,11 @@ class _Offer(NamedTuple):
 
 
 def lever_of(plan: Plan, spec: RunSpec) -> str:
-    """The changes, as text, that lower the largest component of the peak that can be lowered, at most MOST_NAMED.
+    """Text that names up to MOST_NAMED changes. They lower the largest component of the peak for which a change is
+    known; LAST_RESORT if there is none.
 
-    They lower weights first if these alone exceed capacity, or if adapters or buffers are the largest other component.
+    Weights are tried first if they alone exceed capacity, or if adapters or buffers are the largest other component;
+    else last.
     """
     for component in _components(plan):
         offers = (offer for offer in _offers(component, plan, spec) if _lowers(offer, plan, spec))
@@ -55,7 +58,7 @@ def _components(plan: Plan) -> list[str]:
 
 
 def _offers(component: str, plan: Plan, spec: RunSpec) -> Iterator[_Offer]:
-    """The changes that may lower a component, the cheapest first."""
+    """Yield the changes that may lower a component, the cheapest first."""
     if component == "answers":
         yield from _of_answers(spec)
     elif component == "weights":
@@ -106,7 +109,8 @@ def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offe
 
 
 def _lowers(offer: _Offer, plan: Plan, spec: RunSpec) -> bool:
-    """Whether a change is accepted, not made already, and lowers the predicted peak of the plan's own micro-batch."""
+    """Whether a change changes anything, `train` would not refuse it, and it lowers the predicted peak of the plan's
+    micro-batch."""
     changed = with_changes(spec, offer.changes)
     if (offer.changes and changed == spec) or is_refused(changed):
         return False

@@ -1,7 +1,7 @@
-"""The levers of advice: single changes of recipe or profile keys that lower a run's memory, each with what it costs.
+"""Lists levers: changes of recipe or profile keys that lower a run's memory, each with its cost in speed and quality.
 
 Costs in speed are rough estimates from common practice on GPUs, good enough for ranking; they are not measurements.
-Levers of one key are listed from the weakest to the strongest.
+Levers that change the same key are listed in the order of the memory they save, the least first.
 
 Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
 """
@@ -19,7 +19,7 @@ from engine.spec.check.parallel import device_count
 from engine.spec.schema.run import RunSpec
 
 LEARNING_COST = 10_000.0
-"""Added to the cost of every lever that changes what is learned: fewest such changes first, whatever else they cost."""
+"""Added to the cost of each lever that changes what is learned, so that sets with the fewest such levers come first."""
 FEWEST_IMAGE_TOKENS = 64
 """Images of fewer tokens are not suggested."""
 SHORTEST = 256
@@ -30,21 +30,23 @@ LOWEST_RANK = 4
 
 @dataclass(frozen=True, eq=False)
 class Lever:
-    """One change of keys and its cost. Levers are compared by identity, because values may be lists."""
+    """A change of one or several keys, and its cost. Levers are compared by identity, because values may be lists."""
 
     changes: tuple[tuple[str, Any], ...]
     slower_percent: float
     note: str
     changes_learning: bool = False
-    """What the run learns, or the data it learns from, are others."""
+    """The lever changes what the run learns, or the data it learns from."""
     changes_arithmetic: bool = False
-    """The same is learned with numbers of fewer bits, or otherwise rounded: results differ beyond the order of sums."""
+    """The lever lowers the precision of numbers or changes how they are rounded: results differ by more than the order
+    of summation explains."""
     quality: float = 0.0
-    """How much quality the change may cost; ranks levers of equal cost in speed."""
+    """Rough estimate of lost quality, in the unit of `slower_percent`, to which it is added."""
 
     @property
     def cost(self) -> float:
-        """The cost by which the search sorts levers."""
+        """The cost by which the search sorts levers: `slower_percent` plus `quality`, plus LEARNING_COST if learning
+        changes."""
         return self.slower_percent + self.quality + (LEARNING_COST if self.changes_learning else 0.0)
 
     @property
@@ -54,7 +56,7 @@ class Lever:
 
 
 def levers_of(spec: RunSpec, plan: Plan) -> list[Lever]:
-    """All levers of a run, whether or not its other settings and its hardware allow them."""
+    """All levers for a run, including those that its other settings or its hardware do not allow."""
     return [
         *_micro_batch_levers(spec, plan), *_offload_levers(spec, plan), *_parallel_levers(spec),
         *_arithmetic_levers(spec, plan), *_learning_levers(spec, plan),
@@ -73,7 +75,8 @@ def _micro_batch_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Offloads that are not switched on; where the host cannot hold those that are, the way back."""
+    """Yield levers that switch offloads on; if the host's memory is too small for the run's offloads, yield levers that
+    switch them off."""
     offloads = {
         "train.activation_offload": (45.0, "activations wait in host memory until backward; the same gradients"),
         "train.optimizer_offload": (35.0, "optimizer state in host memory between steps; the same updates"),
@@ -86,7 +89,8 @@ def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _parallel_levers(spec: RunSpec) -> Iterator[Lever]:
-    """Levers for several devices: shards in place of replicas, and sequences that devices share."""
+    """Yield levers for several devices: sharded instead of replicated weights, sharded parameters, and sequence
+    parallelism."""
     devices, parallel = device_count(spec.profile), spec.profile.parallel
     if devices == 1:
         return
@@ -106,7 +110,7 @@ def _parallel_levers(spec: RunSpec) -> Iterator[Lever]:
 
 
 def _arithmetic_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Levers that learn the same with other arithmetic: fewer bits, or other rounding."""
+    """Yield levers that lower the precision of numbers or change how they are rounded."""
     method, train, wide = spec.recipe.method, spec.recipe.train, plan.config.base_bytes == 4
     if method.adapter_dtype == "float32" and not wide:
         note = "adapters in bf16: half of their bytes and gradients; updates are rounded as train.rounding says"
@@ -130,7 +134,8 @@ def _arithmetic_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Levers that change what is learned; they cost more than all others and are marked in the advice."""
+    """Yield levers that change what is learned: LoRA instead of full fine-tuning, lower ranks, smaller images, shorter
+    sequences."""
     method, longest = spec.recipe.method, plan.length
     if method.kind == "full":
         changes: list[tuple[str, Any]] = [("method.kind", "lora"), ("method.train_only", []), ("method.freeze", [])]
@@ -151,7 +156,7 @@ def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Levers for smaller images, if the model takes images of any size."""
+    """Yield levers for smaller images, if the model takes images of any size."""
     if plan.predictor == "simulated":
         return
     encoder = find_architecture(spec).vision_encoder
@@ -166,7 +171,7 @@ def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def room_levers(spec: RunSpec) -> Iterator[Lever]:
-    """The levers that use unused memory; each is tried alone."""
+    """Yield the levers that use unused memory; each is meant to be applied alone."""
     recipe = spec.recipe
     if recipe.train.gradient_checkpointing:
         yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")

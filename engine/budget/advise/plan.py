@@ -52,11 +52,11 @@ class Plan:
     generation_rows: int = 0
     """Answers that evaluations generate at once; 0 where they generate none."""
     simulated_seconds: float | None = None
-    """How long the simulation took that the prediction is from; None for a closed form."""
+    """Duration of the simulation that the prediction is based on; None for a closed form."""
 
     @property
     def predictor(self) -> Literal["closed_form", "simulated"]:
-        """Where the prediction is from."""
+        """How the prediction was computed: by the closed form of the model's family, or from a simulation."""
         return "closed_form" if self.simulated_seconds is None else "simulated"
 
     @property

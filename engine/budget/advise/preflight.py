@@ -1,6 +1,7 @@
 """Warns before a run starts, each time with the reason and a fix, and refuses runs that would train wrongly.
 
-A warning does not stop a run. Settings that a device cannot do are refused in `engine.spec.check.hardware_rules`.
+A warning does not stop a run. Settings that a device does not support are refused in
+`engine.spec.check.hardware_rules`.
 
 Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 """
@@ -139,8 +140,8 @@ def _host_memory(spec: RunSpec) -> Iterator[str]:
 
 
 def refuse_unsafe(spec: RunSpec) -> None:
-    """Raise UsageError or DataError for runs that would train wrongly or nothing; only checked if the model's config is
-    on this machine."""
+    """Raise UsageError or DataError for a run that would compute wrong results or train nothing. Returns without a
+    check if the model's config is not on this machine."""
     facts = _known_config(spec.recipe)
     if facts is None:
         return  # the engine asks again once it has the model
@@ -149,8 +150,8 @@ def refuse_unsafe(spec: RunSpec) -> None:
 
 
 def refuse_unsafe_recipe(recipe: Recipe) -> None:
-    """Raise UsageError or DataError for recipes that no hardware trains rightly with their model; only checked if the
-    model's config is on this machine."""
+    """Raise UsageError or DataError for a recipe that would compute wrong results or train nothing with its model, on
+    any hardware. Returns without a check if the model's config is not on this machine."""
     facts = _known_config(recipe)
     if facts is None:
         return
@@ -169,7 +170,8 @@ def refuse_untrusted_code(spec: RunSpec) -> None:
 
 
 def notes_on_experts(spec: RunSpec) -> list[str]:
-    """A sentence if adapters leave out the experts of a mixture, also for a family whose memory is not known."""
+    """A list with one sentence if adapters leave out the experts of a mixture of experts, else empty; works also for
+    model families whose memory cannot be predicted."""
     facts = _known_config(spec.recipe)
     note = experts_note(facts, spec.recipe) if facts is not None else None
     return [note] if note else []
@@ -208,7 +210,7 @@ def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
 
 
 def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn of keys about weights in bf16 where none is trained."""
+    """Warn of train.rounding and train.state_dtype if no weight is trained in bf16, as they then have no effect."""
     train, config = spec.recipe.train, memory_config_of(arch, spec)
     asked = {"train.rounding": (train.rounding, "exact"), "train.state_dtype": (train.state_dtype, "float32")}
     for key, (value, default) in asked.items():
@@ -221,7 +223,8 @@ def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn of attention dropout whose masks are drawn by the attention kernel."""
+    """Warn if the attention kernel draws the masks of attention dropout, because they then depend on the
+    micro-batch."""
     if spec.recipe.model.attention_dropout != "keep" or not arch.attention_dropout:
         return
     if memory_config_of(arch, spec).attention != "eager":

@@ -1,8 +1,9 @@
 """Searches the sets of levers with which a run fits, cheapest first.
 
-Levers are decided one after the other, the dearest first; the least dear undecided set is continued. A set is given up
-where it does not fit even with the strongest of all levers that are still undecided. So sets are found in the order of
-their cost: those with the fewest changes of what is learned first, single levers before combinations of the same.
+A best-first search. A partial set decides for each lever, the most expensive first, whether the lever is included; the
+cheapest partial set is extended next. A partial set is dropped if the run does not fit even with the strongest of all
+undecided levers. So sets are found in the order of their cost: those with the fewest changes of what is learned first,
+and at equal cost those with fewer levers.
 
 Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
 """
@@ -25,21 +26,22 @@ DOUBTFUL_KEYS = (
     ("train.optimizer", "train.state_dtype"), ("train.optimizer_offload",), ("train.activation_offload",),
     ("parallel.sequence",), ("parallel.strategy",), ("method.adapter_dtype",), ("model.quantize",),
 )  # fmt: skip
-"""Groups of keys whose strongest lever may be refused beside others, or need more memory in some phase: the completion
-of a set is tried with and without each of them."""
+"""Groups of keys whose strongest lever may be refused together with other levers, or needs more memory in some phase.
+When a partial set is completed with the strongest undecided levers, it is tried with and without each of them."""
 MOST_TRIED = 20_000
-"""Sets that are tried at most."""
+"""The largest number of partial sets that are examined."""
 
 
 class Trial:
-    """Whether a run fits with some levers; each set is planned once."""
+    """Tells whether a run fits with a set of levers; remembers the answer for each set."""
 
     def __init__(self, spec: RunSpec, longest: int | None) -> None:
         self._spec, self._longest = spec, longest
         self._known: dict[frozenset[Lever], bool] = {}
 
     def fits(self, chosen: Levers) -> bool:
-        """Whether the run fits on device and host with these levers, and no rule forbids them together."""
+        """Whether no rule forbids these levers together, and one sequence (or train.micro_batch sequences, unless that
+        is "auto") fits on device and host with them."""
         key = frozenset(chosen)
         if key not in self._known:
             self._known[key] = self._fits(chosen)
@@ -56,8 +58,8 @@ class Trial:
 
 
 def fitting_sets(levers: Sequence[Lever], trial: Trial, offered: Callable[[Levers], bool]) -> Iterator[Levers]:
-    """Yield the sets of levers with which the run fits, in the order of their cost; none contains one that was found
-    before it and that `offered` accepted."""
+    """Yield the sets of levers with which the run fits and which `offered` accepts, in the order of their cost, without
+    sets that contain a set that was yielded before."""
     dearest_first = sorted(levers, key=lambda lever: -lever.cost)
     order, found = count(), list[frozenset[Lever]]()
     waiting: list[tuple[float, int, int, int, Levers]] = []
@@ -82,7 +84,7 @@ def fitting_sets(levers: Sequence[Lever], trial: Trial, offered: Callable[[Lever
 
 
 def _can_fit(chosen: Levers, undecided: Sequence[Lever], trial: Trial) -> bool:
-    """Whether the run fits with the chosen levers and the strongest of the undecided ones."""
+    """Whether the run fits with the chosen levers plus the strongest undecided lever of each key."""
     strongest: dict[frozenset[str], Lever] = {}
     for lever in sorted(undecided, key=lambda lever: lever.cost):
         if not any(lever.keys & other.keys for other in chosen):

@@ -1,7 +1,7 @@
 """Decides `parallel.sequence = "auto"`: the fewest devices that must share a sequence so that the longest one fits.
 
-Sharing costs exchanges between devices in every layer, so fewer are faster. Numbers of devices that the model's heads
-cannot be dealt out to, or the recipe does not allow, are left out.
+Devices that share a sequence exchange data in every layer, so fewer are faster. Only numbers of devices that the recipe
+and the model's number of attention heads allow are considered.
 
 Try: `tunedeck plan -p demo-2 -r demo --set parallel.sequence=auto`
 """
@@ -31,8 +31,8 @@ class Settled(NamedTuple):
 def settle_sequence(spec: RunSpec) -> Settled:
     """Decide `parallel.sequence` where the recipe says "auto"; any other run spec is returned unchanged.
 
-    If the longest sequence fits with no number of devices, the largest possible number is taken and a notice says so.
-    Raises UsageError where memory cannot be predicted.
+    If the longest sequence does not fit with any number of devices, the largest possible number is chosen and a notice
+    says so. Raises UsageError where memory cannot be predicted.
     """
     devices = device_count(spec.profile)
     if spec.recipe.parallel.sequence != "auto" or devices == 1:
@@ -51,13 +51,14 @@ def settle_sequence(spec: RunSpec) -> Settled:
 
 
 def with_sequence(spec: RunSpec, size: int) -> RunSpec:
-    """The run spec with `size` devices to a sequence."""
+    """The run spec with `size` devices per sequence (`profile.parallel.sequence`)."""
     parallel = spec.profile.parallel.model_copy(update={"sequence": size})
     return spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": parallel})})
 
 
 def _parts(spec: RunSpec) -> list[RunSpec]:
-    """The run spec, or those of the stages that train, each with the model that it is planned on."""
+    """The run specs to plan: the spec itself, or one for each enabled training stage, with the model that the stage is
+    planned with."""
     if not spec.recipe.stages:
         return [spec]
     return [planning_spec(spec, stage) for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"]
@@ -82,7 +83,7 @@ def _longest_fits(spec: RunSpec) -> bool:
 
 
 def _recorded(spec: RunSpec) -> RunSpec:
-    """The run spec with the decision in its provenance, in place of an earlier one."""
+    """The run spec with the decision written to `provenance.parallel`; replaces an earlier decision there."""
     line = f'sequence = {spec.profile.parallel.sequence} (recipe: "auto")'
     kept = [part for part in spec.provenance.parallel.split(", ") if part and not part.startswith("sequence =")]
     provenance = spec.provenance.model_copy(update={"parallel": ", ".join([*kept, line])})

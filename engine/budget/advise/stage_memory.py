@@ -1,4 +1,5 @@
-"""Memory and disk of one stage of a staged run, beside its plan: host memory, disk, and the device in an assembly.
+"""Computes what the plan of a single run does not contain for one stage of a staged run: host memory, disk space, and
+the device memory of an assembly.
 
 Host memory counts the tensors that a stage holds there: the checkpoint being written or offloaded optimizer state of a
 stage that trains, tensors in flight of one that assembles. What every process takes (libraries, token files) is not
@@ -66,8 +67,8 @@ def disk_bytes_of_assembly(arch: Architecture, spec: RunSpec, experts: int, *, s
 
 
 def device_bytes_of_hidden_router(arch: Architecture, spec: RunSpec) -> int:
-    """Bytes of the device that router = "hidden" takes: an evaluation of the recipe's own model `arch`, a sequence of
-    data.max_length tokens at a time."""
+    """Bytes of device memory that router = "hidden" takes: those of an evaluation of the recipe's own model `arch` on
+    one sequence of data.max_length tokens."""
     config = memory_config_of(arch, spec)
     shape = shape_of(1, spec.recipe.data.max_length, config.chunk_tokens)
     peak_bytes = static_bytes(arch, config).total.weights + highest_value(evaluation(arch, config), shape)

@@ -1,6 +1,7 @@
 """Plans a staged run: verdict, memory and disk of each enabled stage, before any of them starts.
 
-A stage that starts from an earlier one is planned on the model at the start of that chain, which has the same shapes.
+A stage that starts from an earlier stage is planned with the model at the start of that chain of stages, which has the
+same shapes.
 
 Try: `tunedeck plan -p demo -r RECIPE` with a recipe that has [[stages]].
 """
@@ -96,8 +97,8 @@ def make_staged_plan(spec: RunSpec) -> StagedPlan:
 
 
 def disk_warnings(planned: StagedPlan, free: int | None) -> list[str]:
-    """A warning if all stages together need more than the `free` bytes of disk, though each one alone may not: nothing
-    of a stage is removed before the run is done. None if the free bytes are not known."""
+    """A list with a warning if all stages together need more than `free` bytes of disk; nothing of a stage is removed
+    before the run ends. Empty if they do not, or if `free` is None (unknown)."""
     if free is None or planned.disk_bytes <= free:
         return []
     needed, there = planned.disk_bytes / 2**30, free / 2**30
@@ -131,7 +132,8 @@ def _plan_training(unplanned: StagePlan, _stage: Stage) -> StagePlan:
 
 
 def _plan_assembly(unplanned: StagePlan, stage: Stage) -> StagePlan:
-    """An assembly uses the device only for router = "hidden", which runs the recipe's own model on it."""
+    """Complete the plan of a stage that assembles a mixture. It uses the device only for router = "hidden", which runs
+    the recipe's own model there. Raises UnknownArchitectureError or ConfigNotHereError."""
     _, _, own = parse_assembled(unplanned.spec.recipe.model.id)
     spec = with_model(unplanned.spec, {"id": own})
     arch, config = find_architecture(spec), find_config(own, spec.recipe.model.revision)

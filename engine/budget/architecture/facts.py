@@ -27,7 +27,7 @@ it."""
 
 @dataclass(frozen=True)
 class Experts:
-    """The feed-forward half of a mixture-of-experts layer."""
+    """The feed-forward block of a mixture-of-experts layer."""
 
     count: int
     per_token: int
@@ -79,11 +79,11 @@ class Architecture:
     rotary_by_row: bool = False
     """Each row of a batch has rotary tables of its own."""
     attention_dropout: bool = False
-    """Whether the config drops attention weights in training …"""
+    """Whether the config applies dropout to attention weights in training."""
     residual_dropout: bool = False
-    """… hidden states before residual connections …"""
+    """Whether the config applies dropout to hidden states before residual connections."""
     embedding_dropout: bool = False
-    """… or the first layer's input."""
+    """Whether the config applies dropout to the first layer's input."""
     default_attention: str = "sdpa"
     max_length: int | None = None
     """Longest sequence the model was made for."""
@@ -109,7 +109,8 @@ class Architecture:
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
-    """Read the facts out of a Hugging Face config; raises UnknownArchitectureError for an unknown family."""
+    """Read the facts from a Hugging Face config (parsed config.json). Raises UnknownArchitectureError for an unknown
+    family."""
     model_type = str(config.get("model_type", ""))
     if model_type == "gpt2":
         return _from_gpt2(config)
@@ -191,7 +192,8 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
 
 
 def _window(facts: Mapping[str, Any]) -> int | None:
-    """Sliding window in tokens; Qwen2 configs carry one that `use_sliding_window = false` switches off."""
+    """Sliding window in tokens; None if the model uses none. Qwen2 configs contain a window that `use_sliding_window =
+    false` switches off."""
     switched_off = "max_window_layers" in facts and not facts.get("use_sliding_window", False)
     return None if switched_off or facts.get("use_sliding_window") is False else facts.get("sliding_window")
 
@@ -199,7 +201,8 @@ def _window(facts: Mapping[str, Any]) -> int | None:
 def _sliding_layers(family: Family, facts: Mapping[str, Any]) -> tuple[bool, ...]:
     """For each layer, whether it has a sliding window: by `layer_types` of the config, else by the family's pattern.
 
-    Qwen's layers slide from max_window_layers on.
+    In Qwen models, only layers from max_window_layers on have one. Empty if the model has no window. Raises UsageError
+    if `layer_types` does not have one entry per layer.
     """
     layers = range(int(facts["num_hidden_layers"]))
     if _window(facts) is None:

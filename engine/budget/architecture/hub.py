@@ -25,8 +25,9 @@ def bring_config(spec: RunSpec) -> list[str]:
     """Make sure that the config of a run's model is on this machine; returns notices about what was fetched.
 
     Raises:
-        ConfigNotHereError: the hub cannot be reached. EnvironmentProblem: it refuses.
-        UsageError: no such model, or no name of one.
+        ConfigNotHereError: the hub cannot be reached.
+        EnvironmentProblem: the hub has no such model, refuses access to it, or answers with another error.
+        UsageError: model.id is not a valid name, or the model has no config.json or no such revision.
     """
     try:
         find_config(spec.recipe.model.id, spec.recipe.model.revision)
@@ -38,8 +39,8 @@ def bring_config(spec: RunSpec) -> list[str]:
 
 
 def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> None:
-    """Download config.json into the hub cache. One plain request comes first: if the hub cannot be reached, it fails
-    at once, where the hub's client would retry for half a minute."""
+    """Download config.json into the hub cache; raises `missing` if the hub cannot be reached. A plain request is sent
+    first, because it fails at once without a connection, while the hub's client retries for half a minute."""
     # Imported here because it takes a tenth of a second. HTTPError is the base error of the hub's HTTP client.
     from huggingface_hub import constants, get_session, hf_hub_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # huggingface_hub re-exports these names lazily
@@ -63,7 +64,7 @@ def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> Non
 
 
 def _refused(error: BaseException, model: str) -> TunedeckError | None:
-    """The error to raise for the hub's refusal; None if the hub did not answer at all."""
+    """The error to raise if the hub answered and refused; None if it did not answer."""
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     answer = next((link for link in (error, error.__cause__) if isinstance(link, HfHubHTTPError)), None)

@@ -50,7 +50,11 @@ def find_architecture(spec: RunSpec) -> Architecture:
 
 
 def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """The config of a built-in model, local folder, cached hub model or shipped entry, as its JSON would have it."""
+    """The config of a built-in model, local folder, cached hub model or shipped entry, as the parsed JSON of its
+    config.json.
+
+    Raises ConfigNotHereError when no config can be found on this machine, UsageError for a folder that does not exist.
+    """
     model, revision = start_of(model, revision)
     if model.startswith(ASSEMBLED_PREFIX):
         experts, per_token, dense = parse_assembled(model)
@@ -60,7 +64,8 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _assembled(dense: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
-    """The config of a mixture that is not assembled yet. Raises UsageError where it cannot be."""
+    """The config of the mixture of `experts` models with the config `dense`, which is not assembled yet. Raises
+    UsageError if it cannot be assembled."""
     problems = problems_of_experts(["the recipe's model"], [dense])
     if problems:
         raise UsageError("no mixture can be assembled: " + "; ".join(problems), fix="choose another model.id")
@@ -99,21 +104,24 @@ def _shipped_architecture(model: str) -> Architecture:
 
 
 def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """Replace "run:RUN" by the model and revision that the run started from; both models have the same shapes. A stage
-    that assembled a mixture stands for the mixture, which has shapes of its own."""
+    """Resolve "run:RUN" to the (model, revision) that the run, or its first predecessor, started from; that model has
+    the same shapes. If a predecessor assembled a mixture, the mixture is returned. Other names are returned
+    unchanged."""
     for start in _starts(model):
         model, revision = start.id, start.revision
     return model, revision
 
 
 def scaling_of(model: str) -> RopeScaling | None:
-    """The rotary scaling that "run:RUN" was trained with: its own, or that of the run it started from."""
+    """The rotary scaling that "run:RUN" was trained with: its own, or that of the run it started from; None if there is
+    none."""
     return next((start.rope_scaling for start in _starts(model) if start.rope_scaling is not None), None)
 
 
 def _starts(model: str) -> Iterator[Model]:
-    """Yield [model] of the run that `model` names as "run:RUN", then of the run that this one started from, and so on;
-    for a stage that assembled a mixture, a [model] with the mixture, as the last."""
+    """Yield the table [model] of the run that `model` ("run:RUN") names, then that of the run which this run started
+    from, and so on. For a stage that assembled a mixture, yield a [model] whose id is the mixture's folder, and
+    stop."""
     while model.startswith(RUN_PREFIX):
         text = model.removeprefix(RUN_PREFIX).partition("@")[0]
         run = result_run(resolve_run(text, None))

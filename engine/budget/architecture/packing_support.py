@@ -1,4 +1,5 @@
-"""Which model families and attention kernels keep packed documents from seeing each other, by a model's config alone.
+"""Tells from a model's config whether its family and attention kernel keep packed documents from influencing each
+other.
 
 Facts of transformers 5.23: `masking_utils.find_packed_sequence_indices` builds a block mask from restarting position
 ids, for any batch size, when there is no attention mask; `modeling_flash_attention_utils._is_packed_sequence` does so
@@ -48,7 +49,7 @@ POSITION_BLIND_FAMILIES = frozenset({"bloom", "mpt", "codegen", "ctrl", "xlnet",
 
 
 def why_documents_mix(facts: Mapping[str, Any]) -> str | None:
-    """None when documents of one packed row cannot see each other; otherwise the reason, as a sentence."""
+    """The reason, as a sentence, why documents of one packed row would influence each other; None if they would not."""
     model_type = str(facts.get("model_type", "unknown"))
     layers = {str(layer) for layer in facts.get("layer_types") or ()}
     if model_type in STATEFUL_FAMILIES or layers & set(STATEFUL_LAYERS):
@@ -59,7 +60,7 @@ def why_documents_mix(facts: Mapping[str, Any]) -> str | None:
 
 
 def refuse_unsafe_packing(facts: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise UsageError where a recipe packs documents that would see each other; `facts` are the model's config."""
+    """Raise UsageError if a recipe packs documents that would influence each other; `facts` are the model's config."""
     reason = why_documents_mix(facts) if recipe.data.packing else None
     if reason is not None:
         raise UsageError(

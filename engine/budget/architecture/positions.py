@@ -1,8 +1,8 @@
-"""How many positions a model has, by its config alone, and what `model.rope_scaling` makes of them.
+"""Reads from a model's config how many positions it has, and applies `model.rope_scaling` to the config.
 
-Learned positions (GPT-2, OPT) are rows of a table: there is nothing behind the last. Rotary positions go on, but a
-model that never saw them reads them badly. Config keys are those of transformers 5.23 (`modeling_rope_utils.py`) and
-older.
+Learned positions (GPT-2, OPT) are rows of a table, so a longer sequence cannot be computed. Rotary positions have no
+end, but a model computes poor outputs at positions that it was not trained on. Config keys are those of transformers
+5.23 (`modeling_rope_utils.py`) and older.
 
 Try: `tunedeck plan -p 80gb -r lora --set data.max_length=131072`
 """
@@ -44,7 +44,8 @@ def text_of(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def positions_of(facts: Mapping[str, Any]) -> int | None:
-    """The longest sequence that a model can read, in tokens; None if nothing limits it (ALiBi, states)."""
+    """The longest sequence that a model supports, in tokens; None if its config gives no limit (ALiBi, recurrent
+    models)."""
     text = text_of(facts)
     model_type = str(text.get("model_type", ""))
     stated = next((int(text[key]) for key in POSITION_KEYS if text.get(key)), DEFAULT_POSITIONS.get(model_type))
@@ -69,7 +70,8 @@ def can_be_scaled(facts: Mapping[str, Any]) -> bool:
 def scaled_config(facts: Mapping[str, Any], scaling: RopeScaling) -> dict[str, Any]:
     """Write rotary scaling into a config, in transformers' keys; returns a changed copy.
 
-    Gemma 3 has rotations of their own for layers that see a window only: those stay, as distances there stay short.
+    In Gemma 3, layers with a sliding window have rotary settings of their own, which are not changed, because distances
+    within the window stay the same.
 
     Raises:
         UsageError: the model has no rotary positions that can be scaled, or its config scales them already in another
@@ -103,8 +105,8 @@ def scaled_config(facts: Mapping[str, Any], scaling: RopeScaling) -> dict[str, A
 
 
 def refuse_long_sequences(facts: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise UsageError if data.max_length is beyond the model's positions; `facts` are the model's own config, without
-    the recipe's scaling. Also if that scaling does not fit the model."""
+    """Raise UsageError if data.max_length exceeds the model's positions after the recipe's rotary scaling, or if that
+    scaling cannot be applied to the model. `facts` are the model's config, without the recipe's scaling."""
     own, scaling, length = positions_of(facts), recipe.model.rope_scaling, recipe.data.max_length
     reached = positions_of(scaled_config(facts, scaling)) if scaling else own
     if reached is None or own is None or length <= reached:
@@ -129,7 +131,8 @@ def refuse_long_sequences(facts: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _factor(length: int, positions: int) -> str:
-    """The smallest factor, of two decimals, with which `length` is reached."""
+    """The smallest factor, as text with at most two decimals, by which `positions` must be multiplied to reach
+    `length`."""
     return f"{max(1.01, math.ceil(100 * length / positions) / 100):g}"
 
 
@@ -152,7 +155,8 @@ def _flat_rope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(text: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The rope_parameters of a config with the keys of the scaling; a base that stands beside them is taken over."""
+    """The rope_parameters of a config, updated with the keys of the scaling (`given`). A rope_theta outside of
+    rope_parameters is copied into them."""
     rope = dict(text.get("rope_parameters") or {})
     if "full_attention" in rope:
         return {**rope, "full_attention": {**rope["full_attention"], **given}}

@@ -86,7 +86,8 @@ def _in_model(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
 
 
 def _auxiliary_loss(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
-    """The auxiliary loss is a product of means over a sequence, of which each rank sees a slice."""
+    """Yield an obstacle if the auxiliary loss is used: it is a product of means over a whole sequence, but each rank
+    has only a slice."""
     weight, recipe = spec.recipe.moe.aux_loss_weight, spec.recipe
     if not {"num_experts", "num_local_experts"} & facts.keys():
         return
@@ -135,13 +136,13 @@ def _heads(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
 
 
 def can_be_dealt(heads: int, key_heads: int, size: int) -> bool:
-    """Whether `size` ranks can get equal numbers of heads, and each the key heads of its heads: a whole number of key
-    heads per rank, or one that several ranks share."""
+    """Whether `size` ranks can get equal numbers of query heads, each with the key heads that belong to them: a whole
+    number of key heads per rank, or one key head that several ranks share."""
     return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
 
 
 def heads_of(facts: Mapping[str, Any]) -> tuple[int, int]:
-    """The numbers of heads and of key heads."""
+    """The (number of query heads, number of key heads) of a model; `facts` are its config."""
     arch = _known(facts)
     if arch is not None:
         return arch.heads, arch.kv_heads

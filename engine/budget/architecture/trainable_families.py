@@ -1,8 +1,8 @@
 """Which model families cannot be trained, or not with these adapters, judged by a model's config alone.
 
-A refusal costs nothing before a run exists, where the same sentence after a download would come late. What a config
-does not tell, the engine finds when it loads the model (`engine.model.config`, `engine.model.adaptable`). The tables
-are facts of transformers 5.23 and peft 0.21; tests/model/test_families.py compares them with the installed packages.
+So a run is refused before its weights are downloaded. What a config does not contain, the engine finds when it loads
+the model (`engine.model.config`, `engine.model.adaptable`). The tables are facts of transformers 5.23 and peft 0.21;
+tests/model/test_families.py compares them with the installed packages.
 
 Try: `tunedeck recipes check FILE`, with model.id = a folder of an encoder.
 """
@@ -81,12 +81,13 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 
 
 def names_of_experts(model_type: str) -> tuple[str, ...]:
-    """The last parts of the names that peft takes for those of experts in this family; empty in most families."""
+    """The last parts of the module names that peft treats as fused experts in this family; empty in most families."""
     return next((PEFT_EXPERT_NAMES[way] for way, types in PEFT_EXPERT_FAMILIES.items() if model_type in types), ())
 
 
 def refuse_family(facts: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise UsageError if a model is no causal language model, or if adapters cannot be where [method] wants them.
+    """Raise UsageError if a model is no causal language model, or if [method] puts adapters on layers that cannot have
+    one.
 
     `facts` are the model's config.
     """
@@ -102,8 +103,8 @@ def refuse_family(facts: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def why_not_causal(facts: Mapping[str, Any]) -> str | None:
-    """Why a model of this config cannot be trained to predict the next token, as the end of a sentence about it; None
-    if nothing speaks against it."""
+    """Why a model with this config cannot be trained to predict the next token, as the end of a sentence about the
+    model; None if it can, as far as its config tells."""
     model_type = str(facts.get("model_type", "unknown"))
     if model_type in ENCODER_DECODERS or facts.get("is_encoder_decoder"):
         return f"is an encoder-decoder ({model_type}), which reads the prompt with a part of its own"
@@ -115,7 +116,8 @@ def why_not_causal(facts: Mapping[str, Any]) -> str | None:
 
 
 def _refuse_targets(model_type: str, method: Method) -> None:
-    """Raise UsageError for targets that name layers without room for an adapter in this family."""
+    """Raise UsageError if method.targets names layers that cannot have an adapter in this family, or attention layers
+    that it does not have."""
     if method.targets == "attention" and model_type in WITHOUT_ATTENTION:
         raise UsageError(
             f'method.targets = "attention", but {model_type} has no attention layers',
@@ -140,17 +142,18 @@ def no_adapter_on(target: str, reason: str) -> UsageError:
 
 
 def scan_reason(model_type: str) -> str:
-    """Why some linear layers of a Mamba layer cannot have an adapter."""
+    """Text for a message: why some linear layers of a Mamba layer cannot have an adapter."""
     return f"the kernels of {model_type} layers read that weight themselves, past an adapter"
 
 
 def expert_reason(model_type: str) -> str:
-    """Why some layers beside fused experts cannot have an adapter."""
+    """Text for a message: why a linear layer whose name peft treats as a fused expert's cannot have an adapter."""
     return f"in {model_type}, peft takes that name for the fused experts'"
 
 
 def experts_note(facts: Mapping[str, Any], recipe: Recipe) -> str | None:
-    """A sentence if adapters on linear layers leave out the experts of a mixture; `facts` are the model's config."""
+    """A sentence if adapters on linear layers leave out the experts of a mixture, else None; `facts` are the model's
+    config."""
     text = text_of(facts)
     counts = [text.get(key) for key in EXPERT_COUNTS] + [(text.get("ffn_config") or {}).get("moe_num_experts")]
     if not any(isinstance(count, int) and count > 1 for count in counts):
@@ -159,8 +162,8 @@ def experts_note(facts: Mapping[str, Any], recipe: Recipe) -> str | None:
 
 
 def untrained_experts(model_type: str, method: Method) -> str | None:
-    """The sentence of `experts_note` for a model that is known to have experts; None if the recipe names its targets,
-    or trains the weights themselves."""
+    """The sentence of `experts_note` for a model that is known to have experts; None if method.targets is not
+    "all-linear", or in full fine-tuning."""
     if method.kind != "lora" or method.targets != "all-linear":
         return None
     return (

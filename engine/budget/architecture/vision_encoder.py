@@ -52,7 +52,8 @@ class VisionEncoder:
 
     @property
     def bidirectional(self) -> bool:
-        """Whether the tokens of an image see each other in the decoder, which then needs a mask."""
+        """Whether the tokens of an image attend to each other in both directions in the decoder, which then needs an
+        attention mask."""
         return self.kind == "siglip"
 
     @property

@@ -42,7 +42,7 @@ def host_bytes(arch: Architecture, config: MemoryConfig, profile: Profile, rows:
 
 
 def _activations(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
-    """Bytes that one rank's forward pass saves on the host: of checkpointed layers their inputs."""
+    """Bytes that one rank's forward pass saves on the host; for checkpointed layers, only their inputs."""
     total = head_offloaded(arch, config)
     for kind, count in layer_stack(arch, config).counts(0, arch.layers).items():
         trace = layer_forward(arch, config, kind)

@@ -24,8 +24,9 @@ Sizes = tuple[BytesPolynomial, ...]
 
 
 class ForwardTrace(NamedTuple):
-    """Bytes of a layer's forward pass: live at its local maxima, saved for backward on the device, of autocast's cast
-    weights, which are cached until the loss, and saved for backward on the host."""
+    """Bytes of a layer's forward pass. `forward`: live bytes at each local maximum; `saved`: saved for backward on the
+    device; `casts`: autocast's copies of weights, which are cached until the loss; `offloaded`: saved for backward on
+    the host."""
 
     forward: Sizes
     saved: BytesPolynomial
@@ -64,7 +65,7 @@ class LayerStep(NamedTuple):
 
     forward: ForwardTrace
     backward: Sizes
-    """The local maxima of the backward pass, before trained gradients are settled."""
+    """Live bytes at the local maxima of the backward pass, before `BytesPolynomial.settled`."""
 
 
 @lru_cache(maxsize=256)
@@ -107,7 +108,8 @@ def _inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind
 
 @lru_cache(maxsize=256)
 def caching_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> Sizes:
-    """Live bytes at the local maxima of a layer's forward pass that fills the key-value cache, cached ones included."""
+    """Live bytes at the local maxima of a layer's forward pass that fills the key-value cache; the layer's cached keys
+    and values are included."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
     layer = Layer(trace, arch, config, kind)
     layer.cached = []

@@ -23,18 +23,18 @@ Shares of 0 to 17 % were seen. Also used where only small runs were measured."""
 
 
 class NonTorchMemory(NamedTuple):
-    """Bytes of one device's capacity that torch's tensors do not use; fragmentation is a share of those that they do
-    use."""
+    """Non-torch memory of one device: workspaces and CUDA context in bytes, and fragmentation as a share of the bytes
+    that torch allocates."""
 
     workspace_bytes: int
     context_bytes: int
-    """The CUDA context as far as the profile's reserve does not hold it: only this part counts against capacity."""
+    """The part of the CUDA context that exceeds the profile's reserve; only this part counts against capacity."""
     fragmented_share: float
     reserved_context_bytes: int = 0
-    """The part of the context that the profile's reserve holds."""
+    """The part of the CUDA context that fits into the profile's reserve."""
 
     def total(self, peak_bytes: int) -> int:
-        """Non-torch bytes of the capacity when torch allocates `peak_bytes`."""
+        """Non-torch bytes that count against capacity when torch allocates `peak_bytes`."""
         return self.workspace_bytes + self.context_bytes + int(self.fragmented_share * peak_bytes)
 
     def room_bytes(self, capacity_bytes: int) -> int:
@@ -51,9 +51,11 @@ class NonTorchMemory(NamedTuple):
 
 
 def non_torch_memory(profile: Profile) -> NonTorchMemory:
-    """Non-torch memory as earlier runs on this machine measured it; without such runs, typical values.
+    """Non-torch memory of one device as earlier runs on this machine measured it; without such runs, typical values.
+    Zero for devices other than CUDA.
 
-    A profile sets its reserve aside for the context, which lies beside the memory that torch may take from the driver.
+    The profile's reserve is meant for the CUDA context, so the context counts against capacity only where it exceeds
+    the reserve.
     """
     device = profile.device
     if device.kind != "cuda":
@@ -68,6 +70,6 @@ def non_torch_memory(profile: Profile) -> NonTorchMemory:
 
 
 def _beside_reserve(profile: Profile, workspace_bytes: int, context_bytes: int, share: float) -> NonTorchMemory:
-    """Non-torch memory with a context of `context_bytes`, as much of which as possible lies in the reserve."""
+    """Non-torch memory with a CUDA context of `context_bytes`, which fills the profile's reserve first."""
     held = min(context_bytes, int(profile.device.reserve_gib * 2**30))
     return NonTorchMemory(workspace_bytes, context_bytes - held, share, held)

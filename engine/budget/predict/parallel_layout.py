@@ -75,7 +75,8 @@ def layout_of(profile: Profile) -> ParallelLayout:
 
 @lru_cache(maxsize=256)
 def static_of_a_rank(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> Tensors:
-    """Bytes that a rank has at every moment (weights, adapters, optimizer state), and of its complete gradients."""
+    """Bytes that one rank holds throughout the run (weights, adapters, optimizer state), and bytes of all its
+    gradients."""
     if layout.sharded:
         return held_by_a_rank(arch, static_config(config), layout.ranks)
     return static_bytes(arch, config).total

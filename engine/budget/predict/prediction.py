@@ -51,7 +51,8 @@ COMPONENTS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Peak bytes of a run per phase and component: allocated by torch, and in use on the device."""
+    """The predicted memory of one device in bytes: `phases` and `peak_bytes` as torch allocates it, `device_bytes` with
+    non-torch memory."""
 
     phases: dict[str, dict[str, int]]
     peak_bytes: int
@@ -59,10 +60,11 @@ class Prediction:
     components: dict[str, int]
     """Bytes by component in the deciding phase, including non-torch memory; their sum is `device_bytes`."""
     device_bytes: int
-    """Bytes of the capacity in use at the peak: `peak_bytes`, workspaces, fragmentation, and what the reserve does not
-    hold of the context."""
+    """Bytes of the capacity in use at the peak: `peak_bytes`, workspaces, fragmentation, and the part of the CUDA
+    context that exceeds the profile's reserve."""
     reserved_context_bytes: int = 0
-    """Bytes of the CUDA context that the profile's reserve holds. The driver reports them in addition."""
+    """Bytes of the CUDA context that lie in the profile's reserve. The driver reports them in addition to
+    `device_bytes`."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Bytes that a mixture of experts takes because its router logits are looked at: to count the choices of experts, and
-for the auxiliary loss.
+"""Bytes of the router logits that a mixture of experts keeps in training, to count how often each expert is chosen and
+to compute the auxiliary loss, and of what is computed from them.
 
 The logits of every layer are kept until all layers are done. Then each layer's become fp32 probabilities, which only
 the auxiliary loss saves for backward: 2 + 4 bytes per token, expert and layer in bf16. Before any layer runs backward,
@@ -25,12 +25,13 @@ ROUTER_WEIGHTS = frozenset({"mlp.gate.weight", "mlp.router.weight"})
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """What is kept of the routers of a model in training."""
+    """Bytes that a training step keeps of a model's routers."""
 
     logits: tuple[int, ...]
-    """Bytes per token of each layer's router logits; 0 in a layer without experts, and if nobody looks at them."""
+    """Bytes per token of each layer's router logits; 0 for a layer without experts, and if the logits are neither
+    counted nor used for the auxiliary loss."""
     probabilities: tuple[int, ...]
-    """Bytes per token of each layer's fp32 probabilities; likewise."""
+    """Bytes per token of each layer's fp32 probabilities; 0 in the same cases."""
     balances: bool
     """Whether the auxiliary loss is computed."""
 
@@ -39,7 +40,7 @@ class RouterStatistics:
         return sum(self.logits[:layer]) * TOKEN
 
     def reading(self) -> BytesPolynomial:
-        """Bytes that are added while the logits are turned into counts and the auxiliary loss."""
+        """Additional bytes while the counts and the auxiliary loss are computed from the logits."""
         largest = max(self.probabilities)
         return (sum(self.probabilities) + largest if self.balances else 2 * largest) * TOKEN
 
@@ -48,13 +49,14 @@ class RouterStatistics:
         return (sum(self.probabilities) if self.balances else 0) * TOKEN
 
     def backward(self, layer: int) -> BytesPolynomial:
-        """Bytes of the gradients that wait for `layer` and the layers before it."""
+        """Bytes of the logits' gradients that are live during the backward pass of `layer`: those of this layer and of
+        the layers before it."""
         return (sum(self.logits[: layer + 1]) if self.balances else 0) * TOKEN
 
 
 @lru_cache(maxsize=256)
 def router_statistics(arch: Architecture, config: MemoryConfig) -> RouterStatistics:
-    """What a training step of this model keeps."""
+    """The `RouterStatistics` of a training step of this model."""
     kinds = [kind.trainable for kind in layer_stack(arch, config).layers]
     learns = any(not ROUTER_WEIGHTS.isdisjoint(kind.trained) for kind in kinds)
     balances = learns if config.balances_experts is None else config.balances_experts

@@ -65,7 +65,7 @@ class Shards:
     head: Group | None
     """The head; None if tied."""
     keeps: bool
-    """Gathered weights stay from forward to backward (ZeRO-2)."""
+    """Gathered weights stay allocated from forward to backward (ZeRO-2)."""
 
     @property
     def outer(self) -> tuple[Group, ...]:

@@ -1,9 +1,9 @@
 """Predicts the memory of model families without a closed form, from a simulation of their steps.
 
-A process that may import torch simulates a run's step at a few shapes (`engine.simulate.curves`) and keeps what it
-found in the cache folder, under a name made of everything that it depends on. `SimulatedPredictor` reads that, and
-answers the same questions as `engine.budget.predict.prediction.Predictor`. Nothing here starts a simulation: where one
-is missing, NotSimulatedError is raised, which `engine.launch.simulation` answers.
+A process that may import torch simulates a run's step at a few shapes (`engine.simulate.curves`) and writes the results
+to the cache folder; the file's name is a hash of everything that they depend on. `SimulatedPredictor` reads them and
+has the methods of `engine.budget.predict.prediction.Predictor`. Nothing here starts a simulation: if one is missing,
+NotSimulatedError is raised, and `engine.launch.simulation` runs the simulation.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 """
@@ -34,9 +34,9 @@ from engine.spec.files.user_folders import cache_folder
 from engine.spec.schema.run import RunSpec
 
 FORMAT = 1
-"""Changes with the meaning of the kept files."""
+"""Version of the stored files; a change makes older files unused."""
 UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "targets", "chunk")
-"""What the coefficients of a level are multiplied with."""
+"""The terms of a level: its coefficients are multiplied by their values (`units_of`) and added up to bytes."""
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "kernels")
 MODEL_KEYS = {"dtype", "attention", "attention_dropout", "quantize"}
 TRAIN_KEYS = {
@@ -45,12 +45,14 @@ TRAIN_KEYS = {
 
 
 def units_of(rows: int, length: int, targets: int, chunk: int) -> tuple[int, ...]:
-    """The values of UNITS for a micro-batch whose loss is computed for `chunk` targets at a time."""
+    """The values of UNITS for a micro-batch of `rows` sequences padded to `length` tokens, of which `targets` count in
+    the loss; the loss is computed for `chunk` targets at a time."""
     return 1, rows, length, rows * length, rows * length**2, length**2, targets, chunk
 
 
 def simulation_key(spec: RunSpec) -> str:
-    """A name for everything that a simulation of this run depends on."""
+    """A hash, in hexadecimal, of everything that a simulation of this run depends on: runs with the same key share a
+    simulation."""
     recipe, train = spec.recipe, spec.recipe.train
     model = recipe.model
     settings = {
@@ -78,12 +80,13 @@ def has_chunks(spec: RunSpec) -> bool:
 
 
 def simulation_file(spec: RunSpec) -> Path:
-    """Where the simulation of a run is kept."""
+    """The path of the file with a run's simulation, whether or not it exists."""
     return cache_folder() / "simulations" / f"{simulation_key(spec)}.json"
 
 
 def keep_simulation(spec: RunSpec, document: Mapping[str, Any]) -> None:
-    """Write a simulation where `SimulatedPredictor` finds it, whole or not at all."""
+    """Write the simulation of a run, as `simulate_curves` returns it, to `simulation_file(spec)`, whole or not at
+    all."""
     path = simulation_file(spec)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
@@ -93,7 +96,8 @@ def keep_simulation(spec: RunSpec, document: Mapping[str, Any]) -> None:
 
 
 def refuse_simulation(spec: RunSpec, unknown: UnknownArchitectureError) -> None:
-    """Raise `unknown`, with the reason, for runs that cannot be simulated."""
+    """Raise `unknown`, extended by the reason, for a run that cannot be simulated: with a 4-bit base, or on several
+    devices."""
     obstacle = ""
     if spec.recipe.model.quantize != "none":
         obstacle = "a 4-bit base needs kernels of a GPU"
@@ -106,7 +110,8 @@ def refuse_simulation(spec: RunSpec, unknown: UnknownArchitectureError) -> None:
 
 
 def simulated_predictor(spec: RunSpec, unknown: UnknownArchitectureError) -> SimulatedPredictor:
-    """The predictor of a run of a family without a closed form; `unknown` says that it has none.
+    """The predictor of a run whose model family has no closed form. `unknown` is the error that reported this; it is
+    the basis of errors raised here.
 
     Raises:
         NotSimulatedError: no simulation of this run is kept on this machine.
@@ -142,7 +147,7 @@ class SimulatedCostModel:
 
     predictor: SimulatedPredictor
     known: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Costs that were asked for before: a run asks for the same shapes in every step."""
+    """Cache: (rows, length) = bytes. A run asks for the same shapes in every step."""
 
     def bytes(self, rows: int, length: int) -> int:
         """Bytes above the static bytes at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
@@ -160,7 +165,7 @@ class SimulatedCostModel:
 
 
 class SimulatedPredictor:
-    """Predictions for micro-batches of one run, from what a simulation found at a few shapes."""
+    """Predictions for micro-batches of one run, computed from the document that `simulate_curves` returned."""
 
     simulated = True
     arch: Architecture | None = None
@@ -220,7 +225,7 @@ class SimulatedPredictor:
         return Prediction(phases, sums[deciding], deciding, components, used_bytes, reserved)
 
     def step_phases(self, micro_batch: MicroBatchShape) -> dict[str, dict[str, int]]:
-        """Bytes by component of the phases of an optimizer step."""
+        """Bytes of each phase of an optimizer step, by component."""
         accumulating = micro_batch.accumulating
         if accumulating is None:
             accumulating = micro_batch.rows < self.batch
@@ -245,7 +250,8 @@ class SimulatedPredictor:
         return rows
 
     def _passes(self, name: str, micro_batch: MicroBatchShape) -> dict[str, tuple[Mapping[str, Any], tuple[int, ...]]]:
-        """For each phase of a pass, its curve and the units to evaluate it at."""
+        """For each phase of the pass `name`: its curve (`gradients` in bytes, and `sizes`, the coefficients of its
+        levels) and the values of UNITS for the micro-batch."""
         several = self._targets(micro_batch) > self.config.chunk_tokens
         passes = self._document["passes"]
         found = {phase: (curve, self._units(micro_batch)) for phase, curve in passes[name].items()}
@@ -264,7 +270,7 @@ class SimulatedPredictor:
         return units_of(rows, length, targets, min(targets, self.config.chunk_tokens))
 
     def _peak(self, curve: Mapping[str, Any], units: tuple[int, ...]) -> int:
-        """The highest of a phase's levels at a shape."""
+        """The highest level of a phase in bytes; `units` are the values of UNITS."""
         return round(max(_value(size, units) for size in curve["sizes"]))
 
     def _generation(self, rows: int, prompt: int) -> int:
@@ -272,7 +278,8 @@ class SimulatedPredictor:
         return round(_value(self._document["generate"], units))
 
     def _row(self, peak_bytes: int, gradient_bytes: int) -> dict[str, int]:
-        """Split the peak of a phase by component; what is neither static nor a gradient counts as activations."""
+        """Split the peak of a phase by component, in bytes; bytes that are neither static nor gradients count as
+        activations."""
         rest = max(0, peak_bytes - self.static_bytes - gradient_bytes)
         static = self._static
         row = {"weights": static["weights"], "adapters": static["adapters"], "gradients": gradient_bytes}
@@ -284,8 +291,8 @@ def _value(coefficients: Sequence[float], units: Sequence[int]) -> float:
 
 
 def _outline(spec: RunSpec) -> Architecture:
-    """An architecture with the vocabulary of an unknown family, whose other facts stand for nothing: only choices of
-    the recipe are read from a config made for it."""
+    """A placeholder `Architecture` for a model of unknown family. Only its vocabulary size is real; it is used to build
+    a `MemoryConfig`, of which only values that come from the recipe are read."""
     return Architecture("unknown", "llama", _vocabulary(spec), 64, 64, 1, 1, 1, 64, False, "silu")
 
 

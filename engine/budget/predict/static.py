@@ -45,12 +45,12 @@ class Tensors(NamedTuple):
     adapters: int = 0
     gradients: int = 0
     optimizer: int = 0
-    """State, and the remainders of weights that are trained in bf16 with exact rounding."""
+    """Optimizer state, and with exact rounding the 16-bit remainders of weights trained in bf16."""
     widened: int = 0
-    """Bytes that the weights updated in scratch (`engine.budget.predict.update_scratch`) would take in fp32."""
+    """Bytes in fp32 of the trained weights that are updated in scratch (`engine.budget.predict.update_scratch`)."""
 
     def plus(self, other: Tensors, times: int = 1) -> Tensors:
-        """The sum of this group and `times` the group `other`."""
+        """The sum, component by component, of this group and `times` times the group `other`."""
         return Tensors(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
     @property
@@ -152,7 +152,7 @@ def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: Memo
 
 
 def widened_bytes(learning: Iterable[Trained], config: MemoryConfig) -> int:
-    """Bytes in fp32 of those of the trained tensors that are updated in scratch."""
+    """Total bytes that the trained tensors which are updated in scratch take in fp32."""
     return sum(round_to_blocks(FLOAT * prod(shape)) for shape, dtype in learning if config.updates_in_scratch(dtype))
 
 
@@ -192,10 +192,8 @@ def trained_shapes(arch: Architecture, config: MemoryConfig) -> set[Trained]:
 
 
 def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Parameter, ...], set[Trainable]]]:
-    """Yield the parameters of one layer of each sort (dense, with experts, of the vision encoder, outside its layers).
-
-    Beside them stand the different `Trainable` of all layers of that sort.
-    """
+    """For each sort of layer (dense, with experts, of the vision encoder, outside the encoder's layers), yield the
+    parameters of one such layer, and the set of different `Trainable` that layers of this sort have."""
     layers = set(trainable_by_layer(arch, config.patterns))
     for dense in {layer.dense for layer in layers}:
         yield layer_parameters(arch, dense), {layer for layer in layers if layer.dense == dense}
@@ -240,8 +238,8 @@ def state_bytes(shape: tuple[int, ...], dtype: str, config: MemoryConfig) -> int
 
     adamw: two moments and an fp32 step counter. adamw_8bit: two moments of one byte with an fp32 scale per 256 values
     (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column factors for matrices, a
-    full variance for vectors. sgd: the momentum buffer, if any. They have the parameter's dtype, but that of
-    train.state_dtype for weights in bf16, where exact rounding adds a remainder of two bytes. With optimizer offload
+    full variance for vectors. sgd: the momentum buffer, if any. The state has the parameter's dtype; for weights in
+    bf16 it has train.state_dtype, and exact rounding adds a remainder of two bytes per value. With optimizer offload
     the result is 0.
     """
     if config.optimizer_offload:

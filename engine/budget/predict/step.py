@@ -207,7 +207,8 @@ def _with_vision(
 
 
 def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool = True) -> BytesPolynomial:
-    """Bytes of the embedding's output: a local variable of the model's forward refers to it until all layers are done.
+    """Bytes of the embedding's output, which stays allocated until all layers are done, because a local variable of the
+    model's forward refers to it.
 
     Zero if the first layer saves it for backward, where it is already counted.
     """

@@ -1,8 +1,8 @@
 """Bytes of the scratch in which weights that are trained in bf16 are updated in fp32, a piece at a time.
 
 The scratch is what `engine.train.step.piecewise_update` allocates for an optimizer step: for each element of a piece
-the weight and its gradient in fp32, and where random bits are drawn, room for their hash and for state that is widened.
-A piece is at most PIECE_ELEMENTS, but for adafactor the largest weight.
+the weight and its gradient in fp32, a hash where random bits are drawn, and an fp32 copy of optimizer state that is
+kept in bf16. A piece is at most PIECE_ELEMENTS, but for adafactor the largest weight.
 
 Try: `pytest tests/budget/test_rounding.py`
 """
@@ -36,7 +36,7 @@ def update_scratch(arch: Architecture, config: MemoryConfig, layout: ParallelLay
 
 
 def _rows(config: MemoryConfig) -> int:
-    """fp32 numbers of scratch per element of a piece."""
+    """Number of fp32 values in scratch per element of a piece."""
     momenta = {"adamw": 2, "sgd": int(config.momentum)}.get(config.optimizer, 0)
     narrow = momenta if config.state_dtype == "bfloat16" else 0
     return 2 + narrow + int(narrow > 0 or config.rounding == "stochastic")

@@ -42,7 +42,7 @@ class VisionBackward:
 
 @dataclass(frozen=True)
 class VisionCost:
-    """Bytes of the encoder in one micro-batch; the other fields do not include `inputs`."""
+    """Bytes of the encoder in one micro-batch; `inputs` are not included in the other fields."""
 
     inputs: BytesPolynomial
     """Pixels in fp32, as a transformers image processor returns them."""
@@ -157,7 +157,9 @@ def _layer_trace(
     accumulating: bool,
     learning: bool,
 ) -> VisionLayerTrace:
-    """Trace the forward and backward pass of one layer."""
+    """Trace the forward and backward pass of one layer. `follows`: its input needs a gradient; `windowed`: it attends
+    within windows; `accumulating`: gradients of an earlier micro-batch exist; without `learning`, nothing is saved for
+    backward."""
     learns = learning and (follows or bool(trainable.trained or trainable.adapted))
     window = encoder.window if windowed else None
     in_turn = encoder.kind != "siglip" and not learns

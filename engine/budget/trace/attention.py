@@ -126,7 +126,7 @@ def _kernel(
 
 
 def _factor(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Return `x` as an attention product takes it: cast to half precision under autocast, else unchanged."""
+    """Return `x` in the dtype of attention's matrix products: cast to half precision under autocast, else unchanged."""
     return cast(trace, x, HALF) if trace.autocast else x
 
 
@@ -176,7 +176,8 @@ def eager(
 def _scores(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, outside: bool
 ) -> TracedTensor:
-    """Trace the scores: the product of queries and keys, scaled and, in Gemma 2, capped by tanh."""
+    """Trace the scores: the product of queries and keys, scaled and, in Gemma 2, capped by tanh. `outside`: see
+    `_heads_first`."""
     weights = scale(trace, _query_by_key(trace, arch, query, key, outside))
     if arch.attention_softcap is not None:
         weights = scale(trace, weights)
@@ -188,7 +189,8 @@ def _scores(
 def _query_by_key(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, outside: bool
 ) -> TracedTensor:
-    """Trace the product of queries and keys; copies made for it are freed afterwards, unless backward needs them."""
+    """Trace the product of queries and keys; copies made for it are freed afterwards, unless backward needs them.
+    `outside`: see `_heads_first`."""
     query = _factor(trace, query)
     query = query if outside else copy(trace, query)
     key = _heads_first(trace, arch, _factor(trace, key), outside)
@@ -198,7 +200,8 @@ def _query_by_key(
 def _heads_first(trace: MemoryTrace, arch: Architecture, x: TracedTensor, outside: bool) -> TracedTensor:
     """Return keys or values laid out head by head, as batched products need them: a copy, unless `x` already is.
 
-    `outside`: the rotary embedding has laid out unrepeated keys so.
+    `outside`: the model's rotary embedding already returns keys head by head (HEADS_OUTSIDE), so keys that are not
+    repeated need no copy.
     """
     repeated = 1 < arch.kv_heads < arch.heads
     return x if repeated or (outside and arch.kv_heads == arch.heads) else copy(trace, x)

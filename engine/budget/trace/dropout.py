@@ -16,7 +16,7 @@ MASK_BYTES = 3 * 4 + 1
 
 
 def mask_bytes(config: MemoryConfig) -> int:
-    """Bytes per value that drawing a mask takes."""
+    """Bytes per value that are allocated temporarily while a mask is drawn."""
     return 0 if config.fused_dropout else MASK_BYTES
 
 
@@ -31,8 +31,8 @@ def dropped_weights(trace: MemoryTrace, config: MemoryConfig, weights: TracedTen
 
 
 def _dropped(trace: MemoryTrace, x: TracedTensor, mixing: BytesPolynomial) -> TracedTensor:
-    """Trace an operation that writes a copy of `x`, and in forward and backward needs `mixing` bytes for as long as it
-    draws masks."""
+    """Trace a dropout of `x`: the output is a new tensor; in forward and in backward, `mixing` bytes are allocated
+    temporarily while the masks are drawn."""
     size = x.size
 
     def backward(gradient: Storage) -> list[Storage | None]:

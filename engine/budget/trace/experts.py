@@ -1,4 +1,4 @@
-"""Traces the feed-forward half of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it.
+"""Traces the feed-forward block of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it.
 
 Each token is copied once per expert it is routed to. The copies are sorted by expert and multiplied in groups, so
 memory does not depend on the routing. The local variables are those of `grouped_mm_experts_forward`.

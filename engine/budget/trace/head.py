@@ -141,7 +141,7 @@ class Head:
     def liger(self, hidden: TracedTensor) -> TracedTensor:
         """Trace Liger's fused linear cross-entropy for a frozen head (liger-kernel 0.8,
         ops/fused_linear_cross_entropy.py): forward computes logits chunk by chunk in the hidden states' dtype and
-        overwrites them with their gradients, of which it keeps the hidden states' alone.
+        overwrites them with their gradients; only the gradient of the hidden states is kept for backward.
 
         A chunk is T · H / V tokens, rounded up to a power of two; the trace counts the most that can be. The engine
         computes the loss with its own chunks where Liger's kernel fails (`engine.model.liger.liger_problem`), so both

@@ -1,4 +1,5 @@
-"""Traces one decoder layer, with the local variables of its transformers modelling file, so that the same tensors live.
+"""Traces one decoder layer. The code has the local variables of the family's modelling file in transformers, so that
+the same tensors stay allocated.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -132,7 +133,8 @@ class Layer(Weights):
         return self.linear(output_projection, output), weights
 
     def _remember(self, key: TracedTensor, value: TracedTensor) -> tuple[TracedTensor, TracedTensor]:
-        """Return keys and values: while text is generated, the copies that the cache makes of them."""
+        """Return the keys and values that attention uses: while the key-value cache is filled, the copies in the cache,
+        else `key` and `value` themselves."""
         if self.cached is None:
             return key, value
         self.cached += [copy(self.trace, key), copy(self.trace, value)]

@@ -29,8 +29,8 @@ class LayerKind(NamedTuple):
 
     trainable: Trainable
     masked: bool
-    """Attention gets a mask: documents are packed, tokens of an image see each other, or the sliding window is shorter
-    than the sequence."""
+    """Attention gets a mask: documents are packed, tokens of an image attend to each other in both directions, or the
+    sliding window is shorter than the sequence."""
     slides: bool
     """The layer attends within a sliding window."""
     follows: bool
@@ -51,7 +51,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerStack:
-    """The layers of a model, each represented by its kind: dozens of layers, but only one, two or three kinds."""
+    """The layers of a model in order, each represented by its kind. Most models have one to three kinds."""
 
     layers: tuple[LayerKind, ...]
 
@@ -98,7 +98,7 @@ class LayerStack:
 
 @lru_cache(maxsize=256)
 def layer_stack(arch: Architecture, config: MemoryConfig) -> LayerStack:
-    """Sort the layers of a model into kinds, as this config trains them."""
+    """The kind of each layer of a model, as this config trains it."""
     trainable = trainable_by_layer(arch, config.patterns)
     slides = arch.sliding_layers or (False,) * arch.layers
     always_masked = config.packed or sees_images_both_ways(arch, config)
@@ -112,7 +112,8 @@ def layer_stack(arch: Architecture, config: MemoryConfig) -> LayerStack:
 
 
 def sees_images_both_ways(arch: Architecture, config: MemoryConfig) -> bool:
-    """Whether tokens of an image see each other in both directions, for which every row needs a mask of its own."""
+    """Whether tokens of an image attend to each other in both directions, for which every row needs an attention mask
+    of its own."""
     return arch.vision_encoder is not None and arch.vision_encoder.bidirectional and config.image_patches > 0
 
 

@@ -84,25 +84,26 @@ class MemoryConfig:
     autocast: bool
     """fp32 weights are multiplied in fp16: full fine-tuning in float16."""
     image_patches: int
-    """Each sequence is planned with one image of so many patches; 0 for text alone."""
+    """Patches of the image that each sequence is planned with; 0 for text alone."""
     sequence: int
     """Devices that share each sequence."""
     metered: bool
     """The run is on the metered device, whose dispatch mode makes autograd add gradients out of place."""
     attention_dropout: bool = False
-    """Masks of the model's own dropout are drawn for attention weights; only eager attention has them."""
+    """The model's own dropout is applied to attention weights, which exist as a tensor only in eager attention."""
     residual_dropout: bool = False
-    """… for hidden states before a residual connection."""
+    """The model's own dropout is applied to hidden states before a residual connection."""
     embedding_dropout: bool = False
-    """… for the first layer's input."""
+    """The model's own dropout is applied to the first layer's input."""
     fused_dropout: bool = False
-    """Dropout draws its masks in one kernel, without memory for them: on CUDA."""
+    """Dropout draws its masks inside one kernel, which allocates no memory for them; true on CUDA."""
     watches_experts: bool = False
-    """The router logits of all layers are kept to the end of the forward pass, to count the choices of experts."""
+    """The router logits of all layers are kept to the end of the forward pass, to count how often each expert is
+    chosen."""
     balances_experts: bool | None = False
-    """… and the auxiliary loss is computed from them; None: if a router is trained."""
+    """The auxiliary loss is computed from the router logits; None: only if a router is trained."""
     one_row: bool = False
-    """The micro-batch is a single sequence of a model that saves other tensors then; see `for_rows`."""
+    """The micro-batch is a single sequence, and the model saves different tensors than for several; see `for_rows`."""
 
     @property
     def lora(self) -> bool:
@@ -189,7 +190,7 @@ def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
 
 
 def _balances_experts(arch: Architecture, recipe: Recipe) -> bool | None:
-    """Whether the auxiliary loss is computed; None: if a router is trained."""
+    """Whether the auxiliary loss is computed; None: only if a router is trained."""
     weight = recipe.moe.aux_loss_weight
     if arch.experts is None or not (arch.experts.auxiliary_loss if weight is None else weight):
         return False
@@ -249,8 +250,9 @@ def _liger_is_there(arch: Architecture, spec: RunSpec) -> bool:
 def chunk_tokens(vocab: int, capacity_bytes: int) -> int:
     """Tokens per chunk of the loss on a device of `capacity_bytes`; at least 1.
 
-    The most whose fp32 logits take at most CHUNK_LOGIT_BYTES. With a large vocabulary these are few (110 for 152,000
-    tokens); then up to FULL_CHUNK_TOKENS, if their logits take at most one part in CHUNK_CAPACITY_SHARE of the memory.
+    The largest number of tokens whose fp32 logits take at most CHUNK_LOGIT_BYTES, or at most 1/CHUNK_CAPACITY_SHARE of
+    the capacity, whichever allows more; by the second rule at most FULL_CHUNK_TOKENS. It serves large vocabularies, for
+    which the first rule allows few tokens (110 for a vocabulary of 152,000).
     """
     per_token = 4 * vocab
     by_capacity = min(FULL_CHUNK_TOKENS, capacity_bytes // CHUNK_CAPACITY_SHARE // per_token)
@@ -258,8 +260,8 @@ def chunk_tokens(vocab: int, capacity_bytes: int) -> int:
 
 
 def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
-    """What a run's attention kernel allocates. All flash kernels save the same tensors. The kernel is chosen as the run
-    chooses it, from the packages that are installed here."""
+    """The kind of a run's attention kernel. All flash kernels save the same tensors. The kernel is chosen by the same
+    rules as in the run, from the packages that are installed on this machine."""
     recipe, device = spec.recipe, spec.profile.device
     card = AttentionCard(device.kind, device.compute_capability, device.kind == "cuda", resolved_dtype(spec))
     chosen = choose_kernel(
@@ -276,7 +278,7 @@ def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "s
 
 
 def attention_needs(arch: Architecture) -> AttentionNeeds:
-    """What a model needs of its attention kernel."""
+    """The facts of a model that decide which attention kernels can compute it."""
     return AttentionNeeds(
         arch.layout,
         arch.head_dim,

@@ -140,13 +140,14 @@ class MemoryTrace:
         self._recompute: tuple[list[BytesPolynomial], BytesPolynomial] | None = None
 
     def record_peak(self) -> None:
-        """Note the live bytes as a local maximum, if they have risen since the last one."""
+        """Record the live bytes as a local maximum, if they have risen since the last one."""
         if self.rising:
             self.peaks.append(self.live)
             self.rising = False
 
     def take_peaks(self) -> list[BytesPolynomial]:
-        """Return the local maxima since the last call, and the bytes that are live now; forget these maxima."""
+        """Return the bytes that are live now, followed by the live bytes at each local maximum since the last call;
+        clear the record."""
         peaks, self.peaks = [self.live, *self.peaks], []
         self.rising = False
         return peaks
@@ -227,10 +228,11 @@ class MemoryTrace:
         return lambda gradient: [self.allocate(size)]
 
     def checkpoint(self, forward: Callable[[], TracedTensor]) -> TracedTensor:
-        """Trace a checkpointed layer's forward pass as backward will repeat it, which ends with the last saved tensor.
+        """Trace the recomputation of a checkpointed layer's forward pass, which stops after the last tensor that
+        backward needs; returns the layer's output.
 
         The peaks of `forward` and the tensors it saves are counted later, when backward first unpacks a saved tensor;
-        now only the output becomes live. The first forward pass is a trace of its own, without `keeps_saved`.
+        only the output is live now. The first forward pass is a trace of its own, without `keeps_saved`.
         """
         earlier, self.peaks, before = self.peaks, [], self.live
         output = forward()
@@ -300,7 +302,7 @@ class MemoryTrace:
 
 
 def waits_on_host(tensor: TracedTensor) -> bool:
-    """Whether activation offload moves a saved tensor to the host: not integers, small tensors, or attention masks,
-    which are saved as expanded views."""
+    """Whether activation offload moves a saved tensor to the host. It does not move integers, small tensors, or
+    attention masks, which are saved as expanded views."""
     large = tensor.size.per_square > 0 or tensor.size.per_token > STAYING_BYTES
     return tensor.itemsize < 8 and large and tensor.elements != SQUARE

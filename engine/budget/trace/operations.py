@@ -156,7 +156,8 @@ def copy(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 
 
 def gather(trace: MemoryTrace, x: TracedTensor, index: TracedTensor | None, elements: BytesPolynomial) -> TracedTensor:
-    """Trace `x[index]`: the index is saved (None: it costs nothing, as it lives anyway); backward adds into zeros."""
+    """Trace `x[index]`: the index is saved for backward (None: the index is allocated elsewhere and adds no bytes);
+    backward adds the gradient into zeros of x's size."""
     saved = trace.save(index) if x.node is not None else None
     return trace.unary(x, elements, x.itemsize, saved)
 
@@ -213,7 +214,8 @@ def saves_output(trace: MemoryTrace, x: TracedTensor, itemsize: int | None = Non
 
 
 def softmax(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """Trace `softmax(x, dtype=...)`: on CUDA one kernel casts, too; in host memory a cast copy of `x` is made first."""
+    """Trace `softmax(x, dtype=...)`: on CUDA the kernel also casts; in host memory a cast copy of `x` is made first.
+    `itemsize`: bytes per value of the output."""
     return saves_output(trace, cast(trace, x, itemsize) if trace.metered else x, itemsize)
 
 
@@ -228,8 +230,8 @@ def split(trace: MemoryTrace, x: TracedTensor, parts: Sequence[BytesPolynomial])
 
 
 def pieces(trace: MemoryTrace, whole: TracedTensor, parts: Sequence[BytesPolynomial]) -> list[TracedTensor]:
-    """Return views of `whole`, the storage of an operation with several outputs; the operation's backward runs once
-    the gradients of all views are computed."""
+    """Return one view of `whole` for each of `parts` (numbers of elements): the outputs of an operation with several
+    outputs. The operation's backward runs once the gradients of all views are computed."""
     if whole.node is not None:
         whole.node.joined = []
     return [trace.view(whole, elements, pass_on) for elements in parts]

@@ -50,8 +50,8 @@ def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainabl
 
 
 def _adaptable(arch: Architecture, dense: bool) -> Sequence[Parameter]:
-    """The parameters of a layer. Those that peft takes for an expert's count as no linear layers: they get no
-    adapter."""
+    """The parameters of a layer. Weights that peft treats as an expert's because of their name are not marked as
+    `linear`, so they get no adapter."""
     experts = names_of_experts(arch.model_type)
     return [
         Parameter(one.name, one.shape) if one.linear and one.module.rpartition(".")[2] in experts else one
@@ -94,7 +94,7 @@ def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
 
 
 def _trained_test(patterns: Patterns) -> Callable[..., bool]:
-    """Return a test that takes all names of a base parameter and says whether it is trained.
+    """Return a function that takes all names of a base parameter and returns whether the parameter is trained.
 
     With LoRA it is if `also_train` matches; in full fine-tuning if `train_only` matches or is empty, and `freeze` does
     not match.
@@ -135,5 +135,6 @@ def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[P
 
 
 def _named(globs: tuple[str, ...]) -> Callable[[str], object]:
-    """Return a test of dotted names: as in peft, a pattern matches the whole name or its last parts ("q_proj")."""
+    """Return a function that tells whether one of `globs` matches a dotted name: as in peft, a pattern matches the
+    whole name or its last parts ("q_proj")."""
     return compile_patterns(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch

@@ -83,7 +83,7 @@ class VisionLayer(Weights):
         return turned_query, turned_key
 
     def feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """Trace the feed-forward half: gated in Qwen2.5-VL, ungated in the other encoders."""
+        """Trace the feed-forward block: gated in Qwen2.5-VL, ungated in the other encoders."""
         if self.encoder.kind == "qwen2_5_vl":
             gate = activation(self.trace, self.linear("mlp.gate_proj", x))
             return self.linear("mlp.down_proj", multiply(self.trace, gate, self.linear("mlp.up_proj", x)))
@@ -108,7 +108,8 @@ def norm_of(weights: Weights, name: str, x: TracedTensor) -> TracedTensor:
 
 @lru_cache(maxsize=64)
 def attending(encoder: VisionEncoder) -> Architecture:
-    """An `Architecture` with the encoder's numbers, so that the decoder's attention trace serves the encoder, too."""
+    """An `Architecture` with the encoder's sizes, so that the decoder's attention traces can be used for the
+    encoder."""
     return Architecture(
         model_type=encoder.kind,
         layout="llama",

@@ -41,7 +41,8 @@ class Weights:
         self.transposed = transposed
 
     def linear(self, module: str, x: TracedTensor, merged: int = 1) -> TracedTensor:
-        """Trace the linear layer `module`, plus its adapter if it has one; each of its inputs joins `merged` tokens."""
+        """Trace the linear layer `module`, plus its adapter if it has one; each input vector joins the values of
+        `merged` tokens."""
         parameter = self.parameters[f"{module}.weight"]
         if parameter.name not in self.trainable.adapted:
             return self._base(module, parameter, x, merged)

@@ -1,4 +1,4 @@
-"""Notes about a recipe: settings that a run changes so that they make sense together, each said before the start.
+"""Notes about a recipe: settings that have no effect or that a run changes, reported before the run starts.
 
 Try: `tunedeck plan -p demo -r demo --set train.max_steps=5`
 """
@@ -11,7 +11,7 @@ from engine.spec.schema.recipe import Recipe, Train
 
 
 def warmup_steps_of(train: Train, total_steps: int) -> int:
-    """Steps of warm-up in a run of `total_steps`. A ratio is rounded up to whole steps.
+    """Number of warm-up steps in a run of `total_steps` steps. A ratio is rounded up to whole steps.
 
     A number of steps above `total_steps` is shortened, so that the last step has the full learning rate.
     """
@@ -22,7 +22,7 @@ def warmup_steps_of(train: Train, total_steps: int) -> int:
 
 
 def warmup_note(train: Train, total_steps: int) -> str | None:
-    """A sentence if the warm-up is shortened in a run of `total_steps`."""
+    """The note for a warm-up that is shortened because the run has only `total_steps` steps; None if it is not."""
     taken = warmup_steps_of(train, total_steps)
     if train.warmup_steps is None or taken == train.warmup_steps:
         return None
@@ -31,7 +31,7 @@ def warmup_note(train: Train, total_steps: int) -> str | None:
 
 
 def frozen_router_note(recipe: Recipe) -> str | None:
-    """A sentence if the auxiliary loss has a weight but routers are frozen."""
+    """The note for an auxiliary loss with a weight above 0 beside frozen routers; None otherwise."""
     if not recipe.moe.aux_loss_weight or not recipe.freezes_router:
         return None
     return (

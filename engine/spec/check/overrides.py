@@ -103,7 +103,8 @@ def _is_automatic(override: Override) -> bool:
 
 
 def _remove_from_recipe(recipe: Document, override: Override) -> None:
-    """Remove from the recipe's [parallel], which counts more than the profile's, what `override` sets there."""
+    """Remove the keys that `override` sets from the recipe's [parallel], which would otherwise replace the
+    profile's."""
     inner = override.value if isinstance(override.value, dict) else {}
     for key in [(*override.key, *rest) for rest, _ in leaf_items(inner)] or [override.key]:
         if value_at(recipe.data, key) is not None:

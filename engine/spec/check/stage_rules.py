@@ -71,7 +71,8 @@ def assembles_two_or_more(recipe: Recipe, index: int) -> Problems:
 
 
 def starts_from_full_weights(recipe: Recipe, index: int) -> Problems:
-    """An adapter is continued by a LoRA stage; any other stage needs it merged into its base."""
+    """Yield a problem for each earlier stage that ends with an unmerged adapter, if stage `index` needs full weights.
+    Only a LoRA stage can continue an adapter."""
     stage = recipe.stages[index]
     data = recipe.model_dump(by_alias=True, exclude_none=True)
     by_name = {other.name: merge_stage(data, other.model_dump(by_alias=True, exclude_none=True))

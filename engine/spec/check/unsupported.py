@@ -30,7 +30,8 @@ def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) 
 
 
 def _images_in_shards(spec: RunSpec) -> str | None:
-    """Ranks gather a layer's shards together, and a rank whose samples have no image would not gather the encoder's."""
+    """The key that asks for images in a run with sharded weights; None if there is none. All ranks must gather a
+    layer's shards together, but a rank whose samples have no image would not gather the vision encoder's."""
     return image_key(spec.recipe) if spec.profile.parallel.strategy == "sharded" else None
 
 

@@ -62,7 +62,8 @@ def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:
 
 
 def _other_path(source: Source, key: str) -> str:
-    """The option that names another file: one of the working directory if its name is close or it is the only one."""
+    """The fix for a missing file: a `--set` option with the data file of the working directory whose name is similar,
+    else the only data file there, else FILE.jsonl."""
     wanted = os.path.basename(source.path or "")
     with os.scandir(working_directory()) as entries:
         here = [entry.name for entry in islice(entries, MOST_LOOKED_AT) if suffix_of(Path(entry.name)) in LOADERS]

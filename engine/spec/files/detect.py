@@ -43,8 +43,8 @@ def count_devices() -> int:
 
 
 def _has_nvml() -> bool:
-    """Whether the driver's library can be loaded; tried before pynvml is, whose import takes as long as all the rest of
-    the detection."""
+    """Whether the NVIDIA driver's library can be loaded. Checked first, because importing pynvml takes as long as the
+    rest of the detection."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -55,8 +55,8 @@ def user_folder() -> Path:
 
 
 def own_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
-    """The folder into which new profiles or recipes are written: in ./profiles; where that is the folder of the shipped
-    files, as in Tunedeck's own checkout, in the user's configuration folder."""
+    """The folder that new profiles or recipes are written to: inside ./profiles, or inside the user's configuration
+    folder if ./profiles is the folder of the shipped files, as in Tunedeck's own checkout."""
     project = (cwd or working_directory()).absolute() / "profiles"
     return (user_folder() if project.resolve() == SHIPPED_FOLDER else project) / KIND_FOLDERS[kind]
 
@@ -68,7 +68,8 @@ def search_path(kind: SpecKind, cwd: Path) -> dict[str, Path]:
 
 
 def list_spec_files(kind: SpecKind, cwd: Path | None = None) -> list[SpecFile]:
-    """Every file that can be named, sorted by name; of files with one name only the first on the search path."""
+    """All profile or recipe files on the search path, sorted by name. If several have the same name, only the first on
+    the search path is listed."""
     cwd = (cwd or working_directory()).absolute()
     found: dict[str, SpecFile] = {}
     for origin, folder in search_path(kind, cwd).items():
@@ -103,7 +104,8 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
 
 
 def _other_file(kind: SpecKind, text: str, cwd: Path) -> str:
-    """What to write for a name that is not known: a file of this name beside the user, another name, or a new file."""
+    """The fix for an unknown name: the path of a TOML file of this name in the working directory, a new recipe for a
+    data file of this name, the most similar known name, or the command that lists all names."""
     option = f"-{kind[0]}"
     if (cwd / f"{text}.toml").is_file():
         return f"{option} {text}.toml, a path: a name is looked for in ./profiles/{KIND_FOLDERS[kind]}"

@@ -1,8 +1,8 @@
 """Remembers how long a recipe's longest sequence is, so that a plan need not read the data again.
 
 Written whenever data are tokenised, by `tunedeck data` and by every run; read by plans, which import no library for
-data. A record is found by the settings that decide the tokens and by size and time of the files: where any of them has
-changed, the lengths are unknown.
+data. A record's name depends on the settings that decide the tokens, and on size and modification time of the data
+files: after a change of any of them, the length is unknown.
 
 Try: `tunedeck data -r demo`, then `tunedeck plan -p demo -r demo`
 """
@@ -31,8 +31,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 def lengths_record(recipe: Recipe) -> Path | None:
-    """The file that records the lengths of a recipe's training data as they are now; None for data whose state cannot
-    be told from sizes and times of files. Call it before the data are read."""
+    """The path of the record for a recipe's training data in their present state, whether or not it exists; None for
+    data whose state cannot be told from sizes and modification times of files. Call it before the data are read."""
     model, data = recipe.model, recipe.data
     if model.id.startswith("run:") and model.tokenizer is None:
         return None
@@ -66,7 +66,8 @@ def known_longest(recipe: Recipe) -> int | None:
 
 
 def record_longest(record: Path | None, longest: int) -> None:
-    """Write a record, whole or not at all; `record` is what `lengths_record` gave before the data were read."""
+    """Write `longest` (tokens) to the file `record`, whole or not at all. `record` is what `lengths_record` returned
+    before the data were read; nothing is written if it is None or exists."""
     if record is None or record.exists():
         return
     record.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,8 @@ def record_longest(record: Path | None, longest: int) -> None:
 
 
 def _states(path: Path) -> list[tuple[str, int, int]] | None:
-    """Path, size and time of each file of a source; None if there are none or too many."""
+    """(path, size in bytes, modification time in nanoseconds) of each file of a source; None if there is no file, or
+    more than MOST_FILES."""
     if path.is_dir():
         names = [os.path.join(folder, name) for folder, _, found in os.walk(path) for name in found]
     else:

@@ -24,8 +24,8 @@ from engine.spec.schema.base import NAME_PATTERN
 
 
 def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Path:
-    """Check a file that someone else wrote and copy it into the user's folder under the name that the file gives
-    itself, else under its own; returns the path of the copy.
+    """Check a file that someone else wrote and copy it into the user's folder; returns the path of the copy. The copy
+    is named after the file's `name` key, or after the file if it has no such key.
 
     Raises SpecError for every problem of the file and for paths that leave its folder, UsageError for a symbolic link
     or a name that exists already.

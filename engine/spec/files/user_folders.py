@@ -1,4 +1,4 @@
-"""Folders of the user that hold no settings.
+"""Finds the user's cache folder.
 
 Try: `python -c "from engine.spec.files.user_folders import cache_folder; print(cache_folder())"`
 """
@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The folder of cached tokens and of the tables of `datasets`: $TUNEDECK_CACHE, else the user's cache folder."""
+    """The folder for cached tokens, tables of the package `datasets`, and simulations: $TUNEDECK_CACHE, else Tunedeck's
+    folder in the platform's cache folder."""
     if configured := os.environ.get("TUNEDECK_CACHE"):
         return Path(configured).expanduser()
     import platformdirs

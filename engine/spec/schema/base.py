@@ -43,8 +43,8 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=80)]
 def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
     """The docstring of each attribute of a table type, those of its base classes included.
 
-    pydantic's `use_attribute_docstrings` reads them from the source when a class is made, which took a fifth of the
-    time until the console's first screen; they are read here when someone asks for them.
+    They are read from the source on the first call. pydantic's `use_attribute_docstrings` would read them when a class
+    is created, which took a fifth of the time until the console's first screen.
     """
     inherited = [attribute_docstrings(base) for base in model.__bases__ if issubclass(base, Table)]
     found = {name: text for docstrings in inherited for name, text in docstrings.items()}

@@ -122,8 +122,8 @@ class Source(Table):
     weight: Positive = 1.0
     """How often each sample of this source is used in an epoch; fractions are drawn by seed."""
     columns: dict[str, str] = {}
-    """Our column name = the file's, such as prompt = "question"; in detection also one inside another, such as
-    boxes = "objects.bbox"."""
+    """Our column name = the file's, such as prompt = "question"; for detection also a nested column, such as boxes =
+    "objects.bbox"."""
     image_root: str | None = None
     """Folder that image paths are relative to; by default the folder of the data file."""
     prompt: str | None = None
@@ -200,14 +200,14 @@ class Train(Table):
     warmup_steps: CountOrZero | None = None
     """Steps spent warming up; shortened where the run is shorter."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
-    """adamw is torch's fused one; adamw_8bit needs bitsandbytes on CUDA. adafactor is torch's: a step is learning_rate,
-    at most 1/sqrt(step), times the root mean square of each weight. That of the Hugging Face Trainer takes
-    learning_rate as it is, so a rate made for it learns far slower here."""
+    """adamw is torch's fused one; adamw_8bit needs bitsandbytes on CUDA. adafactor is torch's: an update is
+    learning_rate, at most 1/sqrt(step), times the root mean square of the weight. The Hugging Face Trainer's adafactor
+    does not scale learning_rate, so a rate chosen for it learns far slower here."""
     rounding: Literal["exact", "stochastic", "nearest"] = "exact"
     """How updates of weights that are trained in bf16 are rounded. bf16 has 8 bits: an update below 1/512 of a weight
     is lost when it is rounded to nearest. exact: the 16 bits that rounding drops are kept beside each weight; together
-    they are the fp32 weight. stochastic: rounded up or down by chance, right on average, with no bytes beside. nearest:
-    rounded to the nearest. It says nothing about weights that are trained in float32 or float16."""
+    they are the fp32 weight. stochastic: rounded up or down by chance, right on average, without additional bytes.
+    nearest: rounded to the nearest. Weights that are trained in float32 or float16 are not affected."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the state of adamw, and of sgd's momentum, for weights that are trained in bf16; other weights have
     state of their own dtype. bfloat16 is rounded stochastically, or to nearest with rounding = "nearest", which then
@@ -237,7 +237,7 @@ class Train(Table):
     compile: bool = False
     """torch.compile the decoder layers."""
     deterministic: bool = False
-    """Deterministic kernels alone, which are slower: bit-for-bit resume on CUDA. A run that needs a kernel without a
+    """Use only deterministic kernels, which are slower: bit-for-bit resume on CUDA. A run that needs a kernel without a
     deterministic version is refused, with its name."""
     log_every_steps: Count = 1
     """Optimizer steps between two step events."""
@@ -454,6 +454,6 @@ class Recipe(Table):
 
     @property
     def freezes_router(self) -> bool:
-        """Whether the routers of a mixture of experts stay as they are."""
+        """Whether the routers of a mixture of experts are not trained."""
         chosen = self.moe.freeze_router
         return self.method.kind == "lora" if chosen is None else chosen
