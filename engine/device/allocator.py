@@ -25,7 +25,8 @@ def allocator_settings() -> str:
 
 
 def allocator_notices(wanted: str | None) -> list[str]:
-    """Return a notice unless each setting that the profile asks for is in force."""
+    """Return a notice, in a list, if a setting in `wanted` (the profile's, such as "expandable_segments:True") is not
+    in force; else an empty list."""
     present = allocator_settings()
     if not wanted or set(_parts(wanted)) <= set(_parts(present)):
         return []

@@ -149,7 +149,8 @@ class Device(Protocol):
         ...
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a host tensor to the device. The copy has no autograd history."""
+        """Copy a host tensor to the device. The copy has no autograd history. Raises torch.OutOfMemoryError if it does
+        not fit."""
         ...
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -63,9 +63,9 @@ def catch_oom(
 def free_failed_graph(device: Device) -> None:
     """Free the graph of a backward pass that ran out of memory. Call it outside the `except` block.
 
-    On CUDA autograd runs backward in a thread of its own. When an operation fails there, the caller gets the exception
-    at once, while that thread still drops what it had queued, gradients of the failed graph among them. So wait until
-    the allocated bytes no longer change.
+    On CUDA, autograd runs backward in a thread of its own. When an operation fails there, the caller gets the exception
+    at once, while that thread still frees what it had queued, such as gradients of the failed graph. So this function
+    returns only when the number of allocated bytes no longer changes, or after STEADY_LIMIT readings of it.
     """
     flush_autograd()
     if device.kind == "cuda":

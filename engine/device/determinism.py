@@ -1,4 +1,5 @@
-"""`train.deterministic`: every kernel computes the same bits from the same inputs, or the run ends with its name.
+"""`train.deterministic`: every kernel computes the same bits from the same inputs, or the run ends with an error that
+names the operation.
 
 torch then chooses deterministic kernels, on CPUs too, and raises an error for an operation that has none; its own
 attention does likewise (scaled_dot_product_attention leaves cuDNN's kernel out). cuBLAS needs a workspace of fixed
@@ -81,6 +82,6 @@ def _require_fixed_workspace() -> None:
 
 
 def has_deterministic_backward(flash_attention: Callable[..., Any]) -> bool:
-    """Whether a flash attention function has the switch for a deterministic backward pass (flash-attn 2.4.1 and
-    newer). transformers leaves the switch out, without a word, where it does not."""
+    """Whether a flash attention function has the switch for a deterministic backward pass (flash-attn 2.4.1 and newer).
+    For a function without it, transformers ignores the request without a warning."""
     return "deterministic" in inspect.signature(flash_attention).parameters

@@ -31,7 +31,7 @@ WRAPPERS_OF_EXISTING_MEMORY = {*_FRESH_DESPITE_SCHEMA, "aten::set_"}
 
 
 def behaviour(func: Any) -> str:
-    """Return how an operator overload allocates, as one of the constants above, and cache the answer."""
+    """Return how an operator overload allocates (NOTHING, ONE, MANY, RESIZES or DECOMPOSE), and cache the answer."""
     does = behaviours[id(func)] = _read(func)
     _kept_alive.append(func)
     return does

@@ -36,7 +36,7 @@ from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
 
 LOST_CODE = 75
-"""Exit code of a rank that lost another (EX_TEMPFAIL of sysexits.h): not the cause of the trouble."""
+"""Exit code of a rank that lost another (EX_TEMPFAIL of sysexits.h): such a rank did not cause the failure."""
 
 BEYOND_REPAIR_CODE = 74
 """Exit code of a rank whose device or driver can only be used again by a new process (EX_IOERR)."""
@@ -89,7 +89,13 @@ def spec_of_rank(spec: RunSpec, local_rank: int) -> RunSpec:
 
 
 def run_supervised(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
-    """Train the run in `directory` on all its devices, or resume it; returns the exit code."""
+    """Train the run in `directory` on all its devices, or resume it; returns the exit code.
+
+    Raises:
+        EnvironmentProblem: another process has claimed the run.
+        SpecError: its run.toml is invalid.
+        UsageError: its profile has several machines.
+    """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     place = RunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)

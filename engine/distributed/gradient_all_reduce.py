@@ -45,7 +45,8 @@ class GradientAllReduce:
         self._present_here = self._present.numpy()
 
     def agree(self) -> list[int]:
-        """Indices of parameters that have a gradient on another rank and none here. A vote; allocates nothing."""
+        """Indices of parameters that have a gradient on another rank and none here. All ranks call this. Allocates
+        nothing. Raises LostRankError."""
         here = [parameter.grad is not None for parameter in self._parameters]
         self._present_here[:] = here
         with raising_lost_rank():
@@ -53,8 +54,8 @@ class GradientAllReduce:
         return [index for index, mine in enumerate(here) if self._present_here[index] and not mine]
 
     def fill(self, missing: Sequence[int]) -> None:
-        """Give the parameters at the indices `missing` a zero gradient. Raises torch.OutOfMemoryError; may be called
-        again then."""
+        """Give the parameters at the indices `missing` a zero gradient. Raises torch.OutOfMemoryError, after which the
+        call may be repeated."""
         for index in missing:
             self._parameters[index].grad = torch.zeros_like(self._parameters[index])
 

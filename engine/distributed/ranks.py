@@ -51,7 +51,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Among the ranks of this machine."""
+    """This rank's number among the ranks of its machine."""
     host_gather: HostGather | None = None
     store: Store | None = None
     patience_seconds: float = 600.0
@@ -59,7 +59,7 @@ class Ranks:
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext
     """The device's context for host allocations, so that buffers of votes do not count as device memory."""
     handlers: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """What rank 0 may request of all ranks while they wait for it, by name."""
+    """Functions by name, which rank 0 may have all ranks run while they wait for it."""
     _messages: int = 0
 
     @property
@@ -75,7 +75,7 @@ class Ranks:
             return self.host_gather.gather(value)
 
     def sums(self, values: list[float]) -> list[float]:
-        """The sum over all ranks of each of `values`, of which every rank has as many. Raises LostRankError."""
+        """The sum over all ranks of each of `values`, a list of the same length on every rank. Raises LostRankError."""
         return [sum(each) for each in zip(*self.all_gather_object(values), strict=True)]
 
     def sum_of_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -98,10 +98,11 @@ class Ranks:
         return self.all_gather_object(value if self.is_rank0 else None)[0]
 
     def run_on_rank0(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on rank 0; returns its result (JSON) on all ranks. Meanwhile the other ranks run what rank 0
-        requests.
+        """Run `action` on rank 0; returns its result (JSON) on all ranks. All ranks call this; meanwhile the other
+        ranks run what rank 0 requests.
 
-        An error is raised on rank 0 alone; the others get LostRankError once rank 0 has recorded the end of the run.
+        An error of `action` is raised on rank 0 alone; the others get LostRankError once rank 0 has recorded the end of
+        the run, or has given no sign of life for `patience_seconds`.
         """
         if self.store is None:
             return action()

@@ -74,15 +74,15 @@ def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None 
 
 
 def to_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Turn tensors of all heads at this place's positions into tensors [B, h, T, D] of this place's heads at all
-    positions."""
+    """Turn tensors of all heads at this place's positions [B, H, S, D] into tensors [B, h, T, D] of this place's heads
+    at all positions. Differentiable. Raises the errors of `SequenceGroup.exchange`, in backward too."""
     tensors_BhTD: tuple[Tensor, ...] = _apply(_ToHeads, group, *tensors_BHSD)
     return tensors_BhTD
 
 
 def to_positions(group: SequenceGroup, tensor_BhTD: Tensor) -> Tensor:
-    """Turn a tensor of this place's heads at all positions into one [B, H, S, D] of all heads at this place's
-    positions."""
+    """Turn a tensor of this place's heads at all positions [B, h, T, D] into one [B, H, S, D] of all heads at this
+    place's positions. Differentiable. Raises the errors of `SequenceGroup.exchange`, in backward too."""
     tensor_BHSD: Tensor = _apply(_ToPositions, group, tensor_BhTD)
     return tensor_BHSD
 

@@ -20,7 +20,7 @@ Box = tuple[float, float, float, float]
 
 
 def boxes_in(text: str) -> list[Box]:
-    """The boxes that a text names, in order. What has no area is no box."""
+    """The boxes that a text names, in order, as (left, top, right, bottom). Boxes without area are left out."""
     found = []
     for match in BOX.finditer(text):
         x1, y1, x2, y2 = (float(number) for number in match.groups() if number is not None)
@@ -30,7 +30,7 @@ def boxes_in(text: str) -> list[Box]:
 
 
 def iou(one: Box, other: Box) -> float:
-    """Intersection over union of two boxes."""
+    """Intersection over union of two boxes, from 0 to 1."""
     wide = min(one[2], other[2]) - max(one[0], other[0])
     high = min(one[3], other[3]) - max(one[1], other[1])
     if wide <= 0 or high <= 0:
@@ -40,21 +40,24 @@ def iou(one: Box, other: Box) -> float:
 
 
 def box_iou(answer: str, reference: str) -> dict[str, float]:
-    """mean_iou, the mean over the reference's boxes of the IoU with the answer's box that is theirs, 0 without one; and
-    whether it is over 0.5 and over 0.7. Each box of the answer belongs to one of the reference at most: the pair with
-    the largest IoU is made first. Without boxes in either text, all are 1."""
+    """Return "mean_iou", and "iou_over_0.5" and "iou_over_0.7", which are 1 if mean_iou is above that limit, else 0.
+
+    Boxes of the answer and of the reference are paired, the pair with the largest IoU first; no box is in two pairs.
+    mean_iou is the mean over the reference's boxes, in which a box without a partner counts 0. If the reference has no
+    boxes, all values are 1 if the answer has none either, else 0.
+    """
     answered, wanted = boxes_in(answer), boxes_in(reference)
     mean = sum(_matched(answered, wanted)) / len(wanted) if wanted else float(not answered)
     return {"mean_iou": mean, "iou_over_0.5": float(mean > 0.5), "iou_over_0.7": float(mean > 0.7)}
 
 
 def detection_rate(answer: str, reference: str) -> dict[str, float]:
-    """detection_rate: whether the answer names a box."""
+    """Return "detection_rate": 1 if the answer names a box, else 0. The reference does not matter."""
     return {"detection_rate": float(bool(boxes_in(answer)))}
 
 
 def _matched(answered: list[Box], wanted: list[Box]) -> list[float]:
-    """The IoU of each pair of an answered and a wanted box, best pair first, no box in two pairs."""
+    """The IoU of each pair of an answered and a wanted box that overlap, best pair first; no box is in two pairs."""
     places = ((mine, theirs) for mine in range(len(answered)) for theirs in range(len(wanted)))
     pairs = sorted(((iou(answered[mine], wanted[theirs]), -mine, -theirs) for mine, theirs in places), reverse=True)
     taken: set[tuple[str, int]] = set()

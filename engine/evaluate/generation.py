@@ -31,7 +31,8 @@ from engine.spec.attention_kernels import FLASH_KERNELS
 from engine.spec.schema.recipe import Generate
 
 DRAW_BITS = 23
-"""Random bits of a drawn number. One fewer than fp32's mantissa has: a draw times a sum is less than the sum."""
+"""Random bits of a drawn number in [0, 1): one fewer than fp32's significand has, so that the number times a sum is
+always less than the sum."""
 
 
 def generate(

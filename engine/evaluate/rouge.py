@@ -19,7 +19,7 @@ MOST_LOST = 0.2
 
 
 def rouge(answer: str, reference: str) -> dict[str, float]:
-    """rouge1, rouge2 and rougeL of an answer, from 0 to 1."""
+    """Return "rouge1", "rouge2" and "rougeL": F1 of an answer against its reference, from 0 to 1."""
     answered, wanted = WORD.findall(answer.lower()), WORD.findall(reference.lower())
     return {
         "rouge1": _of_runs(answered, wanted, 1),
@@ -29,14 +29,15 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
 
 
 def lost_letters(texts: Sequence[str]) -> float:
-    """The share of the letters and digits of `texts` that ROUGE does not see."""
+    """The share (0 to 1) of the letters and digits of `texts` that ROUGE ignores, because it knows only a to z and 0 to
+    9."""
     letters = sum(character.isalnum() for text in texts for character in text)
     seen = sum(len(word) for text in texts for word in WORD.findall(text.lower()))
     return 1.0 - min(seen, letters) / letters if letters else 0.0
 
 
 def _of_runs(answered: list[str], wanted: list[str], length: int) -> float:
-    """F1 of the runs of `length` words."""
+    """F1 of the n-grams of `length` words."""
     mine, theirs = (
         Counter(tuple(words[place : place + length]) for place in range(len(words) - length + 1))
         for words in (answered, wanted)
@@ -52,7 +53,7 @@ def _f1(shared: int, answered: int, wanted: int) -> float:
 
 
 def _longest_common(one: list[str], other: list[str]) -> int:
-    """Length of the longest sequence of words that both have in this order."""
+    """Length in words of the longest common subsequence."""
     above = [0] * (len(other) + 1)
     for word in one:
         row = [0]

@@ -64,8 +64,8 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
 
 
 def weights_to_score(place: RunDirectory, wanted: str | None) -> list[tuple[int, Path]]:
-    """Return (step, folder with weights) of each checkpoint that `--checkpoint` selects. Of a stage whose checkpoints
-    were removed when its run was done, that is the result.
+    """Return (step, folder with weights) of each checkpoint that `--checkpoint` selects. For a stage whose checkpoints
+    were removed at the end of its run, that is the stage's result alone.
 
     Raises:
         UsageError: no such checkpoint, it was removed, or it is damaged.
@@ -105,7 +105,12 @@ def score_run(place: RunDirectory, wanted: str | None, notify: Callable[[str], N
 
 
 def score_model(spec: RunSpec, notify: Callable[[str], None]) -> Scores:
-    """Score the model that `spec` names, without training it, on the recipe's validation data."""
+    """Score the model that `spec` names, without training it, on the recipe's validation data. `notify` is called with
+    sentences on the progress.
+
+    Raises:
+        TunedeckError: the device, the data or the model cannot be opened, or memory ran out.
+    """
     device = open_device(spec)
     with device.activate():
         context, data = _prepare(spec, device, notify)

@@ -223,7 +223,8 @@ def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int])
 
 
 def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:
-    """Generate an answer to the question of each of the samples `chosen`; returns the answers as text."""
+    """Generate an answer for each of the samples `chosen`, from its tokens before the last answer; returns the answers
+    as text."""
     prompts = [data.split_question(index)[0] for index in chosen]
     images = partial(data.images_of, chosen)
     answers = generate(context.loaded, prompts, chosen, context.generate, context.logits_processors, images)

@@ -20,8 +20,8 @@ def exact_match(answer: str, reference: str) -> float:
 def token_f1(answer: str, reference: str) -> float:
     """The harmonic mean of precision and recall of the answer's words, which are what white space separates.
 
-    A word that occurs several times counts as often as it does in both texts. Case and punctuation are kept: they carry
-    meaning in graphs and code. Two empty texts score 1.
+    The words that both texts have are counted with repetition: a word counts as often as it occurs in the text where it
+    is rarer. Case and punctuation are kept: they carry meaning in graphs and code. Two empty texts score 1.
     """
     answered, wanted = Counter(answer.split()), Counter(reference.split())
     if not answered and not wanted:

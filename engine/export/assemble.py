@@ -57,7 +57,8 @@ class Expert:
 
 @dataclass
 class Difference:
-    """The largest relative difference between the experts' versions of a parameter that they should share."""
+    """The largest difference between the experts' versions of a parameter that they should share. `relative` is the
+    largest absolute difference divided by the largest absolute value in the first expert."""
 
     parameter: str = ""
     relative: float = 0.0
@@ -65,22 +66,23 @@ class Difference:
     """Parameters that differ and were averaged."""
 
     def note(self, parameter: str, relative: float) -> None:
-        """Take a difference into account."""
+        """Record `parameter` and its relative difference, if that is the largest so far."""
         if relative > self.relative:
             self.parameter, self.relative = parameter, relative
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """How experts are put together."""
+    """What to assemble: the experts, how many of them each token goes to (`per_token`), and where all other weights
+    come from."""
 
     experts: Sequence[Expert]
     per_token: int
     shared: Sequence[str]
-    """Globs on parameters that are the first expert's where the experts differ."""
+    """Glob patterns of parameters to take from the first expert where the experts differ; others are averaged."""
     seed: int
     router_rows: Callable[[int], Tensor] | None = None
-    """Layer to (experts, hidden) fp32 rows of the router; None: random rows."""
+    """Function from a layer's number to its router weights, fp32 [experts, hidden]. None: random weights."""
 
 
 def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], None]) -> Difference:
@@ -170,7 +172,7 @@ def _differing_tensors(experts: Sequence[Expert]) -> list[str]:
 
 
 def _layout(folder: Path) -> dict[str, str]:
-    """Name = "dtype shape" of every tensor in a folder's safetensors files; only headers are read."""
+    """Map each tensor name in a folder's safetensors files to "dtype shape"; only headers are read."""
     layout = {}
     for name, file in _files(folder).items():
         with safe_open(file, framework="pt") as opened:
@@ -180,7 +182,7 @@ def _layout(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Name = the safetensors file that holds it, for every tensor in a folder."""
+    """Map each tensor name in a folder's safetensors files to the file that holds the tensor."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:

@@ -99,7 +99,8 @@ def _base(base: str, revision: str | None, config_at: str, trust_remote_code: bo
 
 
 def _require_space(base: str, folder: Path) -> None:
-    """Raise an error when host memory or disk space is too small for a local base model; hub ids are not checked."""
+    """Raise MemoryExhaustedError or EnvironmentProblem if host memory or the disk of `folder` is too small to merge
+    into a local base model. For a base model named by a hub id nothing is checked."""
     size_bytes = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
     free_bytes = psutil.virtual_memory().available
     if size_bytes * MERGE_FACTOR > free_bytes:

@@ -1,4 +1,5 @@
-"""Initial router rows from hidden states: a token is sent to the expert whose own data look like it to the base model.
+"""Initial router rows from hidden states: a token goes to the expert on whose data the base model's hidden states are
+most like the token's.
 
 The row of an expert in a layer is the mean input of that layer's feed-forward block over the expert's own samples,
 minus the mean over all experts, scaled to length one.
@@ -29,11 +30,12 @@ SAMPLES = 64
 def hidden_router_rows(
     base: RunSpec, experts: Sequence[RunSpec], notify: Callable[[str], None]
 ) -> Callable[[int], Tensor]:
-    """Run the model of `base` over samples of each expert's data. Returns a function from the number of a layer to the
-    weights of its router, fp32 [experts, hidden]: for each expert, the mean input of that layer over its samples, minus
-    the mean over experts, of length 1.
+    """Run the model of `base` over samples of each expert's data; `notify` is called with sentences on the progress.
+    Returns a function from the number of a layer to the weights of its router, fp32 [experts, hidden]: for each expert,
+    the mean input of that layer's feed-forward block over its samples, minus the mean over experts, scaled to length 1.
 
-    Experts with equal data have equal means, so their rows are zero, and the router has to learn all of it.
+    If all experts have equal data, their means are equal and all rows are zero: the router then has to learn
+    everything.
 
     Raises MemoryExhaustedError when one sample does not fit.
     """

@@ -54,7 +54,12 @@ class _Outcome:
 
 
 def conduct(directory: Path, *, resume: bool = False) -> int:
-    """Run the stages of the run in `directory` that are not done yet; returns the run's exit code."""
+    """Run the stages of the run in `directory` that are not done yet; returns the run's exit code.
+
+    Raises:
+        EnvironmentProblem: another process has claimed the run.
+        SpecError: its run.toml is invalid.
+    """
     run = RunDirectory(directory)
     spec = load_run_spec(run.run_toml, own=True)
     with claim(run), EventWriter(run) as writer, heartbeats(writer):
@@ -136,7 +141,8 @@ class _Conductor:
         )
 
     def _run_stage(self, number: int, stage: Stage, known: StageState | None) -> _Outcome:
-        """Run one stage to its end, and record its start and end."""
+        """Start a stage's engine, or follow the one that already runs, until it ends; record the stage's start and end
+        in the run's journal. Returns how the stage ended."""
         directory = stage_directory(self._run, number, stage.name)
         engine = engine_process(directory) if directory.exists() else None
         adopted = engine is not None and is_alive(engine)
@@ -233,7 +239,7 @@ class _Conductor:
         return "done", 0, ""
 
     def _remove_checkpoints(self) -> None:
-        """Remove the checkpoints of all stages, whose results stay, except where a stage sets checkpoint.keep."""
+        """Remove the checkpoints of every stage that does not set checkpoint.keep. The stages' results stay."""
         for number, stage in enabled_stages(self._spec.recipe):
             if "keep" not in stage.checkpoint:
                 remove_checkpoints(stage_directory(self._run, number, stage.name).checkpoints)
@@ -246,7 +252,8 @@ class _Conductor:
 
 
 def _is_complete(directory: RunDirectory) -> bool:
-    """Whether a stage's own journal says that it is done: that of the run may speak of an attempt since set aside."""
+    """Whether a stage's own journal says that the stage is done. The run's journal does not decide, because its entry
+    may be about an earlier attempt that was set aside."""
     return directory.exists() and summarise(directory).status == "done"
 
 

@@ -22,7 +22,7 @@ from engine.spec.stages import BASE, STAGE_PREFIX, origins, stage_of_reference, 
 
 
 def create_or_update_stage(spec: RunSpec, run: RunDirectory, stage: Stage, directory: RunDirectory) -> list[str]:
-    """Create the stage's run directory, or write a changed spec into the one that exists; returns notices.
+    """Create the stage's run directory, or write a changed spec into the one that exists; returns notices for the user.
 
     Raises UsageError when the weights that the stage starts from are not there.
     """
@@ -41,7 +41,8 @@ def create_or_update_stage(spec: RunSpec, run: RunDirectory, stage: Stage, direc
 
 
 def _assembly(spec: RunSpec, run: RunDirectory, stage: Stage) -> dict[str, Any]:
-    """What the assembler needs to know: the document of assembly.json. A stage's run spec is named for its data."""
+    """The content of assembly.json: each expert's name, weights and run spec (which says what data it learned from),
+    and the settings of the mixture."""
     numbers = {other.name: number for number, other in enumerate(spec.recipe.stages, 1)}
     experts = []
     for name in origins(stage):
@@ -77,8 +78,9 @@ def resolved_stage_spec(spec: RunSpec, run: RunDirectory, stage: Stage) -> RunSp
 
 
 def _weights_of(spec: RunSpec, run: RunDirectory, reference: str, *, merged: bool) -> str:
-    """What "stage:NAME[@STEP|@best]" means in this run: "run:" and the absolute path of that stage's run directory, so
-    that an adapter is found with the model below it. With `merged`, the model that the adapter was merged into."""
+    """Resolve the reference "stage:NAME[@STEP|@best]": returns "run:", the absolute path of that stage's run directory
+    and the suffix, from which an adapter is loaded together with its base model. With `merged` and no suffix, returns
+    the folder of the merged model, if there is one."""
     name, which = stage_of_reference(reference)
     number = [other.name for other in spec.recipe.stages].index(name) + 1
     before = stage_directory(run, number, name)

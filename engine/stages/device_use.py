@@ -1,4 +1,4 @@
-"""Who holds memory on the devices of a run, read between stages: a stage starts only when the one before it is gone.
+"""Reads who holds memory on the devices of a run. A stage starts only when no process of an earlier stage holds any.
 
 Try: `python -c "from engine.stages.device_use import *; from engine.spec.load import resolve;
 print(read_device_use(resolve('24gb', 'lora').spec))"`
@@ -58,9 +58,9 @@ def _selected(spec: RunSpec) -> list[GpuReading]:
 
 
 def wait_until_released(spec: RunSpec, run: RunDirectory) -> DeviceUse:
-    """Wait until no process of this run is on its devices; returns who else is.
+    """Wait until no process of this run holds memory on the run's devices; returns the use by all other processes.
 
-    Raises EnvironmentProblem with the process ids when one is still there after LONGEST_WAIT_SECONDS.
+    Raises EnvironmentProblem, which names the process ids, if one still does after LONGEST_WAIT_SECONDS.
     """
     deadline = time.monotonic() + LONGEST_WAIT_SECONDS
     while True:

@@ -71,8 +71,8 @@ class RefusedError(TunedeckError):
 
 
 def train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
-    """Train as one rank of the run that `settle` chooses on rank 0; returns this process's exit code. Raises
-    TunedeckError."""
+    """Train as one rank of the run that `settle` chooses on rank 0; returns this process's exit code. Raises, on rank
+    0, the TunedeckError that kept the run from starting."""
     launcher_rank.export_environment()
     log_to_stderr()
     problems: list[TunedeckError] = []
@@ -103,8 +103,8 @@ def train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[
 
 
 def begin_or_go_on(launcher_rank: LauncherRank, folder: Path, make: Callable[[], RunDirectory]) -> Task:
-    """On rank 0: the task to resume the run that an earlier start of this job began in `folder`, else to begin the run
-    that `make` creates."""
+    """On rank 0: return the task of all ranks. If an earlier start of this job began a run in `folder`, the task is to
+    resume that run, or to exit with code 0 if it is done; else it is to begin the run that `make` creates."""
     place = next((place for place in list_runs(folder) if worked_on(launcher_rank, place)), None)
     if place is None:
         return take_up(launcher_rank, make(), resume=False)
@@ -120,9 +120,9 @@ def worked_on(launcher_rank: LauncherRank, place: RunDirectory) -> bool:
 
 
 def take_up(launcher_rank: LauncherRank, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
-    """Record in the run directory that this job works on it; returns the task. If only the ranks were restarted and the
-    run has ended since the job's start, the task is to exit with the recorded code; a job that was queued again
-    trains."""
+    """Record in the run directory that this job works on the run; returns the task of all ranks. If the launcher
+    restarted the ranks and the run has ended since the job's start, the task is to exit with the run's exit code. If
+    the whole job was started again, the task is to train."""
     restarted = launcher_rank.restarts > 0 and worked_on(launcher_rank, place)
     offset = int(_note(place).get("from_byte", 0)) if restarted else end_of_events(place.events)
     ended = _ended(place, offset) if restarted else None
@@ -169,7 +169,8 @@ def _broadcast_task(ranks: Ranks, settle: Callable[[], Task]) -> Task:
 def require_shared(
     ranks: Ranks, place: RunDirectory, token: str, *, patience_seconds: float = SHARED_SECONDS
 ) -> None:
-    """Raise EnvironmentProblem, on every rank, unless all of them see this run's folder."""
+    """Raise EnvironmentProblem on every rank, unless each of them finds `token` in the run's `launch.json` within
+    `patience_seconds`. All ranks call this."""
     deadline = time.monotonic() + patience_seconds
     while not (seen := _note(place).get("token") == token) and time.monotonic() < deadline:
         time.sleep(SHARED_POLL_SECONDS)
@@ -230,7 +231,7 @@ def _leave_together(ranks: Ranks) -> None:
 
 
 def _say_loss(launcher_rank: LauncherRank, error: Exception) -> None:
-    """Print the error as one line on the launcher's terminal."""
+    """Print the first line of the error that ends this rank on the launcher's terminal."""
     sys.stderr.write(f"tunedeck: rank {launcher_rank.rank}: {visible(str(error).splitlines()[0])}\n")
 
 

@@ -1,4 +1,5 @@
-"""The training loop: steps, and what happens between them (evaluation, checkpoints, requests, growth).
+"""The training loop: steps, and what happens between them (evaluation, checkpoints, requests, growth of the
+micro-batch budget).
 
 The loop decides the order and writes the journal; how a step recovers from failures is in
 `engine.train.step.transaction`.
@@ -39,7 +40,7 @@ GPU_FIELDS = ("index", "used_bytes", "utilisation_percent", "temperature_celsius
 
 @dataclass(frozen=True)
 class Ending:
-    """How the loop ended: a status from the journal's vocabulary, and the reason."""
+    """How the loop ended: `status` is "done", "stopped", "paused" or "failed"; `reason` is a sentence or empty."""
 
     status: str
     reason: str
@@ -121,8 +122,10 @@ class Training:
             self.measure_floor(longest)
 
     def measure_floor(self, longest: NDArray[np.int64]) -> None:
-        """Time the costliest micro-batch and the shortest possible pass, unless a checkpoint of the run knows how many
-        tokens the latter is worth. Rank 0's timing counts. Each pass runs once before, so that kernels are loaded."""
+        """Measure up to how many tokens all passes (forward and backward) take equally long, by timing the costliest
+        micro-batch and the shortest possible one on rank 0; sets `floor_tokens` of the budget on all ranks. Does
+        nothing if a checkpoint restored that number. Each micro-batch is run twice and the second run is timed, so that
+        kernels are loaded."""
         budget, step = self.context.budget, self.state.step + 1
         if budget.floor_tokens:
             return
@@ -261,7 +264,8 @@ class Training:
         return self.state.samples_due - self.state.samples
 
     def measured(self) -> dict[str, Any]:
-        """The highest memory peak so far, by component; warns if the prediction was off."""
+        """The highest memory peak so far, with its components and their prediction, as
+        `engine.train.monitor.prediction_error.measured` returns them; writes a warning if the prediction was off."""
         found = measured(self.context, self.peak)
         missed = prediction_error(found)
         if missed:

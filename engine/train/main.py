@@ -67,7 +67,12 @@ log = logging.getLogger("tunedeck")
 
 
 def run(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
-    """Train the run in `directory`, or resume it; returns the exit code."""
+    """Train the run in `directory`, or resume it; returns the exit code.
+
+    Raises:
+        EnvironmentProblem: another process has claimed the run.
+        SpecError: its run.toml is invalid.
+    """
     log_to_stderr()
     place = RunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
@@ -235,7 +240,8 @@ def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) 
 
 
 def all_gather_busy(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
-    """Gather from all ranks (a sentence on which devices are busy, whether rank 0 has waited long enough)."""
+    """Gather every rank's `busy` (None where the device is free). Returns a sentence on which devices are busy, empty
+    if all are free, and rank 0's `over`: whether it has waited long enough."""
     gathered = ranks.all_gather_object([busy.found if busy else "", over])
     words = [f"rank {rank}: {found}" if ranks.size > 1 else found for rank, (found, _) in enumerate(gathered) if found]
     return "; ".join(words), gathered[0][1]

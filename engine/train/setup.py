@@ -74,7 +74,11 @@ def set_up(
     """Prepare data, load the model, allocate optimizer state. Every phase is written to the journal.
 
     Raises:
-        DataError, UsageError, EnvironmentProblem, DoesNotFitError: from the functions that do the work.
+        DataError: the data are missing, unusable, or nothing is left to train on.
+        UsageError: the recipe does not suit the model or the data.
+        EnvironmentProblem: something that the recipe needs cannot be fetched, or is not installed.
+        MemoryExhaustedError: memory ran out in every attempt to load the model.
+        LostRankError: another rank could not go on.
     """
     recipe = asked = spec.recipe
     if ranks.size > 1:
@@ -116,8 +120,8 @@ def set_up(
 
 
 def _refuse_unsafe(spec: RunSpec) -> None:
-    """Raise UsageError or DataError for runs that would train wrongly or nothing, now that the model's config is
-    here."""
+    """Raise UsageError or DataError if this recipe would train this model wrongly, or train nothing of it. Reads the
+    model's config from this machine."""
     facts = model_config_dict(spec)
     refuse_sequence_parallel(facts, spec)
     refuse_family(facts, spec.recipe)

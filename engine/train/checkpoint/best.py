@@ -16,17 +16,18 @@ LOWER_IS_BETTER = {"loss", "perplexity"}
 
 
 def is_better(value: float, best: float | None, metric: str, threshold: float) -> bool:
-    """Whether `value` beats the best by more than `threshold`; the first value always does."""
+    """Whether `value` beats `best` by more than `threshold`: lower is better for loss and perplexity, higher for other
+    metrics. Always true while there is no best value yet."""
     sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
     return best is None or sign * (value - best) > threshold
 
 
 def agree(folder: Path, best: Best, metric: str) -> str | None:
-    """Make the record of the best checkpoint on disk equal to `best` from the run state; a crash may have left them
-    different.
+    """Write `best`, from the run state, into the record of the best checkpoint on disk, because a crash may have left
+    them different.
 
-    If the best checkpoint is missing or damaged, `best` is cleared, so that the next evaluation counts as the best.
-    Returns a sentence for a warning then, else None.
+    If the best checkpoint is missing or damaged, `best` is cleared, so that the next evaluation counts as the best, and
+    a sentence for a warning is returned. Otherwise returns None.
     """
     complaint = None
     if best.step is not None:

@@ -53,7 +53,8 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> C
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints and the best one, and drafts of processes that died."""
+    """Remove all but the `keep` newest checkpoints and the best one, and unfinished checkpoints of processes that
+    died."""
     best = best_step(folder)
     for checkpoint in find_checkpoints(folder)[keep:]:
         if checkpoint.step != best:

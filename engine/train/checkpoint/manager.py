@@ -55,6 +55,7 @@ class CheckpointManager:
 
         Raises:
             MemoryExhaustedError: host memory ran out in every attempt.
+            EnvironmentProblem: the run was asked to end while the disk was full.
         """
         if self.last_saved == self._state.step:
             return
@@ -71,8 +72,8 @@ class CheckpointManager:
         return True
 
     def newest(self, not_after: int | None = None) -> Checkpoint | None:
-        """The newest undamaged checkpoint of step `not_after` or before that rank 0 finds, on all ranks; None if there
-        is none."""
+        """The newest undamaged checkpoint that rank 0 finds, the same on all ranks; None if there is none. With
+        `not_after`, checkpoints of later steps are left out. All ranks call this."""
         checkpoint, complaints = newest_sound(self._directory.checkpoints, not_after=not_after)
         for complaint in complaints:
             self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
@@ -82,10 +83,10 @@ class CheckpointManager:
     def restore_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Restore weights, optimizer and counters from `checkpoint`, and remove later checkpoints.
 
-        Returns whether the run still has as many steps as when the checkpoint was saved.
+        Returns whether the run has the same total number of steps as when the checkpoint was saved.
 
         Raises:
-            UsageError: the checkpoint belongs to other data, another tokenizer or seed, or other trainables.
+            UsageError: the checkpoint belongs to other data, another tokenizer or seed, or other trainable parameters.
         """
         saved = checkpoint.state()["settings"]
         here = settings(self._setup.spec, self._setup.total_steps)
@@ -112,8 +113,8 @@ class CheckpointManager:
         return same_length
 
     def place_result(self) -> str:
-        """Make the weights of the last or the best checkpoint, as the recipe asks, the run's result; returns the name
-        of the result's folder."""
+        """Make the weights of the last or the best checkpoint, whichever `checkpoint.result` names, the run's result;
+        returns the name of the result's folder."""
         step = self._state.step
         if self._setup.spec.recipe.checkpoint.result == "best" and self._state.best.step is not None:
             step = self._state.best.step

@@ -55,7 +55,7 @@ class RunState:
     """The step whose weights were scored last."""
     best: Best = field(default_factory=Best)
     experts: ExpertCounters = field(default_factory=ExpertCounters)
-    """Use of a mixture's experts."""
+    """How often the experts of a mixture-of-experts model were chosen."""
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> RunState:
@@ -106,7 +106,8 @@ class Identity:
 
 
 def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
-    """The settings that the learned micro-batch budget and the schedule depend on, to be compared on a resume."""
+    """The settings that the learned micro-batch budget ("memory") and the schedule ("total_steps") depend on, as JSON,
+    to be compared on a resume."""
     keys = ("micro_batch", "gradient_checkpointing", "activation_offload", "optimizer_offload", "loss")
     profile, chosen = spec.profile, {key: getattr(spec.recipe.train, key) for key in keys}
     hardware = {
@@ -154,7 +155,7 @@ def restore(
     remedies are not restored, because they were learned under other conditions.
 
     Raises:
-        UsageError: the checkpoint belongs to other data, another tokenizer or seed, or another set of trainables.
+        UsageError: the checkpoint belongs to other data, another tokenizer or seed, or other trainable parameters.
     """
     saved = checkpoint.state()
     identity.check(saved["identity"])

@@ -30,10 +30,12 @@ class ProbeMemory:
     peak_bytes: int
     """Most bytes allocated at once."""
     reserved_bytes: int
-    """Bytes taken from the driver by its end. torch gives none back while it has enough, so this is their peak."""
+    """Bytes that torch's allocator had taken from the driver when the micro-batch ended. It gives none back while
+    memory suffices, so this is also their peak."""
 
     def fragmented_share(self, card_bytes: int) -> float | None:
-        """Reserved divided by allocated memory, minus one; None for a small run on a card of `card_bytes`."""
+        """Reserved divided by allocated bytes, minus 1, at least 0. None if the run used too little of the card's
+        `card_bytes` for this to be representative."""
         if self.peak_bytes < SMALL_RUN * card_bytes:
             return None
         return round(max(0.0, self.reserved_bytes / self.peak_bytes - 1.0), 4)

@@ -4,6 +4,8 @@ warnings of layers that use few experts and of experts that get almost no tokens
 A share is an expert's part of its layer's choices, so the shares of a layer sum to 1. The entropy of a layer's shares
 is scaled so that it is 0 if every token goes to the same k experts and 1 if all experts get the same.
 
+Shapes: L layers with experts, E experts of a layer.
+
 Try: `python -m pytest tests/train/test_expert_utilisation.py`
 """
 
@@ -34,18 +36,19 @@ FIX = "raise moe.aux_loss_weight, with moe.freeze_router = false so that the rou
 
 @dataclass
 class ExpertCounters:
-    """What must survive a resume: choices since the last evaluation, and how long a layer or expert has been low."""
+    """What a resume restores: choices since the last evaluation, and for how many logged steps in a row each layer has
+    been collapsed (entropy below COLLAPSED_BELOW) and each expert dead (share below DEAD_BELOW of an equal share)."""
 
     choices_LE: list[list[int]] = field(default_factory=list)
     """Choices of each expert of each layer since the last matrix was written; empty before the first step."""
     steps: int = 0
-    """Steps that `choices_LE` is about."""
+    """Number of steps whose choices `choices_LE` sums up."""
     collapsed_L: list[int] = field(default_factory=list)
     """Logged steps in a row in which each layer was collapsed."""
     dead_LE: list[list[int]] = field(default_factory=list)
     """Logged steps in a row in which each expert was dead."""
     warned: list[str] = field(default_factory=list)
-    """Warnings that were given: "CODE LAYER"."""
+    """Warnings already given, each as "CODE LAYER"."""
 
     def add(self, choices_LE: NDArray[np.int64]) -> None:
         """Count the choices of one more step."""
@@ -63,7 +66,8 @@ class ExpertWarning(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertUtilisation:
-    """Judges the choices of experts in a model with these layers, of whose experts each token gets `per_token`."""
+    """Computes shares, entropies and warnings from how often experts were chosen, for a model in which each token
+    chooses `per_token` experts in each of `layers`."""
 
     layers: tuple[int, ...]
     """Numbers of the layers with experts."""
@@ -97,7 +101,7 @@ class ExpertUtilisation:
                 yield self._dead(layer, dead, shares_LE.shape[1])
 
     def matrix(self, counters: ExpertCounters, step: int) -> dict[str, Any]:
-        """The shares of each expert in each layer, in the steps since the last evaluation, as JSON."""
+        """JSON of the steps since the last evaluation: each expert's share and each layer's entropy."""
         choices_LE = np.array(counters.choices_LE)
         return {
             "step": step,
@@ -137,12 +141,12 @@ class ExpertMonitor:
         self._directory, self._journal = directory, journal
 
     def after_step(self, choices_LE: NDArray[np.int64] | None) -> None:
-        """Count the choices of a finished step, on every rank."""
+        """Add the choices of a finished step to the counters. All ranks call this."""
         if choices_LE is not None:
             self._counters().add(choices_LE)
 
     def event_fields(self, choices_LE: NDArray[np.int64] | None) -> dict[str, Any]:
-        """The fields that a step event has because experts are watched."""
+        """Additional fields of a step event: a summary of the use of experts, or nothing if `choices_LE` is None."""
         if self._utilisation is None or choices_LE is None:
             return {}
         return {"expert_utilisation": self._utilisation.summary(choices_LE)}
@@ -154,7 +158,8 @@ class ExpertMonitor:
                 self._journal.warn(*warning)
 
     def after_evaluation(self, step: int, *, writes: bool) -> None:
-        """Start a new matrix, on every rank; the one that `writes` first writes the matrix of the steps so far."""
+        """Reset the choices counted so far. All ranks call this; the rank with `writes` first writes them to a file, as
+        a matrix."""
         if self._utilisation is None:
             return
         counters = self._counters()
@@ -165,7 +170,7 @@ class ExpertMonitor:
 
 
 def utilisation_of(balance: ExpertBalance | None) -> ExpertUtilisation | None:
-    """What judges the choices that `balance` counts; None if it counts none."""
+    """The `ExpertUtilisation` for the layers whose choices `balance` counts; None if `balance` counts none."""
     if balance is None or not balance.watched:
         return None
     return ExpertUtilisation(balance.layers, balance.per_token)
@@ -177,7 +182,8 @@ def _write(path: Path, matrix: dict[str, Any]) -> None:
 
 
 def shares(choices_LE: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Each expert's part of its layer's choices, [L, E]; even parts for a layer without choices."""
+    """Each expert's share [L, E] of its layer's choices [L, E], from 0 to 1; equal shares for a layer without
+    choices."""
     totals_L1 = choices_LE.sum(1, keepdims=True)
     even = np.full(choices_LE.shape, 1.0 / choices_LE.shape[1])
     shares_LE: NDArray[np.float64] = np.divide(choices_LE, totals_L1, out=even, where=totals_L1 > 0)
@@ -185,8 +191,8 @@ def shares(choices_LE: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def entropies(choices_LE: NDArray[np.int64], per_token: int) -> NDArray[np.float64]:
-    """Each layer's entropy [L], scaled to 0 where all tokens go to the same `per_token` experts and to 1 where all
-    experts get the same; 1 if a token gets all experts."""
+    """Each layer's entropy [L] of its shares, scaled to 0 where all tokens choose the same `per_token` experts and to 1
+    where all experts are chosen equally often; 1 if each token chooses all experts."""
     shares_LE = shares(choices_LE)
     logs_LE = np.log(shares_LE, out=np.zeros_like(shares_LE), where=shares_LE > 0)
     least, most = np.log(per_token), np.log(shares_LE.shape[1])
@@ -197,7 +203,7 @@ def entropies(choices_LE: NDArray[np.int64], per_token: int) -> NDArray[np.float
 
 
 def _streaks(before: Any, low: NDArray[np.bool_]) -> Any:
-    """Lengths of runs of low values: one longer where `low`, else 0."""
+    """Lengths of streaks, as nested lists: `before` plus one where `low`, else 0."""
     return np.where(low, np.array(before or np.zeros(low.shape, np.int64)) + 1, 0).tolist()
 
 

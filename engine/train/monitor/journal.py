@@ -27,8 +27,9 @@ def until_there_is_room(
     interrupted: Callable[[], bool] = lambda: False,
     on_full: Callable[[], None] = lambda: None,
 ) -> T:
-    """Run `action`; while it fails for want of disk space, wait and run it again. `on_full` is called at the first
-    failure. Other errors pass through. Raises EnvironmentProblem if `interrupted` returns True meanwhile."""
+    """Run `action` and return its result; while it fails for want of disk space, wait and run it again. `on_full` is
+    called at the first failure. Other errors pass through. Raises EnvironmentProblem if `interrupted` returns True
+    after a failure."""
     warned = False
     while True:
         try:
@@ -49,7 +50,8 @@ def until_there_is_room(
 
 
 class Journal:
-    """Writes events of one run. Without a writer, on every rank but rank 0, only warnings are written, to the log."""
+    """Writes the events of one run. If `writer` is None, as on every rank but rank 0, events are not written, and
+    warnings go to the log alone."""
 
     def __init__(self, writer: EventWriter | None) -> None:
         self.writer = writer

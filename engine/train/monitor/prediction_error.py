@@ -46,7 +46,8 @@ def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
     """`{"peak_bytes", "components", "sequences", "length", "predicted"}` for the largest peak of the run's steps.
 
     `sequences` and `length` are those of the step's micro-batch with the highest prediction, else of its first one.
-    `predicted` holds the predicted peak and components; it is left out where nothing can be predicted.
+    `predicted` holds the predicted peak and components; it is left out where nothing can be predicted. If `peak` is
+    None, only `peak_bytes` (0) and `components` are returned.
     """
     trainable = context.loaded.trainable()
     on_host = context.guard.host_state.on
@@ -83,7 +84,13 @@ def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
 
 
 def _predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
-    """The predictor of a run: the closed form, else a simulation if one is kept."""
+    """The memory predictor of a run: the closed form, or for a family without one the simulation (memory trace) that is
+    kept on this machine.
+
+    Raises:
+        NotSimulatedError: neither exists.
+        UnknownArchitectureError: neither exists, and the run cannot be simulated.
+    """
     try:
         return Predictor(from_config(model_config_dict(spec)), spec)
     except UnknownArchitectureError as unknown:
@@ -91,7 +98,8 @@ def _predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
 
 
 def _on_a_rank(shape: MicroBatchShape, predictor: Predictor | SimulatedPredictor) -> MicroBatchShape:
-    """The micro-batch with the most targets that one of the ranks which share its sequences may have."""
+    """The micro-batch as one rank computes it: where ranks share its sequences, with the most target tokens that one of
+    them may have."""
     most = shape.rows * predictor.layout.positions(shape.length)
     return shape._replace(targets=min(shape.targets or 0, most))
 

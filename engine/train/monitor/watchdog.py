@@ -33,12 +33,13 @@ class Work:
 
     kind: str
     name: str
-    """With an article or a number, for a sentence."""
+    """For a sentence, so with an article or a number, such as "step 7"."""
     began: float
 
 
 class Watchdog:
-    """Measures the time of each piece of work and warns if it is too long."""
+    """Measures the time of each piece of work and warns if it takes TIMES_THE_LONGEST times as long as the longest of
+    its kind so far, and at least SHARE_OF_PATIENCE of `patience_seconds`."""
 
     def __init__(
         self, journal: Journal, patience_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -52,7 +53,7 @@ class Watchdog:
 
     @contextmanager
     def over(self, kind: str, name: str) -> Iterator[None]:
-        """Context manager around a piece of work of this kind."""
+        """Context manager around a piece of work of this kind, which warnings call `name`."""
         self._watched = Work(kind, name, self._clock())
         try:
             yield
@@ -61,7 +62,7 @@ class Watchdog:
             self._watched = None
 
     def goes_on(self) -> None:
-        """Note progress of the current work: its time is measured from now on."""
+        """Note that the current work makes progress: its time is measured anew from this moment."""
         if self._watched is not None:
             work, now = self._watched, self._clock()
             longest = self._longest_seconds.get(work.kind, 0.0)

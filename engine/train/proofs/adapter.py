@@ -24,19 +24,20 @@ TOKENS, WIDEST = 7, 256
 
 
 def applies(setup: TrainingSetup) -> bool:
-    """Whether adapters are computed by our own operation, not by peft."""
+    """Whether the project's own operation, and not peft, computes the run's LoRA adapters."""
     return _own_layer(setup) is not None
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """Dtypes, rank, scaling and width of the adapters."""
+    """What the outcome depends on: dtypes, sizes, rank and scaling of the run's adapters."""
     layer = _require_layer(setup)
     weight = layer.lora_A[ADAPTER].weight
     return [str(setup.context.loaded.precision.compute), str(weight.dtype), str(_shape(layer)), str(_scaling(layer))]
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Compare a stand-in for the run's first adapted layer with the formula in fp32."""
+    """Compare output and gradients of a stand-in for the run's first adapted layer with the formula in fp32. Returns
+    what was shown, in a few words. Raises DisprovedError if they differ by more than rounding."""
     layer = _require_layer(setup)
     found, expected = _results(setup, layer, exact=False), _results(setup, layer, exact=True)
     limit = tolerance(setup.context.loaded.precision.compute)
@@ -45,13 +46,14 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Let peft compute every adapter."""
+    """Have peft compute every adapter; returns what the run does instead, in a few words."""
     compute_with_peft(setup.context.loaded.model)
     return "adapters are computed by peft"
 
 
 def _results(setup: TrainingSetup, layer: Any, *, exact: bool) -> dict[str, Tensor]:
-    """Output and gradients for fixed numbers: of a stand-in layer, or with `exact` of the formula in fp32."""
+    """Output and gradients by name, for inputs and weights that are the same at each call: of a stand-in for `layer`,
+    or with `exact` of the formula in fp32."""
     loaded, (inputs, outputs, rank) = setup.context.loaded, _shape(layer)
     compute, trained = loaded.precision.compute, layer.lora_A[ADAPTER].weight.dtype
     weight_OI = drawn((outputs, inputs), compute, setup, 40) / inputs**0.5
@@ -100,7 +102,8 @@ def _stand_in(weight_OI: Tensor, rank: int, scaling: float) -> nn.Module:
 
 
 def _put(place: Any, a_RI: Tensor, b_OR: Tensor) -> list[Tensor]:
-    """Give the stand-in's adapter these weights; returns its parameters."""
+    """Replace the adapter weights of the stand-in layer `place` by A [R, inputs] and B [outputs, R]; returns both
+    parameters."""
     place.lora_A[ADAPTER].weight = nn.Parameter(a_RI.detach())
     place.lora_B[ADAPTER].weight = nn.Parameter(b_OR.detach())
     return [place.lora_A[ADAPTER].weight, place.lora_B[ADAPTER].weight]
@@ -118,7 +121,7 @@ def _require_layer(setup: TrainingSetup) -> Any:
 
 
 def _shape(layer: Any) -> tuple[int, int, int]:
-    """(inputs, outputs, rank) of a stand-in for a layer."""
+    """(inputs, outputs, rank) of the stand-in for `layer`: as in `layer`, with at most WIDEST inputs and outputs."""
     return min(WIDEST, layer.in_features), min(WIDEST, layer.out_features), int(layer.r[ADAPTER])
 
 

@@ -1,4 +1,4 @@
-"""The proofs of a run without the run: for `tunedeck doctor --gpus`, in a process of its own for each card.
+"""Runs the proofs of a run without training it. `tunedeck doctor --gpus` does so in a separate process for each card.
 
 Try: `tunedeck doctor --gpus -p demo`
 """
@@ -17,7 +17,8 @@ from engine.train.setup import set_up
 
 
 def prove_alone(place: RunDirectory) -> None:
-    """Set up the run in `place`, prove afresh what it would use, and write that to its journal. Nothing is trained.
+    """Set up the run in `place`, run all its proofs without using results of earlier runs, and write the outcomes to
+    its journal. Nothing is trained.
 
     Raises:
         TunedeckError: the run cannot be set up, or a proof left the device unusable.

@@ -1,6 +1,7 @@
 """Proof: the attention kernel computes softmax(QKᵀ·scale)V, causal, for this model's heads, and its gradients.
 
-Also with what the run adds to it: documents packed into one row, a sliding window, attention sinks.
+The proof includes what the run adds to causal attention: documents packed into one row, a sliding window, attention
+sinks.
 
 Shapes: B rows, H query heads, K key heads, S tokens, D features of a head.
 
@@ -23,7 +24,8 @@ from engine.train.proofs.record import DisprovedError, drawn, require_close, tol
 from engine.train.setup import TrainingSetup
 
 LENGTHS = (61, 131)
-"""Primes, so that no tile of a kernel is full and no length was seen when a kernel was tuned."""
+"""Lengths in tokens that are tried. They are primes, so that no tile of a kernel is full and no length was seen when a
+kernel was tuned."""
 REFERENCES = ("sdpa", "eager")
 """What a run falls back to, the faster first."""
 
@@ -57,20 +59,22 @@ class Heads(NamedTuple):
 
 
 def applies(setup: TrainingSetup) -> bool:
-    """Whether attention goes through transformers' table of kernels. "eager" is the model's own code, in torch's
-    operations."""
+    """Whether a kernel from transformers' table computes attention (any but "eager", which is the model's own code),
+    and the shape of the heads is known."""
     loaded = setup.context.loaded
     return loaded.attention != "eager" and _heads(setup) is not None and loaded.base._can_set_attn_implementation()
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """Kernel, dtype, shape of the heads, and what the run adds to causal attention."""
+    """What the outcome depends on: kernel, dtype, shape of the heads, and what the run adds to causal attention."""
     loaded = setup.context.loaded
     return [loaded.attention, str(loaded.precision.compute), str(_heads(setup)), str(_variants(setup))]
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Compare output and gradients with fp32 arithmetic, plain at two lengths and in every variant of the run."""
+    """Compare the kernel's output and gradients with attention computed in fp32: causal attention at two lengths, and
+    every variant of the run. Returns what was shown, in a few words. Raises DisprovedError if they differ by more than
+    rounding."""
     kernel, variants = setup.context.loaded.attention, _variants(setup)
     worst = _worst_error(setup, kernel)
     beside = "".join(f", {variant.name}" for variant in variants)
@@ -78,7 +82,8 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def _worst_error(setup: TrainingSetup, kernel: str) -> float:
-    """The largest error of a kernel in any case of the run. Raises DisprovedError if one is above rounding."""
+    """The largest relative error of a kernel over causal attention and all variants of the run. Raises DisprovedError
+    if one is above rounding."""
     plain = [_error(setup, kernel, length, Variant()) for length in LENGTHS]
     return max(plain + [_error(setup, kernel, LENGTHS[1], variant) for variant in _variants(setup)])
 
@@ -99,7 +104,8 @@ def _variants(setup: TrainingSetup) -> list[Variant]:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Use the first reference that passes where the kernel failed; the last one is the model's own code."""
+    """Use the first reference kernel that passes this proof, and if none does, the model's own code; returns what the
+    run does instead, in a few words."""
     for reference in REFERENCES:
         if reference == "eager" or _passes(setup, reference):
             setup.context.loaded.use_attention(reference)
@@ -153,8 +159,9 @@ def _results(
 
 
 def _kernel(setup: TrainingSetup, name: str, variant: Variant) -> Callable[..., Tensor]:
-    """The kernel as the model's layers call it: with their module; flash kernels are told of documents and window,
-    others get a mask where plain causal attention does not do."""
+    """Return a function from queries, keys and values to the output of kernel `name`, called as the model's layers call
+    it. Flash kernels are given the borders of documents; other kernels are given a mask if there are documents or a
+    window."""
     loaded, heads = setup.context.loaded, _heads(setup)
     module, flash = _module(setup), takes_starts(name)
     assert heads is not None
@@ -186,7 +193,7 @@ def _kernel(setup: TrainingSetup, name: str, variant: Variant) -> Callable[..., 
 
 
 def _starts(setup: TrainingSetup, documents: tuple[int, ...]) -> dict[str, Any]:
-    """How flash kernels are told where documents begin (transformers' `FlashAttentionKwargs`)."""
+    """The arguments that tell flash kernels where documents begin (transformers' `FlashAttentionKwargs`)."""
     with setup.context.device.host_region():
         starts = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     starts_D1, longest = setup.context.device.upload(starts), max(documents)
@@ -194,7 +201,7 @@ def _starts(setup: TrainingSetup, documents: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _allowed(variant: Variant, length: int, device: torch.device) -> Tensor:
-    """Which positions [S, S] a token, by row, attends to."""
+    """Mask [S, S]: True where the token of the row attends to the position of the column."""
     place_S = torch.arange(length, device=device)
     distance_SS = place_S[:, None] - place_S[None, :]
     allowed_SS = distance_SS >= 0
@@ -209,7 +216,8 @@ def _allowed(variant: Variant, length: int, device: torch.device) -> Tensor:
 def _reference(
     setup: TrainingSetup, variant: Variant, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor
 ) -> Tensor:
-    """Attention by its formula (Vaswani et al. 2017, section 3.2.1), with as many key heads as query heads."""
+    """Attention's output [B, S, H, D] by its formula (Vaswani et al. 2017, section 3.2.1). Key heads are repeated until
+    there are as many as query heads."""
     heads = _heads(setup)
     assert heads is not None
     repeats = heads.query // heads.key
@@ -229,8 +237,8 @@ def _reference(
 
 
 def _heads(setup: TrainingSetup) -> Heads | None:
-    """The shape of the model's attention; None for a model whose layers say nothing of it, or whose queries and values
-    have different widths."""
+    """The shape of the model's attention; None if neither config nor layers state it, or if queries and values have
+    different widths."""
     config: Any = setup.context.loaded.config.get_text_config()
     query, module = getattr(config, "num_attention_heads", None), _module(setup)
     if not isinstance(query, int) or module is None or getattr(config, "kv_lora_rank", None):

@@ -15,12 +15,13 @@ COPIES, ELEMENTS = 4, 4099
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """Nothing but the device."""
+    """What the outcome depends on beside the device: nothing."""
     return []
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Send several tensors one after another without waiting, then read all of them back."""
+    """Copy several tensors to the device one after another without waiting, then read all of them back. Returns what
+    was shown, in a few words. Raises DisprovedError if a value differs."""
     device = setup.context.device
     with device.host_region():
         sent = [torch.arange(ELEMENTS, dtype=torch.int64) * (number + 1) for number in range(COPIES)]
@@ -33,6 +34,7 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Copy from ordinary memory, which waits for the device."""
+    """Copy to the device from ordinary memory, during which the host waits; returns what the run does instead, in a few
+    words."""
     setup.context.device.stop_pinning()
     return "copies to the device go through ordinary memory"

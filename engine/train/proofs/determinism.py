@@ -1,4 +1,4 @@
-"""Proof: with `train.deterministic`, attention and loss give the same bits twice, and torch was told to.
+"""Proof: with `train.deterministic`, torch's deterministic algorithms are on; attention and loss repeat bit for bit.
 
 Try: `pytest tests/train/proofs/test_kernels.py`
 """
@@ -13,12 +13,13 @@ from engine.train.setup import TrainingSetup
 
 
 def applies(setup: TrainingSetup) -> bool:
-    """Whether the recipe asks for it."""
+    """Whether the recipe sets `train.deterministic`."""
     return setup.spec.recipe.train.deterministic
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Run the kernels twice on the same input."""
+    """Run the attention kernel and the loss twice on the same input. Returns what was shown, in a few words. Raises
+    DisprovedError if a bit differs, or if torch's deterministic algorithms are off."""
     if not torch.are_deterministic_algorithms_enabled():
         raise DisprovedError("torch's deterministic algorithms are not switched on")
     if attention.applies(setup):
@@ -28,7 +29,8 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Use the model's own attention and the plain loss, which are made of torch's operations."""
+    """Use the model's own attention and the plain loss, which are made of torch's operations; returns what the run does
+    instead, in a few words."""
     setup.context.loaded.use_attention("eager")
     setup.context.loss.implementation = "plain"
     return "attention = eager, loss = plain"

@@ -13,18 +13,19 @@ from engine.train.setup import TrainingSetup
 
 
 def applies(setup: TrainingSetup) -> bool:
-    """Whether dropout is computed by another kernel than the reference."""
+    """Whether the model has dropout, and a kernel other than the reference draws its masks."""
     in_use = kernel_in_use(setup.context.device.torch_device) is not None
     return in_use and bool(keyed_dropouts(setup.context.loaded.model))
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """Nothing but the device: the same shapes and dtypes are always compared."""
+    """What the outcome depends on beside the device: nothing. The same shapes and dtypes are always compared."""
     return []
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Compare the kernel with the reference, bit for bit."""
+    """Compare the kernel with the reference, bit for bit. Returns what was shown, in a few words. Raises DisprovedError
+    if a bit differs."""
     device = setup.context.device.torch_device
     kernel = kernel_in_use(device)
     assert kernel is not None, "applies() was not asked"
@@ -35,6 +36,6 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Draw masks with the reference."""
+    """Draw masks with the reference; returns what the run does instead, in a few words."""
     stop_using(setup.context.device.torch_device)
     return "dropout takes eleven kernels instead of one, and more memory"

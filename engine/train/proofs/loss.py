@@ -21,16 +21,16 @@ TOKENS, CHUNK_TOKENS, VOCABULARY = 13, 5, 263
 
 
 class WrappedLinear(nn.Linear):
-    """A head that is no plain linear layer to the loss, as one with an adapter or 4-bit weights is none."""
+    """A linear layer that the loss does not treat as plain, like a head with an adapter or with 4-bit weights."""
 
 
 def applies(setup: TrainingSetup) -> bool:
-    """Whether the loss is another than the reference."""
+    """Whether the run uses another implementation of the loss than the reference, "plain"."""
     return setup.context.loss.implementation != "plain"
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """Kernel, dtypes and shape of the head."""
+    """What the outcome depends on: implementation, label smoothing, dtypes and shape of the head."""
     loss, precision = setup.context.loss, setup.context.loaded.precision
     head = loss.head
     trains = [name for name, parameter in head.project.named_parameters() if parameter.requires_grad]
@@ -39,12 +39,14 @@ def facts(setup: TrainingSetup) -> list[str]:
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Compare loss and gradients with the plain loss in fp32."""
+    """Compare the loss and its gradients with the plain loss in fp32. Returns what was shown, in a few words. Raises
+    DisprovedError if they differ by more than rounding."""
     return _proved(setup, setup.context.loss.implementation)
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Use the chunked loss if that passes, else the plain one."""
+    """Use the chunked loss if it passes this proof, else the plain one; returns what the run does instead, in a few
+    words."""
     loss = setup.context.loss
     passes = loss.implementation != "chunked" and _passes(setup, "chunked")
     loss.implementation = "chunked" if passes else "plain"
@@ -74,7 +76,8 @@ def _proved(setup: TrainingSetup, implementation: str) -> str:
 
 
 def _results(setup: TrainingSetup, implementation: str | None) -> dict[str, Tensor]:
-    """The loss and its gradients by `implementation`, or by the plain loss in fp32 if that is None."""
+    """The loss and its gradients, by name: as `implementation` computes them, or if that is None, the plain loss in
+    fp32."""
     loss, loaded = setup.context.loss, setup.context.loaded
     compute = loaded.precision.compute
     dtype = torch.float32 if implementation is None else loaded.precision.weights

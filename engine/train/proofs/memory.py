@@ -1,4 +1,5 @@
-"""Proofs: the allocator refuses what exceeds the cap and forgets nothing, and an OOM in backward leaves nothing behind.
+"""Proofs: the allocator refuses what exceeds the cap and still counts correctly afterwards; after an OOM in backward
+all memory is free and the gradient is right.
 
 Recovery from an out-of-memory error rests on both.
 
@@ -24,12 +25,13 @@ ORDINARY_BYTES = 2**20
 
 
 def applies(setup: TrainingSetup) -> bool:
-    """Whether the device has a cap of its own. The plain CPU has none."""
+    """Whether the device has a cap on allocated bytes. The plain CPU has none."""
     return setup.context.measures
 
 
 def prove_allocator(setup: TrainingSetup) -> str:
-    """Ask for more than the cap, then for an ordinary amount."""
+    """Request more bytes than the cap allows, then an ordinary amount. Returns what was shown, in a few words. Raises
+    DisprovedError if the first request is granted, or allocated bytes are counted wrongly after it."""
     device = setup.context.device
     before = device.memory().allocated_bytes
     refusal = _refused(device)
@@ -43,7 +45,8 @@ def prove_allocator(setup: TrainingSetup) -> str:
 
 
 def prove_backward(setup: TrainingSetup) -> str:
-    """Run out of memory inside backward, recover as a step does, and compute the same gradient again."""
+    """Run out of memory inside backward, recover as a step does, and compute the same gradient again. Returns what was
+    shown, in a few words. Raises DisprovedError if memory stays allocated or the gradient differs."""
     device = setup.context.device
     weight = drawn((64, 64), torch.float32, setup, 30).requires_grad_()
     expected = _gradient(weight, 0)
@@ -60,13 +63,14 @@ def prove_backward(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Keep the run away from the cap: its micro-batches never grow up to where an allocation fails."""
+    """Never let micro-batches grow, so that no allocation comes near the cap; returns what the run does instead, in a
+    few words."""
     setup.context.may_grow = False
     return "micro-batches do not grow, so that no allocation is risked"
 
 
 def _gradient(weight: Tensor, failing_bytes: int) -> Tensor:
-    """The gradient of a small computation, whose backward asks for `failing_bytes` on its way."""
+    """The gradient of a small computation whose backward allocates `failing_bytes` before it is done."""
     apply: Any = _Allocates.apply
     with torch.enable_grad():
         loss = apply((weight @ weight).tanh(), failing_bytes).square().sum()
@@ -74,7 +78,7 @@ def _gradient(weight: Tensor, failing_bytes: int) -> Tensor:
 
 
 class _Allocates(torch.autograd.Function):
-    """The identity; its backward allocates a number of bytes, and frees them."""
+    """Identity whose backward allocates the given number of bytes and frees them."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, size_bytes: int) -> Tensor:
@@ -88,7 +92,7 @@ class _Allocates(torch.autograd.Function):
 
 
 def _refused(device: Device) -> OutOfMemory:
-    """The refusal of a request above the cap. Raises DisprovedError if it is granted."""
+    """Request more bytes than the cap allows; returns the failure. Raises DisprovedError if the request is granted."""
     size_bytes = _too_much(device)
     refusal = catch_oom(lambda: torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device), device, "proof")
     if refusal is None:
@@ -102,7 +106,7 @@ def _too_much(device: Device) -> int:
 
 
 def _require_returned(device: Device, before: int) -> None:
-    """Raise DisprovedError if more is allocated than `before`."""
+    """Raise DisprovedError if more than `before` bytes are allocated on the device."""
     now = device.memory().allocated_bytes
     if now > before:
         raise DisprovedError(f"{now - before:,} bytes stay allocated after a failed allocation")

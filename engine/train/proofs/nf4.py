@@ -1,4 +1,5 @@
-"""Proof: 4-bit weights are those that were quantised, up to their steps, and multiply as such, gradients included.
+"""Proof: 4-bit weights differ from the original weights by no more than NF4 does, and 4-bit layers multiply by them
+correctly, gradients included.
 
 Try: `pytest tests/train/proofs/test_kernels.py`
 """
@@ -25,7 +26,7 @@ Dettmers et al. 2023, appendix E)."""
 
 
 class QuantisationError(DisprovedError):
-    """The weights themselves are wrong, so that there is no reference to go on with."""
+    """Weights are quantised or dequantised wrongly, so no reference can be computed from them."""
 
 
 def applies(setup: TrainingSetup) -> bool:
@@ -34,12 +35,14 @@ def applies(setup: TrainingSetup) -> bool:
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """The dtype of the computation."""
+    """What the outcome depends on beside the device: the compute dtype."""
     return [str(setup.context.loaded.precision.compute)]
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Quantise a random weight as the loader does, and compare the layer with a plain one of the weight read back."""
+    """Quantise a random weight as the loader does. Compare its dequantised values with the original, and the 4-bit
+    layer with a plain linear layer of the dequantised values. Returns what was shown, in a few words. Raises
+    DisprovedError if they differ by more than expected."""
     compute = setup.context.loaded.precision.compute
     weight = drawn((OUTPUTS, INPUTS), compute, setup, 50) / INPUTS**0.5
     layer = _layer(setup, weight)
@@ -53,10 +56,11 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Multiply with the weights read back, if these are right.
+    """Have 4-bit layers multiply by their dequantised weights with torch's own operation; returns what the run does
+    instead, in a few words.
 
     Raises:
-        EnvironmentProblem: they are not: no layer can be computed from them.
+        EnvironmentProblem: the dequantised weights are wrong, so no layer can be computed.
     """
     try:
         prove(setup)
@@ -75,7 +79,7 @@ def fall_back(setup: TrainingSetup) -> str:
 
 
 def _multiply(layer: Any, x: Tensor) -> Tensor:
-    """A 4-bit layer's product by torch's own operation."""
+    """The product of `x` and a 4-bit layer's dequantised weight, bias added, by torch's own operation."""
     weight = dequantize_module_weight(layer).to(x.dtype)
     return nn.functional.linear(x, weight, None if layer.bias is None else layer.bias.to(x.dtype))
 

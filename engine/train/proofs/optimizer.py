@@ -1,4 +1,4 @@
-"""Proof: the optimizer's state exists before its first step and is all there is: a step from restored state is equal.
+"""Proof: all of the optimizer's state exists before its first step and can be restored: the step repeated is bit-equal.
 
 Roll-back and resume rest on it. State that an optimizer keeps elsewhere, such as a step counter that is a plain int, is
 neither saved nor restored, and shows here.
@@ -24,12 +24,13 @@ Named = list[tuple[str, Parameter]]
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """Everything of the recipe that the optimizer reads, and the dtypes of what is trained."""
+    """What the outcome depends on: the recipe's [train] table and the dtypes of the trained parameters."""
     return [setup.spec.recipe.train.model_dump_json(), str(_dtypes(setup))]
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Take a step, restore weights and state, and take it again."""
+    """Take a step on small parameters, restore weights and state, and take the step again. Returns what was shown, in a
+    few words. Raises DisprovedError if the two results differ, or if the first step added state."""
     named = _parameters(setup)
     weights = {name: parameter.detach().clone() for name, parameter in named}
     train = setup.spec.recipe.train.model_copy(update={"groups": []})
@@ -47,7 +48,8 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Have the run undo a failed step by going back to its last checkpoint, never by trusting the optimizer."""
+    """Undo failed steps of this run by going back to its last checkpoint; returns what the run does instead, in a few
+    words."""
     setup.context.guard.distrust()
     return "a step that fails is undone by going back to the last checkpoint"
 
@@ -64,7 +66,7 @@ def _compare(start: dict[str, Tensor], once: dict[str, Tensor], again: dict[str,
 
 
 def _parameters(setup: TrainingSetup) -> Named:
-    """Small parameters of the dtypes that the run trains, all the same at each call."""
+    """Small parameters with their names, in each dtype that the run trains; their values are the same at each call."""
     return [
         (f"weight {place} in {dtype}", Parameter(drawn(shape, dtype, setup, 10 + place)))
         for dtype in _dtypes(setup)
@@ -77,7 +79,7 @@ def _dtypes(setup: TrainingSetup) -> list[torch.dtype]:
 
 
 def _values(guard: StepGuard, named: Named) -> dict[str, Tensor]:
-    """Copies of all weights and of all state that is saved."""
+    """Copies of all weights and of all optimizer state that checkpoints save, by name."""
     weights = {name: parameter.detach().clone() for name, parameter in named}
     return {**weights, **{name: value.clone() for name, value in state_tensors(guard.optimizer, named)}}
 
@@ -90,7 +92,8 @@ def _restore(guard: StepGuard, named: Named, values: dict[str, Tensor]) -> None:
 
 
 def _stepped(guard: StepGuard, named: Named, setup: TrainingSetup) -> dict[str, Tensor]:
-    """Take step 1 with fixed gradients; returns copies of weights and state after it."""
+    """Take step 1 with gradients that are the same at each call; returns copies of weights and state after it, by
+    name."""
     for place, (_, parameter) in enumerate(named):
         parameter.grad = drawn(tuple(parameter.shape), parameter.dtype, setup, 20 + place)
     guard.prepare()

@@ -2,7 +2,7 @@
 
 All ranks fall back together: what fails on one is used by none. A proof that passed is remembered in the cache folder
 under the device, the versions and the shapes it was made for, and is not repeated there. A proof that cannot be tried
-for want of memory shows nothing, and nothing follows from it.
+for want of memory counts as neither passed nor failed, and causes no fallback.
 
 Try: `tunedeck doctor --gpus -p demo`
 """
@@ -32,7 +32,7 @@ def prove(
 ) -> list[ProofResult]:
     """Prove what the run will use, before its first step; returns the outcome of each proof. All ranks call this.
 
-    With `afresh`, nothing is taken from earlier runs.
+    With `afresh`, outcomes of earlier runs are not used.
 
     Raises:
         EnvironmentProblem: a proof left the device unusable, so that nothing can be proved or trained in this process.
@@ -62,7 +62,7 @@ def prove(
 
 @contextmanager
 def _undisturbed(device: Device) -> Iterator[None]:
-    """Restore random states after the block, and return the memory that the proofs took."""
+    """Context manager: afterwards random states are as before, and memory that the proofs cached is released."""
     cuda = [device.torch_device] if device.torch_device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         yield
@@ -106,7 +106,8 @@ def _outcome(proof: Proof, setup: TrainingSetup) -> tuple[bool | None, str]:
 
 
 def _of_all_ranks(outcomes: Sequence[ProofResult]) -> ProofResult:
-    """One result for all ranks: failed if it failed on one, passed if it passed on all."""
+    """Combine the outcomes of one proof on all ranks: failed if it failed on one, else undecided (`passed` is None) if
+    it could not be tried on one, else passed."""
     for passed in (False, None):
         for rank, outcome in enumerate(outcomes):
             if outcome.passed is passed:

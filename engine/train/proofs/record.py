@@ -1,4 +1,4 @@
-"""What a proof is, and what comes of one. How they are run is in `engine.train.proofs.prove`.
+"""Defines a proof and the record of its outcome. How proofs are run is in `engine.train.proofs.prove`.
 
 A proof runs what the run will use, on a few small tensors of the run's own dtypes and shapes, and compares it with a
 reference that is slow and plain. It must not change the run: no weights, no random numbers, no memory kept.
@@ -19,7 +19,8 @@ from engine.train.setup import TrainingSetup
 
 
 class DisprovedError(Exception):
-    """What the run would use does not do what it should. The text says what differs, and by how much."""
+    """What the run would use (a kernel, an allocator, an optimizer) gives wrong results. The message says what differs,
+    and by how much."""
 
 
 class Proof(NamedTuple):

@@ -1,7 +1,7 @@
-"""Remembers proofs that passed: an empty file in the cache folder for each, named by what the outcome depends on.
+"""Remembers proofs that passed: a small text file in the cache folder for each, named by what the outcome depends on.
 
 A name is a hash of the proof's own facts, the device, its driver, the versions of the packages that compute, and the
-code of the rooms that are proved. Whatever changes, the proof is made again.
+engine's source files that the proofs are about. If any of these changes, the proof is run again.
 
 Try: `ls ~/.cache/tunedeck/proofs`
 """
@@ -42,7 +42,7 @@ def has(name: str) -> bool:
 
 
 def remember(name: str, result: ProofResult) -> None:
-    """Remember a proof that passed. Where the cache folder cannot be written, it is made again next time."""
+    """Remember a proof that passed. If the cache folder cannot be written, the proof is run again next time."""
     try:
         _file(name).parent.mkdir(parents=True, exist_ok=True)
         _file(name).write_text(f"{result.name}: {result.detail}\n", "utf-8")
@@ -62,7 +62,8 @@ def _of_device(device: Device) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _of_code() -> tuple[str, ...]:
-    """Versions of packages, and size and time of every file of the rooms that are proved."""
+    """Versions of PACKAGES; name, size in bytes and time of change of every Python file in the folders ROOMS of the
+    engine."""
     versions = [f"{package} {_version(package)}" for package in PACKAGES]
     engine = Path(__file__).resolve().parents[2]
     files = sorted(file for room in ROOMS for file in (engine / room).glob("*.py"))

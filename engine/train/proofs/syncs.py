@@ -16,19 +16,22 @@ from engine.train.step.computation import StepComputation, StepTokens
 
 
 def applies(setup: TrainingSetup) -> bool:
-    """Whether one rank can run a micro-batch alone."""
+    """Whether micro-batches contain no collectives, so that one rank can run one alone."""
     return setup.context.strategy.voted_group is None
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """Model, method, kernels, and what changes how a micro-batch is computed."""
+    """What the outcome depends on: model, method, kernels, and the settings that change how a micro-batch is
+    computed."""
     recipe, context = setup.spec.recipe, setup.context
     about = [recipe.model, recipe.method, recipe.data.packing, recipe.train.gradient_checkpointing]
     return [*map(str, about), context.loaded.attention, context.loss.implementation, str(context.loss.offload.on)]
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Run the shortest sample and count. The run's memory budget and gradients stay as they are."""
+    """Run a micro-batch of the shortest sample and count how often the host waits for the device. Returns what was
+    shown, in a few words. Raises DisprovedError if it waits at all. The micro-batch budget is restored and the
+    gradients are dropped."""
     context = setup.context
     samples = np.array([context.data.lengths.argmin()])
     plan = plan_micro_batches(context.data.lengths[samples], context.cost, context.budget.budget_bytes)
@@ -46,5 +49,5 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Do nothing: waiting costs time and changes no result."""
+    """Do nothing, because waiting costs time and changes no result; returns a few words that say so."""
     return "none is needed: it costs time and changes no result"

@@ -26,7 +26,8 @@ class BudgetGrowth:
         self._retries = context.device.memory().alloc_retries
 
     def after_step(self, step: int, *, clean: bool) -> None:
-        """Adapt the budget after a finished step; `clean` if no allocation failed in it and it was applied."""
+        """Adapt the budget after a finished step; `clean` if no allocation failed in the step and its update was
+        applied. All ranks call this."""
         context = self.context
         # A failed allocation empties the cache, too, so the retries that it adds are no sign of thrashing.
         before, self._retries = self._retries, context.device.memory().alloc_retries

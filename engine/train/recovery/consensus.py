@@ -23,8 +23,8 @@ from engine.train.recovery.records import RankOom
 def gather_failures(
     ranks: Ranks, failure: OutOfMemory | None, micro_batch: MicroBatch | None, device: Device
 ) -> list[RankOom]:
-    """Gather the failures of all ranks in the stage that just ran; empty if it succeeded everywhere. All ranks call
-    it."""
+    """Gather the failures of all ranks in the stage that just ran; empty if the stage succeeded everywhere. `failure`
+    is this rank's, None if it succeeded here. All ranks call this. Raises LostRankError."""
     here = None
     if failure is not None:
         elsewhere_bytes = device.capacity_bytes - device.available_bytes
@@ -43,7 +43,8 @@ def smallest_failed(failed: Sequence[RankOom]) -> RankOom:
 
 def all_gather_step_stats(ranks: Ranks, budget: MicroBatchBudget, stats: dict[str, Any]) -> list[dict[str, Any]]:
     """Gather every rank's `stats` of work that succeeded. Also merges what ranks learned into `budget`: a cost counts
-    as proven if it succeeded on every rank, and the largest measurement of any rank counts."""
+    as proven if it succeeded on every rank, and the largest measurement of any rank counts. All ranks call this. Raises
+    LostRankError."""
     if ranks.size == 1:
         return [stats]
     sent = {"proven": budget.proven_bytes, "since_cut": budget.since_cut_bytes, "slope": budget.slope, "stats": stats}

@@ -17,8 +17,8 @@ import torch
 from engine.device.base import Device
 
 RESERVE_BYTES = 12 * 2**20
-"""Never touched, so it costs address space and no memory. safetensors writes through a buffer of 1 MiB; hashing, JSON
-and the tokenizer's files come to a few more."""
+"""Size of the reserve. Its pages are never touched, so it costs address space and no memory. safetensors writes through
+a buffer of 1 MiB; hashing, JSON and the tokenizer's files come to a few more."""
 NEEDED_BYTES = 4 * 2**20
 """Bytes that must be available when a checkpoint is begun."""
 

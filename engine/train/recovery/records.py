@@ -14,7 +14,7 @@ from engine.batching.micro_batches import MicroBatch
 from engine.device.oom import MemoryBreakdown, OutOfMemory
 
 TEXT_CHARACTERS = 2000
-"""Of the error's message, as the other ranks get it: what a rank sends in a vote has limited room."""
+"""Characters of the error's message that are sent to other ranks: what a rank sends in a vote has limited room."""
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,13 @@ class StepComputation:
         """Auxiliary loss of the step, without its weight; until `prepare_gradients`, only this rank's share of it. None
         for a model without one."""
         self.choices_LE: NDArray[np.int64] | None = None
-        """How many of this rank's tokens chose each expert of each layer; None if nobody watches."""
+        """How many of this rank's tokens chose each expert of each layer; None if the use of experts is not watched."""
         self.grad_norm = 0.0
         """Norm of the gradients before clipping."""
         self.busy_seconds = 0.0
         self.peak_bytes = 0
-        """Most bytes allocated at once in this attempt: one that failed held as much as there was, whatever its step
-        takes."""
+        """Most bytes allocated at once in this attempt at the step. Failed attempts do not count: they filled the
+        memory, however much the step needs."""
 
     def begin(self) -> None:
         """Start a new attempt at a step."""
@@ -77,7 +77,7 @@ class StepComputation:
         self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], tokens: StepTokens
     ) -> None:
         """Accumulate the gradients of this rank's micro-batches; sets `mean_loss` and `auxiliary_loss` to this rank's
-        share of the step's, and `choices_LE`."""
+        share of the step's losses, and `choices_LE` to the choices of experts by this rank's tokens."""
         began = time.perf_counter()
         # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
         total: MicroBatchLoss | None = None

@@ -55,6 +55,6 @@ class StepContext:
     suggest_fixes: Callable[[RankOom], str]
     """Changes of the recipe that would have avoided a failure, as a sentence; empty where nothing can be predicted."""
     static_bytes: int = 0
-    """Allocated between steps: weights and optimizer state."""
+    """Bytes allocated between steps, by weights and optimizer state."""
     active_remedies: list[ActiveRemedy] = field(default_factory=list)
     """Remedies that stay on, in the order in which they were applied."""

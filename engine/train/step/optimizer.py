@@ -23,12 +23,13 @@ from engine.train.step.optimizer_state import Rounding, allocate_state, state_te
 from engine.train.step.piecewise_update import PiecewiseUpdate
 
 SNAPSHOT_LIMIT_BYTES = 512 * 2**20
-"""Trainables plus state up to this size are copied to the host before a step that may allocate: 0.5 GiB takes about
-10 ms over PCIe 5 (64 GB/s, datasheet). Above it a failed step goes back to the last checkpoint."""
+"""Trainable parameters plus optimizer state up to this size are copied to the host before a step that may allocate: 0.5
+GiB takes about 10 ms over PCIe 5 (64 GB/s, datasheet). Above it a failed step goes back to the last checkpoint."""
 
 
 def build_optimizer(train: Train, named: Sequence[tuple[str, Parameter]]) -> torch.optim.Optimizer:
-    """The recipe's optimizer over `named` trainables, each group remembering its own peak rate as `peak_lr`.
+    """The recipe's optimizer over the trainable parameters `named`. Each parameter group keeps its peak learning rate
+    as `peak_lr`.
 
     Raises:
         EnvironmentProblem: adamw_8bit without bitsandbytes.
@@ -75,7 +76,7 @@ def guard_parameters(
     device: Device,
     first_elements: Mapping[str, int] | None = None,
 ) -> StepGuard:
-    """The recipe's optimizer over `named` trainables, with its state allocated on the device or the host.
+    """The recipe's optimizer over the trainable parameters `named`, with its state allocated on the device or the host.
 
     `first_elements`: if weights are sharded, the number, in the whole parameter, of the first element of this rank's
     part, by name.
@@ -99,11 +100,11 @@ def guard_parameters(
 class StepGuard:
     """Makes `optimizer.step()` all or nothing.
 
-    torch's fused AdamW and SGD allocate nothing once their state and the update's scratch exist (a test counts), so for
-    them no copy is taken.
-    For other optimizers, weights and state are copied to the host first if they are small enough. For a large model
-    under an optimizer that allocates there is no copy: `restore` returns False after a failure and the caller goes back
-    to the last checkpoint.
+    torch's fused AdamW and SGD allocate nothing once their state and the update's scratch exist (a test counts the
+    allocations), so no copy is taken for them.
+
+    For other optimizers, weights and state are copied to the host first if they are small enough. If they are too
+    large, there is no copy: `restore` returns False after a failure and the caller goes back to the last checkpoint.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class StepGuard:
         self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
 
     def distrust(self) -> None:
-        """Undo failed steps by going back to a checkpoint from now on: the optimizer's state is not all there is."""
+        """From now on, undo failed steps only by going back to a checkpoint, because the optimizer has state that
+        `restore` does not reach."""
         self.never_allocates = self.takes_copy = False
         self._counted = []
         self.read_counters()
@@ -151,7 +153,7 @@ class StepGuard:
         self.host_state.step(partial(self.update.step, number))
 
     def accept(self) -> None:
-        """Make the step, if one was taken, final, after it succeeded on every rank."""
+        """Make the current step final, after it succeeded on every rank. Without a current step, only free buffers."""
         if self._stepping:
             self.steps += 1
             self._counters = [

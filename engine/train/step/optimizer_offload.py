@@ -24,7 +24,8 @@ ALIGNMENT = 512
 
 
 class HostState:
-    """Moves an optimizer's state; while `on`, it lives on the host between steps."""
+    """Moves an optimizer's state between device and host. While `on` is true, the state is on the host between
+    steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self.optimizer, self.device = optimizer, device
@@ -37,8 +38,8 @@ class HostState:
         return not any(state for state in self.optimizer.state.values())
 
     def move(self, *, to_host: bool) -> None:
-        """Move all state to the host, or back to the device. If memory runs out on the device, all state stays on the
-        host."""
+        """Move all state to the host, or back to the device. Raises torch.OutOfMemoryError if it does not fit on the
+        device; all state is still on the host then."""
         if to_host == self.on:
             return
         carry = self.device.download if to_host else self.device.upload
@@ -59,8 +60,9 @@ class HostState:
             self._stage = torch.empty(most, dtype=torch.uint8, device=self.device.torch_device)
 
     def step(self, update: Callable[[], None]) -> None:
-        """Call `update`, which steps the parameters in the optimizer's groups, for all of them, or for some at a time
-        while their state is on the device; then free the staging buffer. Call `make_room` before."""
+        """Take an optimizer step by calling `update`, which steps the parameters in the optimizer's groups: once for
+        all of them, or while `on` is true a few parameters at a time, whose state is then on the device. Frees the
+        staging buffer at the end. Call `make_room` before."""
         try:
             if not self.on:
                 update()

@@ -41,7 +41,7 @@ class Rounding:
 
     @classmethod
     def of(cls, train: Train) -> Rounding:
-        """The recipe's choice."""
+        """The rounding, state dtype and seed that the recipe's [train] table sets."""
         return cls(train.rounding, getattr(torch, train.state_dtype), train.seed)
 
     def needs_scratch(self, parameter: Tensor) -> bool:

@@ -60,7 +60,8 @@ class StepOutcome:
     auxiliary_loss: float | None = None
     """Auxiliary loss of a mixture of experts, without its weight; None where none is computed."""
     choices_LE: NDArray[np.int64] | None = None
-    """How many of the step's tokens chose each expert of each layer, over all ranks; None if nobody watches."""
+    """How many of the step's tokens chose each expert of each layer, over all ranks; None if the use of experts is not
+    watched."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Each rank's measurements of the step; empty in a run of one process."""
 

@@ -56,8 +56,8 @@ class Strategy(ABC):
         return plan
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Run one stage of a step. If the stage contains collectives and fails on one rank, it is ended on all
-        ranks."""
+        """Run one stage of a step. If a stage that contains collectives fails on one rank, it ends on all ranks: the
+        error is raised where it occurred, and the other ranks return early. Raises LostRankError if a rank is gone."""
         stage()
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
@@ -75,19 +75,25 @@ class Strategy(ABC):
     @abstractmethod
     def prepare_gradients(self, losses: list[float]) -> list[float]:
         """Find out which parameters have a gradient on any rank, and allocate a gradient for those that have none on
-        this rank; returns the sum over all ranks of each of `losses`."""
+        this rank; returns the sum over all ranks of each of `losses`.
+
+        Raises:
+            torch.OutOfMemoryError: no room for a gradient; the call may be repeated.
+            LostRankError: a rank is gone.
+        """
 
     @abstractmethod
     def sync_gradients(self) -> None:
-        """Sum every gradient over all ranks, in place. Allocates no memory."""
+        """Sum every gradient over all ranks, in place. Allocates no memory. Raises LostRankError."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
         torch._foreach_mul_(self._gradients(), factor)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip gradients to the norm `max_norm`, or not at all if that is 0; returns the norm before clipping.
-        Synchronises with the device once."""
+        """Clip gradients to the L2 norm `max_norm` over all parameters, or not at all if that is 0; returns the norm
+        before clipping. Waits for the device once. A sharded model raises PeerFailedError if another rank failed
+        before."""
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)

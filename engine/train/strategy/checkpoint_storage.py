@@ -114,8 +114,9 @@ def require_same_parameters(checkpoint: Path, saved: set[str], present: set[str]
 
 
 def _other_rounding(checkpoint: Path, *, saved_exactly: bool) -> UsageError:
-    """The error for a checkpoint with the remainders of bf16 weights in a run without, or the other way round. Versions
-    before train.rounding trained bf16 weights as "nearest" with bf16 state does."""
+    """The error for a checkpoint that holds the remainders of bf16 weights (`saved_exactly`) while this run keeps none,
+    or the reverse. Checkpoints from before `train.rounding` existed hold none: bf16 weights were rounded to nearest and
+    their optimizer state was bf16."""
     key = 'train.rounding = "exact"' if saved_exactly else 'train.rounding = "nearest", train.state_dtype = "bfloat16"'
     return UsageError(
         f"checkpoint {checkpoint.name} was saved with{'' if saved_exactly else 'out'} remainders of bf16 weights",

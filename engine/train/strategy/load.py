@@ -38,7 +38,7 @@ def load_strategy(
     knows of.
 
     Raises:
-        MemoryExhaustedError: memory ran out again and again.
+        MemoryExhaustedError: memory ran out in every attempt.
         UsageError, EnvironmentProblem: see `load_model`, `load_sharded` and `SequenceParallel`.
         LostRankError: another rank could not go on.
     """

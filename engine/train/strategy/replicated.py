@@ -50,5 +50,5 @@ class Replicated(Strategy):
         return totals
 
     def sync_gradients(self) -> None:
-        """Sum gradients over ranks, with one all-reduce for each bucket."""
+        """Sum gradients over ranks, with one all-reduce for each bucket. Raises LostRankError."""
         self._all_reduce.sum()

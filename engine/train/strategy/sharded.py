@@ -69,7 +69,8 @@ class Sharded(Strategy):
         return
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip gradients by their norm over all parts on all ranks; returns the norm before clipping."""
+        """Clip gradients by their norm over all parts on all ranks; returns the norm before clipping. Raises
+        PeerFailedError if another rank failed before."""
         gradients = self._gradients()
         norm = self.model.global_norm(float(torch.nn.utils.get_total_norm(gradients)))
         if max_norm and norm > max_norm and gradients:
