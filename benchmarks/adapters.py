@@ -78,13 +78,14 @@ class Side:
 
 
 def leave_to_peft(model: nn.Module) -> None:
-    """Remove the engine's forward method from every LoRA layer."""
+    """Make every LoRA layer use peft's forward method, by removing the engine's."""
     for module in model.modules():
         vars(module).pop("forward", None)
 
 
 def compare_time(job: Job, rounds: int) -> dict[str, Any]:
-    """Seconds of a step on both sides, and peft's seconds divided by the engine's: median and quartiles."""
+    """Median CPU seconds of a step on both sides; peft's seconds divided by the engine's, as [median, lower quartile,
+    upper quartile]; and the loss of the last step on both sides."""
     device = open_device(lora_spec(job, "cpu"))
     sides = {name: Side(lora_spec(job, "cpu"), device, as_peft=name == "peft") for name in ("engine", "peft")}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -105,7 +106,7 @@ def compare_time(job: Job, rounds: int) -> dict[str, Any]:
 
 @contextmanager
 def metered(job: Job, *, as_peft: bool) -> Iterator[Side]:
-    """One side on a metered device."""
+    """Yield the engine's or peft's side, set up on a metered device that is active inside the block."""
     spec = lora_spec(job, "metered")
     device = open_device(spec)
     with device.activate():
@@ -113,7 +114,7 @@ def metered(job: Job, *, as_peft: bool) -> Iterator[Side]:
 
 
 def compare_memory(job: Job) -> dict[str, float]:
-    """MiB that a step takes at its peak beyond weights, adapters and optimizer state."""
+    """For "engine" and "peft": MiB that a step takes at its peak beyond weights, adapters and optimizer state."""
     found = {}
     for name in ("engine", "peft"):
         with metered(job, as_peft=name == "peft") as side:

@@ -1,12 +1,13 @@
-"""Asks `fit` random questions and checks its answers: each offer by the rules and a plan, some by search, some by runs.
+"""Asks `fit` random questions and checks its answers: each offer by a plan, some by a search, some by runs.
 
 Run: python -m benchmarks.advice --questions 500 --searched 40 [--trained 30] [--seed N]
 
-A question is a model, a shipped recipe, a shipped profile with another amount of memory, and overrides. Every offer is
-resolved anew from the files, as `tunedeck plan` does with `--set`, and must be accepted and plan as it says. Of the
-questions that do not fit as written, some are searched: every set of levers that costs less than the cheapest offer, or
-every set if there is none, is planned, MOST_SETS at most. Trained are small runs on the metered device with their first
-offer; none may run out of memory.
+A question is a model, a shipped recipe, a shipped profile with another amount of memory, and overrides. An offer is a
+set of levers, and a lever is one change of recipe keys with its cost. Every offer is resolved anew from the files, as
+`tunedeck plan` does with `--set`: it must be accepted, and its plan must be the one that `fit` printed. For some of the
+questions that do not fit as written, every set of levers that costs less than the cheapest offer (every set if there is
+none, MOST_SETS at most) is planned, to find offers that `fit` overlooked. With --trained, small runs train on the
+metered device with their first offer; none may run out of memory.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def questions(count: int, seed: int) -> Iterator[tuple[Question, RunSpec]]:
 
 
 def broken_offers(question: Question, advice: Advice) -> list[str]:
-    """The offers that are refused, do not fit, or plan otherwise than they say."""
+    """A line of text for each offer that is refused, does not fit, or has another plan than `fit` says."""
     return [text for offer in (*advice.suggestions, *advice.room) if (text := _broken(question, offer))]
 
 
@@ -110,8 +111,8 @@ def _broken(question: Question, offer: Suggestion) -> str:
 
 
 def overlooked(spec: RunSpec, advice: Advice, most_sets: int = MOST_SETS) -> list[dict[str, Any]]:
-    """The first set of levers that fits and costs less than the cheapest offer, as changes; empty if there is none
-    among the first `most_sets`, or if the run fits as written."""
+    """The first set of levers that fits and costs less than the cheapest offer: for each lever, its recipe keys and new
+    values. Empty if there is none among the first `most_sets` sets, or if the run fits as written."""
     if fits(advice.plan):
         return []
     costs = [sum(lever.cost for lever in offer.levers) for offer in advice.suggestions]
@@ -157,7 +158,7 @@ def failures_of_runs(count: int, seed: int) -> int:
 
 
 def main() -> None:
-    """Ask, check and print one line for each sort of check."""
+    """Run all checks, and print a line for each kind of check."""
     parser = argparse.ArgumentParser(description="ask fit random questions and check its answers")
     for name, default in (("questions", 500), ("searched", 40), ("trained", 0), ("seed", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -1,5 +1,5 @@
-"""How much the gradient of a mixture's auxiliary loss depends on how a step is cut into micro-batches: transformers'
-formula and the engine's.
+"""Measures how much the gradient of the auxiliary loss of a mixture of experts depends on how a step is cut into
+micro-batches, for transformers' formula and for the engine's.
 
 Prints the gradient's difference from that of the uncut step, relative to its norm, for 2, 4 and 16 micro-batches.
 transformers computes its loss for each micro-batch; gradient accumulation averages these. The sequences are of
@@ -28,7 +28,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 def main() -> None:
-    """Print a line per formula."""
+    """Print the relative differences of the gradient, a line per formula."""
     model, rows = small_mixture(), sequences()
     for name, loss in (("transformers", of_transformers), ("tunedeck", of_the_engine)):
         whole, *cut = [gradient(model, rows, pieces, loss) for pieces in CUTS]
@@ -37,7 +37,8 @@ def main() -> None:
 
 
 def small_mixture() -> MixtralForCausalLM:
-    """A Mixtral of four layers with random weights, whose routers are decided enough to tell texts apart."""
+    """A Mixtral of four layers with random weights. Router weights are enlarged, so that different texts go to
+    different experts."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
@@ -52,7 +53,8 @@ def small_mixture() -> MixtralForCausalLM:
 
 
 def sequences() -> Rows:
-    """Each row draws its tokens from 16 letters of its own, and is padded to the longest."""
+    """(token ids [B, S], tokens of each row [B]). Each row draws its tokens from 16 ids that no other row uses, and is
+    padded to the longest row."""
     drawn = torch.Generator().manual_seed(1)
     tokens_B = torch.randint(LONGEST // 4, LONGEST + 1, (SEQUENCES,), generator=drawn)
     ids_BS = torch.randint(0, 16, (SEQUENCES, LONGEST), generator=drawn) + 16 * torch.arange(SEQUENCES)[:, None]
@@ -62,7 +64,7 @@ def sequences() -> Rows:
 def gradient(
     model: MixtralForCausalLM, rows: Rows, pieces: int, loss: Callable[[Sequence[Tensor], Tensor, int, int], Tensor]
 ) -> Tensor:
-    """The gradient of all weights of a step in so many micro-batches, as one vector."""
+    """The gradient of `loss` over a step that is cut into `pieces` micro-batches, for all weights, as one vector."""
     model.zero_grad(set_to_none=True)
     ids_BS, tokens_B = rows
     for ids, tokens in zip(ids_BS.chunk(pieces), tokens_B.chunk(pieces), strict=True):
@@ -73,7 +75,7 @@ def gradient(
 
 
 def of_transformers(logits: Sequence[Tensor], tokens_B: Tensor, pieces: int, step_tokens: int) -> Tensor:
-    """One micro-batch's part in the mean of transformers' losses."""
+    """transformers' auxiliary loss of one micro-batch, divided by the number of micro-batches `pieces`."""
     mask = (torch.arange(int(tokens_B.max())) < tokens_B[:, None]).long()
     found = load_balancing_loss_func(cast(tuple[Tensor], tuple(logits)), EXPERTS, PER_TOKEN, mask)
     assert isinstance(found, Tensor)
@@ -81,7 +83,7 @@ def of_transformers(logits: Sequence[Tensor], tokens_B: Tensor, pieces: int, ste
 
 
 def of_the_engine(logits: Sequence[Tensor], tokens_B: Tensor, pieces: int, step_tokens: int) -> Tensor:
-    """One micro-batch's part in the step's loss."""
+    """The engine's auxiliary loss of one micro-batch, divided by the tokens of the step."""
     balance = ExpertBalance(tuple(range(LAYERS)), EXPERTS, PER_TOKEN, weight=1.0, watched=False)
     found = balance.routing(logits, tokens_B, int(tokens_B.max())).auxiliary
     assert found is not None

@@ -113,8 +113,8 @@ def their_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
 
 
 def peak_of_short_steps(size: Size, folder: Path) -> int:
-    """Peak bytes of a training step of short samples in one micro-batch. The job's device gets slightly more
-    capacity."""
+    """Peak bytes of a training step of short samples in one micro-batch, measured on a metered device. The
+    job's device gets 10 % more capacity."""
     job = write_job(folder / "short", [size.short] * BATCH, vocabulary=264, hidden=size.hidden, steps=1)
     device = MeteredDevice(CAPACITY_BYTES)
     with device.activate():

@@ -50,7 +50,8 @@ def first_paint(checkout: Path, arguments: list[str]) -> float:
 
 
 def _open_console(checkout: Path, arguments: list[str], folder: str) -> None:
-    """Become the console, with a user's folders of its own. Does not return."""
+    """Replace this process by the console of a checkout, whose state, config, cache and runs folders are inside
+    `folder`. Does not return."""
     own = {f"TUNEDECK_{name}": os.path.join(folder, name.lower()) for name in ("STATE", "CONFIG", "CACHE", "RUNS")}
     kept = {key: text for key, text in os.environ.items() if key not in ("PYTHONDONTWRITEBYTECODE", "NO_COLOR")}
     terminal = {"PYTHONPATH": str(checkout), "TERM": "xterm-256color", "COLORTERM": "truecolor"}

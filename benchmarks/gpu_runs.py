@@ -1,5 +1,5 @@
-"""What the measurements of `benchmarks.gpu_suites` train with: the device, a case as a run spec, and a run in a process
-of its own with what the driver counted meanwhile.
+"""Devices, training cases and runs for the measurements of `benchmarks.gpu_suites`. A run trains in a new process,
+whose device memory is read from the driver meanwhile.
 
 Try: `python -m benchmarks.gpu smoke --out /tmp/gpu --device metered`
 """
@@ -148,10 +148,11 @@ class TrainingCase:
 
 
 class DriverMemory:
-    """Follows the most memory that the driver counts for one process of a GPU."""
+    """Records the largest number of bytes that the driver reports for one process on a GPU."""
 
     def __init__(self, uuid: str | None, read: Callable[[list[str] | None], list[GpuReading]] = read_gpus) -> None:
-        """Reads at once what the card holds before the process starts; without `uuid` nothing is ever read."""
+        """Read how many bytes the GPU `uuid` holds now, before the process starts. If `uuid` is None, nothing is ever
+        read."""
         self._uuids, self._read = [uuid] if uuid else [], read
         self._before_bytes = sum(reading.used_bytes for reading in self._readings())
         self.used_bytes: int | None = None
@@ -159,7 +160,7 @@ class DriverMemory:
         whole card holds more than before."""
 
     def look(self, pid: int) -> None:
-        """Read the driver's count for the process `pid` once."""
+        """Read the driver's count for the process `pid` once, and update `used_bytes`, the largest so far."""
         for reading in self._readings():
             own = [each.used_bytes for each in reading.processes if each.pid == pid and each.used_bytes is not None]
             now_bytes = own[0] if own else reading.used_bytes - self._before_bytes
@@ -190,7 +191,7 @@ class Run:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes allocated in a step."""
+        """The largest number of bytes allocated in any step."""
         return int(max(event["peak_bytes"] for event in self.of_kind("step")))
 
     @property

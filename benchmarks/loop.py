@@ -163,8 +163,9 @@ def trainer(job: Job, _device: Device, step_done: StepDone) -> None:
 
 
 def sft(job: Job, _device: Device, step_done: StepDone, *, padding_free: bool = False) -> None:
-    """Train the job with TRL's SFTTrainer. With `padding_free`, the sequences of a micro-batch are one row without
-    padding: meant for flash attention, on a CPU torch's sdpa gets a mask that separates them."""
+    """Train the job with TRL's SFTTrainer. With `padding_free`, the sequences of a micro-batch are concatenated to
+    one row without padding. This is meant for flash attention; on a CPU torch's sdpa gets a mask that separates them.
+    """
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         prepared = {"skip_prepare_dataset": True}

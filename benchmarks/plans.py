@@ -2,8 +2,8 @@
 
 Run: python -m benchmarks.plans [--json]        (or: make plans; no GPU, no torch, a few seconds)
 
-An answer is the result of one call of `make_plan`. The last line says how much processor time a call took, with the
-garbage collector disabled: the first call for a model and a recipe traces the model, later calls reuse the trace.
+The last line says how much processor time an answer, which is one call of `make_plan`, took with the garbage collector
+disabled: the first call for a model and a recipe traces the model, later calls reuse the trace.
 """
 
 from __future__ import annotations

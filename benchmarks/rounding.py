@@ -6,7 +6,8 @@ Time: processor seconds of an optimizer step and of the update in it, medians ov
 On a CPU the forward pass in bf16 is emulated and slow; the update is the part to compare.
 Memory: bytes per trained weight that the metered device counts between steps, and its peak in a step.
 Learning (--learn): the built-in tiny model, first trained on dates in fp32, goes on with docstrings of Python's
-standard library: 150 steps of 16 at a constant 2e-5. Weights that learned once are far larger than such updates.
+standard library: 150 steps of 16 sequences at a constant learning rate of 2e-5. Trained weights are far larger than
+such updates, so that rounding to nearest in bf16 loses many of them.
 """
 
 from __future__ import annotations
@@ -94,13 +95,13 @@ class Steps:
         self.transaction = StepTransaction(self.setup.context)
 
     def step(self, number: int) -> float:
-        """Take a step; returns its processor seconds."""
+        """Take optimizer step `number` (from 1); returns its processor seconds."""
         began = time.process_time()
         self.transaction.run(number, self.setup.order.step(number))
         return time.process_time() - began
 
     def update(self, number: int) -> float:
-        """Update the weights with gradients of one thousandth; returns the processor seconds."""
+        """Set all gradients to 0.001 and update the weights; returns the processor seconds of the update."""
         guard = self.setup.context.guard
         for _, parameter in self.setup.context.loaded.trainable():
             parameter.grad = torch.full_like(parameter, 1e-3)
@@ -156,7 +157,7 @@ def docstrings() -> list[str]:
 
 
 def run_spec(model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], **tables: Any) -> RunSpec:
-    """A run on the CPU."""
+    """A run spec for full fine-tuning on the CPU, with these tables of the recipe."""
     recipe = {
         "name": "rounding",
         "model": {"tokenizer": "builtin:bytes", "dtype": "float32", **model},

@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def measure(ranks: int, tokens: int) -> dict[str, Any]:
-    """Run two steps on `ranks` processes with sequence parallelism; returns memory and time of the second one."""
+    """Run two steps on `ranks` processes with sequence parallelism; returns what `measure_steps` returns
+    on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
         return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, tokens))
@@ -67,8 +68,12 @@ def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
 
 
 def measure_steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
-    """Run two steps, then repeat the votes of the second step with all ranks ready. Returns memory and time of the
-    second step, and the number and time of the votes."""
+    """Run two steps, then repeat the votes of the second step with all ranks ready.
+
+    Returns bytes of the rank that uses most (`static_bytes` between steps; `held_bytes` and `planned_bytes`, measured
+    and planned, above these at the peak), the `step_seconds` of the second step, its number of `votes`, and
+    `vote_seconds`, the time of one vote.
+    """
     device = open_device(spec_of_rank(spec, ranks.local_rank))
     with device.activate():
         setup = set_up(spec, device, Journal(None), lambda _backoff: None, ranks)

@@ -50,7 +50,7 @@ class Cost:
     votes: int
     """Votes of a step, including those between steps."""
     vote_seconds: float
-    """Time of a vote when all ranks are ready."""
+    """Seconds of one vote when all ranks are ready."""
     share: float
     """Share of the step's time that its votes would take if all ranks were always ready."""
     waiting_share: float

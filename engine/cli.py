@@ -151,12 +151,13 @@ def _print_full_disk(error: OSError) -> None:
 
 
 def _discard_stdout() -> None:
-    """Send what is still buffered to the null device, so that the interpreter's last flush cannot fail."""
+    """Replace stdout by the null device after a pipe was closed, so that the interpreter's last flush cannot fail."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _print_bad_arguments(error: typer.BadParameter, arguments: list[str]) -> None:
-    """Print the parser's message as one of our blocks; the help where a group was named without a command."""
+    """Print the parser's message as an error block (see `TunedeckError.render`), or the help if `arguments` name a
+    group of commands without a command."""
     from engine.commands.wrong_usage import refusal
 
     message = error.format_message()
@@ -168,7 +169,7 @@ def _print_bad_arguments(error: typer.BadParameter, arguments: list[str]) -> Non
 
 
 def _print_error(text: str) -> None:
-    """Print one block on stderr, unparsed, with its control characters made visible."""
+    """Print the lines of an error on stderr, as plain text whose control characters are made visible."""
     from engine.spec.files.text import visible
 
     first, *rest = [visible(line) for line in text.splitlines()] or [""]

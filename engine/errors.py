@@ -48,7 +48,8 @@ class SpecError(UsageError):
 
 
 class UnknownArchitectureError(UsageError):
-    """The budget has no closed form for this model family; a run learns how much memory it needs as it trains."""
+    """The budget has no formula (closed form) for the memory of this model family. A run learns how much memory it
+    needs as it trains."""
 
 
 class NotSimulatedError(UsageError):

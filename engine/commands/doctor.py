@@ -71,7 +71,7 @@ def doctor(
 
 
 def _proofs(profile: str | None, recipe: str | None) -> list[Finding]:
-    """One finding for each proof on each device."""
+    """One finding for each proof (a comparison of a fast computation with its reference) on each device."""
     from engine.commands.doctor_gpus import prove_gpus
 
     return [_of_proof(where, event) for where, event in prove_gpus(profile, recipe)]

@@ -1,6 +1,7 @@
-"""`tunedeck doctor --gpus`: proves on each card what a run would rely on there, and says what a run does without it.
+"""`tunedeck doctor --gpus`: compares every fast computation that a run would use on each GPU with a plain reference (a
+proof), and says what a run does instead where they differ.
 
-Each card is examined in processes of their own, because a broken kernel can leave a process unable to use its card.
+GPUs are examined in separate processes, because a broken kernel can leave a process unable to use its GPU.
 
 Try: `tunedeck doctor --gpus -p demo`
 """
@@ -36,8 +37,9 @@ Outcome = tuple[str, dict[str, Any]]
 
 
 def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
-    """Prove what runs rely on: on the device of `profile`, else on each GPU of this machine; for `recipe`, else for
-    FAST_PATHS.
+    """Yield (name of device and run, `proof` event) for each proof, or {"error": reason} in place of the event if the
+    proofs failed to run. Device: that of `profile`, else each GPU of this machine. Run: `recipe`, else a small LoRA run
+    and a small full fine-tuning.
 
     Raises:
         EnvironmentProblem: no profile is named, and this machine has no GPU.
@@ -49,7 +51,7 @@ def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
 
 
 def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSpec]]:
-    """Yield (name, run spec) for each device and each way to train on it, one device at a time."""
+    """Yield (name, run spec) for each way to train on each device; a run spec uses one device."""
     from engine.spec.load import resolve
     from engine.spec.schema.profile import Nodes, Parallel
 
@@ -85,7 +87,8 @@ def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
 
 
 def _proved(spec: RunSpec, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of the proofs for a run spec, made in a new process."""
+    """Yield the `proof` events for a run spec. The proofs run in a new process, whose run directory is in `folder`;
+    if it fails, {"error": reason} follows."""
     from engine.journal.directory import create_run_directory
     from engine.journal.events import EventTail
     from engine.launch.process import ENTRY_FILE, engine_environment

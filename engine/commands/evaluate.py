@@ -58,8 +58,8 @@ def evaluate(
 
 
 def _both_files(target: str, profile: str | None, recipe: str | None, checkpoint: str | None) -> tuple[str, str]:
-    """The profile and the recipe with which a model is scored. Raises UsageError where one is missing, or a checkpoint
-    is chosen, which only a run has."""
+    """The profile and the recipe with which the model `target` is scored. Raises UsageError if one of them is missing,
+    or if `checkpoint` is given, because only a run has checkpoints."""
     model = f"tunedeck eval {shlex.quote(target)} -p {profile or 'demo'} -r {recipe or 'demo'}"
     if profile is None or recipe is None:
         missing = [option for option, given in (("-p PROFILE", profile), ("-r RECIPE", recipe)) if given is None]

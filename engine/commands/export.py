@@ -51,8 +51,8 @@ def merge(
 
 
 def _require_weights(directory: RunDirectory, checkpoint: str | None, command: list[str]) -> None:
-    """Raise UsageError if a run has neither the result nor the checkpoint that is to be merged. `command`: the command
-    for this run, for the fix."""
+    """Raise UsageError if the weights to merge do not exist: the checkpoint, or without `checkpoint` the run's result.
+    `command`: the words of the merge command, from which the error's fix is made."""
     if checkpoint is None and (directory.adapter.is_dir() or directory.model.is_dir()):
         return
     steps = [found.step for found in find_checkpoints(directory.checkpoints)]

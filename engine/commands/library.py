@@ -133,8 +133,8 @@ def _profile_text(name: str, detect: bool) -> str:
 
 
 def _copy(source: str, name: str) -> str:
-    """The text of the recipe `source` under another name. A recipe that is named by a path keeps its files: their paths
-    become absolute."""
+    """The text of the recipe `source` under another name. If `source` is a path, the relative paths in the recipe
+    become absolute, so that they still name the same files."""
     from engine.spec.files.find import find_spec_file
     from engine.spec.files.rewrite import rewrite_text
 

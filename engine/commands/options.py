@@ -63,7 +63,10 @@ def runs_folder(given: Path | None) -> Path:
 
 
 def find_result_run(run: str, runs: Path | None) -> RunDirectory:
-    """As `find_run`; of a staged run, the stage whose result is the result of the run (`result_run`)."""
+    """Find the run that a RUN argument names; for a staged run, the stage whose result is the run's result.
+
+    Raises UsageError if no run matches, several do, or that stage has not begun.
+    """
     from engine.journal.stages import result_run
 
     return result_run(find_run(run, runs))

@@ -83,7 +83,8 @@ def plan(
 
 
 def _plan_sweep(spec: RunSpec, *, as_json: bool) -> None:
-    """Print a line for each point of a sweep, and which has least memory left. Exit code 3 when one does not fit."""
+    """Print a line for each point of a sweep, and the name of the point with the least memory left. Exit code 3 when
+    one does not fit."""
     from engine.journal.event_text import describe_verdict
 
     plans = [(point.name, planned, _memory_left(planned)) for point, planned in _planned_points(spec)]

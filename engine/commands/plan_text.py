@@ -89,7 +89,8 @@ def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
 
 
 def beside_rows(planned: Plan) -> list[str]:
-    """A row for each component outside of torch's tensors, and one for all memory in use; none in host memory."""
+    """A row for torch's tensors and one for each component outside of them (CUDA context, libraries, fragmentation).
+    Empty where there is no such component, as on a CPU."""
     parts = {name: planned.prediction.components[name] for name in BESIDE_TENSORS}
     reserved, used = planned.prediction.reserved_context_bytes, planned.prediction.device_bytes
     if not any(parts.values()) and not reserved:
@@ -145,7 +146,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
 
 
 def length_sentence(basis: str, length: int) -> str:
-    """Where the length of the planned sequences comes from."""
+    """A sentence that says where the length of the planned sequences, in tokens, comes from: the data (`basis` "data")
+    or the recipe."""
     if basis == "data":
         return f"{length} tokens is the longest sequence of the data"
     return f"{length} tokens is data.max_length: tunedeck data with the same recipe measures the data"
@@ -233,7 +235,8 @@ def toml_text(value: Any) -> str:
 
 
 def format_size(size_bytes: int, beside_bytes: int) -> str:
-    """Format bytes in the unit that suits `beside_bytes`, so that both numbers can be compared."""
+    """Format bytes in the unit that suits `beside_bytes` (GiB from 1 GiB on, else MiB), so that both numbers can be
+    compared."""
     if beside_bytes >= GIB:
         return f"{size_bytes / GIB:,.2f} GiB"
     return f"{size_bytes / MIB:,.1f} MiB"

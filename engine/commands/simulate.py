@@ -1,7 +1,7 @@
 """`tunedeck _simulate`: simulates run specs, one JSON document per line of standard input, until that ends.
 
-Started by `engine.launch.simulation`, never by hand. What it finds is kept in the cache folder
-(`engine.budget.predict.simulated`); a line on standard output says that one is done.
+Started by `engine.launch.simulation`, never by hand. Each result is written to the cache folder
+(`engine.budget.predict.simulated`); then a line "done" is printed on standard output.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def simulate_process() -> None:
 
 
 def simulation(spec: RunSpec) -> dict[str, Any]:
-    """The document to keep. Of a run that would be refused: its refusal; of a model whose code cannot run without data:
-    the reason."""
+    """Simulate a run; returns the JSON document to cache. If the run would be refused, the document has the refusal
+    (`refused`); if the model's code cannot run on tensors without data, the exception (`problem`)."""
     from engine.errors import TunedeckError
 
     with importing():

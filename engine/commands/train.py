@@ -155,8 +155,8 @@ def engine_process(
 
 
 def _merge_if_asked(directory: Path) -> None:
-    """With finish.merge, merge the adapter of a run that is done. Where that fails, the run stays done, with a warning
-    that says how to try again."""
+    """If the recipe has finish.merge, merge the adapter of a run that is done. A failure leaves the run done, and adds
+    a warning that says how to try again."""
     from engine.journal.directory import RunDirectory
     from engine.journal.events import EventWriter
     from engine.spec.load import load_run_spec

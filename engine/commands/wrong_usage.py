@@ -1,6 +1,6 @@
 """Finds what was meant by arguments that the parser refused, and writes the command that would have been right.
 
-Imported only when there is an error to print. Data over code: words of other tools are tables.
+Imported only when there is an error to print. Words that other tools use for a command or option are in tables.
 
 Try: `tunedeck finetune`, `tunedeck train -p demo -r demo --lr 1e-3`, `tunedeck train -p demo my-recipe.toml`
 """

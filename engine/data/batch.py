@@ -1,6 +1,7 @@
 """The tensors of one micro-batch, made from samples.
 
-Shapes: B rows, S tokens in the longest of them. All tensors are int64 and on the host; `Batch.moved` copies them.
+Shapes: B rows, S tokens in the longest of them. Tensors are made on the host, in int64 unless an attribute says
+otherwise; `Batch.moved` copies them to a device.
 
 Try: `pytest tests/data/test_prepare.py -k collate`
 """
@@ -20,8 +21,9 @@ from engine.data.tokens import IGNORED, Example, TokenData
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a micro-batch begin, if its rows are concatenated to one. Flash kernels with variable
-    lengths take these numbers; found on the host, so that no layer has to read them back from the device."""
+    """Where the documents of a micro-batch begin once its rows are concatenated to one row. Flash kernels with
+    variable lengths take these numbers. They are computed on the host, so that no layer reads them back from the
+    device."""
 
     starts_D1: Tensor | None
     """Position at which each document begins, and at the end the number of all positions: int32[documents + 1]. None
@@ -88,9 +90,10 @@ def collate(
     with_starts: bool = False,
     with_row_tokens: bool = False,
 ) -> Batch:
-    """The micro-batch of the samples `indices`, padded on the right to the longest of them. `with_starts`: the
-    attention kernel takes the positions at which documents begin. `with_row_tokens`: the number of tokens of each row
-    is needed on the device.
+    """The micro-batch of the samples `indices`, padded on the right with `pad_id` to the longest of them.
+
+    `with_starts`: set `documents.starts_D1`, for attention kernels that take the positions at which documents begin.
+    `with_row_tokens`: set `row_tokens_B`, the number of tokens of each row.
 
     Packed rows get no attention mask: only without one does transformers separate documents where positions restart
     (`masking_utils._preprocess_mask_arguments`). Positions also restart where the padding of a packed row begins, so
@@ -124,8 +127,8 @@ def collate(
 
 
 def _documents(positions_BS: NDArray[np.int64] | None, shape: tuple[int, int], with_starts: bool) -> Documents:
-    """Find the documents of rows of `shape`: one for each 0 in `positions_BS`, or without positions, one for each
-    row."""
+    """Find the documents of rows of `shape` [B, S]: one for each 0 in `positions_BS`, or one for each row if that is
+    None. `with_starts`: set `starts_D1`."""
     rows, length = shape
     starts = np.arange(0, rows * length, length) if positions_BS is None else np.flatnonzero(positions_BS == 0)
     bounds = np.append(starts, rows * length).astype(np.int32)

@@ -24,7 +24,7 @@ HASH_BYTES = 16
 
 
 def hash_text(*parts: str) -> str:
-    """Fingerprint of a sequence of texts. The boundaries between them count."""
+    """BLAKE2b hash of a sequence of texts, in hexadecimal. ("ab", "c") and ("a", "bc") have different hashes."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass")
@@ -33,7 +33,8 @@ def hash_text(*parts: str) -> str:
 
 
 def hash_files(files: Sequence[Path], root: Path | None = None) -> str:
-    """Fingerprint of the contents of files, in order; with `root`, also of their paths relative to it."""
+    """BLAKE2b hash of the contents of files, in order, in hexadecimal: with `root` also of their paths relative to it,
+    else of their suffixes."""
     parts = []
     for file in files:
         with file.open("rb") as stream:

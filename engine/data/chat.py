@@ -44,7 +44,8 @@ class RenderedRows:
 
     rows: list[TokenRow | Dropped]
     answer: Span | None = None
-    """First token of the row's last answer, and the token after it, where the learned tokens do not show it."""
+    """(first token of the last answer, token after it) in a row whose learned tokens do not show where that answer is;
+    None in any other case."""
     facts: Counter[str] = field(default_factory=Counter)
     """How the conversation was rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
 
@@ -57,7 +58,8 @@ class AssistantTurn:
     start: int
     """First character of the answer."""
     in_whole: bool
-    """Whether `text` is the template's plain text of the conversation up to this turn."""
+    """Whether `text` is what the template renders for the conversation up to this turn, without any change to find the
+    answer."""
     prompted: bool
     """Whether `text` starts with a prompt that the template gives at inference."""
 
@@ -81,7 +83,8 @@ class ChatRenderer:
         learn_all: bool,
         written: tuple[str, str] | None = None,
     ) -> None:
-        """`written`: a text that stands for an image in the template's text, and what replaces it."""
+        """`system_prompt`: the recipe's system prompt, or None. `learn_all`: every token is learned, not answers alone.
+        `written`: (the text that the template writes for an image, the text that replaces it), or None."""
         self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
         self.template = ChatTemplate(tokenizer, written)
         if not tokenizer.is_fast:
@@ -145,7 +148,7 @@ class ChatRenderer:
         return RenderedRows([row], facts=Counter(per_conversation=1))
 
     def _last_answer(self, messages: list[Message], tools: Tools, whole: str) -> Span | None:
-        """First token of the last assistant turn in the rendered text `whole`, and the token after it; None if the
+        """(first token, token after the last one) of the last assistant turn in the rendered text `whole`; None if the
         template does not show where the turn starts."""
         turns = _assistant_turns(messages)
         if not turns:
@@ -286,7 +289,11 @@ class ChatRenderer:
         return row
 
     def _flagged(self, text: str, spans: Sequence[Span], *, cut: int = 0) -> TokenRow | Dropped:
-        """Tokenise the text, split at character `cut` unless that is 0, and flag the tokens that lie in `spans`."""
+        """Tokenise the text, and flag the tokens that lie in `spans` (ranges of characters) as learned. With `cut`
+        above 0, the texts before and after that character are tokenised separately.
+
+        Dropped if a token begins before a span and ends inside it, or if the split adds text.
+        """
         ids, places = self._encoded(text[cut:], cut)
         if cut:
             before_ids, before_places = self._encoded(text[:cut], 0)

@@ -74,7 +74,8 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, written: tuple[str, str] | None = None) -> None:
-        """`written`: a text that the template writes for an image, and what a processor would replace it by."""
+        """`written`: (the text that the template writes for an image, the text that a processor replaces it by), or
+        None."""
         self.text, self._written = find_template(tokenizer), written
         self.special_tokens: dict[str, Any] = {**tokenizer.special_tokens_map}
         self.marks_assistant = bool(GENERATION_BLOCK.search(self.text))
@@ -87,14 +88,18 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False, mode: Mode | None = None
     ) -> str:
-        """Text of a conversation; with `prompt`, followed by the header that starts the assistant's answer.
+        """Text of a conversation; with `prompt`, followed by the header that starts the assistant's answer. `mode` has
+        the template's own variables, such as {"enable_thinking": False}.
 
         Raises TemplateRefusal when the template fails, DataError when it has timed out MAX_STOPPED times.
         """
         return self._rendered(messages, tools, add_generation_prompt=prompt, **(mode or {}))[0]
 
     def render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
-        """Text of a conversation, and the ranges that the template's {% generation %} blocks produced."""
+        """Text of a conversation, and the ranges of characters that the template's {% generation %} blocks produced.
+
+        Raises the same errors as `render`.
+        """
         return self._rendered(messages, tools, return_assistant_tokens_mask=True)
 
     def _rendered(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
@@ -113,7 +118,8 @@ class ChatTemplate:
         return self._replaced(str(texts[0]), [(start, stop) for start, stop in spans[0]] if spans else [])
 
     def _replaced(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
-        """The text as a processor changes it for images, and where `spans` are then."""
+        """The text after the replacements that a processor makes for images, and the ranges of characters `spans` in
+        the changed text."""
         if self._written is None:
             return text, spans
         old, new = self._written

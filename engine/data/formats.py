@@ -60,17 +60,17 @@ ALPACA_LAYOUT_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\
 
 @dataclass(frozen=True)
 class Format:
-    """A recognised format."""
+    """The recognised format of a source, which turns its rows into records."""
 
     name: str
     fields: dict[str, str]
-    """The source's column of each of our fields."""
+    """Maps each field of the format (prompt, messages, …) to the column of the source that holds it."""
     source: str
     chat: bool = field(default=False)
     """Whether instruction rows are rendered as conversations."""
     boxes: BoxFormat | None = field(default=None, repr=False)
-    """Settings of a detection source. Like `image_root` not part of the representation, which is part of the
-    fingerprint of every source."""
+    """Settings of a detection source. `boxes` and `image_root` are left out of repr(), which is part of the fingerprint
+    of every source."""
     image_root: str | None = field(default=None, repr=False)
     """Folder that image paths are relative to."""
 
@@ -102,7 +102,8 @@ class Format:
 
 
 def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> Format:
-    """The format of a source, chosen by its columns and by its settings `format` and `columns`.
+    """The format of a source, chosen by its columns and by its settings `format` and `columns`. `has_template`: the
+    tokenizer has a chat template, so that instruction rows are rendered as conversations.
 
     Raises DataError when no format fits, or several do.
     """
@@ -140,7 +141,7 @@ def _with_images(columns: Sequence[str], source: Source) -> Format:
 
 
 def _image_root(source: Source) -> str | None:
-    """The source's `image_root`, or the folder of its data file."""
+    """The source's `image_root`, else its data folder or the folder of its data file; None without a path."""
     if source.image_root is not None or source.path is None:
         return source.image_root
     path = Path(source.path).expanduser()

@@ -17,7 +17,7 @@ ANSWER_SECONDS = 10.0
 
 
 def ask_hub() -> None:
-    """Send one request to the hub. Raises HTTPError if no answer comes."""
+    """Send one request to the hub. Raises huggingface_hub.errors.HTTPError if no answer comes within 10 s."""
     get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
 
 

@@ -59,7 +59,8 @@ class DetectionRecord:
     format: BoxFormat
 
     def conversation(self, height: int, width: int) -> ChatRecord | Dropped:
-        """The question with the image, of `height` × `width` pixels, and the boxes as the answer."""
+        """The conversation: a question with the image, which has `height` × `width` pixels, and the boxes as the
+        answer. Dropped if a box has no area or lies outside the image."""
         boxes = [_as_shares(box, self.format, height, width) for box in self.boxes]
         if not all(0.0 <= x1 < x2 <= 1.0 and 0.0 <= y1 < y2 <= 1.0 for x1, y1, x2, y2 in boxes):
             return Dropped("a box has no area, or lies outside its image")
@@ -102,7 +103,8 @@ def image_chat(values: dict[str, Any]) -> Record | Dropped:
 
 
 def detection(values: dict[str, Any], boxes: BoxFormat) -> DetectionRecord | Dropped:
-    """The image and the boxes of a row."""
+    """The image and the boxes of a row. Dropped if it has not exactly one image, has no boxes or malformed ones, or not
+    one label per box."""
     images = references([values.get("image")])
     if isinstance(images, Dropped):
         return images
@@ -120,7 +122,8 @@ def detection(values: dict[str, Any], boxes: BoxFormat) -> DetectionRecord | Dro
 
 
 def references(columns: Sequence[Any]) -> tuple[ImageReference, ...] | Dropped:
-    """The images that the values of image columns name: a path, {"bytes": …, "path": …}, or a list of these."""
+    """The images that the values of image columns name: a path, {"bytes": …, "path": …}, or a list of these. Dropped
+    if a value is none of them."""
     found = []
     for value in _flat(columns):
         reference = _reference(value)
@@ -152,8 +155,11 @@ def _reference(value: Any) -> ImageReference | None:
 
 
 def _with_images(record: ChatRecord, given: list[ImageReference]) -> ChatRecord | Dropped:
-    """The conversation with the images of its parts, and of its row: these fill the parts that name none, in order;
-    without such parts they come before the first question."""
+    """Combine a conversation with `given`, the images of its row. In order, they become the images of the image parts
+    that name none; if there is no such part, they are put before the user's first text.
+
+    Dropped if there are more or fewer images than parts, or an image is part of an answer.
+    """
     waiting, images, messages = list(given), [], []
     turns = [{**message, "content": _parts(message["content"])} for message in record.messages]
     if given and not any(part["type"] == "image" and "image" not in part for part in _all_parts(turns)):
@@ -207,7 +213,7 @@ def _all_parts(turns: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _as_shares(box: tuple[float, ...], source: BoxFormat, height: int, width: int) -> Box:
-    """The box as left, top, right, bottom, in shares of an image of `height` × `width` pixels."""
+    """Convert a box to (left, top, right, bottom) as fractions (0 to 1) of an image of `height` × `width` pixels."""
     high, wide = {"unit": (1.0, 1.0), "pixels": (height, width), "thousand": (1000.0, 1000.0)}[source.scale]
     first, second, third, fourth = box
     if source.order == "yxyx":

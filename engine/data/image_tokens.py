@@ -18,7 +18,7 @@ from engine.data.records import Dropped
 
 @dataclass(frozen=True)
 class PlacedImages:
-    """A row with its images' tokens."""
+    """A row in which each image token is repeated for every part of its image."""
 
     row: TokenRow
     count: int
@@ -26,10 +26,10 @@ class PlacedImages:
     end: int
     """The token after the last image token; 0 without images."""
     added: list[tuple[int, int]]
-    """For each image: its place in the row before, and the number of tokens added there."""
+    """For each image: the position of its token in the original row, and the number of tokens added there."""
 
     def moved(self, span: Span | None) -> Span | None:
-        """Where `span` of the row before is now."""
+        """Convert a range of tokens in the original row to the range of the same tokens in `row`."""
         if span is None:
             return None
         start, end = (place + sum(extra for at, extra in self.added if at < place) for place in span)
@@ -39,10 +39,11 @@ class PlacedImages:
 def place_images(
     row: TokenRow, images: Sequence[ImageFacts], processor: ImageProcessor | None
 ) -> PlacedImages | Dropped:
-    """The row of a conversation with the tokens of its first images: as many as it has tokens for images.
+    """Repeat each image token of `row` for every part of its image. The first image token belongs to the first image.
 
-    A row of one turn of a conversation may end before the last image. A row with more such tokens than images is
-    dropped: its text contains the token."""
+    The row may have fewer image tokens than the conversation has images, because the row of one turn may end before
+    the last image. A row with more image tokens than images is dropped: its text contains that token.
+    """
     if processor is None:
         return PlacedImages(row, 0, 0, [])
     ids: list[int] = []

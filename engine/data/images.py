@@ -1,8 +1,8 @@
 """Reads images, and makes the inputs of a vision-language model of them.
 
-While tokens are made, every image is decoded once: one that cannot be read is found before training starts, and its
-size tells how many tokens it takes. Pixels are not kept: they are read again when a micro-batch is made, in threads,
-and an image whose bytes have changed since ends the run.
+Every image is decoded once when tokens are made: an unreadable image is found before training starts, and the size of
+an image determines its number of tokens. Pixels are not kept. Threads read them again when a micro-batch is made; an
+image whose bytes have changed by then ends the run.
 
 `engine.model.image_processor` loads a model's ImageProcessor. Try: `python -m pytest tests/data/test_images.py`
 """
@@ -124,7 +124,7 @@ def decoded(data: bytes) -> Any:
 
 
 def references_of(record: Record | DetectionRecord | Dropped) -> tuple[ImageReference, ...]:
-    """The images of a record, in order."""
+    """The images of a record, in order; empty for a record without images or a dropped row."""
     if isinstance(record, DetectionRecord):
         return (record.image,)
     return record.images if isinstance(record, ChatRecord) else ()
@@ -133,7 +133,7 @@ def references_of(record: Record | DetectionRecord | Dropped) -> tuple[ImageRefe
 def facts_of(
     references: Sequence[ImageReference], root: str | None, processor: ImageProcessor
 ) -> tuple[list[ImageFacts], list[tuple[int, int]]] | Dropped:
-    """(facts, (height, width) in pixels) of each image, or the reason for dropping the row."""
+    """(facts of each image, (height, width) of each image in pixels), or the reason for dropping the row."""
     facts, sizes = [], []
     for reference in references:
         try:
@@ -147,8 +147,8 @@ def facts_of(
 
 
 def stamps_of_images(rows: SourceRows, format_: Format) -> str:
-    """A hash of path, size and time of change of every image file that the rows name, by which a cache of tokens
-    notices that images were replaced. Images inside the rows are covered by the hash of the rows."""
+    """A hash of path, size and time of change of every image file that the rows name. It tells the token cache that
+    images were replaced. Images inside the rows are covered by the hash of the rows."""
     stamps = hashlib.blake2b(digest_size=16)
     for batch in rows.batches():
         for row in batch:
@@ -173,7 +173,7 @@ def digest_of(data: bytes) -> int:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """A source whose rows may have images."""
+    """The rows and the format of a source, from which an ImageReader finds images again."""
 
     rows: SourceRows
     format: Format

@@ -237,7 +237,7 @@ def _split(
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Pseudo-random bits for integers (the finaliser of SplitMix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    """Hash each integer to 64 pseudo-random bits (the finaliser of SplitMix64; Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = values * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

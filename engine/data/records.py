@@ -48,7 +48,7 @@ class ImageReference:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is left out. The report counts rows by reason."""
+    """Takes the place of a row, or of one turn, that is left out, and says why. The report counts these by reason."""
 
     reason: str
 

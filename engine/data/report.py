@@ -56,7 +56,7 @@ class PartReport:
 
     @property
     def target_share(self) -> float:
-        """Share of the tokens that are learned."""
+        """Share of the tokens that are learned, from 0 to 1."""
         return self.target_tokens / self.tokens
 
 
@@ -70,7 +70,7 @@ class DataReport:
     notices: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report as plain lines."""
+        """The report as lines of plain text: sources, training and validation data, notices."""
         lines = [line for count in self.sources for line in _source_lines(count, "train")]
         lines += [line for count in self.validation_sources for line in _source_lines(count, "validation")]
         for part in self.parts:
@@ -93,7 +93,7 @@ class DataReport:
 
 
 def describe(part: str, data: TokenData) -> PartReport:
-    """Figures of the `part` "train" or "validation"."""
+    """Compute the figures of `data`, which is the `part` "train" or "validation"."""
     return PartReport(
         part, len(data), len(data.documents), int(data.lengths.sum(dtype=np.int64)),
         int(data.target_counts.sum(dtype=np.int64)),

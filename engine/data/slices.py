@@ -19,7 +19,8 @@ from engine.data.tokens import IGNORED
 
 
 def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
-    """Slice `place` (from 0) of `places` equal slices of a micro-batch, whose rows are padded to a divisible length.
+    """Slice number `place` (from 0) of `places` equal slices of a micro-batch, after padding its rows with `pad_id` to
+    a length that `places` divides.
 
     Packed rows and rows with images cannot be sliced: the budget refuses such recipes.
     """

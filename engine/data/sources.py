@@ -61,13 +61,16 @@ class SourceRows:
         return [lines.get(row, f"row {row + 1}") for row in rows]
 
     def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any]]]:
-        """All rows in order, as lists of up to `size` dicts."""
+        """All rows in order, as lists of up to `size` rows; a row is a dict by column."""
         for start in range(0, self.count, size):
             stop = min(start + size, self.count)
             yield self.table[start:stop] if isinstance(self.table, list) else self._decoded(start, stop)
 
     def row(self, number: int) -> dict[str, Any]:
-        """One row."""
+        """The row with this number, counted from 0, as a dict by column. Images stay undecoded.
+
+        Raises DataError for text that is not UTF-8.
+        """
         (row,) = self.table[number : number + 1] if isinstance(self.table, list) else self._decoded(number, number + 1)
         return dict(row)
 

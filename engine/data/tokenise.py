@@ -87,8 +87,8 @@ def _last_stretch(targets: NDArray[np.bool_]) -> Span:
 
 
 def _within(answer: Span, length: int) -> Span:
-    """The answer within a document of `length` tokens, never its first token: a prompt has at least one. If the answer
-    was cut off, it is the second half of the document."""
+    """`answer` limited to a document of `length` tokens, without the first token, so that the prompt before the answer
+    has at least one. If nothing of the answer is left, the second half of the document."""
     start, end = max(1, answer[0]), min(length, answer[1])
     return (start, end) if start < end else (max(1, length // 2), length)
 
@@ -135,7 +135,8 @@ class Tokeniser:
     def _opened(
         self, given: Record | DetectionRecord | Dropped, format_: Format
     ) -> tuple[Record | Dropped, list[ImageFacts]]:
-        """The record, and facts of its images. Boxes become a conversation, now that the image's size is known."""
+        """The record, and facts of its images, whose files are read here. A detection record becomes a conversation,
+        because the image's size is then known."""
         references = references_of(given)
         if not references or self.images is None:
             return (given if not isinstance(given, DetectionRecord) else Dropped(NO_PROCESSOR)), []

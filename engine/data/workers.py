@@ -26,7 +26,9 @@ Results = list[RowResult]
 
 
 def tokenise_rows(rows: SourceRows, format_: Format, tokeniser: Tokeniser, *, workers: int) -> Iterator[Results]:
-    """Documents of all rows of a source, in batches and in row order, for any number of `workers`.
+    """Yield the results (documents, or reasons for dropping) of all rows of a source, in batches and in row order.
+
+    With `workers` = 0 this process tokenises; with any number of workers the results are the same.
 
     Raises EnvironmentProblem when a worker is killed.
     """

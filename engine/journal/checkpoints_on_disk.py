@@ -49,7 +49,7 @@ class RemovedCheckpoints:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found: its step and its folder."""
+    """A checkpoint on disk: its step and its folder. Its contents may be damaged (see `damage`)."""
 
     step: int
     path: Path
@@ -72,8 +72,8 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove all checkpoints in `folder`, and record in REMOVED which ones there were. After a crash in between, the
-    next call removes the rest."""
+    """Remove all checkpoints in `folder`, after recording their steps in its `removed.json`. A removal that a crash
+    interrupted is completed by the next call."""
     found = find_checkpoints(folder)
     earlier = removed_checkpoints(folder)
     if found:
@@ -142,8 +142,9 @@ def best_step(folder: Path) -> int | None:
 
 
 def learned_memory(directory: RunDirectory) -> dict[str, Any] | None:
-    """What the newest readable checkpoint records about memory: its step, the figures of the micro-batch budget that
-    LEARNED names, and the remedies in force. None if no checkpoint can be read."""
+    """What the newest readable checkpoint records about memory: `step`, the figures `budget_bytes`, `proven_bytes`,
+    `ceiling_bytes`, `passing_bytes` and `slope` of the micro-batch budget, and `remedies`. None if no checkpoint can be
+    read."""
     for checkpoint in find_checkpoints(directory.checkpoints):
         try:
             state = checkpoint.state()

@@ -44,7 +44,7 @@ class Comparison:
 
 
 def compare(directories: Sequence[RunDirectory]) -> Comparison:
-    """Compare runs by their directories."""
+    """Compare runs, after reading the summary and the spec of each from its directory."""
     return compare_summaries(
         [summarise(directory) for directory in directories], [read_spec(directory) for directory in directories]
     )
@@ -96,7 +96,7 @@ def _best(key: str, names: Sequence[str], values: Sequence[float | None]) -> lis
 
 
 def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Dotted key = its value in each run, for every setting that differs; the keys of a sweep come first."""
+    """Map the dotted key of every setting that differs to its value in each run; the keys of a sweep come first."""
     swept = {key for spec in specs for key in spec.get("provenance", {}).get("sweep", {}).get("point", {})}
     flat = [dict(flatten_settings(spec)) for spec in specs]
     keys = dict.fromkeys(key for one in flat for key in one)

@@ -25,7 +25,7 @@ REQUESTS = ("stop", "pause", "checkpoint")
 
 @dataclass(frozen=True)
 class Request:
-    """One request, as it was sent."""
+    """One request to an engine: its name ("stop", "pause", …), the time at which it was sent, and further fields."""
 
     name: str
     time: str

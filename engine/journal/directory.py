@@ -84,11 +84,11 @@ class RunDirectory:
 
     @property
     def experts(self) -> Path:
-        """The folder of expert utilisation matrices, one for each evaluation of a mixture."""
+        """The folder of expert utilisation matrices, one for each evaluation of a mixture-of-experts model."""
         return self.path / "experts"
 
     def expert_matrix(self, step: int) -> Path:
-        """The file with the matrix of the evaluation after one step."""
+        """The file with the expert utilisation matrix of the evaluation after one step."""
         return self.experts / f"step-{step:08d}.json"
 
     @property
@@ -108,7 +108,8 @@ class RunDirectory:
 
     @property
     def assembly(self) -> Path:
-        """The file that says what a stage assembles; other stages and runs have none."""
+        """The file that says from which models a stage assembles a mixture of experts; absent in other stages and
+        runs."""
         return self.path / "assembly.json"
 
     @property
@@ -149,8 +150,8 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
 def create_stage_directory(
     stage: RunDirectory, run_toml_text: str, plan: dict[str, Any], assembly: dict[str, Any] | None = None
 ) -> None:
-    """Create the run directory of a stage, inside its run; it appears complete or not at all. `assembly` is what a
-    stage that assembles a mixture is told. Raises OSError."""
+    """Create the run directory of a stage, inside its run; it appears complete or not at all. `assembly` is the
+    content of `assembly.json`, for a stage that assembles a mixture of experts; None for others. Raises OSError."""
     stage.path.parent.mkdir(exist_ok=True)
     draft = RunDirectory(stage.path.with_name(f".new-{secrets.token_hex(6)}"))
     _fill(draft, run_toml_text, plan)
@@ -172,8 +173,10 @@ def _fill(draft: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None
 
 
 def _settle(draft: RunDirectory, wanted: Path) -> RunDirectory:
-    """Rename the draft to `wanted`, with a number if the name is taken; returns the new directory. A rename never
-    replaces a folder that is not empty."""
+    """Rename the draft to `wanted`, or to `wanted-2` and so on if the name is taken; returns the new directory.
+
+    Raises OSError, after deleting the draft, if it cannot be renamed.
+    """
     for number in count(1):
         final = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:

@@ -18,7 +18,7 @@ see `engine.journal.summary.status_of`."""
 
 
 class EventKind(NamedTuple):
-    """The fields of one kind of event."""
+    """The names of the fields that events of one kind must have, and of those that they may have."""
 
     required: frozenset[str]
     optional: frozenset[str]

@@ -83,7 +83,7 @@ def format_duration(seconds: float) -> str:
 
 
 def describe_event(event: Event) -> str | None:
-    """The line that is printed for an event; None for kinds of events that only change the status block."""
+    """The line that is printed for an event; None for events that have no line and only change the status block."""
     describe = EVENT_DESCRIPTIONS.get(event["kind"])
     text = describe(event) if describe is not None else None
     return None if text is None else clean(text)
@@ -169,8 +169,8 @@ REMEDY_WORDS = {
 def describe_verdict(verdict: str, micro_batch: object = None, remedies: Mapping[str, Any] | None = None) -> str:
     """Describe a plan's verdict: "fits", "fits with micro-batch 17 in place of 64" or "does not fit".
 
-    `micro_batch` is that of the plan as written, `remedies` the recipe keys with which it fits; events of earlier
-    versions have none.
+    `micro_batch` is the number of sequences in the recipe as written, `remedies` maps recipe keys to the values with
+    which the run fits. Both may be None: events of earlier versions lack them.
     """
     verdict = OLD_VERDICTS.get(verdict, verdict)
     if verdict != "fits_smaller":
@@ -220,7 +220,7 @@ def _stage_finished(event: Event) -> str:
 
 
 def _proof(event: Event) -> str | None:
-    """The line of a proof that failed; one that passed is in the journal alone."""
+    """The line for a proof (a comparison of a fast computation with its reference) that failed; None if it passed."""
     if event["passed"] is not False:
         return None
     return f"proof of {event['name']} failed: {event['detail']}; instead: {event['fallback']}"

@@ -1,4 +1,4 @@
-"""The run directories of a staged run's stages, and how their journals become one story in the run's own.
+"""The run directories of a staged run's stages, and how their events are copied into the run's own journal.
 
 `RUN/stages/01-NAME/` is an ordinary run directory. The events of a stage are appended to the run's journal by its
 conductor (`engine.stages.conductor`), each once, also when the conductor was killed in between.
@@ -48,8 +48,8 @@ def find_stage(run: RunDirectory, name: str) -> RunDirectory | None:
 
 
 def result_run(run: RunDirectory) -> RunDirectory:
-    """The run directory with the result of a run: of a staged run that has begun, that of its last enabled stage that
-    trains.
+    """The run directory that contains a run's result: for a staged run that has begun, the directory of its last
+    enabled training stage; else `run`.
 
     Raises UsageError where that stage has not begun.
     """

@@ -70,7 +70,7 @@ class RunSummary:
     seconds: float | None
     """Seconds since the engine was last started, or until it ended."""
     reason: str
-    """Why the run ended, where the engine recorded it: early stopping, a request, or the end of its time."""
+    """Why the run ended, where the engine recorded it: early stopping, a request, or --max-hours."""
     last_error: str | None
     exit_code: int | None
     model: str
@@ -91,8 +91,8 @@ class RunSummary:
 
 @dataclass
 class _UnparsedLines:
-    """Lines that are not parsed yet: the first and last of consecutive step events, and the newest line after them that
-    matches QUIET_LINE."""
+    """Lines that are not parsed yet: the first and the last of consecutive step events, and the newest `gpu` or
+    `heartbeat` event after them, of which only the time matters."""
 
     first: bytes | None = None
     last: bytes | None = None
@@ -149,8 +149,7 @@ class SummaryReader:
         self.state.fold(event)
 
     def _close(self, unparsed: _UnparsedLines) -> None:
-        """At the end of a read, parse the lines that were put off because later ones might replace them, and apply
-        their events to the state."""
+        """Parse the lines in `unparsed` and update the state with their events; called at the end of a read."""
         self._fold_steps(unparsed)
         if unparsed.quiet is not None and (event := decode_event(unparsed.quiet)) is not None:
             self.state.fold(event)

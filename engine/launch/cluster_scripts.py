@@ -171,8 +171,8 @@ def _setup(job: Job) -> str:
 
 
 def _mounts(job: Job) -> dict[str, str]:
-    """Map the path on the machines of each file to copy there to its path on this one: the run spec, and the local
-    files that the recipe names."""
+    """Return the files to copy to the job's machines, as {path on those machines: path on this one}: the run spec, and
+    the local files and folders that the recipe names."""
     recipe = job.spec.recipe
     sources = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
     wanted = [recipe.model.id, recipe.model.tokenizer, recipe.model.adapter, *sources]

@@ -45,7 +45,8 @@ def command_line_limits(
     devices: str | None,
     trust_remote_code: bool,
 ) -> Limits:
-    """Collect the limits of a start from the options of the command line. Raises UsageError for bad device indices."""
+    """Make the [limits] table of a run spec from command-line options, which are stored with the run and apply again
+    when it is resumed. Raises UsageError for bad device indices."""
     return Limits(
         max_hours=max_hours,
         wait_seconds=wait_seconds,
@@ -103,9 +104,9 @@ def create_run(
 ) -> tuple[RunDirectory, list[str]]:
     """Plan the run and create its directory in `folder`; returns the directory and notices for the user.
 
-    A profile of several machines is accepted only where a launcher has started a process for each device (`launched`).
-    Of a run that is `queued` neither the device nor the data need exist yet.
-    With `force`, the run starts as it is written, whatever the plan says.
+    `launched`: a launcher has started a process for each device; only then may the profile have several machines.
+    `queued`: the run starts later, so its device and its data need not exist yet.
+    `force`: the run starts as it is written, whatever the plan says.
 
     Raises:
         UsageError: the spec needs a feature that this version lacks, or would train wrongly, or parallel.sequence is
@@ -180,7 +181,7 @@ def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | No
 
 
 def refuse_sweep(spec: RunSpec) -> None:
-    """Raise UsageError for a recipe with a sweep: it is many runs, where one is wanted."""
+    """Raise UsageError for a recipe with a sweep, where a single run is created."""
     if spec.recipe.sweep:
         raise UsageError(
             f"recipe {spec.recipe.name!r} has a [sweep], which is many runs",
@@ -200,7 +201,8 @@ def require_launcher(spec: RunSpec) -> None:
 
 
 def drop_untrusted_limits(directory: RunDirectory) -> str | None:
-    """Remove the limits from a run that this user did not start on this machine; returns a notice if any were removed.
+    """Remove the limits (stored options such as --devices and --on-finish) from a run that this user did not start on
+    this machine; returns a notice if any were removed.
 
     Must be called before a run is continued: the limits in a run directory from someone else could contain a shell
     command (`on_finish`), or allow code that comes with a model.

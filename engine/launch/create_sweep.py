@@ -54,8 +54,8 @@ def _point_spec(spec: RunSpec, sweep_id: str, point: dict[str, Any]) -> RunSpec:
 
 
 def point_name(name: str, point: dict[str, Any]) -> str:
-    """The name of a point's run, such as demo-learning_rate=0.0001-seed=2; other letters than those of names become
-    "_"."""
+    """The name of a point's run, such as demo-learning_rate=0.0001-seed=2, of at most 120 characters. Every character
+    other than A-Z, a-z, 0-9 and . _ = - becomes "_"."""
     parts = [f"{key.rpartition('.')[2]}={value}" for key, value in point.items()]
     return re.sub(r"[^A-Za-z0-9._=-]+", "_", "-".join([name, *parts]))[:120].rstrip("_")
 

@@ -328,7 +328,7 @@ def _exit_text(code: int) -> str:
 
 
 def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES) -> list[str]:
-    """The last lines of `engine.log` from byte `start` on."""
+    """The last `lines` lines of `engine.log` after byte `start`, of its last 64 KiB at most; empty without a log."""
     try:
         with directory.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)

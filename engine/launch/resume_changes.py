@@ -79,8 +79,8 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def comparable(spec: RunSpec) -> dict[str, Any]:
-    """The data of a run spec in which changes are found. Of a staged run, the recipe is replaced by the whole recipe of
-    each stage, so that a change counts for the stages that it reaches and for no other."""
+    """The run spec as nested dicts, to be compared by `find_changes`. The recipe of a staged run is replaced by the
+    complete recipe of each stage, so that a change counts only for the stages that it affects."""
     data = spec.model_dump(by_alias=True)
     if spec.recipe.stages:
         data["recipe"] = {"stages": {stage.name: _comparable_stage(spec, stage) for stage in spec.recipe.stages}}
@@ -121,7 +121,7 @@ def notices_of(changes: Changes) -> list[str]:
 
 
 def enables_stage(changes: Changes) -> bool:
-    """Whether a stage that was left out is to be done now."""
+    """Whether the changes enable a stage (`enabled = true`) that was disabled before."""
     return any(
         key.startswith(f"{STAGES_KEY}.") and key.endswith(".enabled") and new is True
         for key, (_, new) in changes.items()

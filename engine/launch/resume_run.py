@@ -51,8 +51,9 @@ def prepare_resume(
 ) -> list[str]:
     """Check the requested changes and write the new spec into the run directory; returns notices for the user.
 
-    `limits` holds the limits named on this command line; all others stay as they were at the last start. `from_stage`
-    names a stage that is done again from its start, with all stages that start from it.
+    `limits` maps names of the [limits] table (max_hours, devices, …) to the values on this command line; all others
+    stay as they were at the last start. `from_stage` names a stage that is done again from its start, with all stages
+    that start from it.
 
     Raises:
         UsageError: `from_step` has no checkpoint, `from_stage` is no stage of the run, a change is not allowed, or a
@@ -197,7 +198,8 @@ def _refuse_if_done(directory: RunDirectory) -> None:
 
 
 def _with_limits(directory: RunDirectory, spec: RunSpec, limits: dict[str, Any]) -> tuple[RunSpec, list[str]]:
-    """Return `spec` with the limits of the last start, updated by `limits`, and notices for the user."""
+    """Return `spec` with the [limits] table of the last start, updated by `limits`, and notices for the user. Raises
+    UsageError if the devices do not match the profile's kind or number of devices."""
     notice = drop_untrusted_limits(directory)
     notices = [notice] if notice else []
     earlier = load_run_spec(directory.run_toml, own=True).limits

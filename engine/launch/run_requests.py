@@ -1,4 +1,5 @@
-"""What a run has been asked to do: by control files, signals and the clock. Looked at between steps.
+"""Collects what a run has been asked to do: by control files, by signals, and by --max-hours. The training loop looks
+at the requests between steps.
 
 SIGTERM and SIGINT ask to stop; a second one ends the process at once. SIGHUP is ignored: a terminal that goes away is
 no reason to stop training.
@@ -20,10 +21,11 @@ from engine.journal.events import EventWriter
 
 
 class RunRequests:
-    """Collects requests; `ending` says how the run should end, if it should."""
+    """Collects the requests to a run. `ending` is "stop" or "pause" once the run should end, else None."""
 
     def __init__(self, inbox: ControlInbox | None, writer: EventWriter | None, max_hours: float | None) -> None:
-        """Without an inbox, as on every rank but rank 0, requests come from `adopt` alone."""
+        """Start the clock of `max_hours`; None means no limit. `inbox` and `writer` are None on every rank but rank 0:
+        these ranks get their requests through `adopt`."""
         self._inbox, self._writer = inbox, writer
         self._deadline = time.monotonic() + max_hours * 3600 if max_hours else None
         self._signals = 0

@@ -1,8 +1,8 @@
-"""Starts the simulations from which the memory of families without a closed form is predicted.
+"""Starts simulations, which predict the memory of model families for which the budget has no formula (closed form).
 
-`with_simulations` calls a function that plans; where it needs a simulation that is not kept on this machine, a process
-that may import torch makes it (`tunedeck _simulate`), and the function is called again. A caller that plans many
-variants, such as `fit`, gets all of them from one process, which imports torch once.
+`with_simulations` calls a function that plans. If the function needs a simulation that is not in this machine's cache,
+a process that may import torch makes it (`tunedeck _simulate`), and the function is called again. A caller that plans
+many variants, such as `fit`, gets all of them from one process, which imports torch once.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 """
@@ -26,7 +26,8 @@ Planned = TypeVar("Planned")
 
 
 def with_simulations(plan: Callable[[], Planned], announce: Callable[[str], None] = lambda text: None) -> Planned:
-    """Return what `plan` returns, after making the simulations that it misses. `announce` is called before the first.
+    """Return what `plan` returns, after making every simulation for which it raises NotSimulatedError. `announce` is
+    called with a sentence for the user before the first simulation.
 
     Raises:
         EnvironmentProblem: the packages for training are not installed, or a simulation ended without a result.
@@ -61,7 +62,8 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _simulate(process: subprocess.Popen[str], spec: RunSpec) -> None:
-    """Have one run simulated. Raises EnvironmentProblem if nothing was kept."""
+    """Let `process` simulate the run `spec` and put the result into the cache. Raises EnvironmentProblem if
+    nothing was put there."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(spec.model_dump_json(by_alias=True) + "\n")
@@ -77,7 +79,7 @@ def _simulate(process: subprocess.Popen[str], spec: RunSpec) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that simulates, also in the middle of a simulation."""
+    """End the process that simulates, even in the middle of a simulation."""
     assert process.stdin is not None and process.stdout is not None
     process.kill()
     process.wait()

@@ -1,8 +1,8 @@
 """Which linear layers of a model cannot have an adapter, and why.
 
-Three kinds: weights that a Mamba layer's kernels read themselves, names that peft takes for those of fused experts, and
-routers, which return more than one tensor and are frozen beside LoRA or trained in full. By a config alone,
-`engine.budget.architecture.trainable_families` knows the families.
+There are three kinds: layers whose weights a Mamba layer's kernels read directly, layers whose names peft takes for
+those of fused experts, and routers, which return more than one tensor and are frozen beside LoRA or trained in full.
+Which model families have such layers is in `engine.budget.architecture.trainable_families`, which needs only a config.
 
 Try: `python -m pytest tests/model/test_families.py`.
 """
@@ -23,7 +23,7 @@ from engine.budget.architecture.trainable_families import (
 
 
 def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
-    """Return, of the dotted names of linear layers, those that cannot have an adapter, each with the reason."""
+    """Return {dotted name: reason} for those of the linear layers `linears` that cannot have an adapter."""
     model_type = str(model.config.get_text_config().model_type)
     experts, routers = names_of_experts(model_type), router_modules(model)
     reasons: dict[str, str] = {}

@@ -25,22 +25,22 @@ from transformers.pytorch_utils import Conv1D
 
 
 def compute_in_input_dtype(model: nn.Module) -> None:
-    """Let every LoRA layer of `model` compute as this file says, if its adapter is plain LoRA on a frozen linear
-    layer."""
+    """Make every LoRA layer of `model` compute its adapter in the dtype of the layer's input, if the adapter is plain
+    LoRA on a frozen linear layer. Other layers are left to peft."""
     for module in model.modules():
         if isinstance(module, LoraLayer) and _is_plain(module):
             module.forward = MethodType(_forward, module)
 
 
 def compute_with_peft(model: nn.Module) -> None:
-    """Let every LoRA layer of `model` compute as peft does."""
+    """Undo `compute_in_input_dtype`: make every LoRA layer of `model` use peft's own forward method."""
     for module in model.modules():
         if is_ours(module):
             del module.__dict__["forward"]
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether a layer computes as this file says."""
+    """Whether `compute_in_input_dtype` replaced the forward method of this layer."""
     return isinstance(module, LoraLayer) and getattr(module.__dict__.get("forward"), "__func__", None) is _forward
 
 
@@ -68,7 +68,7 @@ class _AdaptedLinear(torch.autograd.Function):
     """base(x) + dropped · Aᵀ · Bᵀ · scaling, where `dropped` is x after dropout (None: without dropout).
 
     Shapes: x [..., inputs], A [rank, inputs], B [outputs, rank]; T is the product of x's leading dimensions. Saved for
-    backward: the adapter's input and its product with A. Scaling is applied by the products that add, or in fp32.
+    backward: the adapter's input and its product with A. Returns the output [..., outputs] in the dtype of x.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Chooses the attention kernel of a model from its config, its device and the packages that are installed.
 
-Whether a package is installed is asked of transformers' own predicates: flash-attn and flash-attn-4 install modules of
-one name, so finding the module says nothing. A package that is installed and does not import (built for another torch)
-is passed over, with a notice. Which kernels prevent attention between packed documents is decided in
-`engine.budget.architecture.packing_support`.
+transformers' own functions say whether a package is installed: flash-attn and flash-attn-4 install a module of the same
+name, so finding the module does not tell which is there. A package that is installed but cannot be imported (it was
+built for another torch) is not used, and a notice says so. Which kernels prevent attention between packed documents is
+decided in `engine.budget.architecture.packing_support`.
 
 Try: `python -m pytest tests/model/test_attention.py`.
 """
@@ -59,8 +59,9 @@ def choose_attention(
     `deterministic`, only kernels whose backward pass can be deterministic are chosen.
 
     Raises:
-        EnvironmentProblem: flash attention was asked for, of any or of one kind, and cannot run here.
-        UsageError: sdpa was asked for, but the architecture has none, or one without the model's soft-cap.
+        EnvironmentProblem: `asked` is flash attention (any kernel or a certain one), and it cannot run here.
+        UsageError: `asked` is "sdpa", but the architecture has no sdpa attention, or has it without the soft-cap that
+            the model needs.
     """
     model, card = attention_needs(config), _card(device, dtype)
     chosen = choose_kernel(
@@ -123,7 +124,7 @@ def _obstacle_here(kernel: str, deterministic: bool) -> Obstacle | None:
 
 
 def _missing(kernel: str) -> str | None:
-    """Return why a kernel's package does not count as installed, or None if it is there."""
+    """Return why a kernel's package does not count as installed, or None if it is installed."""
     predicate = getattr(import_utils, f"is_flash_attn_{kernel[-1]}_available", None)
     if predicate is None:
         return "needs a newer transformers"

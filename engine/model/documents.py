@@ -1,8 +1,9 @@
-"""Tells transformers where the documents of a micro-batch begin, so that it need not read it back from the device.
+"""Tells transformers where the documents of a micro-batch begin, so that it does not read position ids back from the
+device.
 
 transformers finds packed documents by the values of position ids, once for each mask or, with a flash kernel, in every
-layer. Each time the host waits until the device has computed all that is queued. The host made the micro-batch and
-knows it already (`engine.data.batch.Documents`).
+layer. Each time the host waits until the device has computed all that is queued. The host, which made the micro-batch,
+already knows where documents begin (`engine.data.batch.Documents`).
 
 Try: `python -m pytest tests/model/test_flash_lengths.py tests/train/test_host_syncs.py`
 """
@@ -28,8 +29,9 @@ def takes_starts(attention: str) -> bool:
 
 
 def flash_options(module: torch.nn.Module, documents: Documents | None) -> dict[str, Any]:
-    """Options with which `module`, a decoder, tells flash kernels where documents begin (transformers'
-    `FlashAttentionKwargs`); empty for a decoder that takes no further options, or for kernels that take no starts."""
+    """Keyword arguments for the forward of the decoder `module` that tell flash kernels where documents begin
+    (transformers' `FlashAttentionKwargs`). Empty if the decoder takes no such arguments, or `documents` has no
+    `starts_D1`."""
     if documents is None or documents.starts_D1 is None or not takes_any_option(module):
         return {}
     starts_D1, longest = documents.starts_D1, documents.longest
@@ -46,16 +48,18 @@ _handed_over = False
 
 
 def starts_are_handed_over() -> bool:
-    """Whether a forward pass is under way whose layers are told where documents begin, so that no mask is needed."""
+    """Whether the present forward pass gets the `flash_options` (see `separate_documents`), so that it needs no
+    mask."""
     return _handed_over
 
 
 @contextmanager
 def separate_documents(apart: bool, *, handed_over: bool = False) -> Iterator[None]:
-    """Inside the block, the masks that transformers makes keep the documents of a row apart if `apart` is True; else
-    every row is one document. `find_packed_sequence_indices` is the one function that decides it for all masks.
+    """Inside the block, transformers' attention masks separate the documents of a row if `apart` is True; else every
+    row is one document. (`find_packed_sequence_indices` of transformers is replaced meanwhile.)
 
-    `handed_over`: the forward pass gets the `flash_options`, and its kernel needs no mask.
+    `handed_over`: the forward pass gets the `flash_options`; its kernel separates documents without a mask, so masks
+    do not.
     """
     global _handed_over
     former = masking_utils.find_packed_sequence_indices

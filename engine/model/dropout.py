@@ -66,11 +66,11 @@ class KeyedDropout(nn.Module):
 def keyed_drop(input: Tensor, key: DropoutKey, name: str, probability: float) -> Tensor:
     """Return `input` with dropped elements set to 0 and the others scaled by 1/(1-p).
 
-    B samples, S positions, F features. Shapes: [B, S, F]; [B·S, F], of which all rows of a sample are neighbours;
-    attention weights [B, H, S, S] or [B·H, S, S], where each head has masks of its own.
+    B samples, S positions, F features. Shapes of `input`: [B, S, F]; [B·S, F] with the rows of a sample
+    next to each other; attention weights of H heads, [B, H, S, S] or [B·H, S, S], where each head has masks of its own.
 
     Raises:
-        UsageError: another shape, of which no dimension is known to be the samples.
+        UsageError: `input` has another shape, so that it is not known which dimension counts samples.
     """
     samples = key.sample_ids
     first, shape = input.shape[0], input.shape
@@ -131,13 +131,15 @@ def key_dropout(model: nn.Module, *, calls: bool = False) -> None:
 
 
 def keyed_dropouts(model: nn.Module) -> list[KeyedDropout | FunctionalDropout]:
-    """Return what `keyed` gives a key to. Reuse the list: searching a large model takes milliseconds."""
+    """Return the layers to pass to `keyed`: all that draw keyed masks in `model`. Searching a large model takes
+    milliseconds, so call this once and reuse the list."""
     found: list[KeyedDropout | FunctionalDropout] = [m for m in model.modules() if isinstance(m, KeyedDropout)]
     return [*found, vars(model)[FUNCTIONAL]] if FUNCTIONAL in vars(model) else found
 
 
 def follow_checkpoints(model: nn.Module) -> None:
-    """Call it whenever checkpointing of a model was switched on; see `FunctionalDropout.follow_checkpoints`."""
+    """Make recomputed layers of `model` draw the same dropout masks (`FunctionalDropout.follow_checkpoints`). Call this
+    each time after gradient checkpointing is switched on."""
     if FUNCTIONAL in vars(model):
         vars(model)[FUNCTIONAL].follow_checkpoints()
 
@@ -187,8 +189,8 @@ class FunctionalDropout:
             module.register_forward_hook(self._leave, always_call=True)
 
     def follow_checkpoints(self) -> None:
-        """Give the calls of a checkpointed layer the same names when it is computed again. Call it whenever
-        checkpointing was switched on."""
+        """Give the dropout calls of a checkpointed layer the same names when the layer is recomputed. Call this each
+        time after gradient checkpointing is switched on."""
         for name, module in self._named.items():
             if "_gradient_checkpointing_func" in vars(module):
                 checkpoint = partial(self._checkpoint, name, vars(module)["_gradient_checkpointing_func"])

@@ -1,4 +1,4 @@
-"""Chooses what computes keyed dropout: the reference, or one Triton kernel in place of its eleven small ones.
+"""Chooses what computes keyed dropout: the reference (eleven small kernels), or one Triton kernel.
 
 Kernel and reference compute the same integers from the same keys, so their results are equal to the bit. The kernel
 draws masks in registers; the reference needs 13 bytes per value of a sample's mask. A kernel is used once it has been
@@ -31,7 +31,8 @@ _in_use: dict[str, Drop] = {}
 
 
 def drop(rows_RSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
-    """Compute keyed dropout; see `Drop`."""
+    """Return rows_RSF [R, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p), computed by the kernel
+    in use for its device. `keys`: one for each row; `first`: position of each row's first token."""
     return _in_use.get(rows_RSF.device.type, reference_drop)(rows_RSF, keys, first, probability)
 
 

@@ -41,14 +41,14 @@ class Routing(NamedTuple):
     """What the routers did with the tokens of a micro-batch."""
 
     auxiliary: Tensor | None
-    """Σ_rows tokens_row · mean_layers( E · Σ f P ), an fp32 scalar; None if nothing learns from it."""
+    """Σ_rows tokens_row · mean_layers( E · Σ f P ), an fp32 scalar; None if the auxiliary loss has weight 0."""
     choices_LE: Tensor | None
-    """How many tokens chose each expert of each layer, int64; None if nobody watches."""
+    """How many tokens chose each expert of each layer: int64 [L, E]; None unless `moe.watch_experts` is set."""
 
 
 @dataclass(frozen=True)
 class ExpertBalance:
-    """What is computed from the router logits of a model in training."""
+    """Computes the auxiliary loss and the counts of choices from the router logits of a model in training."""
 
     layers: tuple[int, ...]
     """Numbers of the layers with experts, from 0, in the order of the model."""
@@ -60,7 +60,7 @@ class ExpertBalance:
     """Whether the choices are counted."""
 
     def no_choices(self) -> NDArray[np.int64]:
-        """The counts [L, E] of a rank without micro-batches."""
+        """Zeros, int64 [L, E]: the counts of a rank that ran no micro-batch."""
         return np.zeros((len(self.layers), self.experts), np.int64)
 
     def routing(self, logits: Sequence[Tensor], row_tokens_B: Tensor, positions: int) -> Routing:
@@ -93,7 +93,8 @@ class ExpertBalance:
 
 
 def expert_balance(recipe: Recipe, loaded: LoadedModel) -> ExpertBalance | None:
-    """What a recipe's [moe] table computes from the router logits of `loaded`; None if nothing.
+    """The auxiliary loss and counts that a recipe's [moe] table asks for; None if it asks for neither, or neither
+    applies to the model.
 
     The default weight of the auxiliary loss is the model's own `router_aux_loss_coef` if its routers learn, else 0.
     Adds a notice to `loaded` where a key of the table has no effect or less than it seems to have.

@@ -71,7 +71,8 @@ def liger_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _trial(compute: FusedLoss, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the hidden states, in fp32 on the host; the loss is divided, as in training."""
+    """(mean token loss, its gradient with respect to the hidden states [N, H]) for random numbers, in fp32 on the
+    host."""
     tokens, width, vocabulary = TRIAL_NHV
     draw = torch.Generator().manual_seed(0)  # its own, so that the run's random states stay as they are
     hidden_NH = torch.randn(tokens, width, generator=draw).to(device, dtype).requires_grad_()

@@ -210,7 +210,7 @@ def _load_pretrained(
 
 
 def _expect_complete(start: StartingWeights, report: dict[str, Any]) -> None:
-    """Refuse a model with missing weights, which transformers would replace by random ones."""
+    """Raise UsageError if weights are missing or have another shape: transformers would replace them by random ones."""
     missing = sorted(report["missing_keys"])
     misshapen = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     if missing or misshapen:
@@ -223,7 +223,7 @@ def _expect_complete(start: StartingWeights, report: dict[str, Any]) -> None:
 
 
 def _expect_safetensors(start: StartingWeights) -> None:
-    """Refuse a folder without *.safetensors: other formats use pickle, which can run code."""
+    """Raise UsageError for a folder without *.safetensors: other formats use pickle, which can run code."""
     if start.folder is None or any(start.folder.glob("*.safetensors")):
         return
     others = sorted(path.name for path in start.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))

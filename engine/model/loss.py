@@ -48,17 +48,17 @@ CHUNKED = ("chunked", "torch")
 
 
 class MicroBatchLoss(NamedTuple):
-    """What is minimised or counted of one micro-batch."""
+    """The losses of one micro-batch, which a step minimises, and its counts of expert choices."""
 
     token_losses: Tensor
     """Sum of the token losses, an fp32 scalar."""
     auxiliary: Tensor | None = None
-    """See `Routing`."""
+    """The auxiliary loss of a mixture of experts, an fp32 scalar (`Routing.auxiliary`); None without one."""
     choices_LE: Tensor | None = None
-    """See `Routing`."""
+    """How many tokens chose each expert of each layer, int64 [L, E]; None if this is not counted."""
 
     def share_of(self, target_tokens: int, tokens: int) -> MicroBatchLoss:
-        """This micro-batch's share in the losses of a step with so many target tokens, and so many tokens in all."""
+        """Divide the token losses by the step's number of target tokens, and the auxiliary loss by its `tokens`."""
         auxiliary = None if self.auxiliary is None else self.auxiliary / tokens
         return self._replace(token_losses=self.token_losses / target_tokens, auxiliary=auxiliary)
 
@@ -300,8 +300,8 @@ def _flash_options(loaded: LoadedModel, body: torch.nn.Module, batch: Batch) -> 
 
 
 def _documents_of(batch: Batch, *, handed_over: bool) -> AbstractContextManager[None]:
-    """Return a context in which transformers' masks fit the documents of a batch; without knowledge of them (a slice),
-    transformers finds out itself."""
+    """Return a context in which transformers' masks separate the documents of `batch`. For a slice, whose documents are
+    not known, it does nothing, and transformers infers documents from the position ids."""
     if batch.documents is None:
         return nullcontext()
     return separate_documents(not batch.documents.one_per_row, handed_over=handed_over)
@@ -316,7 +316,7 @@ def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the module that maps token ids to hidden states."""
+    """Return the module that maps token ids [B, S] to hidden states [B, S, H]: the model without its output head."""
     decoder: torch.nn.Module = model.get_decoder()
     # Llama 4's text model names no decoder, and gives itself: head and all.
     return decoder if decoder is not model else cast(torch.nn.Module, getattr(model, "model", model))

@@ -34,8 +34,8 @@ def settle_dropout(
 ) -> list[str]:
     """Set the dropout that is not kept to 0 in `config`, before a model is made of it; returns notices.
 
-    `kernel`: transformers' name of the attention kernel; `asked`: model.attention_dropout; `shared`: ranks share
-    sequences, so that each has a part of the attention weights.
+    `kernel`: transformers' name of the attention kernel; `asked`: model.attention_dropout; `cuda`: whether the device
+    is a GPU; `shared`: ranks share sequences, so that each has a part of the attention weights.
     """
     notices: list[str] = []
     keyed = kernel == "eager" and not shared

@@ -30,7 +30,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Precision:
-    """One row of the table at the top of this file: dtypes, and whether the loss is scaled."""
+    """The dtypes of the base weights and of the computation, the autocast dtype (None: no autocast), whether the loss
+    is scaled, and notices for the user."""
 
     weights: torch.dtype
     compute: torch.dtype

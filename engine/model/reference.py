@@ -80,7 +80,11 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
 
 
 def find_run_weights(text: str) -> Path:
-    """Return the folder with the weights that "run:RUN" (the run's result), "run:RUN@STEP" or "run:RUN@best" names."""
+    """Return the folder with the weights that "run:RUN" (the run's result), "run:RUN@STEP" or "run:RUN@best" names.
+
+    Raises:
+        UsageError: no such run, or the run has no such result or checkpoint.
+    """
     name, _, which = text.removeprefix(RUN_PREFIX).partition("@")
     run = result_run(resolve_run(name, None))
     if which:

@@ -48,8 +48,8 @@ def expect_scaled(model: nn.Module, scaling: RopeScaling) -> None:
 
 
 def fix_frequencies(model: nn.Module, length: int) -> list[str]:
-    """Give rotary embeddings whose frequencies follow the longest sequence those of `length` tokens, for good; returns
-    a notice for each type of scaling that is fixed above its original length."""
+    """Fix the frequencies of "dynamic" and "longrope" rotary embeddings to those for sequences of `length` tokens,
+    whatever a micro-batch contains. Returns a notice for each of these types whose frequencies are changed by this."""
     notices = []
     for module, layer_type, kind in list(_rotations(model)):
         if kind not in BY_LENGTH:
@@ -79,7 +79,8 @@ def _rotations(model: nn.Module) -> Iterator[tuple[Any, str | None, str]]:
 
 
 def _switch_off(module: Any, layer_type: str | None) -> None:
-    """Make a rotary embedding keep its frequencies: transformers updates those of BY_LENGTH alone."""
+    """Make a rotary embedding keep its frequencies, by changing its type to "default", which transformers never
+    updates."""
     if layer_type is None:
         module.rope_type = "default"
     else:

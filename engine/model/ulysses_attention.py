@@ -65,7 +65,8 @@ class UlyssesAttention:
             self._use(self.inner)
 
     def slice_of(self, batch: Batch, *, pad_id: int) -> Batch:
-        """Return this rank's slice of the positions of a micro-batch."""
+        """Return this rank's slice of the positions of a micro-batch, padded with `pad_id` if the ranks cannot share
+        the positions equally."""
         return slice_of(batch, self.group.place, self.group.size, pad_id=pad_id)
 
     def _use(self, kernel: str) -> None:
@@ -75,8 +76,8 @@ class UlyssesAttention:
     def _attend(
         self, module: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """Compute attention for one layer; every layer calls this with its tensors for this rank's positions. Returns
-        outputs [B, S, H, D] and None."""
+        """Compute attention for one layer; every layer calls this with its tensors for this rank's S positions: queries
+        of H heads, keys and values of K heads, D values per head. Returns outputs [B, S, H, D] and None."""
         device = query_BHSD.device.type
         # Under autocast the kernel would convert to the narrower dtype; converting first halves the bytes exchanged.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_BHSD.dtype

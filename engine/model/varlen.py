@@ -27,7 +27,7 @@ NAME = "varlen"
 
 
 def register_varlen() -> None:
-    """Make the kernel known to transformers by its name. May be repeated."""
+    """Register the kernel and its mask with transformers under the name "varlen". Calling it again has no effect."""
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, varlen_mask)
 
@@ -56,7 +56,9 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for one layer, as transformers calls it; returns outputs [B, S, H, D] and None.
 
-    `cu_seq_lens_q` and `max_length_q` are `starts_D1` and `longest` of `engine.data.batch.Documents`.
+    `cu_seq_lens_q` and `max_length_q` are `starts_D1` and `longest` of `engine.data.batch.Documents`. Without them sdpa
+    computes the attention. Raises UsageError if they are missing in a forward pass whose masks do not separate packed
+    documents.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         if starts_are_handed_over():
@@ -94,7 +96,7 @@ def varlen_attention(
 
 
 def _flat(tensor_BHSD: Tensor) -> Tensor:
-    """All rows after each other [T, H, D]; under autocast in its dtype, as attention products are."""
+    """All rows, one after another: [T, H, D] with T = B·S, in autocast's dtype if autocast is enabled."""
     device = tensor_BHSD.device.type
     if torch.is_autocast_enabled(device):
         tensor_BHSD = tensor_BHSD.to(torch.get_autocast_dtype(device))
