@@ -12,9 +12,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class EntryFile(BuildHookInterface):  # type: ignore[type-arg]  # its parameter is hatchling's own builder configuration
-    """Puts the command's file into the package."""
+    """A build hook that puts `tunedeck.py` into the wheel as `tunedeck/__init__.py`."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """`version` is "standard" or "editable"."""
+        """Add the file to a wheel whose `version` is "standard"; an "editable" installation gets no file."""
         if version == "standard":
             build_data["force_include"]["tunedeck.py"] = "tunedeck/__init__.py"

@@ -1,4 +1,4 @@
-"""What all tests share: nothing they do reaches the user's own folders, caches or the network.
+"""What all tests share: no test touches the user's own folders and caches, or the network.
 
 And the order they run in: groups of ranks on one worker, slow files, then fast ones.
 """
@@ -55,7 +55,8 @@ ISOLATED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything is imported: the hub's client reads its folders and its offline switch once, at import."""
+    """Set the environment variables of folders and offline mode before anything is imported, because huggingface_hub
+    reads them once, at import."""
     folder = tempfile.TemporaryDirectory(prefix="tunedeck-tests-", ignore_cleanup_errors=True)
     config.stash[ISOLATED] = folder
     os.environ.update({name: str(Path(folder.name, name.lower())) for name in FOLDERS})
@@ -65,15 +66,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _unknown_lengths() -> Iterator[None]:
-    """A plan of one test does not depend on data that an earlier one has read."""
+    """Delete the stored sequence lengths after each test, so that no plan depends on data that an earlier test has
+    read."""
     yield
     shutil.rmtree(Path(os.environ["TUNEDECK_CACHE"], "lengths"), ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # -m and xdist read the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests and the tests that one worker gets together (its file, or all groups of ranks), and put the ranks
-    first, then the other slow files. The fast files at the end are short, so that two workers end together."""
+    """Mark slow tests, and assign the tests that must run on one worker to a group: all tests with groups of ranks,
+    else the tests of one file. Then sort: tests of ranks, other slow files, fast files. Fast files come last, so that
+    all workers end at about the same time."""
     for item in items:
         ranks, slow = item.nodeid.startswith(RANKS), item.nodeid.startswith(SLOW)
         item.add_marker(pytest.mark.xdist_group("ranks" if ranks else item.nodeid.partition("::")[0]))
@@ -83,7 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported by now stays: recoveries and the engine's start collect garbage, and need not look at it."""
+    """Exclude all objects that exist now from garbage collection, so that the collections in engine starts and
+    recoveries are fast. Raises UsageError if the installed pytest-xdist does not group tests."""
     # xdist 3.8 does not group under pytest 9.2 and does not say so: every worker would make every file's runs.
     grouped = getattr(session.config.option, "loadgroup", False)  # set by xdist in its workers
     if grouped and not all("@" in item.nodeid for item in session.items):
@@ -93,12 +97,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove the folders again."""
+    """Remove the temporary folders that `pytest_configure` created."""
     config.stash[ISOLATED].cleanup()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many allocations were made to fail (the tests that do it record the number)."""
+    """Print how many allocations were made to fail. The tests that do this record the number."""
     # They record it when they are torn down, and what passes there is filed under no outcome.
     everything = [report for reports in terminalreporter.stats.values() for report in reports]
     ends = [report for report in everything if getattr(report, "when", "") == "teardown"]

@@ -1,4 +1,4 @@
-"""What a test knows to be there, said to the type checker."""
+"""Functions that narrow a type for the type checker and assert at run time that the narrower type is right."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Value = TypeVar("Value")
 
 
 def present(value: Value | None) -> Value:
-    """`value`, which must not be None."""
+    """Assert that `value` is not None, and return it."""
     assert value is not None
     return value
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient that backward left at `tensor`, of its shape."""
+    """The gradient of `tensor`, of the same shape. Asserts that a backward pass has set it."""
     return present(tensor.grad)
 
 
 def metered(device: Device) -> MeteredDevice:
-    """`device`, which must be a metered one: its allocations can be made to fail."""
+    """`device`, asserted to be a metered device, whose allocations can be made to fail."""
     assert isinstance(device, MeteredDevice)
     return device

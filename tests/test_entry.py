@@ -1,4 +1,5 @@
-"""The way in: what the command imports, what it costs, and that a user's own `engine.py` is never taken for ours."""
+"""The start of the `tunedeck` command: which modules it imports, and that it never imports a user's own `engine.py` in
+place of the project's."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.
 
 
 def test_no_light_module_imports_a_heavy_package() -> None:
-    """One fresh interpreter for all of them: the first culprit is named."""
+    """One new interpreter imports all light modules; the first one that imports a heavy package is named."""
     done = python("-c", PROBE.format(heavy=HEAVY, names=LIGHT_MODULES))
     assert done.returncode == 0, done.stderr
 
@@ -69,7 +70,8 @@ def test_the_version_is_the_distributions() -> None:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A user's repository with modules of our names; importing any of them is fatal."""
+    """A folder like a user's repository, with modules that have the names of our packages; importing any of them ends
+    the process."""
     for name in ("engine", "profiles", "tui"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the stranger was imported')\n")
     return tmp_path
@@ -98,7 +100,7 @@ sys.exit(start_engine(RunDirectory(Path(sys.argv[1]))).wait())
 
 @pytest.mark.parametrize("pythonpath", ["", "."])
 def test_a_users_own_engine_module_changes_nothing_in_the_engine_process(hostile: Path, pythonpath: str) -> None:
-    """A run without run.toml: the engine process says so itself, which it could not if it were someone else's."""
+    """The run has no run.toml. Only the project's own engine process can report this in the log."""
     run = hostile / "run"
     run.mkdir()
     done = python("-P", "-c", START.format(root=str(ROOT)), str(run), cwd=hostile, PYTHONPATH=pythonpath)
@@ -108,7 +110,8 @@ def test_a_users_own_engine_module_changes_nothing_in_the_engine_process(hostile
 
 
 def test_a_process_pool_of_the_engine_process_finds_our_packages(hostile: Path) -> None:
-    """Workers that are spawned get the parent's path, ours in front, whatever lies in the working directory."""
+    """Workers that are spawned inherit the parent's import path, in which our folder comes before the working
+    directory."""
     script = hostile / "main.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport tunedeck; tunedeck._own_packages_first()\n"

@@ -1,5 +1,5 @@
-"""The suites for a real card, small on the metered device: each measures what it says it measures, without a network
-and with the packages of the `cuda` extra or look-alikes of them."""
+"""The benchmark suites for a real card, run at a small size on the metered device: each measures what it claims to
+measure, without a network, with the packages of the `cuda` extra or stand-ins for them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_engine_is_not_left_on_the_card_when_its_measurement_runs_out_of_time
 
 
 def case_of(cell: Measurement) -> Any:
-    """What a cell measures."""
+    """The case that a measurement's function is called with."""
     assert isinstance(cell.run, partial)
     return cell.run.args[0]
 

@@ -1,4 +1,5 @@
-"""The shape of the tree: no ring of imports, nothing that is defined and never used, and tests that docstrings name."""
+"""The structure of the repository: no circular imports, no definition that is never used, and every test that a
+docstring names exists."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ CALLED_BY_LIBRARIES = ["do_*", "action_*", "on_*", "watch_*", "compose", "get_sy
 
 
 def test_everything_defined_is_used_outside_tests() -> None:
-    """Functions, methods and classes only: fields of records are read by name (JSON, TOML)."""
+    """Only functions, methods and classes are checked, because fields of records are read by name from JSON and
+    TOML."""
     search = vulture.Vulture(ignore_names=CALLED_BY_LIBRARIES, ignore_decorators=["@*.command"])
     search.scavenge([ROOT / name for name in ("engine", "tui", "benchmarks", "profiles", "tunedeck.py")])
     unused = [item for item in search.get_unused_code() if item.typ in ("function", "method", "class", "property")]
@@ -45,7 +47,8 @@ def test_everything_defined_is_used_outside_tests() -> None:
 
 
 def test_files_that_the_order_of_tests_names_exist() -> None:
-    """A renamed file would otherwise be handed out late, or be run by `make check`."""
+    """The list SLOW names files. Tests of a file that was renamed would start too late, and `make check` would run
+    them."""
     assert [name for name in SLOW if not (ROOT / name).exists()] == []
 
 

@@ -82,7 +82,7 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen(HOME if self._has_runs() else "launch")
 
     def _has_runs(self) -> bool:
-        """Whether there are runs, or the folder cannot be read: the Runs screen then says why."""
+        """Whether the Runs screen has something to show: a run, or the reason why the runs folder cannot be read."""
         try:
             return bool(list_runs(self.runs_dir))
         except OSError:
@@ -144,7 +144,8 @@ class TunedeckApp(SequentialKeysApp):
         self.show_message("q leaves the console; training goes on")
 
     def show_message(self, text: str, style: str = "") -> None:
-        """Show a message in the footer of the present screen; of a screen that was just opened, once it has one."""
+        """Show a message in the footer of the present screen. If the screen was opened just now and has no footer yet,
+        the message is shown after its first refresh."""
         screen = self.screen
         if isinstance(screen, BaseScreen) and screen.is_mounted:
             screen.show_message(text, style)
@@ -158,7 +159,7 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen("help", screen)
 
     def do_back(self) -> None:
-        """Go back to the previous screen, at last to the Runs screen."""
+        """Go back to the previous screen; without a previous screen, to the Runs screen."""
         if len(self.screen_stack) > 2:
             self.pop_screen()
         elif self._visited == [HOME]:
@@ -200,8 +201,8 @@ class TunedeckApp(SequentialKeysApp):
 
 
 def _collect_garbage_from_now_on() -> None:
-    """Switch the garbage collector on. What was made until now (modules, widgets) lives as long as the console, and is
-    not looked at."""
+    """Switch the garbage collector on, and exclude all existing objects (modules, widgets) from collection, because
+    they live as long as the console."""
     gc.freeze()
     gc.enable()
 

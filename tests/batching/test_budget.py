@@ -1,4 +1,5 @@
-"""The learned budget: cut by what failed and by what was measured, grown with care, forgetful of co-tenants."""
+"""The learned micro-batch budget: failures and measurements reduce it, clean steps increase it, and limits caused by a
+co-tenant are lifted when the co-tenant has gone."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_growth_needs_measured_headroom() -> None:
 
 
 def beside_a_co_tenant() -> MicroBatchBudget:
-    """1000 had succeeded in a room of 1000; then a co-tenant left 400 of it."""
+    """A budget under which a micro-batch of cost 1000 succeeded in 1000 bytes, and which was then cut because a
+    co-tenant left only 400 bytes."""
     budget = MicroBatchBudget(1000, top_bytes=1000)
     budget.record_success(1000, measured_bytes=1000)
     budget.cut(1000, room_bytes=400, beside_co_tenant=True)
@@ -158,9 +160,11 @@ def test_it_survives_a_checkpoint() -> None:
 
 
 def simulate(budget: MicroBatchBudget, rooms: list[int], *, seen: bool) -> tuple[list[int], list[int]]:
-    """Micro-batches of each step of 32 sequences that cost 100 and really take 110 each, and the steps that failed.
+    """Simulate steps of 32 sequences, each predicted to cost 100 bytes and really taking 110. Returns the number of
+    micro-batches of each step, and the indices of failed steps, one for each failure.
 
-    `rooms` is what there is at each step; where the co-tenant is not `seen`, the budget is given the whole room.
+    `rooms` is the memory available at each step, in bytes. Unless the co-tenant is `seen`, the budget is given the
+    largest of these values at every step.
     """
     whole, counts, failed = max(rooms), [], []
     for step, room in enumerate(rooms):

@@ -90,7 +90,8 @@ WAYS: dict[str, Way] = {
 
 
 def applies(family: str, way: str) -> bool:
-    """Whether this family can be trained in this way: Gemma 2 caps its logits, GPT-2 has other names."""
+    """Whether this family can be trained in this way. Families that cap their logits, such as Gemma 2, have no fused
+    loss; GPT-2's attention modules have other names than the pattern of "full, attention only"."""
     return not (family in NO_FUSED and "fused" in way) and not (family == "gpt2" and way == "full, attention only")
 
 
@@ -107,7 +108,8 @@ def spec_of(family: str, way: str, folder: Path, batch: int) -> RunSpec:
 
 
 def error(family: str, way: str, folder: Path, *, rows: int = 2, length: int = 200, micro_batches: int = 1) -> float:
-    """Predicted divided by measured peak of torch's allocations, minus one."""
+    """The relative error of a predicted peak: predicted divided by measured peak of torch's allocations, minus one. The
+    step has `micro_batches` micro-batches of `rows` sequences of `length` tokens."""
     spec = spec_of(family, way, folder, rows * micro_batches)
     predicted = predict(find_architecture(spec), spec, rows=rows, length=length).peak_bytes
     return predicted / measured_step(spec, rows, length, micro_batches)[1] - 1

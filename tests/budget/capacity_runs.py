@@ -33,7 +33,7 @@ LAYERS, WIDTHS = ("num_hidden_layers", "n_layer"), ("intermediate_size", "moe_in
 
 @dataclass(frozen=True)
 class CapacityCase:
-    """A small model, a way to train it, and a shape."""
+    """A small model, a way to train it, and the shape of its micro-batches: `rows` sequences of `length` tokens."""
 
     family: str
     way: str
@@ -47,11 +47,12 @@ class CapacityCase:
 
 @dataclass(frozen=True)
 class CapacityResult:
-    """The allocation failures of both runs, whether both finished, and the predicted peak beside the measured one.
+    """The number of allocation failures of both runs, whether both finished, and the predicted and the measured peak in
+    bytes.
 
-    The measured peak is that of the run with more memory. A run with less memory may also end out of memory if the plan
-    says that no remedy makes it fit: where the update of all weights decides, as nothing lowers that in a small model,
-    whose optimizer state is no larger than the buffer through which offloaded state comes back.
+    The measured peak is that of the run with more memory. A run with less memory also counts as finished if it ends out
+    of memory and its plan says that no remedy makes it fit. That happens if the update of all weights has the peak: in
+    a model this small no remedy lowers that peak.
     """
 
     with_more: int

@@ -114,7 +114,8 @@ def folder_of(config: dict[str, Any], folder: Path) -> Path:
 
 
 def measured_step(spec: RunSpec, rows: int, length: int, micro_batches: int = 1) -> tuple[int, int]:
-    """Static and peak bytes of one optimizer step of `micro_batches` × `rows` sequences on the metered device."""
+    """(static bytes, peak bytes) of one optimizer step on the metered device, with `micro_batches` micro-batches of
+    `rows` sequences of `length` tokens."""
     with loaded_step(spec) as step:
         step.device.reset_peak()
         step.step(rows, length, micro_batches)
@@ -122,7 +123,7 @@ def measured_step(spec: RunSpec, rows: int, length: int, micro_batches: int = 1)
 
 
 def measured_evaluation(spec: RunSpec, rows: int, length: int) -> int:
-    """Peak bytes of the loss of one micro-batch without gradients."""
+    """Peak bytes of computing the loss of one micro-batch without gradients on the metered device."""
     import torch
 
     with loaded_step(spec) as step, torch.no_grad():
@@ -133,7 +134,8 @@ def measured_evaluation(spec: RunSpec, rows: int, length: int) -> int:
 
 
 def measured_generation(spec: RunSpec, rows: int, prompt: int) -> int:
-    """Peak bytes of generating answers of full length to prompts of different lengths, as [generate] says."""
+    """Peak bytes of generating answers for `rows` prompts of up to `prompt` tokens on the metered device. The recipe's
+    table [generate] has the settings; every answer has the maximum length."""
     import torch
     from transformers import LogitsProcessorList
 
@@ -173,7 +175,7 @@ class LoadedStep:
     static_bytes: int
 
     def keyed(self, batch: Any) -> AbstractContextManager[None]:
-        """A context in which dropout draws the masks of this batch."""
+        """A context in which dropout masks are keyed by the samples of this batch."""
         from engine.model.dropout import keyed, keyed_dropouts
 
         return keyed(keyed_dropouts(self.loaded.model), seed=0, step=1, sample_ids=batch.sample_ids)
@@ -194,7 +196,8 @@ class LoadedStep:
         self.guard.optimizer.zero_grad(set_to_none=True)
 
     def batch(self, rows: int, length: int) -> Any:
-        """Random tokens, all of them targets but one, so that targets are gathered."""
+        """A batch of random tokens [rows, length]. All tokens but one are targets, so that the loss has to gather the
+        targets."""
         import torch
 
         from engine.data.batch import Batch

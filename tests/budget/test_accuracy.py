@@ -38,7 +38,8 @@ def test_rows_so_long_that_scores_decide_are_predicted(family: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mixtral"])
 def test_activations_that_wait_on_the_host_come_back_for_one_operation_at_a_time(family: str, tmp_path: Path) -> None:
-    """Without checkpointing. For families with small tensors or masks, which are not offloaded, errors are larger."""
+    """Checkpointing is off. Families with small tensors or masks, which are not offloaded, have larger errors and are
+    not tested here."""
 
     train = {"gradient_checkpointing": False, "activation_offload": True, "batch_size": 4}
     folder = folder_of(FAMILIES[family], tmp_path)
@@ -68,7 +69,8 @@ def test_several_chunks_of_the_loss_are_predicted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_phi3s_eager_attention_keeps_the_joint_projection_of_a_single_sequence(rows: int, tmp_path: Path) -> None:
-    """For several sequences it saves a copy of the values instead, if there are as many value heads as query heads."""
+    """For several sequences Phi-3's attention saves a copy of the values instead, if there are as many value heads as
+    query heads."""
     spec = run_spec(
         folder_of({**PHI3, "num_key_value_heads": PHI3["num_attention_heads"]}, tmp_path),
         method={"rank": 8}, model={"dtype": "float32", "attention": "eager"},

@@ -1,4 +1,5 @@
-"""What `fit` and "what lowers it" offer: accepted by the rules, planned, and marked where results change."""
+"""What `fit` suggests: settings that the rules of recipes accept, that reach the memory they promise, and that are
+marked if they change results."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_no_cheaper_set_of_levers_is_overlooked(kind: str, share: float) -> None
 
 
 def test_offers_to_random_questions_are_accepted_and_plan_as_they_say() -> None:
-    """A sample of `python -m benchmarks.advice`."""
+    """Tests six random run specs; `python -m benchmarks.advice` tests many."""
     for question, spec in questions(6, seed=3):
         advice = advise(spec)
         assert not broken_offers(question, advice)

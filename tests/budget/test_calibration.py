@@ -89,7 +89,8 @@ def test_of_the_last_runs_the_worst_is_believed() -> None:
 
 
 def test_small_runs_say_nothing_about_fragmentation_and_displace_no_run_that_does() -> None:
-    """A run of 100 MiB that leaves a few 20 MiB segments half empty once cost a plan for 24 GB 4 GiB."""
+    """Regression: a run of 100 MiB that left a few segments of 20 MiB half empty made later plans for 24 GB reserve 4
+    GiB for fragmentation."""
     small = ProbeMemory(100 * 2**20, 117 * 2**20).fragmented_share(24 * 2**30)
     assert small is None
     record(H100, replace(SEEN, fragmented_share=small))

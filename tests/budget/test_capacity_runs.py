@@ -1,5 +1,5 @@
-"""Some cases of `python -m benchmarks.capacity_runs`: 1 % more memory than predicted suffices, 1 % less does not. And
-what a finished run says about its prediction."""
+"""Some cases of `python -m benchmarks.capacity_runs`: 1 % more memory than predicted suffices, 1 % less does not. Also
+the comparison of measured memory with the prediction at the end of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DROPPING: dict[str, dict[str, Any]] = {
 def test_a_finished_run_is_compared_with_what_it_really_ran(
     family: str, micro_batch: int | str, tmp_path: Path
 ) -> None:
-    """Ragged rows, of which only the answers are targets."""
+    """The rows differ in length, and only their completions are targets."""
     spec = make_spec(
         write_samples(tmp_path / "samples.jsonl"),
         model={"id": str(folder_of(DROPPING[family], tmp_path / "model")), "attention": "eager"},

@@ -23,7 +23,7 @@ ROWS, LENGTH = 4, 300
 
 @dataclass(frozen=True)
 class Twin:
-    """A small run, and its memory as a share of its predicted peak."""
+    """A small run, and its memory as a share of its predicted peak (`share`)."""
 
     family: str
     share: float
@@ -70,14 +70,15 @@ def changed(spec: RunSpec, advice: Advice) -> RunSpec:
 
 
 def failures(spec: RunSpec, runs: Path) -> int:
-    """Run two steps and return how often the run backed off; its ladder leaves only smaller micro-batches."""
+    """Run two steps, and return how often the run backed off. The run's ladder allows only smaller micro-batches."""
     code, events = train(new_run(runs, spec))
     assert code in (0, 4)
     return len(of_kind(events, "backoff"))
 
 
 def spec_of(twin: Twin, folder: Path, capacity_bytes: float) -> RunSpec:
-    """The run spec of a twin: two steps of two micro-batches over texts of one length."""
+    """The run spec of a twin on a device of `capacity_bytes`: two steps of two micro-batches over texts of one
+    length."""
     recipe = {
         "name": "twin",
         "model": {

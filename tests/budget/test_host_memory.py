@@ -1,4 +1,5 @@
-"""Memory that plans check beside the device's tensors: offloads on the host, the CUDA context, generated answers."""
+"""Memory that plans count in addition to the tensors of a training step: offloads on the host, the CUDA context,
+generated answers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def safetensors_header(dtype: str, values: int) -> bytes:
 
 @contextmanager
 def hub(files: dict[str, bytes], status: int = 404, error: str = "EntryNotFound") -> Iterator[str]:
-    """Serve files of owner/model as the hub does; everything else is answered by `status` and `error`."""
+    """Run a server that answers requests for files of owner/model as the hub does, and every other request with
+    `status` and the error code `error`. Yields the server's URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self, *, body: bool) -> None:
@@ -56,7 +57,7 @@ def hub(files: dict[str, bytes], status: int = 404, error: str = "EntryNotFound"
             self.answer(body=True)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Says nothing."""
+            """Suppress the log line of each request."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever)
@@ -73,7 +74,7 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def plan(place: Path, endpoint: str, model: str = "owner/model", **environment: str) -> Ended:
-    """Run `tunedeck plan` with a hub cache of its own under `place`."""
+    """Run `tunedeck plan` with its own hub cache, a folder under `place`."""
     return subprocess.run(
         [sys.executable, "-P", str(ROOT / "tunedeck.py"), "plan", "-p", "24gb", "-r", "lora", "--json",
          "--set", f"model.id={model}"],

@@ -75,7 +75,8 @@ def predicted_generation(spec: RunSpec, prompt: int) -> int:
 def test_prompts_of_several_rows_repeat_heads_while_they_are_answered_before_transformers_5_23(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tests above measure the installed release; the behaviour of earlier ones is only switched on here."""
+    """The tests above measure the installed release of transformers; here the prediction is switched to the behaviour
+    of earlier releases, which is not measured."""
     arch = from_config(QWEN2)
 
     def held(rows: int, *, repeats: bool) -> int:

@@ -22,7 +22,7 @@ from tests.budget.metered_step import run_spec
 
 
 def card(memory_gib: float) -> dict[str, Any]:
-    """A CUDA device of this size."""
+    """The profile's device table of a CUDA card with this much memory."""
     return {"kind": "cuda", "memory_gib": memory_gib, "compute_capability": 8.9}
 
 
@@ -164,7 +164,7 @@ def test_a_cached_model_is_read_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def invoke(*arguments: str) -> Any:
-    """Run the command line in this process."""
+    """Run the command line in this process; returns its result."""
     return CliRunner().invoke(app, list(arguments))
 
 
@@ -205,7 +205,7 @@ def test_a_plan_names_the_phase_that_decides_and_the_lever_that_moves_it(
 
 
 def shown(recipe: str, flags: list[str]) -> list[str]:
-    """Lines on a wide terminal."""
+    """The lines that `tunedeck plan` prints for this recipe on the profile 80gb, on a terminal of 200 columns."""
     result = CliRunner().invoke(app, ["plan", "-p", "80gb", "-r", recipe, *flags], env={"COLUMNS": "200"})
     return str(result.stdout).splitlines()
 

@@ -30,7 +30,8 @@ TINY = from_config(builtin_config("builtin:tiny"))
 
 
 def published_window(arch: Architecture, method: str, rank: int) -> int:
-    """Bytes per token, by formula, while a bf16 layer is recomputed and runs backward, its input included."""
+    """Bytes per token of one bf16 layer, by the published formula, while the layer is recomputed and runs backward; the
+    layer's input is included."""
     f, h, q, k = arch.intermediate, arch.hidden, arch.query_width, arch.kv_width
     tail = 4 * arch.heads + 8 + 2 * h
     return {

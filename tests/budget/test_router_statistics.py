@@ -1,4 +1,5 @@
-"""The memory of watched and balanced experts is predicted: with many experts, their router logits are no trifle."""
+"""The memory of the router statistics and of the auxiliary loss of mixtures is predicted: with many experts, the router
+logits are large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Families without a closed form: predicted from a simulation that is made unasked, kept, and found again."""
+"""Predictions for families without a closed form: the needed simulation is made without being requested, stored, and
+used again."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ TABLES: dict[str, Any] = {"method": {"kind": "full"}, "train": KEPT, "model": {"
 
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model of five layers, whose full fine-tuning is simulated."""
+    """The folder of a model of five layers; the simulation of its full fine-tuning is stored."""
     folder = folder_of(OPT, tmp_path_factory.mktemp("opt"))
     spec = run_spec(folder, **TABLES)
     with pytest.raises(NotSimulatedError):
@@ -58,13 +59,14 @@ def invoke(command: str, folder: Path, *sets: str) -> Result:
 
 
 def kept() -> set[Path]:
-    """The simulations that are kept on this machine."""
+    """The files of the simulations that are stored on this machine."""
     return set(Path(os.environ["TUNEDECK_CACHE"], "simulations").glob("*.json"))
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 300), (4, 64)])
 def test_other_shapes_and_more_layers_follow_from_those_that_were_simulated(opt: Path, rows: int, length: int) -> None:
-    """Two and three layers were simulated, with 64 and 80 targets; a step has five, and nearly all tokens count."""
+    """The stored simulations have two and three layers, and 64 and 80 targets. The step here has five layers, and
+    nearly all of its tokens are targets."""
     spec = run_spec(opt, **TABLES)
     found, predictor = simulate_step(spec, rows=rows, length=length), find_predictor(spec)
     predicted = predictor.predict_shape(MicroBatchShape(rows, length, rows * (length - 1) - 1, True))
@@ -77,7 +79,7 @@ def test_other_shapes_and_more_layers_follow_from_those_that_were_simulated(opt:
 
 
 def test_a_run_is_compared_with_its_simulation(opt: Path, tmp_path: Path) -> None:
-    """Of ragged rows, of which only the answers are targets."""
+    """The rows differ in length, and only their completions are targets."""
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), model={"id": str(opt)}, train={**KEPT, "max_steps": 2})
     code, events = train(new_run(tmp_path / "runs", spec))
     measured = of_kind(events, "run_finished")[0]["measured"]

@@ -18,7 +18,8 @@ Tunedeck = Callable[..., Outcome]
 def tunedeck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Tunedeck]:
-    """Run one command with these arguments, in the test's own empty folder; returns its Outcome."""
+    """A function that runs one command with the given arguments, in the test's own empty folder, and returns its
+    Outcome."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TUNEDECK_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "state"))

@@ -21,14 +21,16 @@ class Outcome:
     err: str
 
     def complains(self, code: int, *words: str) -> None:
-        """The exit code, and on stderr one short block that says all of these words; nothing on stdout."""
+        """Assert that the command ended with this exit code, wrote nothing to stdout, and wrote one short error message
+        with all of these words to stderr."""
         assert self.out == ""
         assert_block(self.err, *words)
         assert self.code == code, self.err
 
 
 def assert_block(text: str, *words: str) -> None:
-    """One block: a first line that says who speaks, no traceback, no control characters, and these words."""
+    """Assert that the text is one short error message: it begins with "tunedeck: ", has no traceback and no control
+    characters, and contains these words."""
     assert text.startswith("tunedeck: "), text
     assert text.count("tunedeck: ") - text.count("fix: ") <= 1, text
     assert "Traceback" not in text, text

@@ -57,7 +57,8 @@ memory_gib = 8.0
 def write_recipe(
     folder: Path, *changes: tuple[str, str], name: str = "mine", more: str = "", data: str | bytes | None = GOOD_DATA
 ) -> Path:
-    """A recipe that works, with these pieces of its text replaced, and its data beside it (None: no data file)."""
+    """Write a valid recipe with some pieces of its text replaced (pairs of old and new text), and its data beside it
+    (None: no data file). Returns the recipe's path."""
     text = RECIPE.format(name=name)
     for old, new in changes:
         assert text.count(old) == 1, old
@@ -70,7 +71,8 @@ def write_recipe(
 
 
 def write_profile(folder: Path, *changes: tuple[str, str], name: str = "here") -> Path:
-    """A profile of a plain CPU, with these pieces of its text replaced."""
+    """Write a profile of a plain CPU with some pieces of its text replaced (pairs of old and new text). Returns its
+    path."""
     text = PROFILE.format(name=name)
     for old, new in changes:
         assert text.count(old) == 1, old
@@ -81,6 +83,6 @@ def write_profile(folder: Path, *changes: tuple[str, str], name: str = "here") -
 
 
 def make_run(folder: Path, recipe: Path, *overrides: str) -> RunDirectory:
-    """A run directory as `train` makes it, with its engine not started."""
+    """Create a run directory as `train` does, without starting its engine."""
     spec = resolve(str(write_profile(folder)), str(recipe), overrides).spec
     return create_run_directory(folder / "runs", spec.name, dump_run_spec(spec), make_plan(spec).as_json())

@@ -1,4 +1,5 @@
-"""Bad arguments, files and data: every one gets its exit code and one short block that says what to do.
+"""Invalid arguments, files and data: each case ends with its exit code and one short error message that says what to
+do.
 
 The cases are a table: what is wrong, the exit code, and words that the block must hold. Runs that fail later, in the
 engine, are in `test_bad_runs`.

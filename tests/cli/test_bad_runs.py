@@ -1,4 +1,5 @@
-"""Runs that cannot start, go on or be asked for things: each its exit code and one block, and nothing looks complete.
+"""Runs that cannot start or continue, and requests that a run cannot fulfil: each ends with its exit code and one error
+message, and no failed run looks complete.
 
 The runs are real: tiny, on the CPU, in engine processes of their own.
 """
@@ -30,14 +31,14 @@ QWEN2 = json.dumps(
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the finished run is kept, once there is one."""
+    """The folder for the copy of the finished run; the fixture `finished` creates it once."""
     return tmp_path_factory.mktemp("finished") / "kept"
 
 
 @pytest.fixture
 def finished(tunedeck: Tunedeck, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a run of two steps that is done. It is made once, and put back for every test with all that is
-    around it in the place where it was made, because runs note where their files are."""
+    """The directory of a finished run of two steps. The run is made once. For every test it is restored at the path
+    where it was made, with the files around it, because runs record the paths of their files."""
     folder = kept.with_name("here")
     if kept.exists():
         shutil.rmtree(folder)

@@ -1,6 +1,7 @@
-"""What is written where: JSON alone on stdout, no escape codes into pipes, nothing said to a reader who has left.
+"""Output of commands: only JSON on stdout with --json, no escape codes in pipes, and no error message if the reader
+closes the pipe.
 
-Processes of their own, because closed pipes and final flushes are the interpreter's affair.
+Each command runs in a process of its own, because the interpreter itself handles closed pipes and the last flush.
 """
 
 from __future__ import annotations

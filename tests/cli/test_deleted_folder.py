@@ -1,4 +1,5 @@
-"""A run goes from a working directory that is gone; libraries that look for it would end the process there."""
+"""A run can be started from a working directory that was deleted, although libraries that look up that directory would
+end the process."""
 
 from __future__ import annotations
 

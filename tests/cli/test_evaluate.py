@@ -1,4 +1,4 @@
-"""`tunedeck eval`: a run's result scores the same whether it is named as a run or as a model folder."""
+"""`tunedeck eval`: a run's result gets the same scores whether it is given as a run or as a model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Wrong usage in a newcomer's first hour: the exit code, one short block on stderr, and a fix that works when typed.
+"""Typical mistakes of a new user: each gives an exit code, one short error message on stderr, and a fix that works when
+typed.
 
 Each row is what was typed, the exit code and words of the block. The fix is read from the block and typed; where it is
 a piece of a command, it is put into the command that was refused. `train` is typed as `plan`, which resolves and checks
@@ -24,7 +25,8 @@ MY = ("-p", "mine", "-r", "my.toml")
 
 
 class Wrong(NamedTuple):
-    """What was typed, its exit code, words of the block, and the right command where the block has none to type."""
+    """The typed command, its exit code, words of the error message, and the right command if the message contains
+    none."""
 
     typed: str
     code: int
@@ -126,7 +128,8 @@ USAGE: dict[str, Wrong] = {
 
 @pytest.fixture(autouse=True)
 def _newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a file of data, a recipe for it, recipes with mistakes, and a profile of a CPU called mine."""
+    """Create a new user's folder: a data file, a recipe for it, recipes with mistakes, and a profile of a CPU called
+    mine."""
     monkeypatch.setenv("TUNEDECK_CONFIG", str(tmp_path / "config"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "rows.jsonl").write_text(GOOD_DATA)

@@ -1,4 +1,4 @@
-"""A disk that fills up makes a run wait, and say so; with room again it goes on, and nothing is lost.
+"""On a full disk a run waits and reports this; when there is room again, it continues, and nothing is lost.
 
 Needs a file system of its own that may be filled, so it runs only where one can be mounted (as root on Linux).
 """

@@ -1,4 +1,5 @@
-"""`tunedeck queue`: one run after another, each its own engine; a failure does not stop the others."""
+"""`tunedeck queue`: runs are started one after another, each with its own engine process; a failed run does not stop
+the next ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A recipe with [sweep]: ordinary runs in the queue, planned first, compared by the sweep's name."""
+"""A recipe with [sweep] becomes ordinary runs in the queue: they are planned before they are queued, and compared under
+the sweep's name."""
 
 from __future__ import annotations
 

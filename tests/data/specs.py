@@ -47,7 +47,7 @@ def run_spec(data: dict[str, Any], *, model: dict[str, Any] | None = None, **tab
 
 
 def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """The byte tokenizer, with another chat template where one is given; "" takes its own away."""
+    """The byte tokenizer; `template`, if given, replaces its chat template, and "" removes it."""
     made = byte_tokenizer()
     if template is not None:
         made.chat_template = template or None

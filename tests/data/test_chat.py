@@ -28,7 +28,7 @@ def one_row(renderer: ChatRenderer, turns: list[dict[str, Any]]) -> TokenRow:
 
 
 def learned(template: str | None, turns: list[dict[str, Any]] = TURNS, **settings: Any) -> tuple[str, list[str]]:
-    """The whole text, and each learned stretch of it."""
+    """The whole text of a conversation, and a list of the stretches of it that are learned."""
     made = tokenizer(template)
     renderer = ChatRenderer(made, **{"system_prompt": None, "learn_all": False, **settings})
     ids, flags = one_row(renderer, turns)

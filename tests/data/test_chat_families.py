@@ -285,7 +285,7 @@ def test_the_rows_of_one_conversation_stay_on_one_side_of_the_split(jsonl: Calla
 def test_the_fingerprint_changes_only_where_rows_do(
     jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The value was recorded with the first version of the rendering."""
+    """The expected fingerprint was recorded with the first version of the rendering."""
     turns = [[user(f"ask {n}"), assistant(f"say {n}"), user("more"), assistant("yes")] for n in range(3)]
     path = jsonl([{"messages": messages} for messages in turns])
     calling = {"messages": [user("a"), assistant("b", tool_calls=call({}))]}

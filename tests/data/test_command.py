@@ -1,4 +1,4 @@
-"""`tunedeck data`, as a person and as a script see it."""
+"""`tunedeck data`: its text for a person, and its JSON for a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Columns become formats, rows become records; what is unclear or broken is named."""
+"""Formats are recognised by their columns, rows become records; unclear columns are refused, and broken rows are
+dropped with a reason."""
 
 from __future__ import annotations
 

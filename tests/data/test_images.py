@@ -1,4 +1,4 @@
-"""Rows with images: their tokens, their pixels, what is dropped, and what notices that an image has changed."""
+"""Rows with images: their tokens, their pixels, which rows are dropped, and that a changed image file is noticed."""
 
 from __future__ import annotations
 

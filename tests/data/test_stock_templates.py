@@ -1,4 +1,5 @@
-"""Sixty conversations through the stock templates of widely used models, beside the masks of TRL's training templates.
+"""Sixty conversations through the stock templates of widely used models, compared with the masks of TRL's training
+templates.
 
 The templates are those that the package `trl` ships (extra `dev`). Where `trl` is not installed, nothing is tested.
 """
@@ -102,7 +103,7 @@ def answers(name: str, result: RenderedRows) -> list[str]:
 
 
 def trl_answers(name: str, messages: list[Message]) -> list[str]:
-    """Each stretch that TRL's training template marks."""
+    """Each stretch of text that TRL's training template marks as learned."""
     parts = renderer(name).template.wants_parts
     given = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages] if parts else messages
     options: dict[str, Any] = {"chat_template": template(f"{name}_training"), **tokenizer().special_tokens_map}
@@ -114,7 +115,8 @@ def trl_answers(name: str, messages: list[Message]) -> list[str]:
 
 
 def words(messages: list[Message], *, of_assistant: bool) -> set[str]:
-    """Words that one side says, less the thinking, in its text or in the cities of its tool calls."""
+    """The distinct words that the assistant says, or all other roles (`of_assistant` false): in texts without their
+    thinking, and in the arguments of tool calls."""
     said = [message for message in messages if (message["role"] == "assistant") == of_assistant]
     calls = [str(call["function"]["arguments"] or "") for message in said for call in message.get("tool_calls", [])]
     texts = [THINKING_END.split(message["content"])[-1].removeprefix("<think>") for message in said]

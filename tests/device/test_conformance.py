@@ -1,4 +1,4 @@
-"""The meter against torch's own profiler, which listens to the CPU allocator itself."""
+"""Compares the meter with torch's profiler, which records the operations of the CPU allocator itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def resized() -> torch.Tensor:
 
 
 def through_backward(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The gradient of a function's output against a seed of its shape."""
+    """The gradient [64, 128] of a function's input, where the gradient of the output is the output's own value."""
     leaf = rows(grad=True)
     output = function(leaf)
     output.backward(output.detach().clone())
@@ -119,10 +119,11 @@ def test_the_peak_of_a_step_agrees_with_the_allocator() -> None:
 
 
 def a_step_in_shards(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
-    """Peak bytes above what stays, of the meter and of the allocator, and what the meter has left after the steps.
+    """For steps in shards: the peak above the static bytes as the meter counts it, the same peak as the allocator
+    counts it, and the metered bytes that are left after the steps.
 
-    gloo's own thread lets go of a buffer some time after its operation, which can only add: of several steps the least
-    counts.
+    A thread of gloo frees a buffer some time after its operation, which can only increase a peak, so the least peak of
+    several steps is returned.
     """
     device = MeteredDevice(2**30)
     with device.activate():
@@ -148,7 +149,7 @@ def a_step_in_shards(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
 
 
 def test_the_peak_of_a_step_in_shards_agrees_with_the_allocator(tmp_path: Path) -> None:
-    """FSDP2 resizes storages behind the dispatcher, gathers into them and drops them again."""
+    """FSDP2 resizes storages without a dispatched operation, gathers weights into them and frees them again."""
     for metered_bytes, seen_bytes, left_bytes in run_ranks([a_step_in_shards], tmp_path)["a_step_in_shards"]:
         assert metered_bytes == pytest.approx(seen_bytes, rel=0.01)
         assert left_bytes == 0

@@ -1,4 +1,5 @@
-"""`train.deterministic` changes torch's settings for the run, and nothing after it; what cannot be had is refused."""
+"""`train.deterministic` changes torch's settings for the duration of the run only; operations without a deterministic
+kernel are refused by name."""
 
 from __future__ import annotations
 

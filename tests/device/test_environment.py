@@ -1,4 +1,5 @@
-"""What CUDA and torch's allocator read once is in the environment before anything is imported that starts CUDA."""
+"""The environment variables that CUDA and torch's allocator read only once are set before any module is imported that
+starts CUDA."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def test_the_users_own_values_win(name: str) -> None:
 
 
 def bitsandbytes_that_reads(folder: Path) -> Path:
-    """A look-alike that does at import what makes the real one start CUDA: torch reads its allocator's settings. They
-    are written to the file that is returned."""
+    """Write a stand-in for bitsandbytes which, like the real package, makes torch read its allocator's settings at
+    import. Returns the file to which the stand-in writes these settings."""
     package, info = folder / "bitsandbytes", folder / "bitsandbytes-0.50.0.dist-info"
     package.mkdir()
     info.mkdir()

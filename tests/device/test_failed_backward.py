@@ -1,4 +1,5 @@
-"""After a backward pass that ran out of memory on CUDA, its thread may still free what it held: recovery waits."""
+"""After a backward pass that ran out of memory on CUDA, the thread of the backward pass may still free tensors, so
+recovery waits until the allocated bytes no longer change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metered device counts what torch allocates, wherever that happens, and refuses what does not fit."""
+"""The metered device counts what torch allocates, in any kind of operation, and refuses what does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out-of-memory messages as they were reported in the field are recognised; their look-alikes are not."""
+"""Out-of-memory messages as users reported them are recognised; similar messages of other errors are not."""
 
 from __future__ import annotations
 

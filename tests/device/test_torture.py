@@ -1,4 +1,5 @@
-"""Fail every single allocation of a training step: the meter's books balance afterwards, to the byte."""
+"""Make every single allocation of a training step fail, one at a time: afterwards the bytes that the meter counts equal
+those of the static tensors exactly."""
 
 from __future__ import annotations
 
@@ -62,14 +63,14 @@ class Step:
         self.optimizer.step()
 
     def drop(self) -> None:
-        """What a recovery does: gradients, then what the engine of autograd still holds."""
+        """Free what a recovery frees: the gradients, then the tensors that autograd's engine still holds."""
         self.optimizer.zero_grad(set_to_none=True)
         flush_autograd()
         gc.collect()
 
 
 def fails(step: Step) -> bool:
-    """Whether the step ran out of memory. The exception, which pins tensors, is gone on return."""
+    """Whether the step ran out of memory. The exception, whose traceback holds tensors, is freed before the return."""
     try:
         step()
     except torch.OutOfMemoryError as error:
@@ -80,7 +81,7 @@ def fails(step: Step) -> bool:
 
 @pytest.fixture
 def quick_collector() -> Iterator[None]:
-    """Hide what exists already from the collector, which is asked hundreds of times to look at the step's garbage."""
+    """Exclude existing objects from garbage collection, because each of hundreds of steps runs a collection."""
     with frozen_gc():
         yield
 

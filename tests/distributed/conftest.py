@@ -1,4 +1,5 @@
-"""The command line for the tests of launchers, and one process's run for those of several ranks."""
+"""Fixtures: the command line for the tests of launchers, the samples of all runs, and the losses of a run on one
+process, with which runs on several ranks are compared."""
 
 from pathlib import Path
 

@@ -75,8 +75,9 @@ class Witness(MeteredDevice):
 
 @dataclass(frozen=True)
 class Fault:
-    """Which allocations of a device to refuse: the `allocation`-th, then the `then`-th ones after each other. For a
-    fault on the host instead of the device, the `allocation`-th host allocation."""
+    """The allocations of a device to refuse: the `allocation`-th, and then for each number in `then` the allocation
+    that comes so many after the last refused one. With `on_host`, the `allocation`-th host allocation is refused
+    instead."""
 
     allocation: int
     then: tuple[int, ...] = ()

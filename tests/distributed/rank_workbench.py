@@ -49,7 +49,8 @@ NEEDS_SHARDS = pytest.mark.skipif(NO_SHARDS, reason="this torch is too old to sp
 def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:
     """A small run on `ranks` metered devices, with micro-batches of two sequences.
 
-    `eps` is large enough that AdamW does not blow up the rounding of gradients near zero to whole learning rates.
+    AdamW's `eps` is large, so that rounding errors in gradients near zero do not become updates of a whole learning
+    rate.
     """
     train = {"micro_batch": 2, "batch_size": 10, "max_steps": 6, "eps": 1e-4, **tables.get("train", {})}
     asked = tables.get("parallel", {"strategy": "replicated"}) if ranks > 1 else {"strategy": "single"}
@@ -63,7 +64,8 @@ def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:
 
 
 def sharded(kind: dict[str, Any], shard: str, *, tied: bool = False, **train: Any) -> dict[str, Any]:
-    """Tables of a run in shards (`shard`: "gradients" or "parameters"), on a model whose head may be tied."""
+    """`kind`, the recipe tables of a training method, extended by those of a sharded run (`shard`: "gradients" or
+    "parameters"; `train`: keys of that table). With `tied`, the model's head is tied to the embedding."""
     parallel = {"strategy": "sharded", "shard": shard}
     return {**kind, "parallel": parallel, "train": train, "backoff": LADDER, "tied": tied}
 
@@ -76,8 +78,8 @@ def small_model(folder: Path, tables: dict[str, Any], *, layers: int = 2, width:
 
 
 def write_equal_samples(path: Path, count: int) -> None:
-    """`count` samples of 64 tokens each, nearly all of them targets: no tensor of so small a model is rounded up by
-    much, so that what is measured can be held to the plan."""
+    """Write `count` samples of 64 tokens each, nearly all of them targets. Of a model this small, no tensor is then
+    rounded up by much, so measured memory can be compared with the plan."""
     sample = json.dumps({"prompt": "ab", "completion": "abcdefg " * 7 + "abcde"})
     path.write_text(f"{sample}\n" * count)
 
@@ -143,8 +145,9 @@ class RankWorkbench:
         self.told.clear()
 
     def steps(self) -> dict[str, Any]:
-        """Take the first steps; returns losses, norms, choices of experts, gradients of each, and the weights after
-        them. All ranks call it; gradients and weights are whole on each."""
+        """Take the first steps. Returns lists with an entry for each step (losses, gradient norms, samples, choices of
+        experts, gradients as one vector) and the weights after the last step as one vector. Gradients and weights are
+        gathered from all ranks. All ranks must call this."""
         outcomes, gradients = [], []
         for step in range(1, STEPS + 1):
             outcomes.append(self.transaction.run(step, self.setup.order.step(step)))
@@ -163,9 +166,10 @@ class RankWorkbench:
         }
 
     def memory(self) -> tuple[int, int]:
-        """(planned, measured) peak bytes of this rank in steps. All ranks call it.
+        """(planned, measured) peak bytes of this rank in steps. All ranks call this.
 
-        gloo's own thread lets go of a buffer some time after its operation, which can only add: the least counts.
+        A thread of gloo frees a buffer some time after its operation, which can only increase a peak, so the least
+        measured peak of several steps is returned.
         """
         plan = micro_batch_cost(self.spec, int(self.setup.context.data.lengths.max())).plan
         assert plan is not None
@@ -185,7 +189,8 @@ class RankWorkbench:
             self._applied = [None if grad is None else grad.detach().clone() for grad in grads]
 
     def _whole(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """All trainable parameters' tensors, gathered from all ranks and concatenated into one vector."""
+        """The tensors of all trainable parameters, gathered from all ranks and concatenated into one fp64 vector. A
+        missing tensor (None) counts as zeros."""
         strategy = self.setup.context.strategy
         weights = strategy.inner if isinstance(strategy, SequenceParallel) else strategy
         with self.device.host_region(), torch.no_grad():

@@ -26,7 +26,7 @@ MEASURED = ("replicated", "weights in shards", "gradients in shards")
 
 
 def clean_steps(ranks: Ranks, folder: Path) -> Any:
-    """Take steps with every strategy, without a fault."""
+    """Take steps without a fault; returns the results for each strategy and kind of training."""
     found = {}
     for sharing, cell in product(SHARING, DIAGONAL):
         work = RankWorkbench(folder, ranks, cell.tables(folder, sharing))
@@ -36,8 +36,9 @@ def clean_steps(ranks: Ranks, folder: Path) -> Any:
 
 
 def one_after_another(ranks: Ranks, folder: Path) -> Any:
-    """Memory runs out on each rank in turn, in one step of which hardly anything can be made smaller. In shards, as
-    one that fails there ends the attempt of all."""
+    """Take steps in shards in which each rank in turn runs out of memory, with micro-batches of one sequence, so that
+    hardly anything can be made smaller. Only shards are tested, where the failure of one rank ends the attempt of all.
+    Returns the faults and the results."""
     tables = SINGLE.tables(folder, "weights in shards")
     train, backoff = {**tables["train"], "micro_batch": 1}, {"ladder": ["retry", "cut"]}
     work = RankWorkbench(folder, ranks, {**tables, "train": train, "backoff": backoff})

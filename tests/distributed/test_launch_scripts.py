@@ -64,7 +64,7 @@ def path(tmp_path: Path) -> str:
 
 
 def started(script: Path, path: str, **environment: str) -> subprocess.Popen[bytes]:
-    """The job, as the launcher would run it."""
+    """Start the script as its launcher would, with its output in a log file beside it."""
     # No other test's rendezvous: the port follows from the job's number.
     with script.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(

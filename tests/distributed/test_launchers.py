@@ -36,7 +36,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 def started(command: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """A process whose output goes to a file of its own, so that no pipe can fill up."""
+    """Start the command, with its output in a file of its own, because a pipe that nobody reads may fill up."""
     output = (folder / f"out-{environment.get('SLURM_PROCID', 0)}").open("w")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     with output:

@@ -1,4 +1,5 @@
-"""Ranks that are killed, stopped or broken at any moment cost a restart and nothing else; slow ones cost none."""
+"""If a rank is killed, stopped or broken at any moment, the run restarts once and loses nothing; a slow rank causes no
+restart."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ if os.environ.get("RANK") == "1" and not broken.exists():
 def test_a_rank_killed_or_stopped_at_any_moment_costs_a_restart_and_nothing_else(
     sharing: str, rank: int, blow: str, moment: str, folder: Path, curve: dict[int, float]
 ) -> None:
-    """Early: while ranks are imported, joined, or set up. Late: anywhere between two lines of the journal, also while
-    rank 0 writes alone."""
+    """"early": up to three seconds after the rank's process has started, while it imports, joins or is set up. "late":
+    at a random line of the journal, also while rank 0 writes alone."""
     name = f"{sharing}-{rank}-{blow}-{moment}"
     drawn = random.Random(name)
     place = new_run(folder / name, with_ranks(folder, 2, VOTE_SECONDS, sharing=sharing))
@@ -121,7 +122,8 @@ PATIENCE_SECONDS = 15.0
 
 
 def slow_tokenising(ranks: Ranks, folder: Path) -> Any:
-    """How many samples there are, and how long it took until this rank was set up."""
+    """Set up a run in which tokenising on rank 0 is slow; returns the number of samples, and the seconds until this
+    rank was set up."""
     device = MeteredDevice(2**30)
     if ranks.is_rank0:
         write_samples(folder / SAMPLES, seed=4711)
@@ -135,7 +137,7 @@ def slow_tokenising(ranks: Ranks, folder: Path) -> Any:
 
 
 def slow_at_first(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but the first time it takes longer than ranks wait for a vote."""
+    """Wrap a function so that its first call takes longer than ranks wait for a vote."""
     slow = iter([2 * PATIENCE_SECONDS])
 
     def calling(*arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""However ranks share the work, they learn what one process learns, wherever and on whichever of them memory runs out.
+"""With every strategy, several ranks learn what one process learns, whichever allocation fails on whichever rank.
 
 The whole sweep is `make torture`, and prints what it tried: every place where the engine asks for memory, on each rank
 alone, on all at once, and again right after; for each way of sharing, LoRA and full fine-tuning, activations kept
@@ -41,10 +41,11 @@ class Cell:
     kind: str
     checkpointing: bool
     several: bool
-    """Micro-batches of two sequences, several a step; else as many as the step has for a rank."""
+    """Whether a step has several micro-batches of two sequences each; otherwise a rank has one micro-batch for the
+    whole step."""
 
     def tables(self, folder: Path, sharing: str) -> dict[str, Any]:
-        """Recipe tables of this cell on a small model; LoRA trains one with a tied head."""
+        """The cell's recipe tables with a small model in `folder`; for LoRA the model has a tied head."""
         train = {"gradient_checkpointing": self.checkpointing, "micro_batch": 2 if self.several else 10}
         tables = {**{"full": FULL, "lora": LORA}[self.kind], "train": train, "backoff": LADDER}
         tables |= {} if self.several else {"torch_optimizer": ALLOCATING}
@@ -57,15 +58,16 @@ EQUAL = "equal.jsonl"
 
 
 def alike(folder: Path, sharing: str, cell: Cell, ranks: int) -> dict[str, Any]:
-    """Tables of a cell with sequences of one length, of which each of `ranks` has the same even number: memory that
-    runs out twice in a row is outlived by a smaller micro-batch, so there has to be a second sequence in each."""
+    """Recipe tables of a cell with sequences of equal length, the same number for each of `ranks`. The number is even:
+    a smaller micro-batch is the remedy for memory that runs out twice in a row, so each micro-batch must have a second
+    sequence."""
     tables = cell.tables(folder, sharing)
     train = {**tables["train"], "batch_size": ROWS_OF_A_RANK * ranks}
     return {**tables, "data": {"sources": [{"name": "main", "path": str(folder / EQUAL)}]}, "train": train}
 
 
 def alone(folder: Path, tables: dict[Cell, dict[str, Any]]) -> dict[Cell, dict[str, Any]]:
-    """The results of one process, for each cell."""
+    """For each cell, the results of the steps on a single process."""
     found = {}
     for cell, asked in tables.items():
         work = RankWorkbench(folder, SINGLE_PROCESS, asked)
@@ -75,7 +77,8 @@ def alone(folder: Path, tables: dict[Cell, dict[str, Any]]) -> dict[Cell, dict[s
 
 
 def tortured(ranks: Ranks, folder: Path, sharing: str) -> Any:
-    """Cell = clean steps, and (faults, what was refused and told) with complaints, of the whole sweep."""
+    """Run the whole sweep of faults. Returns for each cell the results of the steps without faults, and a list of
+    (faults, allocations refused on each rank, what was wrong)."""
     found = {}
     for cell in CELLS:
         work = RankWorkbench(folder, ranks, alike(folder, sharing, cell, ranks.size))

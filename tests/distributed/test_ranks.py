@@ -53,7 +53,9 @@ def noted_errors(ranks: Ranks, _folder: Path) -> Any:
 
 
 def gradients(ranks: Ranks, _folder: Path) -> Any:
-    """Four parameters: gradients on both ranks, on rank 1 alone, on none, and a large one over several buckets."""
+    """Sum gradients twice, over four parameters: one with gradients on both ranks, one on rank 1 alone, one on no rank,
+    and a large one that spans several buckets. Returns for each time the indices of parameters that had a gradient on
+    the other rank only, and all gradients."""
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3,), (2, 2), (5,), (9, 7))]
     total = GradientAllReduce(parameters, bucket_bytes=4 * 16)
     seen = []
@@ -72,7 +74,7 @@ def gradients(ranks: Ranks, _folder: Path) -> Any:
 
 
 def half_gradients(ranks: Ranks, _folder: Path) -> Any:
-    """Sum the gradients of a bf16 parameter and an fp32 one."""
+    """Sum the gradients of a bf16 parameter and an fp32 one; returns the sums."""
     parameters = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
@@ -90,7 +92,8 @@ def replicas(ranks: Ranks, _folder: Path) -> Any:
 
 
 def blind_rank(ranks: Ranks, folder: Path) -> Any:
-    """Rank 1 looks for the run in a folder where there is none."""
+    """Let rank 1 look for the run in a folder that does not contain one. Returns the reported problem with the recorded
+    status and exit code; None where nothing is raised."""
     here = folder / ("here" if ranks.is_rank0 else "elsewhere")
     here.mkdir(exist_ok=True)
     if ranks.is_rank0:

@@ -14,7 +14,7 @@ LIMIT = timedelta(seconds=30)
 
 
 def meet(store: Store, size: int) -> list[bytes]:
-    """One start of `size` ranks: what each reads where rank 0 has written."""
+    """Let `size` ranks start on the store; returns the value that each rank reads after rank 0 has written it."""
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(lambda rank: rendezvous_store(store, rank, size, LIMIT), range(size)))
     assert not any(each.check(["here"]) for each in found)

@@ -1,4 +1,5 @@
-"""Whole runs on two ranks: the curve of one process, through killed and stopped ranks, and on fewer ranks."""
+"""Whole runs on two ranks: their losses are those of one process, also if ranks are killed or stopped, or if fewer
+ranks resume the run."""
 
 from __future__ import annotations
 

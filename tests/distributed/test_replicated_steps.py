@@ -41,7 +41,8 @@ def uneven_devices(ranks: Ranks, folder: Path) -> Any:
 
 
 def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
-    """Its state lives on the host; rank 1 cannot make room for it when its turn comes."""
+    """Take steps with the optimizer state on the host, in which rank 1 cannot allocate memory for the state on its
+    device. Returns the faults and the results."""
     work = RankWorkbench(
         folder, ranks, {**small_model(folder, KINDS["full"]), "train": {"optimizer_offload": True}}
     )
@@ -54,7 +55,7 @@ def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
 
 
 def shortage_at_start(ranks: Ranks, folder: Path) -> Any:
-    """The failures that are reported if rank 1 runs out of memory while it loads the model."""
+    """(rank, phase, remedy) of each failure that is reported if rank 1 runs out of memory while it loads the model."""
     work = RankWorkbench(folder, ranks, FULL, at_start=Fault(3) if ranks.rank == 1 else None)
     told = [(each.oom.rank, each.oom.failure.phase, each.remedy) for each in work.told]
     work.close()

@@ -75,7 +75,8 @@ def gradients_of(output: Tensor, weights: Tensor, inputs: list[Tensor]) -> list[
 
 
 def exchanges(ranks: Ranks, _folder: Path) -> Any:
-    """The largest differences between attention of slices and of whole sequences: outputs, then gradients."""
+    """The largest differences between attention over slices and attention over whole sequences (of the outputs, then of
+    the gradients), for each group size and each number of heads."""
     return [
         _difference(group, *numbers)
         for group in (join_sequence_group(ranks, size) for size in (2, RANKS))
@@ -116,7 +117,8 @@ def all_kinds(ranks: Ranks, folder: Path) -> Any:
 
 
 def families(ranks: Ranks, folder: Path) -> Any:
-    """Family = how far loss and gradients of slices are from those of the whole, or why it is refused."""
+    """For each family: the relative difference of loss and gradients between sliced and whole sequences; or the message
+    with which the family is refused."""
     found: dict[str, Any] = {}
     for family in (*FAMILIES, CONVOLUTION):
         loaded, batch = load(run_spec(str(folder / family))), batch_of(3, 9)

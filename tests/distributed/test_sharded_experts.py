@@ -47,7 +47,8 @@ def tables_of(folder: Path, case: str) -> dict[str, Any]:
 
 
 def every_case(ranks: Ranks, folder: Path) -> Any:
-    """Case = clean steps, steps under faults, and which experts of each layer had anything to do in the clean ones."""
+    """For each case: the results of steps without faults, the results of steps with faults, and for each layer which
+    experts received tokens in the steps without faults."""
     found = {}
     ranks_module.COUNTS_AT_ONCE = 10  # the choices of experts take several exchanges
     for number, case in enumerate(CASES):

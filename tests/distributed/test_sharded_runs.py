@@ -59,7 +59,7 @@ def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str)
 
 
 def go_on(ranks: Ranks, folder: Path, leg: int) -> list[str]:
-    """Continue every case's run on this leg; returns how each ended."""
+    """Run the given leg of every case's run on these ranks; returns how each ended."""
     size, last_step, strategy = LEGS[leg]
     specs = {case: spec_for(folder, case, size, last_step, strategy) for case in CASES}
     return run_on_ranks(ranks, folder, specs, resume=leg > 0)
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def straight(folder: Path, case: str) -> RunDirectory:
-    """The same run on one process, from beginning to end."""
+    """The run of `case` on one process, from beginning to end."""
     spec = spec_for(folder, case, 1, LEGS[-1][1], "alone")
     place = new_run(folder / "straight", spec.model_copy(update={"name": case}))
     assert run_rank0(RunStart(spec, place))[0] == "done"
@@ -149,7 +149,8 @@ def joined(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def test_remainders_go_from_ranks_to_one_process_and_back(runs: Runs) -> None:
-    """The distances that weights moved in three legs and in one are the same, most of each in the remainders."""
+    """The remainders of weights survive the change from several ranks to one process and back: three legs give nearly
+    the weights of a run without interruption, although most of each change is in the remainders."""
     legs, whole = (joined(place.checkpoint(LEGS[-1][1])) for place in runs["full, bf16"])
     before = joined(runs["full, bf16"][0].checkpoint(LEGS[1][1]))
     for name in whole:

@@ -21,7 +21,8 @@ from tests.present import present
 
 
 def rounds_of(ranks: Ranks, voted_group: VotedGroup, failing: dict[int, int]) -> Callable[[list[int]], None]:
-    """Three collectives; on rank r the failing[r]-th allocates too much, the fourth being after the last of them."""
+    """A function that runs three collectives on this rank. On rank r it allocates too much before collective number
+    failing[r]; number 4 is after the last one."""
 
     def work(done: list[int]) -> None:
         for number in range(1, 5):
@@ -57,7 +58,7 @@ def left_on(device: MeteredDevice) -> int:
 
 
 def tokens(ranks: Ranks, _folder: Path) -> Any:
-    """The tokens with which each rank continues if rounding makes two rows of scores differ."""
+    """The tokens that this rank chooses for two rows of scores that differ between ranks by rounding."""
     device = MeteredDevice(2**20)
     scores_BV = torch.tensor([[0.0, 1.0, 1.0], [5.0, 2.0, 5.0]])
     scores_BV[:, 2] += 1e-3 * (ranks.rank - 0.5)

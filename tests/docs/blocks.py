@@ -33,12 +33,12 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """What the shell makes of it."""
+        """The command's words, as a shell splits them."""
         return shlex.split(self.text, comments=True)
 
     @property
     def tunedeck_arguments(self) -> list[str] | None:
-        """The arguments of Tunedeck, also where a launcher starts it; None for other commands."""
+        """The arguments of `tunedeck`, also if a launcher such as torchrun starts it; None for other commands."""
         return self.words[self.words.index("tunedeck") + 1 :] if "tunedeck" in self.words else None
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def section(page: str, title: str) -> list[Block]:
 
 
 def commands() -> list[Command]:
-    """Every command of every block labelled "sh", without the files that `cat > FILE <<'END'` writes."""
+    """Every command of every block labelled "sh". Lines that `cat > FILE <<'END'` writes to a file are no commands."""
     found = []
     for block in blocks():
         if block.label != "sh":

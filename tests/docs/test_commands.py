@@ -1,4 +1,4 @@
-"""Every command that README and docs print is one that works.
+"""Every command that README and docs print works.
 
 Commands that take seconds are run as printed, in a folder with a finished run. Those that need a GPU, the hub, a
 cluster or minutes are parsed by the command line and, where they name profile and recipe, planned.
@@ -46,7 +46,7 @@ SHORT_RUN = (
 
 
 def is_run(command: Command) -> bool:
-    """Whether a test runs this command, or only parses and plans it."""
+    """True if a test runs this command; False if the command is only parsed and planned."""
     if command.words[0] != "tunedeck" or any(words in command.text for words in NOT_RUN):
         return False
     return " ".join(command.words[1:]).startswith(RUN)
@@ -129,7 +129,7 @@ def test_the_command_line_knows_the_command(command: Command) -> None:
 
 @pytest.mark.parametrize("command", inline_commands(), ids=str)
 def test_the_command_line_knows_the_command_in_a_sentence(command: Command) -> None:
-    """Its name alone is enough there: `tunedeck launch` writes a script."""
+    """A sentence may name a command without its arguments, such as `tunedeck launch`; then only the name is checked."""
     words = [word for word in command.tunedeck_arguments or [] if word != "--help"]
     if len(words) == 1 and not words[0].startswith("-"):
         known: Any = typer.main.get_command(app)

@@ -43,7 +43,7 @@ def test_rouge_equals_the_package_of_its_name() -> None:
 
 
 def brute_iou(one: Sequence[float], other: Sequence[float]) -> float:
-    """Counted in cells of whole numbers."""
+    """Intersection over union of two boxes with whole-number corners, computed by counting unit cells."""
     cells = [
         {(x, y) for x in range(int(box[0]), int(box[2])) for y in range(int(box[1]), int(box[3]))}
         for box in (one, other)

@@ -35,7 +35,8 @@ TOKENS = torch.arange(40).remainder(64).view(2, 20)
 
 
 def dense(folder: Path, family: str, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A small dense model with random weights, as save_pretrained writes it."""
+    """Write a small dense model with random weights to `folder`, as save_pretrained does; `changes` override keys of
+    its config. Returns `folder`."""
     torch.manual_seed(seed)
     table = {**SIZES, **FAMILIES[family], **changes}
     config = AutoConfig.for_model(table.pop("model_type"), **table)
@@ -136,8 +137,8 @@ TRAPS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any]], None]]] =
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_each_known_mistake_changes_the_model(tmp_path: Path, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mixture is equal to the dense model, and would not be with one key as the mixture family has it by
-    default."""
+    """The mixture equals the dense model; it no longer does if one key of its config has the default of the mixture's
+    family."""
     family, changes, spoil = TRAPS[trap]
     one = dense(tmp_path / "dense", family, 0, **changes)
     assert largest_difference(assembled(tmp_path / "mixture", [one] * 3), one) <= EQUAL
@@ -165,7 +166,8 @@ def test_a_shared_expert_that_is_not_zero_changes_the_model(tmp_path: Path) -> N
 
 
 def test_a_model_made_in_bfloat16_keeps_its_rotary_table_in_float32(tmp_path: Path) -> None:
-    """Converting a loaded model rounds the table, too, which moves every token; the engine loads in the dtype."""
+    """Converting a loaded model to bfloat16 would also round the rotary table, which changes the output at every token.
+    The engine therefore loads the model in its dtype."""
     one = dense(tmp_path / "dense", "llama", 0)
     mixture = assembled(tmp_path / "mixture", [one] * 3)
     exact = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).model.rotary_emb.inv_freq

@@ -1,4 +1,5 @@
-"""Merging: the same answers without peft; nothing half-written; too little room is told before anything is loaded."""
+"""Merging: the merged model gives the same answers without peft; no half-written result remains; too little memory is
+reported before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """A small engine process for the tests of following, stopping and killing: real events, a real claim, no model.
 
-Run as `python child_engine.py DIR MODE`. It steps until it is told what its mode says, a hundredth of a second a step.
+Run as `python child_engine.py DIR MODE`. MODE finish writes five steps and ends with 0; fail ends with 5; vanish ends
+with 3 and records no end. MODE obey writes a step every hundredth of a second until a pause or stop is requested; any
+other MODE does the same, and ignores requests.
 """
 
 import os

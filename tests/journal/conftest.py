@@ -19,7 +19,7 @@ Spawn = Callable[[RunDirectory, str], "subprocess.Popen[bytes]"]
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test notes its runs in the user's state folder."""
+    """Use a temporary state folder, so that no test records its runs in the user's."""
     monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "state"))
     monkeypatch.delenv("TUNEDECK_RUNS", raising=False)
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def spawn() -> Iterator[Spawn]:
-    """Starts child engines as `start_engine` does, and leaves none behind."""
+    """A function that starts child engines as `start_engine` does; they are killed when the test ends."""
     children: list[subprocess.Popen[bytes]] = []
 
     def start(directory: RunDirectory, mode: str) -> subprocess.Popen[bytes]:

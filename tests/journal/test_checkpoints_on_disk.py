@@ -1,4 +1,5 @@
-"""Checkpoints as `show` sees them: those on disk, not those once written; and what the newest one has learned."""
+"""Checkpoints as `show` lists them: those that exist on disk, not those that the journal reports; and the budget and
+remedies stored in the newest one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ BUDGET = dict.fromkeys(LEARNED, 1000) | {"slope": 1.25, "clean_steps": 3}
 
 
 def put(run: RunDirectory, step: int, budget: object = BUDGET) -> None:
-    """A checkpoint's folder with its numbers."""
+    """Write a checkpoint folder with a state.json that contains the budget and the remedies."""
     folder = run.checkpoint(step)
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(json.dumps({"budget": budget, "remedies": {"checkpointing": True}}))

@@ -1,4 +1,4 @@
-"""The commands that look at runs and ask engines for something, against real processes."""
+"""The commands that show runs or send requests to engines, tested with real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Comparing runs: only what differs, the best by each score, and a word where scores do not compare."""
+"""Comparing runs: only differing settings are shown, the best run by each score is marked, and a warning is given if
+scores cannot be compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests are taken once; a claim belongs to one living process and dies with it."""
+"""Each request is handed out once; a claim belongs to one living process and ends with that process."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ writer.write("paused")
 
 
 def test_a_full_disk_is_reported_and_leaves_no_half_line(run: RunDirectory) -> None:
-    """A limit on the file's size stands in for the disk: the kernel writes what fits, then refuses."""
+    """A limit on the file's size replaces a full disk: the kernel writes the bytes that fit, then refuses."""
     script = FULL_DISK.format(root=str(Path(__file__).resolve().parents[2]))
     done = subprocess.run([sys.executable, "-c", script, str(run.path)], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("refused")

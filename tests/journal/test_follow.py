@@ -1,4 +1,5 @@
-"""Following a real engine process: its exit code, the user's signals, and a death nobody announced."""
+"""Following a real engine process: its exit code, the user's signals, and an engine that dies without recording an
+end."""
 
 from __future__ import annotations
 

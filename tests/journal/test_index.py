@@ -1,4 +1,5 @@
-"""RUN as a user types it."""
+"""Finding the run that the argument RUN of a command names: by name, by the beginning of a name, by path, or as
+`last`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on."""
+"""The text that commands print for a person while a run is in progress."""
 
 from __future__ import annotations
 

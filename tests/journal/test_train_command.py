@@ -104,7 +104,7 @@ def test_a_longer_run_gets_a_new_spec_and_keeps_the_old_one(ended: RunDirectory)
 
 
 def limits_after(ended: RunDirectory, **given: object) -> tuple[Limits, list[str]]:
-    """The limits the engine will find after a resume that makes the run longer, and what the user was told."""
+    """The limits in run.toml after a resume that makes the run longer, and the notices for the user."""
     notices = change_spec(ended, ["train.max_steps=20"], given)
     return load_run_spec(ended.run_toml, own=True).limits, notices
 

@@ -73,8 +73,8 @@ def cpu() -> CpuDevice:
 
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
-    """A folder with random weights of `family` and the byte tokenizer, as a user would have it. `changes` of its config
-    are all of it for a family that FAMILIES does not have."""
+    """Write a model folder with random weights of `family` and the byte tokenizer; returns the folder. `changes`
+    override keys of the family's config in FAMILIES; for a family that is not there, they are the whole config."""
     config = AutoConfig.for_model(family, **{**FAMILIES.get(family, {}), **changes})
     with torch.random.fork_rng():
         torch.manual_seed(11)
@@ -92,7 +92,8 @@ def run_spec(
     device: Any = "cpu",
     **model_keys: Any,
 ) -> RunSpec:
-    """A run spec around `model` for the CPU."""
+    """A run spec for `model`, by default on the CPU. `method`, `train`, `moe` and `model_keys` are keys of these tables
+    of the recipe."""
     recipe = Recipe(
         name="test",
         model=Model(id=model, **model_keys),
@@ -106,7 +107,7 @@ def run_spec(
 
 
 def load(spec: RunSpec, device: Any = None) -> LoadedModel:
-    """Tokenizer and model of a spec."""
+    """Load the tokenizer and the model of a run spec, by default onto the CPU."""
     return load_model(spec, device or cpu(), load_tokenizer(spec.recipe.model))
 
 
@@ -116,7 +117,8 @@ def load_family(folder: Path, family: str, **options: Any) -> LoadedModel:
 
 
 def batch_of(rows: int = 3, length: int = 12, *, masked: int = 4, seed: int = 0) -> Batch:
-    """Random tokens; the first `masked` of each row are not targets, the last row is padded by 3."""
+    """A batch of random tokens [rows, length]. The first `masked` tokens of each row are not targets; the last row ends
+    with three tokens of padding."""
     generator = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(0, 256, (rows, length), generator=generator)
     labels_BS = ids_BS.clone()
@@ -146,5 +148,5 @@ def disturb(loaded: LoadedModel) -> None:
 
 
 def tokenizer_at(folder: Path) -> Any:
-    """Reload a tokenizer the way anyone would."""
+    """Load the tokenizer in `folder` with transformers alone."""
     return AutoTokenizer.from_pretrained(folder)

@@ -31,7 +31,7 @@ class Base(nn.Module):
 
 
 def adapted(layer: nn.Module, **config: Any) -> Any:
-    """A model of one LoRA layer, whose adapter is not zero."""
+    """A model of one LoRA layer, whose adapter has random weights instead of zeros."""
     torch.manual_seed(3)
     options = {"r": RANK, "lora_alpha": 12, "target_modules": ["layer"], "init_lora_weights": False, **config}
     model = get_peft_model(Base(layer), LoraConfig(fan_in_fan_out=isinstance(layer, Conv1D), **options))
@@ -40,7 +40,8 @@ def adapted(layer: nn.Module, **config: Any) -> Any:
 
 
 def run(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """Output, the gradient of x, and the gradients of the adapter's weights; every output value weighs differently."""
+    """Run forward and backward; returns the output, the gradient of `x`, and the gradients of the adapter's weights.
+    The backward pass begins with a different gradient for every output value."""
     x = x.detach().requires_grad_()
     with keyed(keyed_dropouts(model), seed=0, step=1, sample_ids=range(ROWS)):
         output = model(x)
@@ -71,7 +72,8 @@ def test_outputs_and_gradients_are_those_of_peft(kind: str, config: dict[str, An
 
 
 def test_half_precision_is_as_exact_as_fp32_adapters_and_gradients_are_fp32() -> None:
-    """Both sides are compared with the same layer in fp32; peft multiplies the adapters in fp32."""
+    """Both the engine's layer and peft's, which multiplies the adapters in fp32, are compared with the same layer in
+    fp32."""
     exact = run(adapted(linear(torch.bfloat16).float()), inputs(torch.bfloat16).float())
     model = adapted(linear(torch.bfloat16))
     theirs = run(model, inputs(torch.bfloat16))

@@ -1,6 +1,8 @@
-"""Which attention kernel is chosen: packages are look-alikes in another process, the card is a fake of three calls.
+"""Which attention kernel is chosen. Packages are replaced by stand-ins in another process, and the card by an object
+with three methods.
 
-transformers looks once a process which packages are there, so each set of packages gets a process.
+transformers checks only once per process which packages are installed, so each set of packages is tested in a process
+of its own.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def install(folder: Path, distribution: str, body: str = "") -> None:
 
 
 def choose(folder: Path, *questions: tuple[str, str, float], deterministic: bool = False) -> list[dict[str, Any]]:
-    """Answer (model.attention, family, compute capability) in a new process that finds the look-alikes in `folder`."""
+    """The kernels chosen for (model.attention, family, compute capability), one answer for each question, from a new
+    process that finds the stand-ins in `folder`."""
     root = Path(__file__).parents[2]
     asked = json.dumps([(*question, deterministic) for question in questions])
     finished = subprocess.run(

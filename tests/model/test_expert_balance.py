@@ -28,7 +28,7 @@ def loaded_with_loss(folder: Path, family: str, **options: Any) -> tuple[LoadedM
 
 
 def rows_of(batch: Batch, rows: range) -> Batch:
-    """Some rows of a batch, cut to the longest of them, as another split would have them."""
+    """The given rows of a batch as a micro-batch, cut to the longest of them."""
     assert batch.row_tokens_B is not None
     tokens_B = batch.row_tokens_B[rows.start : rows.stop]
     cut = (slice(rows.start, rows.stop), slice(0, int(tokens_B.max())))
@@ -44,7 +44,7 @@ def rows_of(batch: Batch, rows: range) -> Batch:
 
 
 def ragged(rows: int = SEQUENCES) -> Batch:
-    """Rows of 12 tokens down to 5, padded."""
+    """A padded batch whose rows have between 12 and 5 tokens."""
     batch = batch_of(rows, masked=2)
     tokens_B = torch.tensor([12 - row % 8 for row in range(rows)])
     labels_BS = batch.labels_BS.masked_fill(torch.arange(12) >= tokens_B[:, None], -100)
@@ -54,7 +54,7 @@ def ragged(rows: int = SEQUENCES) -> Batch:
 
 
 def gradients(loaded: LoadedModel, loss: LossFunction, batch: Batch, micro_batch: int) -> dict[str, torch.Tensor]:
-    """The gradients of a step over all rows, so many at a time."""
+    """The gradients of a step over all rows, by parameter name, computed in micro-batches of `micro_batch` rows."""
     assert batch.row_tokens_B is not None
     loaded.model.zero_grad(set_to_none=True)
     for first in range(0, SEQUENCES, micro_batch):
@@ -64,7 +64,7 @@ def gradients(loaded: LoadedModel, loss: LossFunction, batch: Batch, micro_batch
 
 
 def reference(loaded: LoadedModel, batch: Batch) -> torch.Tensor:
-    """The auxiliary loss of a step, written down plainly: one sequence and one layer after the other."""
+    """The auxiliary loss of a step, computed by a plain loop over layers and sequences."""
     assert batch.row_tokens_B is not None
     total, config = torch.zeros(()), loaded.config
     for row, tokens in enumerate(batch.row_tokens_B.tolist()):

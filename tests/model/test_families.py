@@ -1,5 +1,5 @@
-"""Families with something of their own: each trains with adapters that learn, or is refused in one sentence before a
-run exists."""
+"""Families with special features: each is trained with adapters that learn, or is refused in one sentence before a run
+exists."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""fp32 weights that train under fp16 autocast also generate text where attention takes half precision alone.
+"""fp32 weights that are trained under fp16 autocast also generate text with attention kernels that take half precision
+only.
 
-The kernel is a look-alike: it casts as transformers' wrapper of flash attention does (rotary embeddings give fp32
-again), refuses fp32 as the kernel does, and computes with sdpa.
+The kernel is a stand-in: it casts as transformers' wrapper of flash attention does (rotary embeddings return fp32),
+refuses fp32 as the kernel does, and computes with sdpa.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ RIGHT = """
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """Put a package liger_kernel on the path whose fused loss has this body."""
+    """Make a package liger_kernel importable; `body` is the Python text of its fused loss function."""
     package = folder / "liger_kernel" / "transformers"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
@@ -111,7 +111,8 @@ def test_running_out_of_memory_in_the_trial_is_no_reason_against_the_kernel(
 
 
 def test_a_trained_head_never_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its fp32 gradient of the head, and the fp32 copy of each chunk's, are 10 bytes a weight; plans count 2."""
+    """For a trained head Liger needs 10 bytes per weight: the fp32 gradient of the head, and an fp32 copy of each
+    chunk's gradient. Plans count 2 bytes."""
     install(tmp_path, monkeypatch, RIGHT)
     trained = OutputHead(torch.nn.Linear(16, 40, bias=False), 1.0, None)
     assert choose_implementation("auto", trained, 0.0, card()).name == "chunked"
@@ -119,7 +120,8 @@ def test_a_trained_head_never_gets_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def as_liger_allocates(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """The allocations of liger-kernel 0.8's forward pass for a frozen head, operation by operation."""
+    """Make the allocations of liger-kernel 0.8's forward pass for a frozen head, one operation after the other. Returns
+    the kept gradient of the hidden states [N, H]."""
     (tokens, width), vocabulary = hidden_NH.shape, len(weight_VH)
     parts = -(-vocabulary // width)
     chunk = 1 << (-(-tokens // parts) - 1).bit_length()

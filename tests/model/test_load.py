@@ -1,4 +1,4 @@
-"""Loading: seeds, dtypes, attention, earlier runs, and every way it can be refused."""
+"""Loading a model: seeds, dtypes, attention, earlier runs, and every reason for a refusal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.present import grad_of
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache and no network, as huggingface_hub reads them."""
+    """Give huggingface_hub an empty cache and no network."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -25,7 +25,8 @@ def bench(folder: Path, family: str, *, checkpointing: bool, **options: Any) -> 
 
 
 def step(device: MeteredDevice, loss: LossFunction, *, rows: int = 4, length: int = 96) -> tuple[Any, int, int]:
-    """Loss and gradients, bytes held between forward and backward, and the peak."""
+    """Run forward and backward. Returns (loss, gradients by name), the bytes held between forward and backward, and the
+    peak; both in addition to the static bytes."""
     with device.activate():
         loss.loaded.model.zero_grad()
         with device.host_region():

@@ -56,7 +56,7 @@ def gradients(loaded: LoadedModel, splits: list[list[int]], step: int = 3) -> li
 
 
 def apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
-    """The norm of the difference, relative to the norm of the second."""
+    """The norm of the difference of two lists of tensors, relative to the norm of `right`."""
     difference = sum(float((a - b).norm() ** 2) for a, b in zip(left, right, strict=True))
     return float((difference / sum(float(b.norm() ** 2) for b in right)) ** 0.5)
 
@@ -74,7 +74,8 @@ def test_no_split_and_no_recomputation_changes_a_mask(family: str, tmp_path: Pat
 
 
 def test_what_is_dropped_is_what_the_config_says(tmp_path: Path) -> None:
-    """Each place on its own changes the gradients; with every place at 0 nothing has to be keyed."""
+    """Each kind of dropout in the config changes the gradients in its own way; if all are 0, no dropout module is
+    keyed."""
     seen = []
     for key in (None, "attn_pdrop", "resid_pdrop", "embd_pdrop"):
         DROPPING["gpt2"] = {name: P if name == key else 0.0 for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")}

@@ -1,5 +1,5 @@
-"""What is saved opens with peft and transformers alone, and gives the engine's own logits: bit for bit, or, where peft
-adds up an adapter's product in another order than the engine, to fp32's rounding."""
+"""Saved models and adapters open with peft and transformers alone, and give the engine's own logits: bit for bit, or to
+the rounding of fp32 where peft adds up an adapter's product in another order."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_the_head_trained_beside_lora_on_a_tied_model_opens_with_peft(tmp_path: 
 
 
 def reopens_with_its_base(loaded: LoadedModel, folder: Path) -> bool:
-    """Whether peft and transformers make the same of what was saved."""
+    """Whether the saved adapter on its saved base, opened with peft and transformers, gives the same logits as
+    `loaded`."""
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     reopened = PeftModel.from_pretrained(base, folder)
     batch = batch_of()

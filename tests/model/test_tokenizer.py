@@ -1,4 +1,4 @@
-"""The byte tokenizer and the rules for tokenizers of others."""
+"""The byte tokenizer, and the rules for the tokenizers of models."""
 
 from __future__ import annotations
 

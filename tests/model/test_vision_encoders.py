@@ -1,4 +1,5 @@
-"""Vision-language models trained on text: adapters stay in the decoder, the vision encoder keeps still."""
+"""Vision-language models trained on text: adapters are added to the decoder only, and the vision encoder is not
+changed."""
 
 from __future__ import annotations
 

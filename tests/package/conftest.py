@@ -60,7 +60,7 @@ def tracked_files() -> list[str]:
 
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """Built as `pip` builds them, by the backend itself."""
+    """Build the sdist and the wheel with the build backend, as pip does."""
     checkout = tmp_path_factory.mktemp("checkout")
     for name in tracked_files():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,13 +75,14 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 @pytest.fixture(scope="session")
 def installation(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """A fresh environment. Its dependencies are those of the environment that runs the tests, found through a .pth file
-    (files of that kind in the other environment, so its editable installs, are not read)."""
+    """The wheel installed in a new environment. A .pth file adds the packages of the environment that runs the tests,
+    except its editable installs: Python does not read .pth files in a folder that a .pth file adds."""
     return install(distributions.wheel, tmp_path_factory.mktemp("installation"), Path(sysconfig.get_path("purelib")))
 
 
 def install(wheel: Path, folder: Path, dependencies: Path) -> Installation:
-    """A fresh environment in `folder` with the wheel; its dependencies are what lies in another folder."""
+    """Install the wheel into a new environment in `folder`, in which a .pth file adds the packages of the folder
+    `dependencies`."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]

@@ -1,4 +1,4 @@
-"""The README's first fine-tune, as printed: an empty folder, the installed wheel, no network."""
+"""The README's first fine-tune, run as printed: in an empty folder, with the installed wheel and no network."""
 
 from __future__ import annotations
 

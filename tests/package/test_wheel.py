@@ -17,7 +17,7 @@ from tests.package.conftest import ROOT, USER_FILES, Distributions, Installation
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command as a user's shell starts it: nothing of the tests' own import path is left."""
+    """Run a command as a user's shell would, without the PYTHONPATH of the tests; returns its exit code and output."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         command,
@@ -26,7 +26,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 
 def packed(distributions: Distributions) -> dict[str, set[str]]:
-    """Paths in the sdist and in the wheel, as they are in the repository."""
+    """The paths of the files in the sdist and in the wheel, each as the path that the file has in the repository."""
     with tarfile.open(distributions.sdist) as archive:
         sdist = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     with zipfile.ZipFile(distributions.wheel) as archive:
@@ -83,7 +83,8 @@ def test_the_citation_has_the_version_of_the_package() -> None:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A user's repository with modules of our names; importing any of them ends the process."""
+    """A folder like a user's repository, with modules that have the names of our packages; importing any of them ends
+    the process."""
     for name in ("engine", "profiles", "tui"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user was imported')\n")
     return tmp_path
@@ -105,7 +106,8 @@ def test_every_way_in_works_beside_a_users_own_engine_module(
 
 
 def test_the_engine_process_is_the_installed_one(installation: Installation, hostile: Path) -> None:
-    """Three steps of the demo: the first micro-batch does not fit, and the run ends as it should."""
+    """Runs three steps of the demo from a folder whose modules have our names: the first micro-batch does not fit, and
+    the run still ends as done."""
     short = ["--set", "train.max_steps=3", "--set", "train.warmup_steps=1", "--set", "eval.limit=8"]
     done = run(installation.command, "train", "-p", "demo", "-r", "demo", *short, "--json", cwd=hostile, PYTHONPATH=".")
     assert done.returncode == 0, done.stderr

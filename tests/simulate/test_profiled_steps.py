@@ -1,7 +1,8 @@
-"""The simulation against real steps on the CPU, whose allocator torch's own profiler listens to: no meter in between.
+"""Compares the simulation with real steps on the CPU, whose allocations torch's profiler records; no metered device is
+involved.
 
-In fp32, which the CPU computes in as a card does. What an operation allocates for itself and frees before it is done is
-part of what the profiler sees and of nothing that the simulation counts; at these peaks there is none.
+The steps are in fp32, in which the CPU computes as a card does. The profiler also sees memory that an operation
+allocates and frees internally, which the simulation does not count; at the peaks tested here there is none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The simulation against the metered device, which counts real tensors of the same step."""
+"""Compares the simulation with the metered device, which counts the real tensors of the same step."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_phase_of_the_plan_is_simulated_and_the_two_agree(
 def test_generation_holds_what_the_metered_device_counts(
     config: dict[str, Any], prompt: int, generate: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Short answers are made whole; of long ones the first tokens and the last."""
+    """Short answers are simulated completely; of long answers, only the first tokens and the last."""
     spec = run_spec(
         folder_of(config, tmp_path),
         data={"max_length": prompt, "valid_fraction": 0.5},
@@ -136,7 +136,7 @@ def test_a_tied_head_that_learns_beside_adapters_and_dropout_are_simulated(tmp_p
 
 
 def test_an_evaluation_makes_no_gradient_of_the_head(tmp_path: Path) -> None:
-    """In full fine-tuning, whose head learns: it would be as large as the head."""
+    """Tested with full fine-tuning, in which the head is trained: its gradient would be as large as the head."""
     held_out = {"max_length": 128, "valid_fraction": 0.5}
     tables: dict[str, Any] = {"method": FULL, "model": {"dtype": "bfloat16"}, "data": held_out}
     wide = {**QWEN2, "vocab_size": 20_000}
@@ -148,7 +148,8 @@ def test_an_evaluation_makes_no_gradient_of_the_head(tmp_path: Path) -> None:
 
 
 def test_scores_that_fill_the_memory_are_counted_as_a_card_holds_them(tmp_path: Path) -> None:
-    """Where softmax reads half precision and writes fp32 in one pass."""
+    """On a card softmax reads half precision and writes fp32 in one pass, so the simulated peak is smaller than that
+    for the metered device."""
     tables: dict[str, Any] = {"model": {"dtype": "bfloat16", "attention": "eager"}, "train": {"batch_size": 4}}
     h100 = {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0}
     card = run_spec(folder_of(LLAMA, tmp_path), h100, **tables)

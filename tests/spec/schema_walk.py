@@ -50,18 +50,18 @@ Probe = Callable[[RunSpec, Path], Any]
 
 
 def plan(spec: RunSpec, folder: Path) -> Any:
-    """The plan and the warnings before the start."""
+    """The memory plan as JSON, and the warnings before a start."""
     return make_plan(spec).as_json(), list(warnings_of(find_architecture(spec), spec, free_disk_bytes=1))
 
 
 def positions(spec: RunSpec, folder: Path) -> Any:
-    """The config that the model is loaded with: its rotary positions, scaled."""
+    """The config with which the model is loaded, which includes the scaling of its rotary positions."""
     assert spec.recipe.model.rope_scaling is not None
     return scaled_config(find_config(spec.recipe.model.id), spec.recipe.model.rope_scaling)
 
 
 def accepted(spec: RunSpec, folder: Path) -> Any:
-    """Nothing but that the spec is not refused."""
+    """A constant: this probe shows only that the spec is not refused."""
     return "accepted"
 
 
@@ -81,7 +81,7 @@ def order(spec: RunSpec, folder: Path) -> Any:
 
 
 def children(spec: RunSpec, folder: Path) -> Any:
-    """Whether other processes tokenise the data, when it is in no cache."""
+    """Whether other processes tokenise the data (the cache is empty)."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with patch.dict(os.environ, {"TUNEDECK_CACHE": str(folder / "cache")}):
         _prepared(spec)
@@ -105,7 +105,8 @@ EVENT_FIELDS = {
 
 
 def run(spec: RunSpec, folder: Path) -> Any:
-    """What a run of this process leaves: its events, checkpoints with their micro-batch budgets, and result."""
+    """Run the engine in this process; returns the run's events, its checkpoints with their micro-batch budgets, and its
+    result."""
     place = create_run_directory(folder, spec.name, dump_run_spec(spec), {})
     train(place.path)
     events = [
@@ -137,7 +138,7 @@ def grown(spec: RunSpec, folder: Path) -> Any:
 
 
 def score(spec: RunSpec, folder: Path) -> Any:
-    """What `tunedeck eval` says of the model."""
+    """The scores that `tunedeck eval` reports for the model."""
     scores = score_model(spec, lambda text: None)
     return scores.metrics, scores.samples, scores.count
 
@@ -421,7 +422,8 @@ _seen: dict[str, Any] = {}
 
 
 def outcome(case: Case, key: str, value: str, files: dict[str, Path], folder: Path) -> tuple[bool, Any]:
-    """Whether this value is accepted, and what its probe shows; or the refusal."""
+    """(True, what the case's probe returns) if this value of the key is accepted; (False, the error message) if it is
+    refused."""
     place = key if case.at is None else case.at
     if place in ("schema", "kind", "overrides"):
         files, sets = _written(files, key, value, folder), []
@@ -442,7 +444,8 @@ def outcome(case: Case, key: str, value: str, files: dict[str, Path], folder: Pa
 
 
 def _written(files: dict[str, Path], key: str, value: str, folder: Path) -> dict[str, Path]:
-    """The files, with another value in the profile or the recipe itself: `--set` does not reach these keys."""
+    """Write copies of the files in which this key has another value, for keys that `--set` cannot change. Returns the
+    files, with the copy in place of the profile or the recipe."""
     file, _, name = key.rpartition(".")
     word = file.upper() or "PROFILE"
     new = folder / files[word].name

@@ -1,4 +1,5 @@
-"""The recipes of the field that ship: they check clean, are planned for the profile they name, and fit there."""
+"""The shipped recipes of real-world systems: the checker reports no problem, and each is planned for the profile that
+it names and fits there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[parallel] in a recipe: it counts more than the profile's, less than --set, and nothing with one device."""
+"""[parallel] in a recipe: it overrides the profile's, is overridden by --set, and is ignored with one device."""
 
 from __future__ import annotations
 

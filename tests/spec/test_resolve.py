@@ -1,4 +1,5 @@
-"""Finding, layering and writing down: what `resolve`, `override`, `load_run_spec` and `dump_run_spec` promise."""
+"""Resolving run specs: finding files, the order in which settings override each other, and writing and reading
+run.toml."""
 
 from __future__ import annotations
 

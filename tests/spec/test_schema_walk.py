@@ -63,7 +63,7 @@ memory_gib = 8.0
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The files that the cases name, by the word that stands for them."""
+    """The path of each file that cases refer to by a word such as PROFILE, by that word."""
     folder = tmp_path_factory.mktemp("walk")
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     chats = folder / "chats.jsonl"

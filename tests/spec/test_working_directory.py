@@ -11,7 +11,7 @@ from engine.spec.files.working_directory import working_directory
 
 @pytest.fixture
 def deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, which is gone."""
+    """A working directory that has been deleted; the process is still in it."""
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)

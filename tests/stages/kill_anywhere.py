@@ -84,7 +84,8 @@ def weights_of_stages(run: RunDirectory) -> dict[str, torch.Tensor]:
 
 
 def assert_story_told_once(run: RunDirectory) -> None:
-    """Every event of every stage is in the run's journal exactly once, in order, and each stage is done once."""
+    """Assert that the run's journal has every event of every stage exactly once, in order, and that each stage is done
+    once."""
     events = list(read_events(run.events))
     for stage in stage_directories(run):
         own = [event["seq"] for event in read_events(stage.events) if event["kind"] not in NOT_COPIED]
@@ -146,7 +147,7 @@ def _lives(stage: RunDirectory) -> bool:
 
 
 def check(run: RunDirectory, undisturbed: RunDirectory) -> None:
-    """Both runs have the same weights, bit for bit, and the journal of `run` tells everything once."""
+    """Assert that both runs have the same weights, bit for bit, and that the journal of `run` has every event once."""
     assert_equal(weights_of_stages(run), weights_of_stages(undisturbed))
     assert_story_told_once(run)
     for stage in stage_directories(undisturbed):

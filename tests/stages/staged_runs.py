@@ -70,14 +70,14 @@ def weights_of(stage: RunDirectory) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Both have the same tensors, bit for bit."""
+    """Assert that both have the same tensors, bit for bit."""
     assert found.keys() == expected.keys()
     different = [name for name in found if not torch.equal(found[name], expected[name])]
     assert not different, different
 
 
 def wait_for(met: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Wait until something holds; fails when the process ends before, or after GIVE_UP_SECONDS."""
+    """Wait until `met()` is true; fails if the process ends before, or after GIVE_UP_SECONDS."""
     deadline = time.monotonic() + GIVE_UP_SECONDS
     while not met():
         assert process.poll() is None, "the conductor ended before"

@@ -1,4 +1,5 @@
-"""Staged runs with real processes: order, failure, requests, kills and resumes. The run's journal tells it all once."""
+"""Staged runs with real processes: order of stages, failures, requests, kills and resumes. The run's journal has each
+event once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that has the engine imported and forks one engine after another, each to be killed at a given moment.
+"""A process that has imported the engine and forks one engine process after another; each is killed at a given moment.
 
 Starting Python and importing torch takes seconds; a fork takes none, so hundreds of deaths become affordable. What runs
 in the fork is the engine's own `main.run` in a session of its own, and it dies of a real SIGKILL.
@@ -28,7 +28,7 @@ FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os
 
 @dataclass(frozen=True)
 class Death:
-    """When an engine is killed; with every field at its default, never."""
+    """The moment at which an engine is killed; never, if every field has its default."""
 
     after_seconds: float | None = None
     at_operation: int | None = None
@@ -39,12 +39,12 @@ class Death:
 
 @dataclass(frozen=True)
 class Obituary:
-    """How an engine ended."""
+    """How an engine process ended."""
 
     code: int
     """Its exit code; -9 when it was killed."""
     operations: int
-    """File operations it announced; counted only where it was to die of one."""
+    """The number of file operations up to the end; 0 unless the engine was to be killed at one."""
     seconds: float
     """How long it lived."""
 
@@ -77,7 +77,8 @@ class CrashServer:
 
 
 def serve() -> None:
-    """Answer requests on standard input until it is closed. Imports first: no thread may exist when it forks."""
+    """Fork an engine for each request on standard input, until the input is closed. The engine is imported before,
+    because a process must not have threads when it forks."""
     from engine.train import main
 
     for line in sys.stdin:

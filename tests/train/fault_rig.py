@@ -1,4 +1,4 @@
-"""A rig: a small model in a real training loop whose state can be restored, to repeat one unit of work.
+"""A small model in a real training loop whose state can be restored, so that one unit of work can be repeated.
 
 Not a test module; `tests.train.torture` disturbs what is performed here.
 """
@@ -41,7 +41,7 @@ from tests.train.run_helpers import make_spec, write_samples
 
 @dataclass(frozen=True)
 class Case:
-    """One small model and how it is trained."""
+    """A small model, and how it is trained."""
 
     name: str
     method: str
@@ -54,10 +54,10 @@ class Case:
     """Sequences of the longest kind in a micro-batch."""
     dtype: str = "float32"
     train: dict[str, Any] = field(default_factory=dict)
-    """More keys of the recipe's table."""
+    """Further keys of the recipe's table [train]."""
     ladder: tuple[str, ...] = ("retry", "defragment", "cut", "checkpointing", "chunk_loss")
     torch_optimizer: dict[str, Any] | None = None
-    """Keyword arguments of an optimizer that no recipe asks for, and its `kind`."""
+    """An optimizer of torch that no recipe can choose: its `kind` and its keyword arguments."""
 
     def spec(self, folder: Path) -> RunSpec:
         """A run of this case with its files in `folder`."""
@@ -104,7 +104,8 @@ def write_model(folder: Path, layers: int, width: int, *, tied: bool = True, hea
 
 
 class Witness(Journal):
-    """The run's own journal, which also notes what the device held when a failure was written down."""
+    """A journal that writes events and also records, for each event, the bytes on the device and the number of
+    allocations so far."""
 
     def __init__(self, writer: EventWriter, device: MeteredDevice) -> None:
         super().__init__(writer)
@@ -120,7 +121,7 @@ class Witness(Journal):
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """The events about memory so far."""
+        """The backoff events so far."""
         return [event for event in self.events if event["kind"] == "backoff"]
 
 
@@ -134,14 +135,15 @@ class Result:
     """Counters, scores, hashes: whatever else must be the same."""
     failures: list[dict[str, Any]]
     held_bytes: int
-    """On the device when it was over."""
+    """Bytes allocated on the device at the end of the unit."""
     allocations: int
     host_allocations: int
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of work to disturb, and what is done undisturbed after it so that its effect shows."""
+    """A piece of work (`act`) that allocation failures disturb, and the work that follows without failures (`then`), so
+    that the effects of `act` show."""
 
     name: str
     act: Callable[[Training], None]
@@ -216,7 +218,7 @@ class Rig:
         self.journal.events.clear()
 
     def perform(self, unit: Unit, disturb: Callable[[MeteredDevice], None] = lambda device: None) -> Result:
-        """Run `unit` from the remembered state, after `disturb` set a trap."""
+        """Restore the state and run `unit`; `disturb` is called with the device before, to make allocations fail."""
         device = self.device
         self.reset()
         before = device.allocations, device.host_allocations
@@ -252,7 +254,8 @@ class Rig:
 def rigged(
     case: Case, folder: Path, disturb: Callable[[MeteredDevice], None] = lambda device: None
 ) -> Iterator[Rig]:
-    """A rig of `case`; its device is active inside. `disturb` sets a trap for the set-up."""
+    """Set up a rig for `case`, whose device is active inside the block. `disturb` is called with the device before the
+    set-up, to make allocations fail."""
     spec = case.spec(folder)
     place = RunDirectory(folder / "run")
     place.path.mkdir(exist_ok=True)

@@ -1,4 +1,5 @@
-"""An engine under an address-space limit: the operating system's own allocator says no. A child process of the tests.
+"""Runs an engine under a limit on its address space, so that the operating system refuses allocations. A child process
+of the tests.
 
 Not a test module. Try: `python -m tests.train.limited RUN_DIRECTORY MIB`
 """
@@ -15,7 +16,8 @@ from engine.train import main
 
 
 def limit_to(mib: int) -> None:
-    """Let this process take `mib` more address space than it has now: libraries differ in size between machines."""
+    """Limit this process's address space to its present size plus `mib` MiB. The limit is relative, because the size of
+    libraries differs between machines."""
     taken_bytes = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + mib * 2**20, resource.RLIM_INFINITY))
 

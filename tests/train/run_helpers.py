@@ -84,7 +84,8 @@ def losses(events: list[Event]) -> dict[int, float]:
 
 
 class Workshop:
-    """A setup outside the loop, for tests of single steps: use as a context manager."""
+    """A training setup without the training loop, for tests of single steps. A context manager that returns the
+    setup."""
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,8 @@ Samples = np.ndarray[Any, np.dtype[Any]]
 
 
 class QueuedDevice(CpuDevice):
-    """The CPU, but as a device beside which the host can work, with a record of what was pinned and copied."""
+    """A CPU device that claims to work asynchronously, and that records pinned tensors, uploads, and the threads that
+    used it."""
 
     asynchronous = True
 
@@ -172,7 +173,7 @@ def test_running_out_of_memory_in_an_upload_costs_a_retry(tmp_path: Path) -> Non
 
 
 def test_waiting_for_data_is_not_waiting_for_the_device(tmp_path: Path) -> None:
-    """What a copy waits for is the backward pass before it, which is no matter of data."""
+    """An upload may have to wait for the preceding backward pass; that time is not counted as waiting for data."""
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), device="cpu")
     with Workshop(spec, tmp_path / "run") as setup:
         device: Any = QueuedDevice()

@@ -1,4 +1,5 @@
-"""The best checkpoint: which results beat it, and that run state and record agree after an interruption."""
+"""The best checkpoint: which evaluation results replace it, and that the run's state and the mark on disk agree after
+an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoint folders: whole or not there, believed only when their hashes agree, the best kept apart."""
+"""Checkpoint folders: a checkpoint is complete or absent, is used only if its hashes match, and the best one is kept
+separately."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Killed anywhere, a run goes on: whatever SIGKILL cuts short, the losses and the weights are those of the run that
-nobody touched.
+"""A run that is killed at any moment can continue: its losses and weights are those of a run without interruption.
 
 `make torture` kills at every file operation and at more than a hundred random moments; a seeded handful runs always.
 """
@@ -95,7 +94,7 @@ def assert_as_if_nothing_happened(place: RunDirectory, undisturbed: Undisturbed)
 
 
 def counted(events: list[Event]) -> list[Event]:
-    """The events that remain valid: `resumed` voids earlier events of later steps."""
+    """The events that remain valid: a `resumed` event makes earlier events of later steps invalid."""
     kept: list[Event] = []
     for event in events:
         if event["kind"] == "resumed":
@@ -120,14 +119,15 @@ def kill(server: CrashServer, runs: Path, undisturbed: Undisturbed, deaths: Iter
 
 
 def random_moments(drawn: random.Random, seconds: float) -> Iterator[Death]:
-    """Moments in the life of an engine of so many seconds: any time, or in the middle of a checkpoint."""
+    """Yield random moments to kill an engine that would live for `seconds`: a random time, or the writing of a
+    checkpoint."""
     while True:
         any_time = drawn.random() < 0.7
         yield Death(after_seconds=drawn.uniform(0, seconds)) if any_time else Death(seen=drawn.choice(IN_A_CHECKPOINT))
 
 
 def random_operations(drawn: random.Random) -> Iterator[Death]:
-    """File operations of the first few steps of an engine."""
+    """Yield deaths at random file operations, which fall into the first few steps of an engine."""
     while True:
         yield Death(at_operation=drawn.randint(1, 150))
 

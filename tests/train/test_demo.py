@@ -1,4 +1,4 @@
-"""The demo, as a newcomer meets it: one command, a model that learns, an OOM that costs nothing."""
+"""The demo as a new user runs it: one command, a model that learns, and an out-of-memory error that costs nothing."""
 
 from __future__ import annotations
 

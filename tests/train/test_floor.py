@@ -1,4 +1,5 @@
-"""How long the shortest pass takes is measured once in a run, is kept in its checkpoints, and decides later splits."""
+"""How long the shortest forward and backward pass takes is measured once in a run, stored in its checkpoints, and used
+to plan later micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def test_the_floor_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     probe, sizes = StepTransaction.probe, []
 
     def timed(transaction: StepTransaction, *arguments: Any) -> TimedPass:
-        """The probe as it is, with the times of a card on which all short passes take 50 ms."""
+        """Run the probe, and replace its time by that of a card on which every pass takes at least 50 ms."""
         found = probe(transaction, *arguments)
         sizes.append(found.tokens)
         return found._replace(seconds=max(0.05, found.tokens / 1000))

@@ -17,7 +17,8 @@ from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 
 def syncs_of_a_step(tmp_path: Path, rows: int, **tables: Any) -> tuple[list[str], list[MicroBatch]]:
-    """Where the host waits, over all micro-batches of one step, and the loss of the step afterwards."""
+    """The places where the host waits for the device, over all micro-batches of one step; and the micro-batches. `rows`
+    is the largest number of the step's longest sequences in one micro-batch."""
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), **tables)
     with Workshop(spec, tmp_path / "run") as setup:
         context, samples = setup.context, setup.order.step(1)

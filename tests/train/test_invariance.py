@@ -33,7 +33,8 @@ def weights_after_one_step(
     method: str = "full",
     **train: Any,
 ) -> tuple[torch.Tensor, StepOutcome, list[Event]]:
-    """(all trainables after one step as one vector, events) with at most `rows` of the longest sequences at a time."""
+    """Take one step, with at most `rows` of the longest sequences in a micro-batch; allocations fail in probes before
+    the step, as `faults` says. Returns all trainable parameters as one vector, the step's outcome, and the events."""
     data = write_samples(tmp_path / "samples.jsonl", count=36)
     how = {"kind": method, "dropout": dropout} if method == "lora" else {"kind": method}
     workshop = Workshop(make_spec(data, memory_gib=gib, method=how, train={**SGD, **train}), tmp_path / name)

@@ -39,7 +39,8 @@ def test_the_prediction_for_what_ran_is_within_two_per_cent(tmp_path: Path, tabl
 
 
 def test_loss_over_few_targets_is_less_than_predicted_and_activations_are_named(tmp_path: Path) -> None:
-    """The closed form takes every token for a target; where the loss decides and few are, that is too much."""
+    """The closed form counts every token as a target, which predicts too much where the loss has the peak and few
+    tokens are targets."""
     samples = tmp_path / "samples.jsonl"
     samples.write_text(32 * ('{"prompt": "%s", "completion": "b"}\n' % ("a" * 60)))
     wide = folder_of({**QWEN2, "vocab_size": 8000}, tmp_path / "model")

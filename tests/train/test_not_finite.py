@@ -1,4 +1,5 @@
-"""Numbers that are not finite: an fp16 overflow skips its step and lowers the scale; a broken loss ends the run."""
+"""Numbers that are not finite: an overflow in fp16 skips the step and lowers the loss scale; a loss that is not finite
+ends the run."""
 
 from __future__ import annotations
 

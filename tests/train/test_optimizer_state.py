@@ -1,4 +1,5 @@
-"""Optimizer state is there before the first step, whoever makes it, and is saved, moved and rolled back as a whole."""
+"""Optimizer state exists before the first step, with optimizers of torch and others, and is saved, moved and rolled
+back as a whole."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def gradient_of(shape: tuple[int, ...], step: int) -> Tensor:
 
 
 class EightBits:
-    """Weights under an optimizer with 8-bit state, and its guard."""
+    """Parameters with an optimizer that has 8-bit state, and the guard that can undo the optimizer's steps."""
 
     def __init__(self, dtype: torch.dtype, mode: RoundingMode = "exact") -> None:
         self.device = MeteredDevice(2**30)

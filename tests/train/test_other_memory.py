@@ -1,4 +1,4 @@
-"""A run goes on with less memory, with more, or on another kind of device, and learns the same."""
+"""A run that resumes with less or more memory, or on another kind of device, learns the same."""
 
 from __future__ import annotations
 

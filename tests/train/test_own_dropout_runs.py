@@ -1,4 +1,4 @@
-"""A model with dropout of its own learns the same however often memory runs out, in the memory that was planned."""
+"""A model with dropout in its config learns the same however often memory runs out, and uses the planned memory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def trained(tmp_path: Path, name: str, case: str, *, capped: bool) -> tuple[list[float], int]:
-    """The losses of some steps, and how often memory ran out. `capped`: at most three of the longest sequences at a
-    time, and an allocation fails in each step."""
+    """The losses of STEPS steps, and how often memory ran out. If `capped`, a micro-batch has at most three of the
+    longest sequences, and an allocation fails in each step."""
     config, attention = MODELS[case]
     model = {"id": str(folder_of(config, tmp_path / "model")), "attention": attention}
     data = write_samples(tmp_path / "samples.jsonl")
@@ -65,7 +65,7 @@ PLANNED = {**MODELS, "phi3": ({**PHI3, "resid_pdrop": P}, "auto")}
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_the_peak_is_the_planned_one(case: str, tmp_path: Path) -> None:
-    """Closed form, where there is one, and simulation."""
+    """The measured peak is compared with the simulation, and with the closed form for families that have one."""
     config, attention = PLANNED[case]
     tables: dict[str, Any] = {
         "method": {"kind": "full"} if "eager" in case else {"rank": 8},
@@ -82,7 +82,8 @@ def test_the_peak_is_the_planned_one(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["gpt2, eager", "llama, kept in sdpa", "llama, LoRA"])
 def test_on_a_card_masks_take_no_memory(case: str, tmp_path: Path) -> None:
-    """One kernel draws them in registers, or attention does itself: closed form and simulation agree."""
+    """A kernel draws the masks in registers, or the attention kernel draws them itself. The closed form and the
+    simulation agree on this."""
     config = {**GPT2, **EVERYWHERE} if "gpt2" in case else {**LLAMA, "attention_dropout": P}
     model = {"dtype": "bfloat16", "attention": "eager" if "eager" in case else "sdpa"}
     model |= {"attention_dropout": "keep"} if "kept" in case else {}

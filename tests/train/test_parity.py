@@ -93,7 +93,8 @@ class Losses(TrainerCallback):
 def with_their_trainer(
     spec: RunSpec, model: Any, folder: Path, **changes: Any
 ) -> tuple[Losses, Any]:
-    """(losses and gradient norms by step, the trained model) of transformers' Trainer on the same samples, in order."""
+    """Train `model` with transformers' Trainer on the same samples in the same order. Returns losses and gradient norms
+    by step, and the trained model."""
     tokenizer = load_tokenizer(spec.recipe.model)
     data = prepare_data(spec, tokenizer).train
     rows = [{"input_ids": example.input_ids.tolist(), "labels": example.labels.tolist()} for example in data]
@@ -182,7 +183,7 @@ def load_first_adapter(model: Any, spec: RunSpec, tmp_path: Path) -> None:
 
 
 def lora_of_peft(start: Path, spec: RunSpec, tmp_path: Path, dtype: torch.dtype) -> PeftModel:
-    """plain peft around the base in `dtype`, with fp32 adapters that have the values the engine starts from."""
+    """A plain peft model: the base in `dtype`, and fp32 adapters with the values from which the engine starts."""
     base = AutoModelForCausalLM.from_pretrained(start / "base", dtype=dtype)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     model = get_peft_model(base, config)
@@ -207,7 +208,8 @@ def trained_by_name(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["peft, fp32 adapters", "autocast"])
 def test_lora_in_bf16_learns_what_trainer_learns(start: Path, tmp_path: Path, autocast: bool) -> None:
-    """50 steps; plain peft multiplies its fp32 adapters in fp32, and under autocast in bf16, as the engine does."""
+    """50 steps. Plain peft multiplies its fp32 adapters in fp32; under autocast it multiplies them in bf16, as the
+    engine does."""
     spec = spec_for(start, {"kind": "lora", "rank": 4, "alpha": 8.0}, "bfloat16", LONG)
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)

@@ -33,7 +33,7 @@ def weights(dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
 
 
 def groups_of(parameters: list[Parameter]) -> list[dict[str, Any]]:
-    """Two groups, as matrices and vectors have different weight decay."""
+    """Two parameter groups with different weight decay, as the engine makes them for matrices and vectors."""
     return [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "weight_decay": 0.0}]
 
 
@@ -61,7 +61,7 @@ class Updated:
         self.update.give_room_back()
 
     def joined(self) -> list[Tensor]:
-        """The fp32 weights."""
+        """The fp32 weights, joined from the bf16 parameters and their remainders."""
         found = []
         for parameter in self.parameters:
             bits = torch.empty(parameter.numel(), dtype=torch.int32)
@@ -71,7 +71,7 @@ class Updated:
 
 
 def in_fp32(kind: str, steps: int) -> tuple[list[Parameter], torch.optim.Optimizer]:
-    """The same training on fp32 weights."""
+    """The parameters and the optimizer after the same `steps` steps with fp32 weights."""
     parameters = weights(torch.float32)
     optimizer = OPTIMIZERS[kind](groups_of(parameters))
     for step in range(1, steps + 1):
@@ -105,7 +105,8 @@ def test_nearest_with_state_in_bf16_is_torchs_own_optimizer_on_bf16_weights() ->
 
 
 def moved(updated: Updated) -> float:
-    """How far the weights moved under a constant gradient, as a part of the way in fp32."""
+    """How far the weights moved in 100 steps with a constant gradient, as a fraction of the distance that fp32 weights
+    move."""
     given = [torch.ones(shape, dtype=torch.bfloat16) for shape in SHAPES]
     for step in range(1, 101):
         updated.step(step, given)

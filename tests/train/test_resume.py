@@ -1,4 +1,5 @@
-"""A run that was killed, stopped or paused goes on as if nothing had been: same losses, same weights, to the bit."""
+"""A run that was killed, stopped or paused continues after a resume with the same losses and the same weights, to the
+bit."""
 
 from __future__ import annotations
 

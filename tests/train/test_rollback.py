@@ -11,7 +11,8 @@ from tests.present import present
 
 
 class Routed(torch.nn.Module):
-    """Statistics that batch_norm writes unseen, a bias that a router moves, and one that is replaced as a whole."""
+    """A model whose forward pass changes its buffers: the statistics of a batch norm, a bias in place, and a buffer
+    that is replaced by a new tensor."""
 
     bias: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""The bits of fp32 in two halves: nothing is lost between them, and what is rounded by chance is right on average."""
+"""Splitting fp32 weights into bf16 weights and remainders loses no bit, and stochastic rounding has the right mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs in bf16 with exact and stochastic rounding go on bit for bit after a resume, and with state on the host."""
+"""Runs in bf16 with exact and stochastic rounding continue bit for bit after a resume, and with optimizer state on the
+host."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=WAYS)
 def straight(request: pytest.FixtureRequest, samples: Path) -> tuple[str, RunDirectory, list[dict[str, Any]]]:
-    """A way, its run without interruption, and the events of that run."""
+    """For each way of rounding: the way, its run without interruption, and the events of that run."""
     place = new_run(samples.parent / request.param / "straight", make_spec(samples, **tables(request.param, STEPS)))
     code, events = train(place)
     assert code == 0

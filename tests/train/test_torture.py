@@ -1,4 +1,4 @@
-"""A seeded sample of `make torture`: an allocation fails somewhere in a unit of work, and nothing comes of it."""
+"""A seeded sample of `make torture`: an allocation fails somewhere in a unit of work, and the results do not change."""
 
 from __future__ import annotations
 

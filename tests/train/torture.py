@@ -1,9 +1,9 @@
-"""Every allocation fails once: `make torture`, and the sweeps behind its seeded sample in `make test`.
+"""Every allocation fails once: `make torture`, and the sweeps from which `make test` runs a seeded sample.
 
-A unit of work (the probe, a step, an evaluation, a checkpoint, a whole run) is repeated from the same state, each time
-with another of its allocations refused, and judged by what must hold whatever fails: one journal line for one failure;
-not a byte more is held when that line is written than before; the result is the undisturbed one, bit for bit where the
-split is the same, to 1e-5 where it shrank.
+A unit of work (the probe, a step, an evaluation, a checkpoint, a whole run) is repeated from the same state, and each
+time another of its allocations is refused. Afterwards these must hold: each failure has one line in the journal; no
+more bytes are held when that line is written than without failures; the result equals the undisturbed one, bit for bit
+after remedies that keep the arithmetic (SAME_RESULT), else to 1e-5.
 
 Not a test module. Try: `python -m tests.train.torture --sample 20`
 """
@@ -42,7 +42,7 @@ TOLERANCE = 1e-5
 
 
 def complaints(result: Result, reference: Result, faults: int) -> list[str]:
-    """What is wrong with a disturbed unit, in words; empty when all promises hold."""
+    """What is wrong with the result of a disturbed unit, in words; empty if nothing is."""
     found = []
     if len(result.failures) != faults:
         found.append(f"{len(result.failures)} journal lines for {faults} failures")
@@ -72,7 +72,7 @@ def _alike(one: Any, other: Any, exact: bool) -> bool:
 
 @dataclass
 class Tally:
-    """What a sweep did: how many faults it tried, and what was wrong after them."""
+    """The outcome of a sweep: the number of faults tried, and what was wrong after them."""
 
     name: str
     faults: int = 0
@@ -105,8 +105,8 @@ def _fail_twice(first: int, second: int, device: MeteredDevice) -> None:
 
 @contextmanager
 def tallied(name: str) -> Iterator[Tally]:
-    """A tally that knows how long it took. What exists already is hidden from the collector meanwhile, which would
-    otherwise look at it again after every fault."""
+    """Yield a tally, and measure the time that the block takes. Existing objects are excluded from garbage collection
+    in the block, because a collection follows every fault."""
     tally, began = Tally(name), time.monotonic()
     with frozen_gc():
         yield tally
@@ -126,7 +126,8 @@ def sweep(rig: Rig, unit: Unit, name: str, sample: int | None, draw: random.Rand
 
 
 def sweep_pairs(rig: Rig, unit: Unit, name: str, sample: int | None, draw: random.Random) -> Tally:
-    """Fail allocation j, and then allocation k of what follows: of the recovery and of the next attempt."""
+    """Make two allocations fail in one unit: the `first`, and then the `second` of those that follow, in the recovery
+    or in the next attempt. All pairs, or `sample` random ones."""
     reference = rig.perform(unit)
     count = reference.allocations
     with tallied(f"{name}: pairs in a {unit.name}") as tally:
@@ -201,7 +202,7 @@ def jobs() -> Iterator[tuple[str, Case]]:
 
 
 def run_job(kind: str, case: Case, sample: int | None, seed: int) -> list[Tally]:
-    """One sweep in a process of its own folders."""
+    """Run one kind of sweep over a case, with temporary folders for its files."""
     draw = random.Random(f"{seed} {kind} {case.name}")
     with tempfile.TemporaryDirectory() as folder:
         if kind == "set-up":

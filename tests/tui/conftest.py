@@ -33,7 +33,8 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def console(runs: Path) -> Opener:
-    """A function that opens the console at a size, with these flags, and yields a ConsolePilot."""
+    """A context manager, called with width, height and command-line flags, that opens the console on `runs` and yields
+    a ConsolePilot."""
 
     @asynccontextmanager
     async def opener(width: int = 80, height: int = 24, **flags: Any) -> AsyncIterator[ConsolePilot]:

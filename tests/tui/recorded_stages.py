@@ -36,7 +36,7 @@ def make_staged_run(
 
 
 def _tell_stage(run: RunDirectory, writer: EventWriter, number: int, name: str, *, of: int, is_done: bool) -> None:
-    """Write the journal of a stage, and its part of the run's."""
+    """Write a stage's own journal, and the events about the stage in the run's journal."""
     own = stage_directory(run, number, name)
     create_stage_directory(own, SPEC.format(name=f"{run.name}/{name}", model="builtin:tiny", kind="metered"), PLAN)
     writer.write("stage_started", name=name, number=number, of=of, path=f"stages/{own.name}", from_start=True,

@@ -186,7 +186,7 @@ async def test_themes_go_round_and_ctrl_c_names_the_way_out(console: Opener) -> 
 
 
 def _as_written(pilot: ConsolePilot, strip: Strip) -> Strip:
-    """A line after the application's filters, as it is written to the terminal."""
+    """The line as the application's filters change it before it is written to the terminal."""
     for line_filter in pilot.app._filters:
         if line_filter.enabled:
             strip = strip.apply_filter(line_filter, pilot.app.screen.styles.background)

@@ -1,7 +1,7 @@
-"""The console where nothing can be written: it keeps running, shows runs and plans, and says what it cannot write.
+"""The console when nothing can be written: it keeps running, shows runs and plans, and reports what it cannot write.
 
-The limits are the system's own: a process that may write no byte to any file, and folders without the right to write
-(root is stripped of the power to write there all the same).
+The limits are those of the operating system: a process that may not write a byte to any file, and folders without write
+permission (root is deprived of its right to write there anyway).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ RIGHTLESS = ["setpriv", f"--bounding-set={CAPABILITIES}", f"--inh-caps={CAPABILI
 
 @pytest.fixture
 def locked(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home in which nothing can be made or changed: the working directory, the runs, state and configuration."""
+    """A home folder in which nothing can be written, with the folders for state, configuration and cache; the runs
+    folder is locked, too."""
     home = tmp_path / "home"
     for name in ("TUNEDECK_STATE", "TUNEDECK_CONFIG", "TUNEDECK_CACHE"):
         monkeypatch.setenv(name, str(home / name))

@@ -17,7 +17,7 @@ STORED = Path(__file__).with_name("snapshots")
 
 
 def assert_matches(name: str, picture: str) -> None:
-    """Compare with the stored picture; with TUNEDECK_ACCEPT store this one."""
+    """Assert that `picture` equals the stored picture `name`; with TUNEDECK_ACCEPT, store `picture` instead."""
     path = STORED / f"{name}.svg"
     if os.environ.get("TUNEDECK_ACCEPT"):
         path.parent.mkdir(exist_ok=True)

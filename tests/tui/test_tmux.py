@@ -1,7 +1,7 @@
-"""The console as it is used: in a real terminal (tmux), with a real engine, led by keys alone.
+"""The console as a user sees it: in a real terminal (tmux), with a real engine, controlled by keys alone.
 
-The first test takes about a minute: a run learns, is killed, paused, stopped and resumed like one of days. The second
-leads a staged run from Launch to its end, with the console killed in the middle.
+The first test takes about a minute: a run is killed, paused, stopped and resumed, as it may happen to a run of several
+days. The second controls a staged run from Launch to its end; the console is killed in the middle.
 """
 
 from __future__ import annotations

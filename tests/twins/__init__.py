@@ -1,1 +1,1 @@
-"""The field recipes on tiny models: what each system must show, sentence by sentence."""
+"""The shipped recipes of real-world systems on tiny models: tests of what each of these systems must do."""

@@ -44,12 +44,12 @@ def listed(recipe: str) -> list[str]:
 
 
 def twin_sets(recipe: str, model: Path, data: Path) -> list[str]:
-    """A twin's list, with its folders."""
+    """The lines of a twin's list, with `model` and `data` in place of MODEL and DATA."""
     return [line.replace("MODEL", str(model)).replace("DATA", str(data)) for line in listed(recipe)]
 
 
 def write_profile(folder: Path, *, memory_gib: float = 1.0, kind: str = "metered") -> str:
-    """The path of a profile with one metered device."""
+    """Write a profile with one device of this kind and memory; returns its path."""
     path = folder / f"twin-{kind}.toml"
     path.write_text(PROFILE.format(kind=kind, memory_gib=memory_gib))
     return str(path)
@@ -62,7 +62,7 @@ def twin(recipe: str, folder: Path, *more: str, memory_gib: float = 1.0, kind: s
 
 
 def write_model(folder: Path, family: str, dtype: torch.dtype, *, layers: int = 2, embedding_std: float = 0.5) -> Path:
-    """A tiny model with random weights, and a tokenizer of bytes."""
+    """Write a tiny model with random weights and the byte tokenizer; returns `folder`."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **TINY[family], "num_hidden_layers": layers})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -75,7 +75,8 @@ def write_model(folder: Path, family: str, dtype: torch.dtype, *, layers: int = 
 
 
 def write_pairs(path: Path, *, count: int, seed: int, form: str) -> Path:
-    """Prompts of a few random letters, each with the completion that `form` makes of it."""
+    """Write `count` samples, each with a few random letters as the prompt, and `form.format(prompt)` as the completion;
+    returns `path`."""
     drawn = random.Random(seed)
     # A few are long, so that a micro-batch with the bytes of one of these holds several of the others.
     words = [

@@ -26,8 +26,8 @@ class LineProblem(NamedTuple):
 
 
 def line_problems(problems: Sequence[str]) -> list[LineProblem]:
-    """Parse the checker's problems, which refer to the file as LABEL, and sort them by line; one without a line gets
-    line 1."""
+    """Parse the checker's problems, in which the constant LABEL stands for the file's name, and sort them by line; a
+    problem without a line gets line 1."""
     found = []
     for problem in problems:
         match = re.match(rf"{LABEL}:(\d+): (.*)", problem, re.DOTALL)

@@ -191,7 +191,8 @@ def _wrap_entries(entries: Sequence[Content], width: int) -> list[Content]:
 
 
 def verdict_text(verdict: str, words: str = "", *, ascii_only: bool) -> Content:
-    """The glyph and the words of a verdict, in the verdict's colour; by default the verdict's own, which are short."""
+    """A verdict's glyph, followed by `words`, in the verdict's colour. If `words` is empty, the verdict's name is
+    shown."""
     shown = VERDICTS[verdict]
     text = words or verdict.replace("_", " ")
     return Content.styled(f"{shown.letter if ascii_only else shown.glyph} {text}", shown.style)
@@ -199,8 +200,8 @@ def verdict_text(verdict: str, words: str = "", *, ascii_only: bool) -> Content:
 
 def verdict_line(plan: Plan, width: int, *, ascii_only: bool) -> Content:
     """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, the phase of the peak,
-    and the length of the planned sequences with its origin; where there is no room for all, the last go first, then the
-    sizes."""
+    and the length of the planned sequences with its origin. If `width` is too small for all, length and phase are left
+    out first, then peak and capacity; verdict and bytes left are always shown."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     unit, name, digits = (2**30, "GiB", 2) if used >= 2**30 else (2**20, "MiB", 1)
     sizes = [f"{count / unit:,.{digits}f}" for count in (used, plan.capacity_bytes, abs(margin))]

@@ -179,14 +179,16 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
 
 
 def _shown_stage(staged: StagedPlan) -> list[str]:
-    """A notice that says whose memory the bar shows, where there are several stages to choose from."""
+    """At most one notice: the name of the stage whose memory the bar shows. Empty for a run with fewer than two
+    stages."""
     if staged.worst is None or len(staged.stages) < 2:
         return []
     return [f"{len(staged.stages)} stages; the bar shows {staged.worst.name}, which has the least memory left"]
 
 
 def _stages_that_do_not_fit(staged: StagedPlan) -> list[FieldProblem]:
-    """A problem for each assembly whose hidden states do not fit; stages that train have a plan that says it."""
+    """A problem for each assembly stage whose hidden states do not fit into memory. Training stages are left out,
+    because their plans report this."""
     return [
         FieldProblem(stage_row(stage.name), f'{stage.name} does not fit: router = "hidden" runs the recipe\'s model')
         for stage in staged.stages

@@ -193,8 +193,8 @@ class LaunchState:
 
     @property
     def simulation(self) -> Callable[[], object] | None:
-        """What to call with `with_simulations`, outside of the screen's thread: to plan the choice, or to find advice
-        for it; None if nothing is missing."""
+        """A function to call through `with_simulations` in another thread than the screen's: it simulates what the
+        choice's plan or advice needs. None if no simulation is missing."""
         to_simulate, missing = self.evaluated.to_simulate, self._missing
         if to_simulate is not None:
             return partial(make_plan, to_simulate)

@@ -38,7 +38,7 @@ class PlotCurve:
 
 @dataclass(frozen=True)
 class YRange:
-    """The range of the y axis."""
+    """The range of the y axis, from `low` to `high`; `log` makes the axis logarithmic."""
 
     low: float
     high: float
@@ -121,7 +121,8 @@ def draw_curves(
 
 
 def _draw_dots(cells: list[list[Cell]], dots: Sequence[tuple[int, int] | None], style: str, letter: str) -> None:
-    """Draw dots into the cells; `dots` has the first and last dot row of each dot column."""
+    """Draw dots into the cells. `dots` has the first and last dot row of each dot column, None for a column without
+    dots. If `letter` is not empty, it is drawn in place of the braille character."""
     bits: dict[tuple[int, int], int] = {}
     for x, span in enumerate(dots):
         if span is None:

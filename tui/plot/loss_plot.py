@@ -23,7 +23,7 @@ ZOOMS = {"all": 1.0, "last half": 0.5, "last tenth": 0.1}
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """How the plot is drawn."""
+    """Options of the plot: a logarithmic y axis, smoothing, and the part of the run to show."""
 
     log: bool = False
     smooth: bool = False

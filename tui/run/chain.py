@@ -54,7 +54,8 @@ def current_stage(watch: RunWatch) -> str:
 
 
 def stage_beside(chain: Sequence[Link], looked_at: str, by: int) -> tuple[str, str | None]:
-    """The stage `by` places after the one that is looked at, and why there is none; None if there is."""
+    """The name of the stage `by` places after the stage `looked_at`, and None; if there is no such stage, an empty name
+    and the reason."""
     names = [link.name for link in chain]
     if not names:
         return "", "this run has no stages"

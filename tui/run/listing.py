@@ -40,7 +40,7 @@ class RunEntry:
     stages: tuple[str, ...] = ()
     """Names of the enabled stages of a staged run."""
     sweep: str = ""
-    """The sweep that the run is a point of; empty if it is of none."""
+    """The id of the sweep to which the run belongs; empty if it belongs to none."""
 
     @property
     def is_read(self) -> bool:

@@ -152,8 +152,9 @@ def _loss(step: dict[str, Any]) -> str:
 
 
 def _experts(step: dict[str, Any], ascii_only: bool) -> Iterable[tuple[str, Content]]:
-    """The use of a mixture's experts: a bar for each expert's mean share, or for several neighbours, and how even the
-    shares of the least even layer are."""
+    """The use of a mixture's experts: bars with the mean share of each expert (or of several neighbouring experts, if
+    there are many), and how even the shares are in the least even layer, in per cent. Yields nothing for a model
+    without experts."""
     found = step.get("expert_utilisation")
     if not found:
         return

@@ -84,8 +84,8 @@ def run_row(
     entry: RunEntry, width: int, ascii_only: bool, columns: Sequence[TableColumn] = COLUMNS, *, marked: bool = False,
     title: str = "", of_all: RunSummary | None = None,
 ) -> Content:  # fmt: skip
-    """The run as one line of `width` cells, with `title` in place of its name, and the figures of `of_all` in place of
-    its own."""
+    """The run as one line of `width` cells. `title`, if given, replaces the run's name, and `of_all` (such as the
+    summary of a sweep) replaces the run's own summary."""
     lead = Content.styled("*" if ascii_only else "◆", "bold $mark") if marked else Content(" ")
     summary = of_all or entry.summary
     if summary is None:

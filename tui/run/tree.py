@@ -140,7 +140,8 @@ def _run_row(entry: RunEntry, depth: int = 0, parent: str = "") -> TreeRow:
 
 
 def _sweeps(entries: list[RunEntry]) -> dict[str, tuple[RunEntry, ...]]:
-    """The runs of each sweep that has several, in the order of its points; `entries` has the newest first."""
+    """Map each sweep that has more than one run to its runs, in the order of its points. `entries` must be ordered from
+    newest to oldest."""
     found: dict[str, list[RunEntry]] = {}
     for entry in reversed(entries):
         if entry.sweep:

@@ -135,8 +135,8 @@ class BaseScreen(Screen[None]):
         self._poll_again()
 
     def on_screen_suspend(self) -> None:
-        """Stop polling while another screen is in front. Textual repaints the whole front screen whenever the screen
-        behind it handles a timer, once that has had anything to repaint: 15 KB/s over SSH for a run that had ended."""
+        """Stop polling while another screen is in front. Textual repaints the whole front screen whenever a timer of
+        the screen behind it fires. Over SSH that cost 15 KB/s, although the run had ended."""
         self._stop_polling()
 
     def poll(self) -> float | None:

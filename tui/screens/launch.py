@@ -147,8 +147,8 @@ class LaunchScreen(BaseScreen):
             self._idle_timer = self.set_timer(VERDICT_SECONDS, self._while_idle)
 
     def _simulate_missing(self) -> None:
-        """Make the simulations that the plan or the advice needs, in a thread. A daemon: the console can be left
-        meanwhile."""
+        """Start a thread that makes the simulations that the plan or the advice needs. It is a daemon thread, so it
+        does not keep the console open."""
         compute = self.state.simulation
         if compute is None or self._simulating:
             return
@@ -156,7 +156,8 @@ class LaunchScreen(BaseScreen):
         Thread(target=self._simulate, args=(compute,), daemon=True).start()
 
     def _simulate(self, compute: Callable[[], object]) -> None:
-        """Runs in a thread."""
+        """Call `compute` with simulations allowed, then show the result or its problem on the screen. Runs in a thread
+        of its own."""
         problem = ""
         try:
             with_simulations(compute)

@@ -97,7 +97,8 @@ class RunScreen(BaseScreen):
 
     @property
     def directory(self) -> RunDirectory:
-        """The directory of the run, which requests are sent to; of a staged run, also while one stage is looked at."""
+        """The directory of the run, to which requests are sent. For a staged run this is the whole run's directory,
+        even while the panes show one stage."""
         return self._whole.directory
 
     @property

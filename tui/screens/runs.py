@@ -178,7 +178,7 @@ class RunsScreen(BaseScreen):
             self._set_open(self.chosen.key, is_open=True)
 
     def do_fold(self) -> None:
-        """Hide the rows below, or the rows among which the cursor is."""
+        """Hide the rows below the row under the cursor if they are shown; otherwise hide the rows of its parent."""
         row = self.chosen
         if row is not None:
             self._set_open(row.key if row.is_open else row.parent, is_open=False)

@@ -1,4 +1,4 @@
-"""A small setup whose parts a test breaks on purpose, and the outcome of one proof. Not a test module."""
+"""A small setup that a test can break on purpose, and functions that break it or make its proofs. Not a test module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small_setup(folder: Path, **tables: Any) -> Iterator[TrainingSetup]:
 
 
 def proved(setup: TrainingSetup, folder: Path, *, afresh: bool = True) -> dict[str, ProofResult]:
-    """Prove everything; returns the results by name."""
+    """Make all proofs; returns the results by name. Unless `afresh`, stored results are used."""
     place = folder / "proved"
     place.mkdir(exist_ok=True)
     with EventWriter(RunDirectory(place)) as writer:
@@ -37,13 +37,13 @@ def proved(setup: TrainingSetup, folder: Path, *, afresh: bool = True) -> dict[s
 
 
 def break_attention(setup: TrainingSetup, wrap: Callable[..., Any]) -> None:
-    """Have the run use a kernel of which `wrap` makes the output: it is called with the right kernel and its
-    arguments."""
+    """Replace the run's attention kernel by one that calls `wrap` with the right kernel and that kernel's arguments,
+    and returns what `wrap` returns."""
     right = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS.register("broken", lambda *given, **options: wrap(right, *given, **options))
     setup.context.loaded.use_attention("broken")
 
 
 def wrong_scale(right: Callable[..., Any], *given: Any, scaling: float, **options: Any) -> Any:
-    """Attention that scales its scores by 1.2 times what it should."""
+    """Attention whose scores are scaled by 1.2 times the right factor."""
     return right(*given, scaling=1.2 * scaling, **options)

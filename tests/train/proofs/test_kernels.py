@@ -1,4 +1,4 @@
-"""Proofs catch kernels that were broken on purpose, and the run goes on with the reference."""
+"""Proofs detect kernels that were broken on purpose, and the run continues with the reference implementation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def setup(tmp_path: Path) -> Iterator[TrainingSetup]:
 
 
 def zeros(right: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Attention whose failure was swallowed: it returns what it had allocated for its output."""
+    """Attention that returns zeros, like a kernel whose failure was not noticed after its output was allocated."""
     output, _ = right(*given, **options)
     return output * 0.0, None
 
 
 def stale(right: Callable[..., Any], *given: Any, _kept: dict[Any, Any] = {}, **options: Any) -> Any:  # noqa: B006
-    """Attention that returns its first output for every later input of the same shape."""
+    """Attention whose output does not depend on its input: the same random values for all inputs of one shape, with the
+    right gradients."""
     output, _ = right(*given, **options)
     return output - output.detach() + _kept.setdefault(output.shape, torch.randn_like(output)), None
 
@@ -64,7 +65,7 @@ def test_broken_attention_is_not_used(wrap: Callable[..., Any], setup: TrainingS
 
 
 def sees_everything(right: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Attention that was not told of documents or windows."""
+    """Attention that ignores the boundaries of documents and the sliding window."""
     module, query, key, value, _ = given
     return right(module, query, key, value, None, **{**options, "is_causal": True})
 

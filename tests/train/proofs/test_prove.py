@@ -1,4 +1,5 @@
-"""Proofs at the start of a run: their lines, what they leave alone, and what comes of one that fails."""
+"""Proofs at the start of a run: their events, the state that they do not change, and what follows from one that
+fails."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ EVERY_RUN = {"allocator", "oom_in_backward"}
 def test_each_proof_has_a_line_and_is_made_once_for_a_machine_and_its_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a run whose proofs are made learns the same, to the bit and the byte, as one whose proofs are remembered."""
+    """Losses and peak memory are exactly equal in a run that makes its proofs and a run that uses stored results."""
     monkeypatch.setenv("TUNEDECK_CACHE", str(tmp_path / "cache"))
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), method=LORA, train={"max_steps": 3})
     (code, first), (again, second) = (train(new_run(tmp_path / "runs", spec)) for _ in range(2))

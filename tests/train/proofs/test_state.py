@@ -1,4 +1,4 @@
-"""Proofs catch an allocator, a copy and an optimizer that were broken on purpose."""
+"""Proofs detect an allocator, a copy and an optimizer that were broken on purpose."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_an_out_of_memory_error_that_leaks_is_seen(setup: TrainingSetup, tmp_pat
 
 
 class SharedBuffer:
-    """A device whose page-locked copies share one buffer, and whose uploads are still under way when it returns."""
+    """A broken device: all page-locked copies share one buffer, and `upload` returns before it has copied from that
+    buffer."""
 
     def __init__(self, device: Any) -> None:
         self._device, self._buffer = device, torch.zeros(1 << 13, dtype=torch.int64)

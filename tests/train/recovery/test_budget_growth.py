@@ -44,7 +44,8 @@ TABLES: dict[str, Any] = {
 
 @contextmanager
 def co_tenant(count: Path) -> Iterator[Callable[[float], None]]:
-    """A second process on the device; the function given says how much it holds from now on, in GiB."""
+    """Start a second process that holds memory on the device. Yields a function that sets how much that process holds,
+    in GiB."""
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.device.co_tenant", str(count)],
         stdin=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
@@ -71,7 +72,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 class Watched:
-    """The step events of a running engine, as they are written."""
+    """The events of a running engine, read from its journal while they are written."""
 
     def __init__(self, place: RunDirectory) -> None:
         self.tail, self.events = EventTail(place.events), list[Event]()

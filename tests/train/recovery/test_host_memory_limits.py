@@ -1,5 +1,5 @@
-"""The operating system says no: engines on the plain CPU under a limit on their address space, down to where not even
-one sequence fits."""
+"""Engines on the plain CPU under a limit on their address space, at which the operating system refuses allocations; the
+lowest limits leave no room for a single sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**30), "MAL
 
 @dataclass
 class Limited:
-    """How an engine ended under a limit."""
+    """How an engine ended under a limit of `mib` MiB."""
 
     mib: int
     code: int
@@ -50,7 +50,8 @@ class Limits:
         )
 
     def run(self, mib: int) -> Limited:
-        """An engine of its own process that may take `mib` more than it has once its libraries are loaded."""
+        """Run an engine process that may take `mib` MiB of address space in addition to that of its loaded
+        libraries."""
         place = new_run(self.runs, self.spec)
         done = subprocess.run(
             [sys.executable, "-m", "tests.train.limited", str(place.path), str(mib)],

@@ -1,4 +1,4 @@
-"""The last rungs of the ladder: memory moves to the host, and only where the recipe allows it sequences get shorter."""
+"""The last rungs of the ladder: tensors move to the host, and sequences are shortened only if the recipe allows it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_settings_are_applied_in_full_and_undone_in_full(setup: TrainingSetup) -
 
 @pytest.mark.parametrize("implementation", ["plain", "liger"])
 def test_a_loss_without_chunks_gets_them_and_goes_back(setup: TrainingSetup, implementation: str) -> None:
-    """The rung once halved a number that plain and Liger's loss do not read."""
+    """Regression: the rung halved a chunk size that the plain loss and Liger's loss do not use."""
     loss = setup.context.loss
     setup.context.loss = LossFunction(loss.loaded, loss.head, implementation, loss.label_smoothing, 110)
     before = current_settings(setup.context)

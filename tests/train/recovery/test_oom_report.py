@@ -1,4 +1,5 @@
-"""The report of memory that ran out: who held what, by name, and what would have avoided it; never at a run's cost."""
+"""The report of an out-of-memory error: which components and tensors held the memory, by name, and which settings would
+have avoided the error. Writing it never makes a run fail."""
 
 from __future__ import annotations
 

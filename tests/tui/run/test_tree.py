@@ -14,7 +14,7 @@ SWEEP = '\n[provenance.sweep]\nid = "20261123T020000Z-demo"\n[provenance.sweep.p
 
 
 def make_sweep(runs: Path, *statuses: str) -> None:
-    """A run of a sweep with each of these statuses."""
+    """Write the runs of one sweep, one with each of these statuses."""
     for number, status in enumerate(statuses):
         run = make_run(runs, f"demo-seed={number}", status=status, steps=10 * (number + 1))
         run.run_toml.write_text(run.run_toml.read_text() + SWEEP.format(number))

@@ -1,4 +1,5 @@
-"""The Queue screen: moving and removing runs, reasons of disabled keys, and a worker that goes on without it."""
+"""The Queue screen: moving and removing runs, reasons of disabled keys, and a worker that continues when the screen is
+closed."""
 
 from __future__ import annotations
 

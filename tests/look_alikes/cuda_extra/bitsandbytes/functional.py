@@ -16,7 +16,7 @@ CODES = torch.tensor(
 
 @dataclass
 class QuantState:
-    """What is needed beside the 4-bit values to compute the weights again."""
+    """The data from which, together with the 4-bit values, the weights are computed again."""
 
     absmax: torch.Tensor
     shape: torch.Size
@@ -24,7 +24,8 @@ class QuantState:
 
 
 def quantize_4bit(weight: torch.Tensor) -> tuple[torch.Tensor, QuantState]:
-    """Returns bytes [N / 2, 1], and the state; N is a multiple of 64."""
+    """The 4-bit values, two in each byte of a uint8 tensor [N / 2, 1], and the state that `dequantize_4bit` needs. N,
+    the number of weights, must be a multiple of 64."""
     blocks = weight.detach().float().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(1)
     nearest = (blocks / absmax[:, None])[..., None].sub(CODES).abs().argmin(-1).to(torch.uint8).flatten()
@@ -39,6 +40,6 @@ def _dequantize(packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], dt
 
 
 def dequantize_4bit(packed: torch.Tensor, quant_state: QuantState) -> torch.Tensor:
-    """Returns the weight in its own dtype and shape."""
+    """The weight computed from the 4-bit values, in its original dtype and shape."""
     weight: torch.Tensor = _dequantize(packed, quant_state.absmax, list(quant_state.shape), quant_state.dtype)
     return weight

@@ -1,1 +1,2 @@
-"""flash-attn-4 compiles its kernels for the card on first use; there is no card."""
+"""Stands in for flash-attn-4's module, which compiles its kernels for the card on first use. It is empty, because there
+is no card."""

@@ -11,7 +11,8 @@ def liger_fused_linear_cross_entropy(
     input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any = None, label_smoothing: float = 0.0,
     softcap: float | None = None, reduction: str = "mean", accum_dtype: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The loss of a linear head, as its namesake computes it."""
+    """The cross-entropy loss of a linear head, with the interface of liger-kernel's function of this name. Shapes:
+    `input` [N, H], `weight` [V, H], `target` [N]."""
     logits = torch.nn.functional.linear(input, weight, bias).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
