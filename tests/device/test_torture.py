@@ -168,7 +168,7 @@ def test_a_transformers_model_with_adapters_trains_generates_and_leaves_nothing(
         generated = generate(input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
         assert generated.shape == (2, 16)
         assert device.memory().peak_bytes > static_bytes
-        del generated
+        del generated, generate
         gc.collect()
         assert device.memory().allocated_bytes == static_bytes
         del model, held, ids

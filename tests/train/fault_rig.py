@@ -96,7 +96,7 @@ def write_model(folder: Path, layers: int, width: int, *, tied: bool = True, hea
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
         "tie_word_embeddings": tied,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": 1024,
     }
     # Ranks write it at the same time, and read it.
     write_atomically(folder / "config.json", json.dumps(config))
