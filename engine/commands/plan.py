@@ -219,7 +219,7 @@ def fit(
     as_json: JsonOption = False,
     write: WriteOption = None,
 ) -> None:
-    """Rank changes that make a run fit, or use the memory left; of a sweep, for its largest run. Exit code 3 when no
+    """Rank changes that make a run fit, or use the memory left. Of a sweep, for its largest run. Exit code 3 when no
     change makes it fit."""
     from engine.budget.advise.fit import advise
     from engine.errors import UsageError

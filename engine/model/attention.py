@@ -160,10 +160,13 @@ def _no_flash(asked: str, found: dict[str, Obstacle], device: Device) -> Environ
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Return the number of values per attention head of the decoder that `config` describes."""
+    """Return the number of values per attention head of the decoder that `config` describes; 0 for a model without
+    attention heads, such as Mamba."""
     text = config.get_text_config()
-    own = getattr(text, "head_dim", None)
-    return int(own) if own else int(text.hidden_size) // int(text.num_attention_heads)
+    own, heads = getattr(text, "head_dim", None), getattr(text, "num_attention_heads", None)
+    if own or not heads:
+        return int(own or 0)
+    return int(text.hidden_size) // int(heads)
 
 
 def _capability(device: Device) -> float:

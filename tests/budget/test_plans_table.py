@@ -13,7 +13,7 @@ def test_every_shipped_profile_and_recipe_is_answered_or_refused_with_the_reason
     refused = {(one.profile, one.recipe): one.reason for one in found if isinstance(one, Refused)}
     four_share_a_sequence = ("demo-2", "qwen3-4b-longcontext")
     assert set(refused) == {*((name, "qlora") for name in ("demo", "demo-2", "demo-4")), four_share_a_sequence}
-    assert "CUDA" in refused["demo", "qlora"] and "parallel.sequence" in refused[four_share_a_sequence]
+    assert "CUDA" in refused["demo", "qlora"] and "with 2 devices" in refused[four_share_a_sequence]
     lines = table(found)
     assert sum(line.startswith("lora ") for line in lines) == len(list_spec_files("profile"))
     assert f"{len(found) - len(refused)} answers: median" in lines[-1]

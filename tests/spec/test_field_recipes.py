@@ -7,13 +7,14 @@ import pytest
 
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import refuse_unsafe
-from engine.budget.advise.staged_plan import make_staged_plan
+from engine.budget.advise.staged_plan import planning_specs
 from engine.errors import SpecError
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.files.find import find_spec_file
 from engine.spec.load import load_spec_file, resolve
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
+from engine.spec.stages import enabled_stages
 
 PLANNED_GIB = {
     "qwen2.5-7b-lora": {"": 19.54},
@@ -43,12 +44,11 @@ def test_a_recipe_of_the_field_fits_the_profile_that_it_names(name: str) -> None
     spec = resolved(name)
     refuse_unsupported(spec, planning=True)
     refuse_unsafe(spec)
-    if spec.recipe.stages:
-        plans = {stage.name: stage.plan for stage in make_staged_plan(spec).stages}
-    else:
-        plans = {"": make_plan(spec)}
-    assert all(plan.verdict == "fits" for plan in plans.values() if plan is not None)
-    found = {stage: plan.peak_bytes / 2**30 for stage, plan in plans.items() if plan is not None}
+    stages = [stage.name for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"] or [""]
+    specs = zip(stages, planning_specs(spec), strict=True)
+    plans = {stage: make_plan(part) for stage, part in specs if stage in PLANNED_GIB[name]}
+    assert all(plan.verdict == "fits" for plan in plans.values())
+    found = {stage: plan.peak_bytes / 2**30 for stage, plan in plans.items()}
     assert found == pytest.approx(PLANNED_GIB[name], rel=0.02)
 
 

@@ -320,7 +320,6 @@ LATER = {
     "trackers.use": '["wandb"]',
     "train.compile": "true",
     "trackers.project": "mine",
-    "evaluate.metrics": '["rouge"]',
 }
 
 

@@ -18,6 +18,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.stages import stage_directories, stage_name
 from engine.launch.process import start_engine
 from engine.launch.resume_run import prepare_resume
+from engine.launch.simulation import with_simulations
 from tests.events import read_events
 from tests.stages.staged_runs import (
     assert_equal,
@@ -54,7 +55,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     write_model(folder / "model", "qwen2", torch.bfloat16)
     write_pairs(folder / "truthfulqa.jsonl", count=24, seed=1, form="( w / {0} )")
     write_pairs(folder / "qmsum.jsonl", count=24, seed=2, form="[{0}]")
-    plans = [stage.plan for stage in make_staged_plan(twin(RECIPE, folder)).stages]
+    plans = [stage.plan for stage in with_simulations(lambda: make_staged_plan(twin(RECIPE, folder))).stages]
     planned = [plan.prediction.device_bytes for plan in plans if plan is not None]
     spec = twin(RECIPE, folder, memory_gib=1.05 * max(planned) / 2**30)
     run = new_staged_run(folder, spec)
