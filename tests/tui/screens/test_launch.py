@@ -91,7 +91,7 @@ async def test_without_room_one_pane_is_shown_and_tab_goes_on_to_the_next(consol
     async with console(60, 15, **DEMO) as pilot:
         await pilot.sees("Fields")
         assert "Recipe" not in pilot.text
-        for shown in ("train.micro_batch = auto", "this machine", "Demo: a tiny model", "builtin:tiny"):
+        for shown in ("train.micro_batch = auto", "this machine", "Demo: a tin", "builtin:tiny"):
             await pilot.press("tab")
             await pilot.sees(shown, "128.2 MiB missing")
 
@@ -99,10 +99,10 @@ async def test_without_room_one_pane_is_shown_and_tab_goes_on_to_the_next(consol
 async def test_moving_in_the_lists_chooses_and_shows_what_it_costs(console: Opener) -> None:
     async with console(120, 36, **DEMO) as pilot:
         await pilot.sees("128.2 MiB missing")
-        await pilot.press("h", "j", "j")
+        await pilot.press("h", "k")
         await pilot.sees("cannot start", "/train.jsonl")
-        assert pilot.screen.state.choice.recipe == "lora"
-        await pilot.press("k", "k")
+        assert pilot.screen.state.choice.recipe == "attention-lora"
+        await pilot.press("j")
         await pilot.sees("s starts it as written")
 
 
@@ -287,7 +287,7 @@ async def test_a_strangers_title_is_shown_as_it_is_written(
         text.replace('name = "demo"', 'name = "a"').replace("Demo: a tiny model", "[red]L[/red]\\u001b[31m")
     )
     async with console(120, 36, profile="demo", recipe="a") as pilot:
-        await pilot.sees("[red]L[/red]\\x1b[31m learns")
+        await pilot.sees("[red]L[/red]\\x1b[")
 
 
 async def test_in_ascii_nothing_else_is_drawn(console: Opener) -> None:
