@@ -99,10 +99,10 @@ async def test_without_room_one_pane_is_shown_and_tab_goes_on_to_the_next(consol
 async def test_moving_in_the_lists_chooses_and_shows_what_it_costs(console: Opener) -> None:
     async with console(120, 36, **DEMO) as pilot:
         await pilot.sees("128.2 MiB missing")
-        await pilot.press("h", "k")
+        await pilot.press("h", "j", "j", "j")
         await pilot.sees("cannot start", "/train.jsonl")
-        assert pilot.screen.state.choice.recipe == "attention-lora"
-        await pilot.press("j")
+        assert pilot.screen.state.choice.recipe == "lora"
+        await pilot.press("k", "k", "k")
         await pilot.sees("s starts it as written")
 
 
