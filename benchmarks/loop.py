@@ -113,8 +113,8 @@ class InTurn:
 
 
 def _contest(name: str, job: Job, pipe: Connection) -> None:
-    """Main function of a trainer's process: after each step, send the duration of the step and wait for a message to
-    continue."""
+    """Main function of a process that trains `job` with the trainer `name` (a key of CONTESTANTS): after each step,
+    send the step's `Seconds` and wait for a message to continue. The process ends when the pipe is closed."""
     be_quiet()
     pipe.recv()
     began = Seconds(time.perf_counter(), time.process_time())

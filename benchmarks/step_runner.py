@@ -32,8 +32,8 @@ CAPACITY_BYTES = 64 * 2**30
 
 
 class StepRunner:
-    """A training set-up that runs one step at a time. Bytes that `co_tenant` allocates are not available to the
-    steps."""
+    """A training set-up that runs one step at a time. Bytes counted in the attribute `co_tenant`, a simulated other
+    process on the device, are not available to the steps."""
 
     def __init__(self, job: Job, folder: Path, *, kind: str = "metered", micro_batch: int | str = 8) -> None:
         self.co_tenant = SharedByteCount.create(folder / "co-tenant")

@@ -312,7 +312,8 @@ def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
 
 
 def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
-    """The lines of one suggestion: its memory and cost, then the recipe's lines before and after the change."""
+    """The lines of suggestion number `index` (from 1): its memory and cost, then the recipe's lines before and after
+    the change."""
     from engine.commands.plan_text import format_size, host_sentence, toml_text
 
     plan, used = suggestion.plan, suggestion.plan.prediction.device_bytes

@@ -54,8 +54,8 @@ def title(planned: Plan, spec: RunSpec) -> str:
 
 
 def capacity_bar(planned: Plan, width: int) -> list[str]:
-    """A bar that shows how much of the capacity is used, with a letter per component, and a legend. If the capacity
-    is exceeded, "!" marks where it ends."""
+    """A bar that shows how much of the capacity is used, with a letter per component, then the legend; `width` is the
+    width of all lines. If the capacity is exceeded, "!" marks where it ends."""
     cells_wide = max(NARROWEST, width) - SHARE
     used = {name: size for name, size in planned.prediction.components.items() if size}
     scale = cells_wide / max(planned.capacity_bytes, planned.prediction.device_bytes)

@@ -25,7 +25,8 @@ def driver_version() -> str | None:
 
 
 def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
-    """Read each GPU, in NVML's order, or in the order of `uuids` if given; an empty list if there is no driver."""
+    """Read each GPU, in NVML's order, or in the order of `uuids` if given. GPUs that are not there or cannot be read
+    are left out; an empty list if there is no driver."""
     if not _started():
         return []
     if uuids is None:

@@ -52,7 +52,7 @@ def box_iou(answer: str, reference: str) -> dict[str, float]:
 
 
 def detection_rate(answer: str, reference: str) -> dict[str, float]:
-    """Return "detection_rate": 1 if the answer names a box, else 0. The reference does not matter."""
+    """Return "detection_rate": 1 if `boxes_in` finds a box in the answer, else 0. The reference does not matter."""
     return {"detection_rate": float(bool(boxes_in(answer)))}
 
 

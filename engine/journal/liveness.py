@@ -118,7 +118,8 @@ def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
 @contextmanager
 def lock_after_engine(directory: RunDirectory) -> Iterator[None]:
     """Lock the run inside the block, so that the last event of an engine that is gone can be written. Unlike
-    `claim`, this does not change the recorded identity of the engine."""
+    `claim`, this does not change which process is recorded as the run's engine. Raises EnvironmentProblem if an engine
+    or another process holds the lock."""
     with _run_lock(directory):
         yield
 

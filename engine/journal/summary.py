@@ -286,8 +286,7 @@ def _predicted_on_disk(directory: RunDirectory) -> dict[str, Any]:
 def read_spec(directory: RunDirectory) -> dict[str, Any]:
     """The tables of `run.toml`, unchecked, so that a newer version's file can be shown, too; empty when unreadable.
 
-    The caller must not change them: parsing takes a millisecond, so the same tables are returned until the file
-    changes.
+    The tables are cached until the file changes, because parsing takes a millisecond: the caller must not change them.
     """
     try:
         found = directory.run_toml.stat()

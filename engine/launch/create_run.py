@@ -45,8 +45,9 @@ def command_line_limits(
     devices: str | None,
     trust_remote_code: bool,
 ) -> Limits:
-    """Make the [limits] table of a run spec from command-line options, which are stored with the run and apply again
-    when it is resumed. Raises UsageError for bad device indices."""
+    """Make the [limits] table of a run spec from the options `--max-hours`, `--wait`, `--on-finish`, `--devices` and
+    `--trust-remote-code`, which are stored with the run and apply again when it is resumed. Raises UsageError for bad
+    device indices."""
     return Limits(
         max_hours=max_hours,
         wait_seconds=wait_seconds,

@@ -240,7 +240,9 @@ def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
 def coverage_of(
     model: PeftModel, linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], in_full: Sequence[str]
 ) -> Coverage:
-    """Report which layers of the wrapped model have adapters."""
+    """Count, by type of layer, the linear layers and expert parameters of the wrapped model that have adapters, and
+    those that have none. `linears` and `experts` hold all of the model, by their names before peft wrapped it;
+    `in_full` names the modules that are trained themselves, without an adapter."""
     wrapped = _adapted_modules(model)
     modules = {name for name in linears if name in wrapped}
     owners = set(model.targeted_parameter_names)

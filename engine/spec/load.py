@@ -290,8 +290,8 @@ def _run_name_problems(name: str | None) -> list[str]:
 
 
 def _apply_profile_overrides(profile: Document, recipe: Document, on_command_line: set[str]) -> list[str]:
-    """Apply the profile's [overrides] to the recipe; returns a notice for each override that changes what is
-    learned."""
+    """Write the profile's [overrides] into `recipe`. Returns a sentence for each override that changes what is learned,
+    except for the keys `on_command_line`: `--set` names these, and is applied later."""
     table = profile.data.get("overrides")
     notices = []
     for key, value in leaf_items(table) if isinstance(table, dict) else ():

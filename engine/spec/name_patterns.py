@@ -42,8 +42,8 @@ def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
 
 @lru_cache(maxsize=1024)
 def compile_patterns(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """A regular expression whose `fullmatch` accepts every name that a pattern matches, or that is inside a module that
-    a pattern matches."""
+    """A regular expression whose `fullmatch` accepts every dotted name that one of the globs (`*`, `**`, `?`, `[...]`)
+    matches, or that lies inside a module that one of them matches."""
     return re.compile("|".join(rf"(?:{_expression(pattern)})(?:\..*)?" for pattern in patterns) or "(?!)")
 
 

@@ -249,7 +249,8 @@ class Training:
         return Ending("done", "early stopping" if self._stop_early else "", result)
 
     def evaluate(self) -> None:
-        """Score the current weights; sets the flag for early stopping."""
+        """Score the validation set with the current weights and write the event `eval`. If the best metric has not
+        improved for as many evaluations as the recipe allows, the run ends after this step."""
         if self.evaluator.evaluate():
             self._stop_early = self.evaluator.out_of_patience
 

@@ -30,7 +30,8 @@ PANES = PROFILES, RECIPES, FIELDS, PANEL = ("profiles", "recipes", "field-pane",
 
 
 class LaunchView(Vertical):
-    """The widget that fills the Launch screen: four panes and, below them, the budget."""
+    """The widget that fills the Launch screen: the panes of profiles, recipes, fields and fixes, and the budget
+    below."""
 
     class Refocused(Message):
         """Message: another pane came to the front."""

@@ -113,8 +113,8 @@ def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def scaling_of(model: str) -> RopeScaling | None:
-    """The rotary scaling that "run:RUN" was trained with: its own, or that of the run it started from; None if there is
-    none."""
+    """The rotary scaling that "run:RUN" was trained with: its own, or that of the run it started from. None if there is
+    none, and for models that are not "run:RUN". Raises UsageError if there is no such run."""
     return next((start.rope_scaling for start in _starts(model) if start.rope_scaling is not None), None)
 
 

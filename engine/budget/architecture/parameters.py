@@ -67,7 +67,7 @@ def elements(parameters: Iterable[Parameter]) -> int:
 
 
 def _attention(arch: Architecture) -> list[Parameter]:
-    """Parameters of attention: projections and, in some families, norms of queries and keys, or sinks."""
+    """One layer's parameters of attention: projections and, in some families, norms of queries and keys, or sinks."""
     hidden, query, kv = arch.hidden, arch.query_width, arch.kv_width
     if arch.layout == "phi3":
         projections = linear("self_attn.qkv_proj", hidden, query + 2 * kv, False)

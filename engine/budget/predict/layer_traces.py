@@ -154,7 +154,8 @@ def _head_step(arch: Architecture, config: MemoryConfig) -> tuple[Sizes, BytesPo
 
 
 def inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
-    """Live bytes at the local maxima from the last layer's output to the loss, without gradients."""
+    """Bytes of the model's end (final norm, head, loss) without gradients: those live at each local maximum of memory
+    over time, as polynomials in the rows and tokens of the micro-batch."""
     return _inference_head(arch, head_config(inference_config(config)))
 
 

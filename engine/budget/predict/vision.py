@@ -214,13 +214,17 @@ def _by_row(size: BytesPolynomial, patches: int, window: int | None, *, one_by_o
 
 @dataclass(frozen=True)
 class MergerTrace:
-    """Bytes of the merger, which turns the last layer's output into tokens of the decoder."""
+    """Bytes of the merger, which turns the last layer's output into tokens of the decoder, as polynomials in the rows
+    of a micro-batch."""
 
     forward: Sizes
+    """Live bytes at the local maxima of the forward pass."""
     held: BytesPolynomial
     """Bytes to which local variables of the model refer while the decoder runs, without those in `saved`."""
     saved: BytesPolynomial
+    """Bytes kept for the backward pass."""
     backward: Sizes
+    """Live bytes at the local maxima of the backward pass; empty if no gradient passes the merger."""
 
 
 def _merger_trace(

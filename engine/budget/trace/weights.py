@@ -54,7 +54,7 @@ class Weights:
         return dora(self.trace, self.config, layer, x, self._base(module, parameter, x, merged))
 
     def _base(self, module: str, parameter: Parameter, x: TracedTensor, merged: int) -> TracedTensor:
-        """Trace the linear layer without its adapter."""
+        """Trace the linear layer without its adapter; `merged` as in `linear`."""
         trace, bias = self.trace, self.bias(module)
         weight, trained = self.parameter(parameter.name)
         outputs = -(-self._shape(parameter)[0] // merged)

@@ -259,8 +259,9 @@ def _shard(value: Any) -> str:
 
 
 def _batch(siblings: Siblings) -> str:
-    """Return, as text, the micro_batch and batch_size that equal the Trainer's batch size per device and gradient
-    accumulation in `siblings`."""
+    """Return, as "train.micro_batch = …, train.batch_size = …", what equals transformers' Trainer's batch size per
+    device and gradient accumulation, which `siblings` (all keys of the same table) hold. Without accumulation, 1 is
+    assumed."""
     rows = _first_number(siblings, PER_DEVICE)
     accumulation = _first_number(siblings, ACCUMULATION)
     if rows is None:

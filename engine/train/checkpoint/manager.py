@@ -52,6 +52,7 @@ class CheckpointManager:
 
     def save(self, reason: str) -> None:
         """Write a checkpoint of the current state, unless this step is saved already; waits while the disk is full.
+        `reason` is written into the event `checkpoint`.
 
         Raises:
             MemoryExhaustedError: host memory ran out in every attempt.

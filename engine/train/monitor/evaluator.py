@@ -52,8 +52,9 @@ class Evaluator:
         return patience is not None and self._state.best.since >= patience
 
     def evaluate(self) -> bool:
-        """Score the validation set, write the use of experts since the last evaluation, and save a checkpoint if the
-        result is the best so far. False when there is no result."""
+        """Score the validation set, write how often a mixture's experts were used since the last evaluation (`experts/`
+        in the run directory), and save a checkpoint if the result is the best so far. Returns False without a
+        validation set, or if the run was asked to end meanwhile; else True."""
         metrics = self._ranks.run_on_rank0(self._score)
         if metrics is None:
             return False

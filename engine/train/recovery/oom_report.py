@@ -81,8 +81,8 @@ class OomReports:
         self._written = 0
 
     def write(self, recovered: RecoveredOom) -> str | None:
-        """Write a report; returns its path in the run directory, or None if the limit is reached or the disk is
-        full."""
+        """Write a report as JSON into `oom/`. Returns its path relative to the run directory, or None if this process
+        has written MOST_REPORTS already or the disk is full."""
         if self._written == MOST_REPORTS:
             return None
         folder, failure = self._directory.oom, recovered.oom.failure

@@ -79,8 +79,9 @@ class PiecewiseUpdate:
         first_elements: Mapping[str, int] | None = None,
         piece_elements: int = PIECE_ELEMENTS,
     ) -> None:
-        """`first_elements`: if weights are sharded, the number, in the whole parameter, of the first element of this
-        rank's part, by name."""
+        """`first_elements`: if weights are sharded, by name, the flat index in the whole parameter at which this rank's
+        part begins. `rounding`: how updated weights are written in bf16. `piece_elements`: elements of bf16 weights
+        that are updated at a time."""
         self.optimizer, self.rounding = optimizer, rounding
         self._keys = {id(parameter): (name, (first_elements or {}).get(name, 0)) for name, parameter in named}
         self._whole = isinstance(optimizer, torch.optim.Adafactor)

@@ -71,7 +71,8 @@ class Rollback:
         ]
 
     def take(self, step: int) -> None:
-        """Copy the buffers to the host and set the random state of step `step`. May be repeated after a failure."""
+        """Copy the model's buffers to the host, and seed the random generators for step `step`. If the copy fails, the
+        call may be repeated."""
         for buffer in self._buffers:
             buffer.refresh(self.device)
         self._drawn_from = _mixed(self.seed, step)

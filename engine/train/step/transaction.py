@@ -88,7 +88,8 @@ Tried = list[tuple[int, str]]
 
 
 class StepTransaction:
-    """Runs the optimizer steps of a run."""
+    """Runs the optimizer steps of a run, each as a transaction: it is applied exactly once, or an exception is raised
+    and the weights are as before the step (after CheckpointReloadRequired: once the checkpoint is loaded)."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context

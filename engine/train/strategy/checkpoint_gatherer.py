@@ -111,8 +111,9 @@ class CheckpointGatherer:
         return None
 
     def _as_parts_of_wholes(self, host_mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-        """Optimizer state by name. The state of a part of a parameter becomes a DTensor with the parameter's full
-        shape: a copy in host memory if `host_mesh` is given, else the live tensor."""
+        """Optimizer state by the names that `state_tensors` gives (parameter and kind of state). The state of a part of
+        a parameter becomes a DTensor with the parameter's full shape: a copy in host memory if `host_mesh` is given,
+        else the live tensor. Scalars, such as the step counter, stay plain tensors."""
         wholes = self._sharded.full_parameters().values()
         state: dict[str, Tensor] = {}
         for (name, part), whole in zip(self._loaded.trainable(), wholes, strict=True):
