@@ -17,7 +17,7 @@ from engine.data.conversations import conversation
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
 from engine.data.records import ChatRecord, Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
-from engine.spec.schema.recipe import IMAGE_FORMATS, Source
+from engine.spec.schema.data import IMAGE_FORMATS, Source
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),

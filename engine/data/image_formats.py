@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.data.conversations import conversation
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record
-from engine.spec.schema.recipe import Source
+from engine.spec.schema.data import Source
 
 PLACEHOLDER = "<image>"
 """Stands for an image in the text of a turn, as in LLaVA's data sets."""

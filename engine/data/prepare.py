@@ -31,7 +31,7 @@ from engine.data.workers import Results, tokenise_rows
 from engine.errors import DataError
 from engine.spec.files.known_lengths import lengths_record, record_longest
 from engine.spec.files.user_folders import cache_folder
-from engine.spec.schema.recipe import Source
+from engine.spec.schema.data import Source
 from engine.spec.schema.run import RunSpec
 
 CHAT_VERSION = "chat 2"

@@ -31,7 +31,7 @@ from engine.data.json_errors import find_json_error, find_json_lines
 from engine.errors import DataError, EnvironmentProblem
 from engine.spec.files.data_files import LOADERS, find_data_files, suffix_of
 from engine.spec.files.user_folders import cache_folder
-from engine.spec.schema.recipe import Source
+from engine.spec.schema.data import Source
 
 READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, pyarrow.ArrowException)
 """Exceptions that `datasets` raises for damaged or misnamed files."""

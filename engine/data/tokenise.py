@@ -27,7 +27,7 @@ from engine.data.image_tokens import place_images
 from engine.data.images import ImageFacts, ImageProcessor, facts_of, references_of
 from engine.data.records import ChatRecord, Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
-from engine.spec.schema.recipe import Data
+from engine.spec.schema.data import Data
 
 TOO_LONG = "longer than data.max_length"
 NO_TARGET = "no token to learn"

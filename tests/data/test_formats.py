@@ -10,7 +10,7 @@ import pytest
 from engine.data.formats import recognise
 from engine.data.records import ChatRecord, Dropped, PairRecord, TextRecord
 from engine.errors import DataError
-from engine.spec.schema.recipe import Source
+from engine.spec.schema.data import Source
 
 
 def record(row: dict[str, Any], *, has_template: bool = True, **keys: Any) -> Any:

@@ -17,7 +17,7 @@ import pytest
 
 from engine.data.sources import SourceRows, open_rows
 from engine.errors import DataError
-from engine.spec.schema.recipe import Source
+from engine.spec.schema.data import Source
 
 ROWS = [{"prompt": f"p{number}", "completion": f"c{number}"} for number in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -166,7 +166,7 @@ def test_a_file_without_read_permission_is_named(tmp_path: Path) -> None:
 def test_a_hub_name_without_a_connection_is_an_environment_problem() -> None:
     # A process of its own: huggingface_hub reads the switch when it is imported.
     code = (
-        "from engine.data.sources import open_rows; from engine.spec.schema.recipe import Source\n"
+        "from engine.data.sources import open_rows; from engine.spec.schema.data import Source\n"
         "from engine.errors import EnvironmentProblem\n"
         "try: open_rows(Source(name='s', hub='nobody/nothing'), seed=0)\n"
         "except EnvironmentProblem as error: print(error.exit_code, error.render())"
@@ -179,7 +179,7 @@ def test_a_hub_name_without_a_connection_is_an_environment_problem() -> None:
 
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     code = (
-        "from engine.data.sources import open_rows; from engine.spec.schema.recipe import Source\n"
+        "from engine.data.sources import open_rows; from engine.spec.schema.data import Source\n"
         "from engine.errors import EnvironmentProblem\n"
         "try: open_rows(Source(name='s', hub='nobody/nothing'), seed=0)\n"
         "except EnvironmentProblem as error: print(error.render())"

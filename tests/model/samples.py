@@ -14,8 +14,9 @@ from engine.device.cpu import CpuDevice
 from engine.model.load import load_model
 from engine.model.loaded import LoadedModel
 from engine.model.tokenizer import byte_tokenizer, load_tokenizer
+from engine.spec.schema.data import Data, Source
 from engine.spec.schema.profile import Device, Profile
-from engine.spec.schema.recipe import Data, Method, Model, Moe, Recipe, Source, Train
+from engine.spec.schema.recipe import Method, Model, Moe, Recipe, Train
 from engine.spec.schema.run import RunSpec
 
 VOCABULARY = 264

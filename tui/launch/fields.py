@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from engine.spec.files.rewrite import kind_of_table
 from engine.spec.files.text import visible
 from engine.spec.schema import describe
-from engine.spec.schema.recipe import Source
+from engine.spec.schema.data import Source
 from engine.spec.schema.run import RunSpec
 
 DEVICES = "--devices"

@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from engine.spec.attention_kernels import FLASH_CHOICES, flash_kernels
-from engine.spec.check.rules import Problems
-from engine.spec.files.document import Problem
+from engine.spec.files.document import Problem, Problems
 from engine.spec.files.lines import Place
 from engine.spec.files.text import quoted
 from engine.spec.schema.profile import Profile

@@ -5,8 +5,9 @@ Try: `python -m pytest tests/budget/test_vision.py`
 
 from __future__ import annotations
 
-from engine.spec.check.rules import sources_of
-from engine.spec.schema.recipe import IMAGE_FORMATS, Recipe
+from engine.spec.check.data_rules import sources_of
+from engine.spec.schema.data import IMAGE_FORMATS
+from engine.spec.schema.recipe import Recipe
 
 
 def image_key(recipe: Recipe) -> str | None:

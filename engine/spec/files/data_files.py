@@ -17,7 +17,8 @@ from pathlib import Path
 from engine.errors import DataError
 from engine.spec.files.text import closest_match
 from engine.spec.files.working_directory import working_directory
-from engine.spec.schema.recipe import Recipe, Source
+from engine.spec.schema.data import Source
+from engine.spec.schema.recipe import Recipe
 
 LOADERS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +51,10 @@ class Problem:
         table."""
         beside = tuple((*prefix, *place) for place in self.beside)
         return Problem((*prefix, *self.place), self.found, self.allowed, beside)
+
+
+Problems = Iterator[Problem]
+"""What a rule yields."""
 
 
 @dataclass

@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from tomlkit.items import Table as TomlTable
 
 from engine.spec.schema import describe
+from engine.spec.schema.data import Data, Source
 from engine.spec.schema.profile import Device, Profile
-from engine.spec.schema.recipe import Checkpoint, Data, Eval, Method, Model, Recipe, Source, Train
+from engine.spec.schema.recipe import Checkpoint, Eval, Method, Model, Recipe, Train
 
 Values = dict[str, Any]
 
