@@ -166,6 +166,11 @@ class TokenData:
         sums = np.concatenate([[0], np.cumsum(found.heights.astype(np.int64) * found.widths)])[found.offsets]
         return np.asarray(np.diff(sums)[self.documents])
 
+    @property
+    def has_images(self) -> bool:
+        """Whether any row has an image."""
+        return self.patches is not None and bool(self.patches.any())
+
     def images_of(self, rows: Sequence[int], ids_BS: Tensor) -> Mapping[str, Tensor]:
         """The model's inputs for the images of `rows`, which are not packed and have the tokens `ids_BS`; empty if
         there are none."""

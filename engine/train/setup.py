@@ -93,7 +93,7 @@ def set_up(
     order, total_steps = make_order(prepared.train, spec)
     if (note := warmup_note(recipe.train, total_steps)) and recipe.train.max_steps != total_steps:
         journal.warn("warmup", note)  # with max_steps it was said before the start
-    _refuse_unsafe(spec)
+    _refuse_unsafe(spec, has_images=prepared.train.has_images)
     spec = with_largest_image(spec, prepared.train, images)
     spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
     recipe = spec.recipe
@@ -119,15 +119,15 @@ def set_up(
     )
 
 
-def _refuse_unsafe(spec: RunSpec) -> None:
-    """Raise UsageError or DataError if this recipe would train this model wrongly, or train nothing of it. Reads the
-    model's config from this machine."""
+def _refuse_unsafe(spec: RunSpec, has_images: bool) -> None:
+    """Raise UsageError or DataError if this recipe would train this model wrongly, or only parts that its samples do
+    not use. Reads the model's config from this machine."""
     facts = model_config_dict(spec)
     refuse_sequence_parallel(facts, spec)
     refuse_family(facts, spec.recipe)
     refuse_long_sequences(facts, spec.recipe)
     with suppress(UnknownArchitectureError):  # the names of other families are known once their model is loaded
-        refuse_patterns(from_config(facts), spec.recipe)
+        refuse_patterns(from_config(facts), spec.recipe, has_images=has_images)
 
 
 def _step_context(

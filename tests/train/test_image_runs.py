@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,16 @@ def image_spec(folder: Path, family: str = "qwen2_vl", **tables: Any) -> RunSpec
     named = {"id": str(model), "tokenizer": str(model), "init": "pretrained", **tables.pop("model", {})}
     read = {"sources": [detection_source(data)], "max_length": 256, **tables.pop("data", {})}
     return make_spec(data, model=named, data=read, **tables)
+
+
+def text_beside_images(folder: Path, images: int) -> dict[str, Any]:
+    """The [data] of eight conversations, of which the first `images` have an image that `image_spec` draws."""
+    path = folder / "data" / "mixed.jsonl"
+    path.parent.mkdir()
+    named = [f"images/{number}.png" if number < images else None for number in range(8)]
+    rows = [{"prompt": "What?", "completion": f"x{number}", "image": image} for number, image in enumerate(named)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"sources": [{"name": "mixed", "path": str(path), "format": "image-chat"}]}
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -111,3 +122,42 @@ def test_only_the_chosen_part_learns_and_the_result_opens_again(
     assert (place.model / "preprocessor_config.json").is_file()
     again = image_spec(tmp_path, model={"id": f"run:{place.path}"}, train={"max_steps": 1, "batch_size": 4})
     assert train(new_run(tmp_path / "again", again))[0] == 0
+
+
+TOWER = ["model.visual.blocks.*.attn.*", "model.visual.blocks.*.mlp.fc?"]
+LANGUAGE = "model.language_model.**.*_proj"
+
+
+@pytest.mark.parametrize(
+    ("targets", "roots"),
+    [(TOWER, {"visual"}), ("all-linear", {"language_model"}), ([LANGUAGE, *TOWER], {"visual", "language_model"})],
+    ids=["tower", "language", "both"],
+)
+def test_adapters_are_where_the_recipe_puts_them_and_all_of_them_learn(
+    tmp_path: Path, targets: str | list[str], roots: set[str]
+) -> None:
+    rate = {"max_steps": 2, "batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 0}
+    place = new_run(tmp_path / "runs", image_spec(tmp_path, method={"kind": "lora", "targets": targets}, train=rate))
+    assert train(place)[0] == 0
+    adapters = load_file(place.adapter / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.model.").split(".")[0] for name in adapters} == roots
+    assert all(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name)  # they begin as zeros
+
+
+def test_a_tower_whose_samples_have_no_images_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """The source has a format with images, but no row that is trained on has one."""
+    part = {"kind": "full", "train_only": ["model.visual"]}
+    spec = image_spec(tmp_path, method=part, data=text_beside_images(tmp_path, 0))
+    code, events = train(new_run(tmp_path / "runs", spec))
+    assert code == 5
+    assert "nothing that learns is used" in str(of_kind(events, "run_finished")[0])
+    assert not [event for event in events if event.get("name") == "loading model"]
+
+
+def test_a_tower_learns_where_some_samples_have_no_images(tmp_path: Path) -> None:
+    settings = {"max_steps": 3, "batch_size": 4, "micro_batch": 1, "learning_rate": 1e-2}
+    part = {"kind": "full", "train_only": ["model.visual"]}
+    spec = image_spec(tmp_path, method=part, data=text_beside_images(tmp_path, 2), train=settings)
+    code, events = train(new_run(tmp_path / "runs", spec))
+    assert code == 0
+    assert not of_kind(events, "backoff")

@@ -23,33 +23,45 @@ from engine.budget.architecture.vision_parameters import (
 from engine.errors import DataError
 from engine.spec.check.images import image_key
 from engine.spec.name_patterns import matches, matches_end, no_match
-from engine.spec.schema.recipe import Recipe
+from engine.spec.schema.recipe import Method, Recipe
 
 
-def refuse_patterns(arch: Architecture, recipe: Recipe) -> None:
+def refuse_patterns(arch: Architecture, recipe: Recipe, *, has_images: bool | None = None) -> None:
     """Check the patterns of [method] against the names of a model.
+
+    `has_images`: whether any sample to train on has an image; None: not known yet, the recipe's keys tell.
 
     Raises:
         UsageError: a pattern matches no name.
-        DataError: only a vision encoder would be trained, and the recipe has no images.
+        DataError: only a vision encoder would be trained, and there are no images.
     """
-    method = recipe.method
-    names = parameter_names(arch)
-    if method.kind == "full":
-        chosen = _matched(method.train_only, names, "method.train_only", matches)
-        _matched(method.freeze, names, "method.freeze", matches)
-    else:
-        targets = method.targets if isinstance(method.targets, list) else []
-        adapted = _matched(targets, adaptable_names(arch), "method.targets", matches_end)
-        _matched(method.exclude, adapted or adaptable_names(arch), "method.exclude", matches_end)
-        in_full = _matched(method.also_train, names, "method.also_train", matches)
-        chosen = [*adapted, *in_full] if targets else []
-    if chosen and all(map(in_vision_encoder, chosen)) and image_key(recipe) is None:
+    learning = _full_names(arch, recipe.method) if recipe.method.kind == "full" else _lora_names(arch, recipe.method)
+    if has_images is None:
+        has_images = image_key(recipe) is not None
+    if not has_images and learning and all(map(in_vision_encoder, learning)):
         raise DataError(
             "nothing that learns is used by these samples: only the vision encoder is trained, and there are no images",
             expected="samples with images, or weights of the language model that learn",
             fix='set method.train_only, or method.targets, to names outside "model.visual" and its like',
         )
+
+
+def _full_names(arch: Architecture, method: Method) -> list[str]:
+    """Names of the parameters that full fine-tuning trains by its patterns."""
+    names = parameter_names(arch)
+    frozen = set(_matched(method.freeze, names, "method.freeze", matches))
+    chosen = _matched(method.train_only, names, "method.train_only", matches) if method.train_only else names
+    return [name for name in chosen if name not in frozen]
+
+
+def _lora_names(arch: Architecture, method: Method) -> list[str]:
+    """Names of the modules that get adapters, and of the parameters trained beside them; empty if method.targets is a
+    word, because such adapters are in the language model."""
+    targets = method.targets if isinstance(method.targets, list) else []
+    adapted = _matched(targets, adaptable_names(arch), "method.targets", matches_end)
+    excluded = set(_matched(method.exclude, adapted or adaptable_names(arch), "method.exclude", matches_end))
+    in_full = _matched(method.also_train, parameter_names(arch), "method.also_train", matches)
+    return [*(name for name in adapted if name not in excluded), *in_full] if targets else []
 
 
 @lru_cache(maxsize=16)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.batching.micro_batches import MicroBatch
 from engine.data.batch import Batch, collate
@@ -145,7 +146,7 @@ class StepComputation:
             share = context.loss.terms(batch).share_of(*tokens)
             loss = context.loss.minimised(share)
             self.phase = "backward"
-            (loss * context.scaler.scale).backward()
+            _backward(loss * context.scaler.scale)
         # On the plain CPU a reading shows nothing here, as activations are free again, and costs a system call.
         peak_bytes = context.device.memory().peak_bytes if context.measures else 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
@@ -169,7 +170,7 @@ class StepComputation:
         context = self.context
         batch = next(batches).moved(context.device.upload)
         with context.strategy.dummy_micro_batch(), self._around(step, batch):
-            (0.0 * context.loss(batch)).backward()
+            _backward(0.0 * context.loss(batch))
 
     @contextmanager
     def _around(self, step: int, batch: Batch) -> Iterator[None]:
@@ -200,3 +201,10 @@ class StepComputation:
             with_row_tokens=context.loss.balance is not None,
         )
         return context.strategy.local_part(batch, pad_id=context.pad_id)
+
+
+def _backward(loss: Tensor) -> None:
+    """Run backward from `loss`, unless it depends on nothing that learns, as in a recipe that trains only a vision
+    encoder and a micro-batch without images."""
+    if loss.requires_grad:
+        loss.backward()
