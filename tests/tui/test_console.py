@@ -127,7 +127,7 @@ async def test_doctor_tells_what_a_process_of_its_own_found(console: Opener, wid
     async with console(width, height) as pilot:
         await pilot.press("6")
         await pilot.sees("python", "torch", "ok")
-        await pilot.press("r")
+        await pilot.press("R")
         await pilot.sees("asking this machine")
 
 

@@ -82,7 +82,7 @@ def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(
     terminal.press("r")
     terminal.sees("● running", f"resumed after step {paused_at}")
     reached(demo, paused_at + 5)
-    terminal.press("s")
+    terminal.press("x")
     terminal.sees("Stop this run after the present step")
     terminal.press("y")
     terminal.sees("■ stopped")

@@ -61,6 +61,8 @@ class LossPlot(TextLines):
         self._glyphs, self._ascii_only = glyphs, ascii_only
         self._data: LossPlotData | None = None
         self.options = PlotOptions()
+        self.active = False
+        """Whether keys act on this pane, which the title shows."""
 
     def set_data(self, data: LossPlotData) -> None:
         """Draw new data."""
@@ -108,7 +110,8 @@ class LossPlot(TextLines):
     def _title(self, data: LossPlotData) -> Content:
         ways = [self.options.zoom] if self.options.zoom != "all" else []
         ways += ["log"] * self.options.log + ["smoothed"] * self.options.smooth
-        title = Content.assemble(("    loss ", "bold"), (", ".join(ways) + "  " if ways else " ", "$muted"))
+        heading = Content.styled(" loss ", "bold reverse" if self.active else "bold")
+        title = Content.assemble("   ", heading, (", ".join(ways) + "  " if ways else " ", "$muted"))
         shown = [("◆", "bold $mark", "evaluation")] if data.scores else []
         shown += [(mark.glyph, mark.style, mark.name) for mark in data.marks if mark.steps]
         for glyph, style, name in shown:

@@ -92,7 +92,7 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
         why = f"  {clean(error)}" if error else ""
         return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (why, "$bad"))
     if summary.stopping:
-        return Content.styled(" stops after this step, with a checkpoint; s again: stop at once", "$caution")
+        return Content.styled(" stops after this step, with a checkpoint; x again: stop at once", "$caution")
     if summary.status == "done":
         ended = f" {summary.reason or 'finished'}; result in {summary.result or '-'}"
         return Content.styled(f" {clean(ended)}", "$muted")

@@ -10,14 +10,10 @@ Try: `tunedeck`, then Enter on a run.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from textual import events
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical
-from textual.content import Content
 
 from engine.errors import TunedeckError
 from engine.journal import control
@@ -26,15 +22,14 @@ from engine.journal.event_text import clean
 from engine.journal.stages import find_stage, stage_name
 from engine.launch.process import force_stop
 from tui.keys import bindings
-from tui.plot.loss_plot import ZOOMS, LossPlot, LossPlotData, StepMarks
+from tui.plot.loss_plot import ZOOMS
 from tui.run.chain import chain_line, chain_of, current_stage, stage_beside
-from tui.run.panels import event_lines, figure_lines, headline_lines, log_lines, memory_lines
-from tui.run.ranks import rank_lines
+from tui.run.panels import headline_lines
+from tui.run.panes import RunPanes
 from tui.run.reuse import launch_settings, resume_refusal
-from tui.run.watch import FeedLine, LogTail, RunWatch
+from tui.run.watch import LogTail, RunWatch
 from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
-from tui.widgets.scrollback import Scrollback
 from tui.widgets.text_lines import TextLines
 
 POLL_SECONDS = 0.5
@@ -53,20 +48,6 @@ READ_SECONDS = 0.04
 CATCH_UP_SECONDS = 0.02
 """The interval while a long journal is being read."""
 
-ALL_PANES = ("loss", "figures", "ranks", "events", "log", "memory")
-
-PANES = {"all": (), "regular": ("events", "memory", "log"), "one": ("loss", "figures", "events", "memory", "log")}
-"""The panes that `tab` goes through, by the size of the screen; all others are always shown."""
-
-TAB_LABELS = {"log": "engine log"}
-"""What the tab of a pane says, where that is not the pane's name."""
-
-RANKS_BEFORE = {"regular": "memory", "one": "events"}
-"""The pane before which the ranks of a run over several devices are put."""
-
-MAX_RANK_LINES = 9
-"""Lines for the ranks on a screen that shows all panes: a heading and eight ranks."""
-
 
 class RunScreen(BaseScreen):
     """The screen that shows one run."""
@@ -77,11 +58,6 @@ class RunScreen(BaseScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pane = {"all": "events", "regular": "events", "one": "loss"}
-        self._rank_lines = 0
-        """Lines that the ranks take; 0 for a run of one process."""
-        self._feed_shown = 0
-        """Number of events that were given to the events pane."""
         self._unpainted = False
         """Whether something was read that is not painted yet."""
         self._painted = ("", float("-inf"))
@@ -113,30 +89,25 @@ class RunScreen(BaseScreen):
         return current_stage(watch) if watch is self._whole else stage_name(watch.directory)
 
     def compose_body(self) -> ComposeResult:
-        """Yield the panes."""
+        """Yield the chain of stages, the run's state, and the panes."""
         yield TextLines(id="chain")
         yield TextLines(id="headline")
-        yield TextLines(id="all-tabs", classes="tabs")
-        with Horizontal(id="upper"):
-            yield LossPlot(self.glyphs, self.console.ascii_only, id="loss")
-            yield TextLines(id="figures", classes="pane")
-        yield TextLines(id="word-tabs", classes="tabs")
-        yield TextLines(id="ranks", classes="pane")
-        with Horizontal(id="lower"):
-            with Vertical(id="words"):
-                yield Scrollback[FeedLine]("events", event_lines, empty="nothing has happened yet", id="events")
-                yield Scrollback[str]("engine log", log_lines, empty="the engine has written nothing", id="log")
-            yield TextLines(id="memory", classes="pane")
+        yield RunPanes(self.glyphs, self.console.ascii_only)
+
+    @property
+    def panes(self) -> RunPanes:
+        """The widget with all panes."""
+        return self.query_one(RunPanes)
 
     def poll(self) -> float:
         """Read the run's journal and log, and repaint what they change."""
         self._unpainted = self._read() or self._unpainted
-        happened = self.run_watch.feed_total != self._feed_shown or self.status != self._painted[0]
+        happened = self.panes.has_new_events(self.run_watch) or self.status != self._painted[0]
         if self._unpainted and (happened or time.monotonic() - self._painted[1] >= PAINT_SECONDS):
             self._paint()
         self._plot()
         if self._log.refresh():
-            self.query_one("#log", Scrollback).replace(self._log.lines)
+            self.panes.show_log(self._log.lines)
         return CATCH_UP_SECONDS if self.run_watch.unread_share > 0.01 else POLL_SECONDS
 
     def _read(self) -> bool:
@@ -149,20 +120,11 @@ class RunScreen(BaseScreen):
 
     def _paint(self) -> None:
         self._paint_chain()
-        watch, ascii_only = self.run_watch, self.console.ascii_only
         self._unpainted, self._painted = False, (self.status, time.monotonic())
-        head = headline_lines(watch, self.size.width, self.glyphs, ascii_only=ascii_only)
+        ascii_only = self.console.ascii_only
+        head = headline_lines(self.run_watch, self.size.width, self.glyphs, ascii_only=ascii_only)
         self.query_one("#headline", TextLines).show(head)
-        numbers = figure_lines(watch, self.glyphs, ascii_only=ascii_only, with_ranks=self._room != "all")
-        self.query_one("#figures", TextLines).show(numbers)
-        self.set_class("expert_utilisation" in (watch.latest or {}), "-experts")
-        pane = self.query_one("#memory", TextLines)
-        heading = [Content.styled(" memory", "bold")] if self._room == "all" else []
-        pane.show([*heading, *memory_lines(watch, pane.size.width, self.glyphs)])
-        self._paint_ranks()
-        new, self._feed_shown = watch.feed_total - self._feed_shown, watch.feed_total
-        if new:
-            self.query_one("#events", Scrollback).add(list(watch.feed)[-new:])
+        self.panes.paint(self.run_watch)
         self.refresh_title_and_footer()
 
     def _paint_chain(self) -> None:
@@ -173,30 +135,12 @@ class RunScreen(BaseScreen):
             ascii_only = self.console.ascii_only
             line.show([chain_line(chain, self.looked_at, self.size.width, ascii_only=ascii_only)])
 
-    def _paint_ranks(self) -> None:
-        pane = self.query_one("#ranks", TextLines)
-        height = MAX_RANK_LINES if self._room == "all" else max(3, pane.size.height)
-        lines = rank_lines(self.run_watch, self.size.width, height, self.glyphs)
-        pane.show(lines)
-        if len(lines) != self._rank_lines:
-            self._rank_lines = len(lines)
-            self._arrange()
-
     def _plot(self) -> None:
         """Repaint the loss curve if there is new data, at most once every PLOT_SECONDS."""
         drawn, at = self._plotted
         if self.run_watch.version != drawn and time.monotonic() - at >= PLOT_SECONDS:
             self._plotted = (self.run_watch.version, time.monotonic())
-            self.query_one(LossPlot).set_data(self._plot_data())
-
-    def _plot_data(self) -> LossPlotData:
-        state = self.run_watch.state
-        scores = [(e["step"], e["metrics"]["loss"]) for e in state.evals if e["metrics"].get("loss") is not None]
-        marks = [
-            StepMarks("checkpoint", "■", "$muted", self.run_watch.checkpoint_steps),
-            StepMarks("oom", "▲", "bold $bad", [event["step"] for event in state.backoffs]),
-        ]
-        return LossPlotData(self.run_watch.curves.loss, scores, marks, note="no step yet")
+            self.panes.plot_run(self.run_watch)
 
     def title_detail(self) -> str:
         """The run's name; of a staged run, also the name of a stage that is looked at instead of the present one."""
@@ -207,41 +151,12 @@ class RunScreen(BaseScreen):
         """Show the panes that fit the new size."""
         super().on_resize(event)
         self._arrange()
-        self.call_after_refresh(self._paint)
-
-    @property
-    def _room(self) -> str:
-        if self.has_class("-one-pane"):
-            return "one"
-        return "all" if self.has_class("-roomy") else "regular"
-
-    def _panes(self) -> tuple[str, ...]:
-        """The panes through which the key `tab` cycles at the present size."""
-        names = PANES[self._room]
-        if not self._rank_lines or not names:
-            return names
-        at = names.index(RANKS_BEFORE[self._room])
-        return (*names[:at], "ranks", *names[at:])
 
     def _arrange(self) -> None:
-        """Show the panes for which there is room, and hide the others."""
-        room, switched = self._room, self._panes()
-        chosen = self._pane[room]
-        for name in ALL_PANES:
-            self.query_one(f"#{name}").display = name not in switched or name == chosen
-        table = self.query_one("#ranks", TextLines)
-        table.display = table.display and bool(self._rank_lines)
-        table.styles.height = self._rank_lines if room == "all" else "1fr"
-        self.set_class(bool(self._rank_lines), "-ranks")
-        for box in ("words", "upper", "lower"):
-            found = self.query_one(f"#{box}")
-            found.display = any(child.display for child in found.children)
-        for pane in self.query(Scrollback):
-            pane.headed = not switched
-        for name, where in (("#all-tabs", "one"), ("#word-tabs", "regular")):
-            tabs = self.query_one(name, TextLines)
-            tabs.display = room == where
-            tabs.show([_tabs(switched, chosen)])
+        """Show the panes that fit the screen's size, and paint them when their sizes are known."""
+        one = self.has_class("-one-pane")
+        self.panes.show_panes("one" if one else "all" if self.has_class("-roomy") else "regular")
+        self.call_after_refresh(self._paint)
 
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect in the run's present state; None if the key has an effect."""
@@ -257,8 +172,6 @@ class RunScreen(BaseScreen):
             return self._other_stage(1 if action == "next_stage" else -1)[1]
         if action == "report" and not (self.run_watch.state.backoffs or self.run_watch.state.oom_reports):
             return "this run never ran out of memory"
-        if action == "next_pane" and not PANES[self._room]:
-            return "all panes are shown"
         return None
 
     def _other_stage(self, by: int) -> tuple[str, str | None]:
@@ -285,9 +198,9 @@ class RunScreen(BaseScreen):
         self.run_watch = self._whole if follows else RunWatch(stage)
         self._log = LogTail(self.directory.log if follows else stage.log)
         self._log.refresh()
-        self.query_one("#log", Scrollback).replace(self._log.lines)
-        self.query_one("#events", Scrollback).replace(list(self.run_watch.feed))
-        self._feed_shown, self._plotted = self.run_watch.feed_total, (-1, float("-inf"))
+        self.panes.show_log(self._log.lines)
+        self.panes.change_run(self.run_watch)
+        self._plotted = (-1, float("-inf"))
         self._refresh_now()
         self._plot()
 
@@ -310,7 +223,7 @@ class RunScreen(BaseScreen):
 
     def _stop_if(self, yes: bool | None) -> None:
         if yes:
-            self._ask_engine("stop", "asked to stop after this step; s again stops it at once, without a checkpoint")
+            self._ask_engine("stop", "asked to stop after this step; x again stops it at once, without a checkpoint")
 
     def _ask_engine(self, name: str, message: str) -> None:
         """Write the request `name` into the run directory, and show `message`."""
@@ -346,58 +259,76 @@ class RunScreen(BaseScreen):
 
     def do_log_axis(self) -> None:
         """Switch the y axis between logarithmic and linear."""
-        plot = self.query_one(LossPlot)
+        plot = self.panes.plot
         plot.set_options(replace(plot.options, log=not plot.options.log))
 
     def do_smooth(self) -> None:
         """Switch between the smoothed and the plain curve."""
-        plot = self.query_one(LossPlot)
+        plot = self.panes.plot
         plot.set_options(replace(plot.options, smooth=not plot.options.smooth))
 
-    def do_zoom(self) -> None:
-        """Switch to the next part of the run: all of it, its last half, its last tenth."""
-        plot, names = self.query_one(LossPlot), list(ZOOMS)
-        plot.set_options(replace(plot.options, zoom=names[(names.index(plot.options.zoom) + 1) % len(names)]))
+    def do_zoom_in(self) -> None:
+        """Show a later and shorter part of the run: its last half, its last tenth."""
+        self._zoom(1)
+
+    def do_zoom_out(self) -> None:
+        """Show a longer part of the run again."""
+        self._zoom(-1)
+
+    def _zoom(self, by: int) -> None:
+        plot, names = self.panes.plot, list(ZOOMS)
+        place = max(0, min(len(names) - 1, names.index(plot.options.zoom) + by))
+        plot.set_options(replace(plot.options, zoom=names[place]))
 
     def do_next_pane(self) -> None:
-        """Show the next pane."""
-        room, names = self._room, self._panes()
-        self._pane[room] = names[(names.index(self._pane[room]) + 1) % len(names)]
+        """Make the next pane active."""
+        self.panes.choice.step(1)
         self._arrange()
-        self.call_after_refresh(self._paint)
+
+    def do_previous_pane(self) -> None:
+        """Make the pane before active."""
+        self.panes.choice.step(-1)
+        self._arrange()
+
+    def do_enlarge(self) -> None:
+        """Give the active pane the screen for itself, or show the others again."""
+        self.panes.choice.enlarged = not self.panes.choice.enlarged
+        self._arrange()
+
+    def on_key(self, event: events.Key) -> None:
+        """On Escape, show the other panes again, or remove the filter, before the screen is left."""
+        if event.key == "escape" and (self.panes.choice.enlarged or self.panes.is_filtered):
+            event.stop()
+            if self.panes.choice.enlarged:
+                self.do_enlarge()
+            else:
+                self.panes.clear_filter()
+
+    def do_filter(self) -> None:
+        """Ask for words that the shown events and lines of the log must contain."""
+        self.panes.open_filter()
 
     def do_older(self) -> None:
-        """Scroll up by a line, in the log if it is shown, else in the events."""
-        self._scroll(1)
+        """Scroll up by a line, in the log if it is active, else in the events."""
+        self.panes.scrolled.scroll_lines(1)
 
     def do_newer(self) -> None:
-        """Scroll down by a line, in the log if it is shown, else in the events."""
-        self._scroll(-1)
+        """Scroll down by a line, in the log if it is active, else in the events."""
+        self.panes.scrolled.scroll_lines(-1)
 
     def do_page_older(self) -> None:
-        """Scroll up by a page, in the log if it is shown, else in the events."""
-        self._scroll(self._scrolled.page)
+        """Scroll up by a page, in the log if it is active, else in the events."""
+        self.panes.scrolled.scroll_lines(self.panes.scrolled.page)
 
     def do_page_newer(self) -> None:
-        """Scroll down by a page, in the log if it is shown, else in the events."""
-        self._scroll(-self._scrolled.page)
+        """Scroll down by a page, in the log if it is active, else in the events."""
+        self.panes.scrolled.scroll_lines(-self.panes.scrolled.page)
 
     def do_newest(self) -> None:
         """Scroll to the newest line, and show new lines as they arrive."""
-        self._scroll(-(10**9))
-
-    @property
-    def _scrolled(self) -> Scrollback[Any]:
-        return self.query_one("#log" if self._pane[self._room] == "log" else "#events", Scrollback)
-
-    def _scroll(self, lines: int) -> None:
-        self._scrolled.scroll_lines(lines)
+        self.panes.scrolled.scroll_lines(-(10**9))
 
     def _refresh_now(self) -> None:
         self._read()
         self._paint()
 
-
-def _tabs(names: Sequence[str], chosen: str) -> Content:
-    parts = [(f" {TAB_LABELS.get(name, name)} ", "bold reverse" if name == chosen else "$muted") for name in names]
-    return Content.assemble(" ", *parts, ("  tab: next", "$muted"))

@@ -27,7 +27,7 @@ from tui.run.tree import SWEEP, RunTree, TreeRow, tree_row
 from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.table import screen_row
-from tui.widgets.key_order import OrderedKeys
+from tui.widgets.filter_field import FilterField
 from tui.widgets.row_list import RowList
 from tui.widgets.text_lines import TextLines
 
@@ -39,10 +39,6 @@ READ_SECONDS = 0.05
 
 CATCH_UP_SECONDS = 0.02
 """The interval while there are runs that were not read yet."""
-
-
-class Filter(OrderedKeys, Input):
-    """The input field in which the filter of the list is typed."""
 
 
 class RunsScreen(BaseScreen):
@@ -61,9 +57,7 @@ class RunsScreen(BaseScreen):
 
     def compose_body(self) -> ComposeResult:
         """Yield the filter field (hidden until it is used), the column titles and the rows."""
-        field = Filter(placeholder="words, or state:running model:qwen recipe:demo", id="filter", compact=True)
-        field.display = False
-        yield field
+        yield FilterField("words, or state:running model:qwen recipe:demo")
         yield TextLines(classes="heading")
         yield RowList(id="runs")
 
@@ -236,25 +230,20 @@ class RunsScreen(BaseScreen):
 
     def do_filter(self) -> None:
         """Open the filter field."""
-        field = self.query_one(Input)
-        field.display = True
-        self.set_focus(field)
+        self.query_one(FilterField).open()
 
     def on_key(self, event: events.Key) -> None:
-        """Clear the filter on Escape; on Escape or Down in the filter field, go back to the rows."""
-        field = self.query_one(Input)
-        if (field.has_focus and event.key in ("escape", "down")) or (field.value and event.key == "escape"):
+        """Clear the filter on Escape."""
+        field = self.query_one(FilterField)
+        if field.value and event.key == "escape":
             event.stop()
-            if event.key == "escape":
-                field.value = ""
-                field.display = False
-            self.set_focus(self.query_one(RowList))
+            field.clear_filter()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Apply the filter at every letter typed."""
         self._filter = event.value
         self._fill()
 
-    def on_input_submitted(self) -> None:
-        """Go back to the rows on Enter; the filter continues to apply."""
+    def on_filter_field_left(self) -> None:
+        """Go back to the rows; the filter continues to apply."""
         self.set_focus(self.query_one(RowList))

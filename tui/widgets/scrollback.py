@@ -1,11 +1,12 @@
 """A pane of items that are appended, such as events or log lines; it follows the newest until the user scrolls up.
 
 `form` turns an item into lines of text. The items are stored, so that the lines can be made again when the
-width changes.
+width or the filter changes. A filter lets through the items that contain all of its words.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
@@ -23,21 +24,27 @@ MAX_ITEMS = 1000
 class Scrollback(TextLines, Generic[T]):
     """A widget with a heading and, below it, the lines of the newest items."""
 
-    def __init__(self, name: str, form: Callable[[T, int], list[Content]], *, empty: str, id: str) -> None:
+    def __init__(
+        self, name: str, form: Callable[[T, int], list[Content]], words: Callable[[T], str], *, empty: str, id: str
+    ) -> None:
+        """`words` gives the text of an item in which the words of a filter are looked for."""
         super().__init__(id=id, classes="pane")
-        self._name, self._form, self._empty = name, form, Content.styled(f" {empty}", "$muted")
+        self._name, self._form, self._words, self._empty = name, form, words, Content.styled(f" {empty}", "$muted")
+        self._filter: list[str] = []
         self._items: deque[T] = deque(maxlen=MAX_ITEMS)
         self._formed: list[Content] = []
         self._lines = [self._empty]
         self._back = 0
         self.headed = True
         """Whether the name is shown as the first line."""
+        self.active = False
+        """Whether keys act on this pane, which the name shows."""
 
     def add(self, items: Iterable[T]) -> None:
         """Append items."""
         new = list(items)
         self._items.extend(new)
-        lines = [line for item in new for line in self._form(item, self.content_size.width)]
+        lines = self._lines_of(new)
         # While scrolled back, the same lines stay visible.
         self._back += len(lines) if self._back else 0
         self._formed = [*self._formed, *lines][-4 * MAX_ITEMS :]
@@ -47,6 +54,16 @@ class Scrollback(TextLines, Generic[T]):
         """Replace all items."""
         self._items.clear()
         self._items.extend(items)
+        self._reform()
+
+    def redraw_heading(self) -> None:
+        """Draw the lines again after `headed` or `active` was set."""
+        self._paint()
+
+    def set_filter(self, text: str) -> None:
+        """Show only the items that contain every word of `text`, in any case of letters; with "" all items."""
+        self._filter = text.lower().split()
+        self._back = 0
         self._reform()
 
     def scroll_lines(self, lines: int) -> None:
@@ -77,13 +94,32 @@ class Scrollback(TextLines, Generic[T]):
         return max(1, self.content_size.height - self.headed)
 
     def _reform(self) -> None:
-        self._formed = [line for item in self._items for line in self._form(item, self.content_size.width)]
+        self._formed = self._lines_of(self._items)
         self._back = max(0, min(self._back, len(self._formed) - self._room))
         self._paint()
+
+    def _matches(self, item: T) -> bool:
+        text = self._words(item).lower() if self._filter else ""
+        return all(word in text for word in self._filter)
+
+    def _lines_of(self, items: Iterable[T]) -> list[Content]:
+        """The lines of the items that the filter lets through, with its words marked."""
+        lines = [line for item in items if self._matches(item) for line in self._form(item, self.content_size.width)]
+        if not self._filter:
+            return lines
+        found = re.compile("|".join(map(re.escape, self._filter)), re.IGNORECASE)
+        return [line.highlight_regex(found, style="bold $mark") for line in lines]
+
+    def _heading(self) -> Content:
+        name = Content.styled(f" {self._name} ", "bold reverse" if self.active else "bold")
+        if not self._filter:
+            return name
+        shown = sum(map(self._matches, self._items))
+        return Content.assemble(name, (f" /{' '.join(self._filter)}  {shown} of {len(self._items)}", "$caution"))
 
     def _paint(self) -> None:
         end = len(self._formed) - self._back
         shown = self._formed[max(0, end - self._room) : end] or [self._empty]
         if self._back:
             shown[-1] = Content.styled(f" {self._back + 1} more below; end goes to the newest", "$caution")
-        self.show([Content.styled(f" {self._name}", "bold"), *shown] if self.headed else shown)
+        self.show([self._heading(), *shown] if self.headed else shown)

@@ -174,7 +174,7 @@ async def test_what_is_wrong_is_said_below_the_row_and_start_refuses_with_it(con
         await pilot.press("s")
         await pilot.sees("cannot start: train.batch_size")
         assert isinstance(pilot.screen, LaunchScreen)
-        await pilot.press("x")
+        await pilot.press("backspace")
         assert pilot.screen.state.choice.overrides == {}
 
 

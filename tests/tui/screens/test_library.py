@@ -128,7 +128,7 @@ async def test_a_file_changed_by_another_program_is_not_overwritten(console: Ope
 async def test_a_new_file_has_its_own_name_in_it(console: Opener, project: Path) -> None:
     async with console() as pilot:
         await to_file(pilot, "24gb", "profile")
-        await pilot.press("n", *["backspace"] * 20, *"my-card", "enter", "f2")
+        await pilot.press("w", *["backspace"] * 20, *"my-card", "enter", "f2")
         await pilot.sees("saved", "no problems")
     assert 'name = "my-card"' in (project / "profiles" / "hardware" / "my-card.toml").read_text()
 
@@ -156,7 +156,7 @@ async def test_a_file_is_exported_under_the_name_given(console: Opener, project:
 async def test_a_recipe_is_taken_to_the_launch_screen(console: Opener, project: Path) -> None:
     async with console() as pilot:
         await to_file(pilot, "demo")
-        await pilot.press("u")
+        await pilot.press("n")
         await pilot.until(lambda: isinstance(pilot.screen, LaunchScreen), "the Launch screen")
         assert pilot.screen.state.choice.recipe == "demo"
 

@@ -19,7 +19,7 @@ from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
 from tests.tui.recorded_stages import make_staged_run
 from tui.app import TunedeckApp
-from tui.screens.run import PANES
+from tui.run.pane_choice import PANES
 
 pytestmark = pytest.mark.asyncio
 
@@ -29,6 +29,11 @@ async def open_run(pilot: ConsolePilot) -> None:
     await pilot.until(lambda: pilot.screen.screen_name == "runs" and pilot.screen.chosen, "a run in the list")
     await pilot.press("enter")
     await pilot.until(lambda: pilot.screen.screen_name == "run" and pilot.screen.status, "the run")
+
+
+def shown_panes(pilot: ConsolePilot) -> list[str]:
+    """The panes that take room on the screen."""
+    return [name for name in PANES if pilot.screen.query_one(f"#{name}").region.area]
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -47,7 +52,7 @@ async def test_at_80x24_loss_and_figures_stand_over_one_pane_of_words(console: O
         await open_run(pilot)
         await pilot.sees("loss", "25 × 2, batch 64", "1 time, survived", "exact match    8.2 %")
         await pilot.sees("redone with at most 25")
-        await pilot.press("tab")
+        await pilot.press("tab", "tab")
         await pilot.sees("peak as written", "129 MiB", "of 64 MiB, over", "peak measured", "58 MiB")
         assert "redone with" not in pilot.text
 
@@ -58,17 +63,19 @@ async def test_at_120x36_every_pane_is_in_sight(console: Opener, runs: Path) -> 
     async with console(120, 36) as pilot:
         await open_run(pilot)
         await pilot.sees("tokens/s", "redone with at most 25", "activations", "120 MiB", "49 MiB", "a line of the log")
-        await pilot.press("tab")
-        await pilot.sees("all panes are shown")
+        await pilot.press("tab", "z")
+        await pilot.sees("a line of the log")
+        assert shown_panes(pilot) == ["log"]
+        await pilot.press("escape")
+        assert shown_panes(pilot) == ["loss", "figures", "events", "log", "memory"]
 
 
 async def test_at_60x15_tab_goes_through_the_panes_one_at_a_time(console: Opener, runs: Path) -> None:
     make_run(runs)
     async with console(60, 15) as pilot:
         await open_run(pilot)
-        for pane in PANES["one"]:
-            shown = [name for name in PANES["one"] if pilot.screen.query_one(f"#{name}").region.area]
-            assert shown == [pane]
+        for pane in ("loss", "figures", "events", "log", "memory", "loss"):
+            assert shown_panes(pilot) == [pane]
             await pilot.press("tab")
 
 
@@ -118,7 +125,7 @@ async def test_checkpoint_and_pause_are_asked_for_and_the_answer_is_shown(
     async with console() as pilot:
         await open_run(pilot)
         await pilot.sees("● running")
-        await pilot.press("c")
+        await pilot.press("w")
         await pilot.sees("checkpoint accepted")
         await pilot.press("p")
         await pilot.sees("‖ paused", "r resumes it")
@@ -130,12 +137,12 @@ async def test_only_a_yes_stops_a_run(console: Opener, runs: Path, spawn: Spawn)
     async with console() as pilot:
         await open_run(pilot)
         await pilot.sees("● running")
-        await pilot.press("s")
+        await pilot.press("x")
         await pilot.sees("Stop this run after the present step", "y stop it")
         await pilot.press("n")
         await pilot.until(lambda: pilot.screen.screen_name == "run", "the question gone")
         assert not list(run.control.glob("*.json"))
-        await pilot.press("s", "y")
+        await pilot.press("x", "y")
         await pilot.sees("■ stopped")
 
 
@@ -145,9 +152,9 @@ async def test_a_second_stop_ends_an_engine_that_does_not_obey(console: Opener, 
     async with console() as pilot:
         await open_run(pilot)
         await pilot.sees("● running")
-        await pilot.press("s", "y")
+        await pilot.press("x", "y")
         await pilot.sees("◐ stopping")
-        await pilot.press("s")
+        await pilot.press("x")
         await pilot.until(lambda: child.poll() is not None, "the engine's end")
         await pilot.sees("■ stopped")
     assert summarise(run).reason == "stopped by force"
@@ -196,8 +203,27 @@ async def test_loss_can_be_seen_on_a_log_axis_smoothed_and_closer(console: Opene
     async with console() as pilot:
         await open_run(pilot)
         await pilot.sees("30")
-        await pilot.press("y", "m", "z")
+        await pilot.press("L", "m", "plus")
         await pilot.sees("loss last half, log, smoothed")
+
+
+async def test_a_filter_lets_through_events_and_log_lines_with_all_its_words(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    add(run, lambda writer: writer.write("warning", code="w", text="the disk is slow", fix=""))
+    run.log.write_text("the disk is slow\nloading the model\n")
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.sees("redone with at most 25", "loading the model")
+        await pilot.press("slash", *"SLOW disk")
+        await pilot.sees("/slow disk  1 of", "/slow disk  1 of 2")
+        assert "redone with" not in pilot.text
+        assert "loading the model" not in pilot.text
+        await pilot.press("enter", "tab", "z")
+        assert shown_panes(pilot) == ["log"], "the letters are keys again after Enter"
+        await pilot.press("escape")
+        await pilot.sees("tokens/s", "/slow disk  1 of 2")
+        await pilot.press("escape")
+        await pilot.sees("redone with at most 25", "loading the model")
 
 
 async def test_text_from_a_run_is_never_markup_and_never_moves_the_cursor(console: Opener, runs: Path) -> None:
@@ -286,7 +312,7 @@ async def test_a_flood_of_events_and_log_lines_leaves_the_keys_alive(console: Op
                 log.write(f"line {step}\n")
                 if step % 100 == 0:
                     writer.write("backoff", **backoff_fields(step))
-        await pilot.press("y")
+        await pilot.press("L")
         await pilot.sees("log  ", "line 20000", "step 20,000")
 
 

@@ -1,0 +1,64 @@
+"""Which panes of the Run screen are shown at a size of the terminal, and which one the keys act on.
+
+Try: `python -c "from tui.run.pane_choice import PaneChoice; print(sorted(PaneChoice(room='regular').shown))"`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PANES = ("loss", "figures", "ranks", "events", "log", "memory")
+"""All panes, in the order in which `tab` goes through them."""
+
+UPPER = ("loss", "figures")
+"""The panes that are always shown where there is room for more than one."""
+
+
+@dataclass
+class PaneChoice:
+    """The pane that the keys act on, and the panes that are shown beside it."""
+
+    room: str = "all"
+    """"all" where there is room for every pane; "regular": for the upper panes and one other; "one": for one."""
+    active: str = "events"
+    """The pane that the keys act on."""
+    enlarged: bool = False
+    """Whether the active pane has the screen for itself."""
+    has_ranks: bool = False
+    """Whether the run has several processes, and a pane for them."""
+    _below: str = "events"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The panes of this run, in the order of `tab`."""
+        return tuple(name for name in PANES if name != "ranks" or self.has_ranks)
+
+    @property
+    def shown(self) -> set[str]:
+        """The panes that are shown."""
+        if self.enlarged or self.room == "one":
+            return {self.active}
+        return set(self.names) if self.room == "all" else {*UPPER, self.below}
+
+    @property
+    def below(self) -> str:
+        """The pane below the upper ones, where there is room for one: the active pane, or the last that was active."""
+        return self.active if self.active not in UPPER else self._below
+
+    @property
+    def tabs(self) -> tuple[str, ...]:
+        """The panes of which only one is shown, to be named in a row of tabs; empty if every pane is shown."""
+        if self.enlarged or self.room == "all":
+            return ()
+        return self.names if self.room == "one" else tuple(name for name in self.names if name not in UPPER)
+
+    def activate(self, name: str) -> None:
+        """Make `name` the active pane. An unknown pane, or that of ranks which the run does not have, is ignored."""
+        if name in self.names:
+            self.active = name
+            self._below = self.below
+
+    def step(self, by: int) -> None:
+        """Make the pane `by` places after the active one active; after the last comes the first."""
+        names = self.names
+        self.activate(names[(names.index(self.active) + by) % len(names)])

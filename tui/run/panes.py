@@ -1,0 +1,182 @@
+"""The panes of the Run screen: loss, figures, ranks, events, log and memory, arranged for the size of the terminal.
+
+`RunPanes` is given what was read of a run and paints it. One pane is active: keys that scroll, filter or enlarge act on
+it, and its heading is shown reversed.
+
+Try: `tunedeck`, Enter on a run, then `tab` and `z`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.widgets import Input
+
+from tui.plot.loss_plot import LossPlot, LossPlotData, StepMarks
+from tui.run.pane_choice import PaneChoice
+from tui.run.panels import event_lines, figure_lines, log_lines, memory_lines
+from tui.run.ranks import rank_lines
+from tui.run.watch import FeedLine, RunWatch
+from tui.widgets.filter_field import FilterField
+from tui.widgets.scrollback import Scrollback
+from tui.widgets.text_lines import TextLines
+
+TAB_LABELS = {"log": "engine log"}
+"""What the tab of a pane says, where that is not the pane's name."""
+
+MAX_RANK_LINES = 9
+"""Lines for the ranks on a screen that shows all panes: a heading and eight ranks."""
+
+BOXES = ("words", "upper", "lower")
+"""The containers of panes, inner ones first: each is hidden while all of its panes are."""
+
+
+class RunPanes(Vertical):
+    """The widget with all panes of a run."""
+
+    def __init__(self, glyphs: Callable[[str], str], ascii_only: bool) -> None:
+        super().__init__(id="run-panes")
+        self._glyphs, self._ascii_only = glyphs, ascii_only
+        self.choice = PaneChoice(room="")
+        self._rank_lines = 0
+        """Lines that the ranks take; 0 for a run of one process."""
+        self._feed_shown = 0
+        """Number of events that were given to the events pane."""
+
+    def compose(self) -> ComposeResult:
+        """Yield the panes."""
+        yield TextLines(id="all-tabs", classes="tabs")
+        with Horizontal(id="upper"):
+            yield LossPlot(self._glyphs, self._ascii_only, id="loss")
+            yield TextLines(id="figures", classes="pane")
+        yield TextLines(id="word-tabs", classes="tabs")
+        yield TextLines(id="ranks", classes="pane")
+        with Horizontal(id="lower"):
+            with Vertical(id="words"):
+                yield Scrollback[FeedLine]("events", event_lines, _event_words, empty="nothing to show", id="events")
+                yield Scrollback[str]("engine log", log_lines, str, empty="nothing to show", id="log")
+            yield TextLines(id="memory", classes="pane")
+        yield FilterField("words: only lines that contain all of them are shown, such as warning, or eval")
+
+    @property
+    def plot(self) -> LossPlot:
+        """The plot of the loss."""
+        return self.query_one(LossPlot)
+
+    @property
+    def scrolled(self) -> Scrollback[Any]:
+        """The pane that scrolls: the log if it is active, else the events."""
+        return self.query_one("#log" if self.choice.active == "log" else "#events", Scrollback)
+
+    def show_panes(self, room: str) -> None:
+        """Show the panes for which there is room (see `PaneChoice.room`), and hide the others."""
+        choice = self.choice
+        if not choice.room and room == "one":
+            choice.activate("loss")
+        choice.room, choice.has_ranks = room, bool(self._rank_lines)
+        for name in ("loss", "figures", "ranks", "events", "log", "memory"):
+            self.query_one(f"#{name}").display = name in choice.shown
+        table = self.query_one("#ranks", TextLines)
+        table.styles.height = self._rank_lines if room == "all" and not choice.enlarged else "1fr"
+        self.screen.set_class(bool(self._rank_lines), "-ranks")
+        self.screen.set_class(choice.enlarged, "-enlarged")
+        for box in BOXES:
+            found = self.query_one(f"#{box}")
+            found.display = any(child.display for child in found.children)
+        for pane in self.query(Scrollback):
+            pane.headed, pane.active = not choice.tabs, pane.id == choice.active
+            pane.redraw_heading()
+        self.plot.active = choice.active == "loss"
+        for name, where in (("#all-tabs", "one"), ("#word-tabs", "regular")):
+            tabs = self.query_one(name, TextLines)
+            tabs.display = room == where and bool(choice.tabs)
+            tabs.show([_tabs(choice.tabs, choice.active)])
+
+    def paint(self, watch: RunWatch) -> None:
+        """Show the figures, ranks, events and memory of a run."""
+        choice = self.choice
+        figures = self.query_one("#figures", TextLines)
+        numbers = figure_lines(watch, self._glyphs, ascii_only=self._ascii_only, with_ranks=choice.room != "all")
+        figures.show([*self._heading("figures", len(numbers) < figures.content_size.height), *numbers])
+        self.screen.set_class("expert_utilisation" in (watch.latest or {}), "-experts")
+        memory = self.query_one("#memory", TextLines)
+        memory.show([*self._heading("memory", not choice.tabs), *memory_lines(watch, memory.size.width, self._glyphs)])
+        self._paint_ranks(watch)
+        new, self._feed_shown = watch.feed_total - self._feed_shown, watch.feed_total
+        if new:
+            self.query_one("#events", Scrollback).add(list(watch.feed)[-new:])
+
+    def _heading(self, name: str, shown: bool) -> list[Content]:
+        style = "bold reverse" if self.choice.active == name else "bold"
+        return [Content.styled(f" {name} ", style)] if shown else []
+
+    def _paint_ranks(self, watch: RunWatch) -> None:
+        pane = self.query_one("#ranks", TextLines)
+        fixed = self.choice.room == "all" and not self.choice.enlarged
+        lines = rank_lines(watch, self.size.width, MAX_RANK_LINES if fixed else max(3, pane.size.height), self._glyphs)
+        pane.show(lines)
+        if len(lines) != self._rank_lines:
+            self._rank_lines = len(lines)
+            self.show_panes(self.choice.room)
+
+    def plot_run(self, watch: RunWatch) -> None:
+        """Draw the curve of a run, with its evaluations and marks."""
+        state = watch.state
+        scores = [(e["step"], e["metrics"]["loss"]) for e in state.evals if e["metrics"].get("loss") is not None]
+        marks = [
+            StepMarks("checkpoint", "■", "$muted", watch.checkpoint_steps),
+            StepMarks("oom", "▲", "bold $bad", [event["step"] for event in state.backoffs]),
+        ]
+        self.plot.set_data(LossPlotData(watch.curves.loss, scores, marks, note="no step yet"))
+
+    def show_log(self, lines: Sequence[str]) -> None:
+        """Show these lines of the engine's log."""
+        self.query_one("#log", Scrollback).replace(lines)
+
+    def has_new_events(self, watch: RunWatch) -> bool:
+        """Whether the run has events that are not shown yet."""
+        return watch.feed_total != self._feed_shown
+
+    def change_run(self, watch: RunWatch) -> None:
+        """Show the events of another run, or of another stage."""
+        self.query_one("#events", Scrollback).replace(list(watch.feed))
+        self._feed_shown = watch.feed_total
+
+    def open_filter(self) -> None:
+        """Ask for the words of a filter of events and log."""
+        if self.choice.active != "log":
+            self.choice.activate("events")
+        self.show_panes(self.choice.room)
+        self.query_one(FilterField).open()
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a filter hides lines of events or log."""
+        return bool(self.query_one(FilterField).value)
+
+    def clear_filter(self) -> None:
+        """Show all events and lines of the log."""
+        self.query_one(FilterField).clear_filter()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Apply the filter at every letter typed, to the events and to the log."""
+        event.stop()
+        for pane in self.query(Scrollback):
+            pane.set_filter(event.value)
+
+    def on_filter_field_left(self) -> None:
+        """Take the focus from the field, so that keys act on the panes again."""
+        self.screen.set_focus(None)
+
+
+def _event_words(line: FeedLine) -> str:
+    return f"{line.kind} {line.text}"
+
+
+def _tabs(names: Sequence[str], chosen: str) -> Content:
+    parts = [(f" {TAB_LABELS.get(name, name)} ", "bold reverse" if name == chosen else "$muted") for name in names]
+    return Content.assemble(" ", *parts, ("  tab: next", "$muted"))
