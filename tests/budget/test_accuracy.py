@@ -22,7 +22,7 @@ CELLS += [
     (family, way)
     for number, way in enumerate(WAYS)
     for place, family in enumerate(FAMILIES)
-    if way not in COMMON and (place - 2 * number) % len(FAMILIES) < 2 and applies(family, way)
+    if way not in COMMON and (place - 2 * number) % len(FAMILIES) < 1 and applies(family, way)
 ]
 
 
