@@ -131,8 +131,12 @@ class Ranks:
         key = f"message/{self._messages}"
         signs, heard_at, pause_seconds = -1, time.monotonic(), MESSAGE_POLL_SECONDS / 32
         with raising_lost_rank():
-            while not store.check([key]):
-                if store.check(["over"]):
+            while True:
+                # Asked first: rank 0 posts its last message before it says that the run is over.
+                is_over = store.check(["over"])
+                if store.check([key]):
+                    return json.loads(store.get(key))
+                if is_over:
                     raise LostRankError("rank 0 has ended the run", fix="its journal says why")
                 before, signs = signs, store.add("alive", 0)
                 heard_at = time.monotonic() if signs != before else heard_at
@@ -143,7 +147,6 @@ class Ranks:
                     )
                 time.sleep(pause_seconds)
                 pause_seconds = min(MESSAGE_POLL_SECONDS, 2 * pause_seconds)
-            return json.loads(store.get(key))
 
     def mark_finished(self) -> None:
         """Tell the other ranks that rank 0 has recorded the end of the run, so that none waits for it."""

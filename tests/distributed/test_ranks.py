@@ -194,3 +194,20 @@ def test_a_run_of_one_process_asks_nobody() -> None:
     assert SINGLE_PROCESS.all_gather_object(5) == [5]
     assert SINGLE_PROCESS.broadcast_object("a") == "a"
     assert SINGLE_PROCESS.run_on_rank0(lambda: 3) == 3
+
+
+class EndsMeanwhile(HashStore):
+    """A store in which rank 0 posts its last message and ends the run right after rank 1 has asked for something."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Answer as before rank 0's message, then let rank 0 end the run."""
+        found = bool(super().check(keys))
+        if not super().check(["over"]):
+            rank0 = Ranks(rank=0, size=2, store=self)
+            assert rank0.run_on_rank0(lambda: "made") == "made"
+            rank0.mark_finished()
+        return found
+
+
+def test_the_last_message_of_rank_0_is_read_although_the_run_is_over() -> None:
+    assert Ranks(rank=1, size=2, store=EndsMeanwhile()).run_on_rank0(lambda: None) == "made"
